@@ -1,0 +1,9 @@
+"""Errors that a user can act on."""
+
+
+class UserError(Exception):
+    """Something the user can mend; the message is one sentence that says what to do.
+
+    The command line prints the message and exits with code 2. Broken invariants of our own are
+    `AssertionError`s and are never dressed up as this.
+    """

@@ -1,0 +1,91 @@
+"""The plan: who holds which experts, and on which route each access server's sequences run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from trimmoe.core.artifact import Header, arrays_hash, load_artifact, save_artifact
+from trimmoe.core.specs import BoolArray, ClusterSpec, IntArray
+
+PLAN_KIND = "plan"
+PLAN_FORMAT = 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plan:
+    """A deployment X with its routes, on the cluster it was made for."""
+
+    header: Header
+    cluster: ClusterSpec
+    hosts: BoolArray
+    """x_{m,l,k} of (c.2), shape [M, N, E]."""
+    routes: IntArray
+    """kappa: the server that runs attention, KV cache and router of each MoE layer for sequences
+    that enter at each server, shape [M (access), N]."""
+    expert_capacity_bytes: IntArray
+    """C_m of (c.1): memory left for experts, shape [M]."""
+
+    def save(self, path: Path) -> None:
+        """Write the plan to `path`, atomically."""
+        save_artifact(path, self.header, self._arrays())
+
+    @property
+    def hash(self) -> str:
+        return arrays_hash(self.header, self._arrays())
+
+    def _arrays(self) -> dict[str, np.ndarray]:
+        cluster = self.cluster
+        return {
+            "hosts": self.hosts.astype(np.uint8),
+            "routes": self.routes,
+            "expert_capacity_bytes": self.expert_capacity_bytes,
+            "cluster.memory_bytes": cluster.memory_bytes,
+            "cluster.flops_per_s": cluster.flops_per_s,
+            "cluster.access_share": cluster.access_share,
+            "cluster.bandwidth_bytes_per_s": cluster.bandwidth_bytes_per_s,
+            "cluster.delay_s": cluster.delay_s,
+        }
+
+
+def load_plan(path: Path) -> Plan:
+    """Read a plan; raises `UserError` if it is missing, damaged or of another format."""
+    header, arrays = load_artifact(path, kind=PLAN_KIND, format_version=PLAN_FORMAT)
+    cluster = ClusterSpec(
+        name=header.extra["cluster_name"],
+        server_names=tuple(header.extra["server_names"]),
+        memory_ratio=header.extra["memory_ratio"],
+        memory_bytes=arrays["cluster.memory_bytes"],
+        flops_per_s=arrays["cluster.flops_per_s"],
+        access_share=arrays["cluster.access_share"],
+        bandwidth_bytes_per_s=arrays["cluster.bandwidth_bytes_per_s"],
+        delay_s=arrays["cluster.delay_s"],
+    )
+    return Plan(
+        header=header,
+        cluster=cluster,
+        hosts=arrays["hosts"].astype(bool),
+        routes=arrays["routes"],
+        expert_capacity_bytes=arrays["expert_capacity_bytes"],
+    )
+
+
+def plan_header(
+    cluster: ClusterSpec, *, settings: dict, input_hashes: dict[str, str], seed: int
+) -> Header:
+    """The header of a plan for `cluster`; `input_hashes` names at least `model` and `profile`."""
+    assert {"model", "profile"} <= input_hashes.keys()
+    return Header(
+        kind=PLAN_KIND,
+        format_version=PLAN_FORMAT,
+        settings=settings,
+        input_hashes=input_hashes,
+        seed=seed,
+        extra={
+            "cluster_name": cluster.name,
+            "server_names": list(cluster.server_names),
+            "memory_ratio": cluster.memory_ratio,
+        },
+    )

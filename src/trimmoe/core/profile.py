@@ -1,0 +1,199 @@
+"""The profile: everything Algorithm 1, lines 1-8, learns about a model from a text.
+
+All quality losses are flip rates: the fraction of calibration tokens whose next-token prediction
+changes. Every rate that a guarantee leans on is stored as an upper confidence bound; the fields
+say which.
+
+Shapes: N MoE layers, E experts, k activated, d hidden, G bins of a loss curve, P patterns
+(activated sets), C centroids, T grid of exit thresholds.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from trimmoe.core.artifact import Header, arrays_hash, load_artifact, save_artifact
+from trimmoe.core.errors import UserError
+from trimmoe.core.specs import BoolArray, FloatArray, IntArray
+
+PROFILE_KIND = "profile"
+PROFILE_FORMAT = 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LossCurves:
+    """Non-decreasing flip rate against router mass, one curve per layer.
+
+    Bin g of layer l covers masses in (edges[l, g-1], edges[l, g]]; the last edge is 1.
+    """
+
+    edges: FloatArray
+    """Upper edge of each bin, shape [N, G], non-decreasing, last 1."""
+    mean: FloatArray
+    """Isotonic fit of the measured flip rate, shape [N, G]."""
+    upper: FloatArray
+    """Upper confidence bound of the same, non-decreasing, shape [N, G], in [0, 1]."""
+    samples: IntArray
+    """Measurements behind each bin, shape [N, G]."""
+
+    def upper_at(self, layer: int, mass: FloatArray) -> FloatArray:
+        """The bounded loss of removing router mass `mass` at `layer`; same shape as `mass`.
+
+        A step function that rounds the mass up to its bin's edge, so it never flatters.
+        """
+        last = self.edges.shape[1] - 1
+        bins = np.minimum(np.searchsorted(self.edges[layer], mass, side="left"), last)
+        return self.upper[layer, bins]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Profile:
+    """Calibration of one model on one text. See the module docstring for the shapes."""
+
+    header: Header
+
+    # Exit heads (7, 22, 23), already calibrated on a disjoint split.
+    exit_weight: NDArray[np.float32]
+    """[N, d]; confidence = sigmoid(weight . h / rms(h) + bias)."""
+    exit_bias: NDArray[np.float32]
+    """[N]."""
+    exit_grid: FloatArray
+    """Candidate thresholds p, ascending, [T]."""
+    exit_error_upper: FloatArray
+    """Upper bound of P(prediction differs | exit at the first layer with confidence >= p), [T]."""
+    exit_rate: FloatArray
+    """Share of held-out tokens that exit before full depth at each p, [T]."""
+
+    # What removing router mass costs (5, 24).
+    skip: LossCurves
+    """All slots of a layer dropped; mass = importance I (4)."""
+    drop: LossCurves
+    """Some, not all, slots dropped; mass = softmax mass of the dropped slots."""
+    importance_quantiles: FloatArray
+    """[N, 101]: quantiles 0..100 % of the importance of each layer."""
+    theta: FloatArray
+    """Importance thresholds (24) for the budget and settings in the header, [N]."""
+
+    # Substitution (3).
+    similarity: FloatArray
+    """Sim_l(r, k): cosine of the router-logit columns centred per token, [N, E, E]."""
+    substitution_loss: FloatArray
+    """Upper bound of Q_l(r, k), zero on the diagonal, [N, E, E]."""
+    substitution_samples: IntArray
+    """Measured substitutions behind each entry, [N, E, E]."""
+    feasible: BoolArray
+    """k in R_{l,r} or k = r, [N, E, E]."""
+
+    # Routing statistics (26, 27, 38).
+    expert_transitions: FloatArray
+    """P_l(k -> k') of the first activated expert, rows sum to one, [N-1, E, E]."""
+    patterns: IntArray
+    """Codebook of activated sets, ascending expert ids, [N, P, k]; unused rows repeat row 0."""
+    pattern_share: FloatArray
+    """How often each pattern (or a set nearest to it) is activated, [N, P], rows sum to one."""
+    pattern_transitions: FloatArray
+    """From activated set to activated set, rows sum to one, [N-1, P, P]."""
+    pattern_mass: FloatArray
+    """Mean softmax mass of each pattern's experts, in its order, [N, P, k]."""
+    pattern_importance: FloatArray
+    """Deciles 0..100 % of the importance given the pattern, [N, P, 11]."""
+    pattern_coverage: FloatArray
+    """Share of tokens whose activated set is exactly in the codebook, [N]."""
+    active: FloatArray
+    """pi_l (26), [N]."""
+    active_upper: FloatArray
+    executed: FloatArray
+    """sigma_l^k (27), [N, E]."""
+    executed_upper: FloatArray
+    activated: FloatArray
+    """a_l^k: share of tokens that activate expert k in layer l, rows sum to k, [N, E]."""
+    activated_upper: FloatArray
+
+    # Exit-point prediction (36).
+    centroids: NDArray[np.float32]
+    """Unit directions of hidden states after each layer, [N, C, d]."""
+    centroid_exit_layer: FloatArray
+    """Average exit layer L_q (1..N) of the tokens of each centroid, [N, C]."""
+
+    @property
+    def layer_count(self) -> int:
+        return self.theta.shape[0]
+
+    @property
+    def expert_count(self) -> int:
+        return self.similarity.shape[1]
+
+    @property
+    def top_k(self) -> int:
+        return self.patterns.shape[2]
+
+    @property
+    def expected_executions(self) -> FloatArray:
+        """lambda_l^k = pi_l sigma_l^k a_l^k, [N, E]."""
+        return self.active[:, None] * self.executed * self.activated
+
+    @property
+    def hash(self) -> str:
+        return arrays_hash(self.header, self._arrays())
+
+    @property
+    def model_hash(self) -> str:
+        return self.header.input_hashes["model"]
+
+    def exit_floor(self, tolerated_error: float) -> float:
+        """The least grid p at which, and above which, the exit error's bound is tolerated.
+
+        Learn-then-Test with a fixed sequence: from the strictest p downwards, stop at the first
+        rejection. Above 1, so that nothing exits, if even the strictest p fails.
+        """
+        failing = np.flatnonzero(self.exit_error_upper > tolerated_error)
+        if failing.size == 0:
+            return float(self.exit_grid[0])
+        first_good = int(failing[-1]) + 1
+        return float(self.exit_grid[first_good]) if first_good < self.exit_grid.size else np.inf
+
+    def require_model(self, model_hash: str, model_name: str) -> None:
+        """Raise `UserError` unless the profile was made from the model with this hash."""
+        if self.model_hash != model_hash:
+            made_from = self.header.settings.get("model", "another model")
+            raise UserError(
+                f"The profile was calibrated on {made_from} ({self.model_hash[:12]}), not on "
+                f"{model_name} ({model_hash[:12]}); run `trimmoe calibrate` on this model."
+            )
+
+    def save(self, path: Path) -> None:
+        """Write the profile to `path`, atomically."""
+        save_artifact(path, self.header, self._arrays())
+
+    def _arrays(self) -> dict[str, np.ndarray]:
+        arrays: dict[str, np.ndarray] = {}
+        for name, value in _contents(self):
+            if isinstance(value, LossCurves):
+                arrays |= {f"{name}.{part}": array for part, array in _contents(value)}
+            else:
+                arrays[name] = value.astype(np.uint8) if value.dtype == bool else value
+        return arrays
+
+
+def _contents(record: Profile | LossCurves) -> list[tuple[str, Any]]:
+    named = [(item.name, getattr(record, item.name)) for item in fields(record)]
+    return [(name, value) for name, value in named if name != "header"]
+
+
+def load_profile(path: Path) -> Profile:
+    """Read a profile; raises `UserError` if it is missing, damaged or of another format."""
+    header, arrays = load_artifact(path, kind=PROFILE_KIND, format_version=PROFILE_FORMAT)
+    curves = {
+        name: LossCurves(**{part: arrays.pop(f"{name}.{part}") for part in _CURVE_PARTS})
+        for name in ("skip", "drop")
+    }
+    arrays["feasible"] = arrays["feasible"].astype(bool)
+    return Profile(header=header, **arrays, **curves)  # type: ignore[arg-type]
+
+
+_CURVE_PARTS = tuple(item.name for item in fields(LossCurves))

@@ -1,0 +1,111 @@
+"""What is served and on what: the geometry of a model and the machines and links of a cluster.
+
+Indices are plain integers everywhere: `layer` counts MoE layers from 0, `expert` counts the
+experts of one layer, `server` counts the servers of the cluster file in order.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+FloatArray = NDArray[np.float64]
+IntArray = NDArray[np.int64]
+BoolArray = NDArray[np.bool_]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelSpec:
+    """Geometry and costs of one MoE model, N MoE layers of E experts.
+
+    Workloads are per token. Dense blocks between two MoE layers count to the MoE layer they
+    precede, those after the last one to the head.
+    """
+
+    name: str
+    family: str
+    model_hash: str
+    layer_count: int
+    expert_count: int
+    top_k: int
+    hidden_size: int
+    vocab_size: int
+    context_length: int
+    activation_bytes: int
+    """Bytes of one activation element on the wire."""
+    gates_renormalised: bool
+    """Whether the router rescales the activated gates to sum to one (Mixtral)."""
+    expert_bytes: IntArray
+    """p_l^j of (c.1), shape [N, E]."""
+    expert_flops: FloatArray
+    """c_l^j of (15), shape [N, E]."""
+    layer_dense_flops: FloatArray
+    """Attention, router, shared expert and preceding dense blocks, shape [N]."""
+    head_flops: float
+    dense_bytes: int
+    """Everything that is not a routed expert: every server holds a copy."""
+
+    def __post_init__(self) -> None:
+        shape = (self.layer_count, self.expert_count)
+        assert self.expert_bytes.shape == shape
+        assert self.expert_flops.shape == shape
+        assert self.layer_dense_flops.shape == (self.layer_count,)
+        assert 1 <= self.top_k <= self.expert_count
+
+    @property
+    def hidden_bytes(self) -> int:
+        """z_l of (14): the size of one hidden vector on the wire."""
+        return self.hidden_size * self.activation_bytes
+
+    @property
+    def total_expert_bytes(self) -> int:
+        return int(self.expert_bytes.sum())
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ClusterSpec:
+    """M edge servers, the links between them and where the users are."""
+
+    name: str
+    server_names: tuple[str, ...]
+    memory_bytes: IntArray
+    """Memory of each server, shape [M]. With `memory_ratio` only the proportions matter."""
+    memory_ratio: float | None
+    """If set, memory for experts is scaled so that the cluster holds this many whole copies of
+    the experts (the paper's "memory budget ratio"); otherwise the dense part is subtracted."""
+    flops_per_s: FloatArray
+    """F_m of (15), shape [M]."""
+    access_share: FloatArray
+    """Share of the requests that enter at each server, shape [M], sums to one."""
+    bandwidth_bytes_per_s: FloatArray
+    """B_{m,n} of (14), shape [M, M]; infinite on the diagonal."""
+    delay_s: FloatArray
+    """tau_{m,n} of (14), shape [M, M]; zero on the diagonal."""
+
+    def __post_init__(self) -> None:
+        count = len(self.server_names)
+        assert self.bandwidth_bytes_per_s.shape == self.delay_s.shape == (count, count)
+        assert self.memory_bytes.shape == self.flops_per_s.shape == (count,)
+        assert self.access_share.shape == (count,)
+
+    @property
+    def server_count(self) -> int:
+        return len(self.server_names)
+
+    def transfer_s(self, size_bytes: float) -> FloatArray:
+        """Seconds to move one message of `size_bytes` over every link (14), shape [M, M].
+
+        Zero on the diagonal: nothing moves.
+        """
+        transfer = self.delay_s + size_bytes / self.bandwidth_bytes_per_s
+        np.fill_diagonal(transfer, 0.0)
+        return transfer
+
+    def server_index(self, name: str) -> int:
+        """The index of a server by name; raises `KeyError` if there is none."""
+        try:
+            return self.server_names.index(name)
+        except ValueError:
+            raise KeyError(name) from None

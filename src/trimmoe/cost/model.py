@@ -1,0 +1,151 @@
+"""What one action costs: seconds and messages of running a layer's slots on chosen servers.
+
+A token at layer l sits on its source server, kappa(l); what the layer yields gathers on its
+destination, kappa(l+1). The activated experts ("slots") run in parallel on the servers chosen for
+them, so delay is the maximum over distinct servers, messages are the sum. With
+d(a, b) = z / B_ab + tau_ab (14), zero if a = b:
+
+    delay = max( d(source, destination),
+                 max over servers m used of d(source, m) + wait_m + sum c/F_m + d(m, destination) )
+
+For one slot under `migrate` accounting, where the destination is the server that executed, this
+is the paper's (30) to the letter.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from enum import StrEnum
+
+import numpy as np
+
+from trimmoe.core.specs import ClusterSpec, FloatArray, IntArray, ModelSpec
+
+TOKEN_ID_BYTES = 8
+"""A sampled token on its way to the access server, or from it to the first layer's server."""
+
+
+class Accounting(StrEnum):
+    """Where a token and its KV cache live between layers."""
+
+    PINNED = "pinned"
+    """Layer l's attention and KV stay on the route's kappa(l); physical, the default."""
+    HOME = "home"
+    """Pinned with the whole route on the access server; physical."""
+    MIGRATE = "migrate"
+    """The paper's (12), (13), (29): the token moves to where it was executed and its KV follows
+    free of charge. Not physical; kept to compare with the paper."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CostModel:
+    """Seconds and bytes of every elementary step, M servers, N layers, E experts."""
+
+    transfer_s: FloatArray
+    """d(a, b) of one hidden vector, [M, M]."""
+    token_transfer_s: FloatArray
+    """The same for one token id, [M, M]."""
+    hidden_bytes: int
+    expert_s: FloatArray
+    """c / F of (15), [M, N, E]."""
+    dense_s: FloatArray
+    """Attention, router, shared expert on the token's server; zero under `migrate`, whose delay
+    (30) has no such term, [M, N]."""
+    waiting_s: FloatArray
+    """Expected wait before a server starts work on arrival, [M]."""
+    accounting: Accounting
+
+    @property
+    def server_count(self) -> int:
+        return self.transfer_s.shape[0]
+
+    @property
+    def layer_count(self) -> int:
+        return self.expert_s.shape[1]
+
+    def with_waiting(self, waiting_s: FloatArray) -> CostModel:
+        """The same costs with other measured waiting times, [M]."""
+        return replace(self, waiting_s=waiting_s)
+
+
+def cost_model(
+    model: ModelSpec, cluster: ClusterSpec, accounting: Accounting = Accounting.PINNED
+) -> CostModel:
+    """The cost model of `model` on `cluster` without load."""
+    per_flop_s = 1.0 / cluster.flops_per_s
+    dense_s = np.outer(per_flop_s, model.layer_dense_flops)
+    return CostModel(
+        transfer_s=cluster.transfer_s(model.hidden_bytes),
+        token_transfer_s=cluster.transfer_s(TOKEN_ID_BYTES),
+        hidden_bytes=model.hidden_bytes,
+        expert_s=per_flop_s[:, None, None] * model.expert_flops[None],
+        dense_s=np.zeros_like(dense_s) if accounting is Accounting.MIGRATE else dense_s,
+        waiting_s=np.zeros(cluster.server_count),
+        accounting=accounting,
+    )
+
+
+def host_delay_s(cost: CostModel, layer: int, source: int, destination: int) -> FloatArray:
+    """Delay of one slot alone on every server and expert of `layer` (30), shape [M, E]."""
+    path = cost.transfer_s[source] + cost.waiting_s + cost.transfer_s[:, destination]
+    return path[:, None] + cost.expert_s[:, layer]
+
+
+def layer_delay_s(
+    cost: CostModel,
+    layer: int,
+    source: IntArray,
+    destination: IntArray,
+    slot_expert: IntArray,
+    slot_server: IntArray,
+) -> FloatArray:
+    """Delay of the slots of one layer, without the dense part (see the module docstring).
+
+    `source`, `destination`: shape [...]; `slot_expert`, `slot_server`: [..., k], expert -1 is a
+    dropped slot, its server is ignored. Returns shape [...].
+    """
+    runs = slot_expert >= 0
+    expert = np.where(runs, slot_expert, 0)
+    compute = np.where(runs, cost.expert_s[slot_server, layer, expert], 0.0)
+    together = (slot_server[..., :, None] == slot_server[..., None, :]) & runs[..., None, :]
+    work = np.where(together, compute[..., None, :], 0.0).sum(-1)
+    path = (
+        cost.transfer_s[source[..., None], slot_server]
+        + cost.waiting_s[slot_server]
+        + cost.transfer_s[slot_server, destination[..., None]]
+    )
+    slots = np.where(runs, path + work, 0.0).max(-1)
+    return np.maximum(slots, cost.transfer_s[source, destination])
+
+
+def layer_messages(
+    cost: CostModel,
+    source: IntArray,
+    destination: IntArray,
+    slot_expert: IntArray,
+    slot_server: IntArray,
+) -> IntArray:
+    """Hidden vectors sent over each link for one layer of n tokens, shape [n, M, M].
+
+    A dispatch to every distinct server but the source, a return from every distinct server but
+    the destination, and the residual from source to destination. Where the destination itself
+    runs a slot and nothing ran at the source, dispatch and residual are the same vector: the
+    dense part is everywhere, so the destination derives what it needs from it.
+    """
+    count, servers = source.shape[0], cost.server_count
+    rows = np.arange(count)
+    used = np.zeros((count, servers), dtype=bool)
+    runs = slot_expert >= 0
+    used[np.broadcast_to(rows[:, None], runs.shape)[runs], slot_server[runs]] = True
+    messages = np.zeros((count, servers, servers), dtype=np.int64)
+    messages[rows, source, :] += used
+    messages[rows, :, destination] += used
+    # What ran at the source travels with the residual, not as a return of its own.
+    messages[rows, source, destination] -= used[rows, source]
+    merged = used[rows, destination]
+    if cost.accounting is not Accounting.MIGRATE:
+        merged &= ~used[rows, source]
+    messages[rows, source, destination] += ~merged
+    # A server that runs a slot of its own sends itself nothing.
+    messages[:, np.arange(servers), np.arange(servers)] = 0
+    return messages
