@@ -146,16 +146,8 @@ class Profile:
         return self.header.input_hashes["model"]
 
     def exit_floor(self, tolerated_error: float) -> float:
-        """The least grid p at which, and above which, the exit error's bound is tolerated.
-
-        Learn-then-Test with a fixed sequence: from the strictest p downwards, stop at the first
-        rejection. Above 1, so that nothing exits, if even the strictest p fails.
-        """
-        failing = np.flatnonzero(self.exit_error_upper > tolerated_error)
-        if failing.size == 0:
-            return float(self.exit_grid[0])
-        first_good = int(failing[-1]) + 1
-        return float(self.exit_grid[first_good]) if first_good < self.exit_grid.size else np.inf
+        """`exit_floor` of this profile's grid."""
+        return exit_floor(self.exit_grid, self.exit_error_upper, tolerated_error)
 
     def require_model(self, model_hash: str, model_name: str) -> None:
         """Raise `UserError` unless the profile was made from the model with this hash."""
@@ -178,6 +170,19 @@ class Profile:
             else:
                 arrays[name] = value.astype(np.uint8) if value.dtype == bool else value
         return arrays
+
+
+def exit_floor(grid: FloatArray, error_upper: FloatArray, tolerated_error: float) -> float:
+    """The least grid p at which, and above which, the exit error's bound is tolerated.
+
+    Learn-then-Test with a fixed sequence: from the strictest p downwards, stop at the first
+    rejection. Above 1, so that nothing exits, if even the strictest p fails.
+    """
+    failing = np.flatnonzero(error_upper > tolerated_error)
+    if failing.size == 0:
+        return float(grid[0])
+    first_good = int(failing[-1]) + 1
+    return float(grid[first_good]) if first_good < grid.size else np.inf
 
 
 def _contents(record: Profile | LossCurves) -> list[tuple[str, Any]]:

@@ -1,0 +1,132 @@
+"""What a driver tells the engine (events) and what the engine tells a driver (commands).
+
+A wave is a batch of tokens, one per sequence, that move through the layers together. Rows are
+positions in the wave as it arrived; arrays in events follow the rows of the command they answer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from trimmoe.core.ledger import Ledger
+from trimmoe.core.specs import BoolArray, FloatArray, IntArray
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SequenceOpened:
+    """A request was admitted: its route is fixed and its budget account opened."""
+
+    sequence: int
+    access: int
+    budget: float
+    """D-bar: quality loss credited per generated token, >= 0."""
+    confidence: float
+    """p_J: confidence its exits need; above 1 nothing exits."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SequenceClosed:
+    """A request ended; its account is dropped."""
+
+    sequence: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TokensArrived:
+    """The next token of each of n open sequences is ready for the first layer."""
+
+    wave: int
+    sequences: tuple[int, ...]
+    draws: FloatArray
+    """One uniform number in [0, 1) per token: all the randomness the engine uses, [n]."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Routed:
+    """Attention and router of a layer ran for the rows of an `Attend`."""
+
+    wave: int
+    experts: IntArray
+    """Activated set, first expert first, [n, k]."""
+    masses: FloatArray
+    """Softmax mass of each activated expert, [n, k]."""
+    importance: FloatArray
+    """I of (4), [n]."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Executed:
+    """The experts of a layer ran for the rows of an `Execute`."""
+
+    wave: int
+    confidence: FloatArray
+    """xi of (7) on the layer's output, [n]; ignored for rows that skipped."""
+    exit_at: IntArray
+    """Predicted exit layer (36), 1..N, [n]."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Audited:
+    """Full-depth predictions of the rows of a `Probe` are known."""
+
+    wave: int
+    agrees: BoolArray
+    """Whether the prediction at the would-be exit was that of full depth, [n]."""
+
+
+Event = SequenceOpened | SequenceClosed | TokensArrived | Routed | Executed | Audited
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Attend:
+    """Run attention and router of a layer; answer with `Routed`."""
+
+    wave: int
+    layer: int
+    rows: IntArray
+    server: IntArray
+    """Where each row is, [n]."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Execute:
+    """Run the slots of a layer and gather the result; answer with `Executed`."""
+
+    wave: int
+    layer: int
+    rows: IntArray
+    slot_expert: IntArray
+    """Expert of each slot, -1 = dropped, [n, k]."""
+    slot_server: IntArray
+    """[n, k]."""
+    destination: IntArray
+    """Where the result gathers, [n]."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Probe:
+    """Note the prediction of these rows after `layer`; when full depth has spoken, `Audited`."""
+
+    wave: int
+    layer: int
+    rows: IntArray
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Complete:
+    """Predict the next token of these rows from their last hidden state.
+
+    Rows that exited propagate that state into the KV of the layers from `layer` on; for rows that
+    ran to full depth `layer` is N.
+    """
+
+    wave: int
+    layer: int
+    rows: IntArray
+    server: IntArray
+    """Where each row is, [n]."""
+    ledgers: tuple[Ledger, ...]
+    """What each row cost, one-token ledgers."""
+
+
+Command = Attend | Execute | Probe | Complete

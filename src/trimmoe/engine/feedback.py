@@ -1,0 +1,120 @@
+"""The two feedback rules: the loss weight (43) and the exit threshold (37)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from trimmoe.policy.settings import ExitRule, PolicySettings, WeightRule
+
+BUDGET_USE_TARGET = 0.9
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Window:
+    """Sums over the tokens since the last update."""
+
+    tokens: int = 0
+    budget_use: float = 0.0
+    """Loss over budget, summed over tokens."""
+    relative_delay: float = 0.0
+    """Delay over that of exact execution, summed over tokens."""
+    exits: int = 0
+    exit_confidence: float = 0.0
+    """Confidence at exit, summed over exits."""
+    audits: int = 0
+    false_exits: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Feedback:
+    """What the rules have learnt so far."""
+
+    loss_weight: float
+    """omega_D."""
+    exit_threshold: float
+    """No exit below this; each request's own requirement comes on top."""
+    window: Window = Window()
+    audits: int = 0
+    false_exits: int = 0
+    """Audited exits whose prediction was not that of full depth, since the start."""
+
+
+def observe(
+    feedback: Feedback,
+    settings: PolicySettings,
+    *,
+    budget_use: np.ndarray,
+    relative_delay: np.ndarray,
+    exit_confidence: np.ndarray,
+) -> Feedback:
+    """Count finished tokens ([n] each; confidences only of those that exited) and, when the
+    window is full, apply both rules."""
+    window = feedback.window
+    window = replace(
+        window,
+        tokens=window.tokens + budget_use.size,
+        budget_use=window.budget_use + float(budget_use.sum()),
+        relative_delay=window.relative_delay + float(relative_delay.sum()),
+        exits=window.exits + exit_confidence.size,
+        exit_confidence=window.exit_confidence + float(exit_confidence.sum()),
+    )
+    feedback = replace(feedback, window=window)
+    return _updated(feedback, settings) if window.tokens >= settings.window_tokens else feedback
+
+
+def observe_audits(feedback: Feedback, agrees: np.ndarray) -> Feedback:
+    """Count audited exits."""
+    audits, false_exits = agrees.size, int(agrees.size - agrees.sum())
+    window = feedback.window
+    return replace(
+        feedback,
+        window=replace(
+            window, audits=window.audits + audits, false_exits=window.false_exits + false_exits
+        ),
+        audits=feedback.audits + audits,
+        false_exits=feedback.false_exits + false_exits,
+    )
+
+
+def _updated(feedback: Feedback, settings: PolicySettings) -> Feedback:
+    return replace(
+        feedback,
+        loss_weight=_loss_weight(feedback, settings),
+        exit_threshold=_exit_threshold(feedback, settings),
+        window=Window(),
+    )
+
+
+def _loss_weight(feedback: Feedback, settings: PolicySettings) -> float:
+    """omega_D after a window (43)."""
+    window = feedback.window
+    budget_use = window.budget_use / window.tokens
+    match settings.weight_rule:
+        case WeightRule.FIXED:
+            return feedback.loss_weight
+        case WeightRule.PAPER:
+            error = budget_use - window.relative_delay / window.tokens
+        case WeightRule.STEER:
+            error = budget_use - BUDGET_USE_TARGET
+    low, high = settings.loss_weight_range
+    return float(np.clip(feedback.loss_weight + settings.weight_step * error, low, high))
+
+
+def _exit_threshold(feedback: Feedback, settings: PolicySettings) -> float:
+    """p after a window (37), or by the false-exit rate of audited exits."""
+    window, threshold = feedback.window, feedback.exit_threshold
+    match settings.exit_rule:
+        case ExitRule.FIXED:
+            return threshold
+        case ExitRule.PAPER:
+            if not window.exits:
+                return threshold
+            error = window.exit_confidence / window.exits - threshold
+        case ExitRule.AUDITED:
+            if not window.audits:
+                return threshold
+            error = window.false_exits / window.audits - (1.0 - settings.confidence)
+    # Property 3 needs the configured confidence as a floor; the rules may only add to it.
+    return float(np.clip(threshold + settings.exit_step * error, settings.confidence, 1.0))

@@ -1,0 +1,124 @@
+"""The engine's memory: accounts of open sequences and the waves in flight."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from trimmoe.core.ledger import Kind
+from trimmoe.core.specs import FloatArray, IntArray
+from trimmoe.engine.feedback import Feedback
+
+NOT_PROBED = -1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Account:
+    """The quality budget of one open sequence."""
+
+    access: int
+    budget: float
+    """D-bar, credited per token."""
+    confidence: float
+    """p_J with the calibrated floor."""
+    balance: float = 0.0
+    """Credit left by earlier tokens; always 0 under the even split."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Wave:
+    """n tokens on their way through the layers; see the shapes of `core.ledger.Ledger`."""
+
+    layer: int
+    sequences: tuple[int, ...]
+    alive: IntArray
+    """Rows that have not completed, ascending."""
+    draws: FloatArray
+    access: IntArray
+    server: IntArray
+    confidence_needed: FloatArray
+    """p of each token, [n]."""
+    budget: FloatArray
+    allowance: FloatArray
+    """Loss each token may still incur, [n]."""
+    confidence: FloatArray
+    """xi of the last executed layer; -inf before it and after a skip, [n]."""
+    exit_at: IntArray
+    probed: IntArray
+    """Layer after which an exit was due but is being audited, or NOT_PROBED, [n]."""
+    kinds: IntArray
+    """[n, N], `Kind.EXITED` until the layer ran or was skipped."""
+    slots_run: IntArray
+    slots_dropped: IntArray
+    messages: IntArray
+    """[n, M, M]."""
+    delay_s: FloatArray
+    loss: FloatArray
+
+    def at(self, rows: IntArray, **changes: np.ndarray) -> Wave:
+        """A copy with the given columns changed in `rows`."""
+        changed = {}
+        for name, value in changes.items():
+            column = getattr(self, name).copy()
+            column[rows] = value
+            changed[name] = column
+        return replace(self, **changed)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineState:
+    """Everything `step` remembers; immutable."""
+
+    feedback: Feedback
+    accounts: Mapping[int, Account] = field(default_factory=dict)
+    waves: Mapping[int, Wave] = field(default_factory=dict)
+
+    def with_wave(self, identity: int, wave: Wave | None) -> EngineState:
+        """A copy with one wave replaced, or removed if None."""
+        waves = {key: kept for key, kept in self.waves.items() if key != identity}
+        if wave is not None:
+            waves[identity] = wave
+        return replace(self, waves=waves)
+
+    def with_accounts(self, changed: Mapping[int, Account]) -> EngineState:
+        """A copy with some accounts replaced."""
+        return replace(self, accounts={**self.accounts, **changed})
+
+
+def new_wave(
+    sequences: tuple[int, ...],
+    accounts: list[Account],
+    *,
+    draws: FloatArray,
+    server: IntArray,
+    allowance: FloatArray,
+    confidence_needed: FloatArray,
+    start_s: FloatArray,
+    layer_count: int,
+    server_count: int,
+) -> Wave:
+    """A wave that is about to enter layer 0."""
+    count = len(sequences)
+    zeros = np.zeros(count, dtype=np.int64)
+    return Wave(
+        layer=0,
+        sequences=sequences,
+        alive=np.arange(count),
+        draws=draws,
+        access=np.array([account.access for account in accounts], dtype=np.int64),
+        server=server,
+        confidence_needed=confidence_needed,
+        budget=np.array([account.budget for account in accounts]),
+        allowance=allowance,
+        confidence=np.full(count, -np.inf),
+        exit_at=np.full(count, layer_count),
+        probed=np.full(count, NOT_PROBED),
+        kinds=np.full((count, layer_count), int(Kind.EXITED)),
+        slots_run=zeros,
+        slots_dropped=zeros,
+        messages=np.zeros((count, server_count, server_count), dtype=np.int64),
+        delay_s=start_s,
+        loss=np.zeros(count),
+    )

@@ -1,0 +1,55 @@
+"""What a policy sees and what it answers; every policy works on all tokens of a batch at once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from trimmoe.core.specs import FloatArray, IntArray
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Observation:
+    """n tokens that reached the same layer and passed its router, k slots each."""
+
+    layer: int
+    access: IntArray
+    """Access server, and with it the route, of each token, [n]."""
+    server: IntArray
+    """Where each token is now: kappa(layer) or, under `migrate`, wherever it went, [n]."""
+    experts: IntArray
+    """Activated set, first expert first, [n, k]."""
+    masses: FloatArray
+    """Softmax mass of each activated expert, [n, k]."""
+    importance: FloatArray
+    """I of (4), [n]."""
+    allowance: FloatArray
+    """Quality loss the token may still incur, [n]; 0 forces exact execution."""
+    exit_at: IntArray
+    """Predicted exit layer L-hat (36), 1..N, [n]."""
+    loss_weight: float
+    """omega_D in force (43)."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Decision:
+    """One action per token."""
+
+    slot_expert: IntArray
+    """Expert that runs each slot, -1 = dropped, [n, k]."""
+    slot_server: IntArray
+    """Server of each slot, [n, k]."""
+    destination: IntArray
+    """Where the layer's result gathers, [n]."""
+    delay_s: FloatArray
+    """Expected delay of the layer without its dense part, [n]."""
+    loss: FloatArray
+    """Quality loss charged to the budget, [n]."""
+
+
+class Policy(Protocol):
+    """Decides what runs where. Pure: the same observation always gives the same decision."""
+
+    def decide(self, observation: Observation) -> Decision:
+        """Choose one feasible action per token (34, 40)."""
+        ...

@@ -1,0 +1,31 @@
+"""Which pattern of the profile's codebook an activated set belongs to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from trimmoe.core.specs import BoolArray, IntArray
+
+
+@dataclass(frozen=True, kw_only=True)
+class PatternIndex:
+    """Looks activated sets up in the codebook, the nearest one if a set is not in it."""
+
+    members: BoolArray
+    """Whether an expert is in a pattern, [N, P, E]."""
+
+    @staticmethod
+    def of(patterns: IntArray, expert_count: int) -> PatternIndex:
+        """Index the codebook `patterns` [N, P, k]."""
+        members = np.zeros((*patterns.shape[:2], expert_count), dtype=bool)
+        np.put_along_axis(members, patterns, True, axis=2)
+        return PatternIndex(members=members)
+
+    def lookup(self, layer: int, experts: IntArray) -> IntArray:
+        """The pattern with the largest overlap with each activated set [n, k]; shape [n]."""
+        # [P, n, k] would be large for wide codebooks; a product of indicators is not.
+        chosen = np.zeros((experts.shape[0], self.members.shape[2]), dtype=np.float32)
+        np.put_along_axis(chosen, experts, 1.0, axis=1)
+        return (chosen @ self.members[layer].T.astype(np.float32)).argmax(1)

@@ -1,0 +1,121 @@
+"""The readings of the paper as named options, and the presets that bundle them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+
+from trimmoe.cost.actions import Levers
+from trimmoe.cost.model import Accounting
+
+
+class BudgetRule(StrEnum):
+    """How a sequence's budget is portioned to its tokens."""
+
+    BUCKET = "bucket"
+    """Each token credits D-bar; spending never exceeds the balance, at any prefix."""
+    EVEN = "even"
+    """The paper's (33): each token may spend D-bar, what it leaves is lost."""
+
+
+class WeightRule(StrEnum):
+    """How omega_D follows what was observed."""
+
+    STEER = "steer"
+    """Toward using 90 % of the budget."""
+    PAPER = "paper"
+    """(43): budget utilisation against normalised delay."""
+    FIXED = "fixed"
+
+
+class ExitRule(StrEnum):
+    """How the exit threshold follows what was observed."""
+
+    AUDITED = "audited"
+    """The false-exit rate of audited exits steers it."""
+    PAPER = "paper"
+    """(37): toward the mean confidence at which tokens exited."""
+    FIXED = "fixed"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PolicySettings:
+    """Everything that makes a policy, but the deployment and the profile."""
+
+    name: str
+    levers: Levers = field(default_factory=Levers)
+    accounting: Accounting = Accounting.PINNED
+    horizon: int = 3
+    """H of (40); 1 is myopic."""
+    budget: float = 0.02
+    """D-bar: proxy flip rate a generated token may lose on average."""
+    confidence: float = 0.9
+    """p_J: confidence an exit needs."""
+    calibrated_exit_floor: bool = True
+    """Never exit below the threshold whose measured error is bounded by 1 - confidence."""
+    budget_rule: BudgetRule = BudgetRule.BUCKET
+    weight_rule: WeightRule = WeightRule.STEER
+    exit_rule: ExitRule = ExitRule.AUDITED
+    loss_weight: float = 0.5
+    """omega_D to begin with."""
+    loss_weight_range: tuple[float, float] = (0.05, 0.95)
+    weight_step: float = 0.05
+    """kappa of (43)."""
+    exit_step: float = 0.1
+    """eta of (37)."""
+    audit_share: float = 0.02
+    """Would-be exits that run to full depth to measure the false-exit rate."""
+    window_tokens: int = 64
+    """Tokens between two feedback updates."""
+    allowance_levels: int = 8
+    """Budget levels per D-bar in the look-ahead."""
+
+
+def trimmoe() -> PolicySettings:
+    """The default: all levers, with the readings of the design document."""
+    return PolicySettings(name="trimmoe")
+
+
+def paper() -> PolicySettings:
+    """The paper to the letter: migrating tokens, whole-layer skips, even budget, (37), (43)."""
+    return PolicySettings(
+        name="paper",
+        levers=Levers(drop_slots=False),
+        accounting=Accounting.MIGRATE,
+        calibrated_exit_floor=False,
+        budget_rule=BudgetRule.EVEN,
+        weight_rule=WeightRule.PAPER,
+        exit_rule=ExitRule.PAPER,
+        loss_weight_range=(0.0, 1.0),
+        audit_share=0.0,
+    )
+
+
+def exact() -> PolicySettings:
+    """Exact nearest-replica execution: every slot's target at its fastest host, full depth."""
+    return PolicySettings(
+        name="exact",
+        levers=Levers(substitute=False, drop_slots=False, skip=False, exit=False),
+        horizon=1,
+        budget=0.0,
+        weight_rule=WeightRule.FIXED,
+        exit_rule=ExitRule.FIXED,
+        audit_share=0.0,
+    )
+
+
+def substitute_only() -> PolicySettings:
+    """The predecessor: similar experts stand in, every layer of every token runs."""
+    return replace(
+        trimmoe(),
+        name="substitute-only",
+        levers=Levers(drop_slots=False, skip=False, exit=False),
+    )
+
+
+PRESETS = {
+    "trimmoe": trimmoe,
+    "paper": paper,
+    "exact": exact,
+    "substitute-only": substitute_only,
+}

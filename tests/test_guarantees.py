@@ -1,0 +1,230 @@
+"""Properties 2 and 3 of the paper and its constraints (c.4)-(c.10), on random and hostile worlds.
+
+Property 1 and (c.1)-(c.3) are about placement and tested there.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from factories import (
+    clusters,
+    models_with_profiles,
+    random_cluster,
+    random_model_spec,
+    random_profile,
+)
+from synthetic import SyntheticDriver, Trajectory, hostile, make_engine, random_plan
+from trimmoe.core.ledger import Kind
+from trimmoe.core.plan import Plan
+from trimmoe.core.profile import Profile
+from trimmoe.cost.model import Accounting
+from trimmoe.policy.settings import PRESETS, BudgetRule, PolicySettings
+
+TOKENS = 6
+ROUNDING = 1e-12
+
+
+@st.composite
+def worlds(draw: st.DrawFn) -> tuple[SyntheticDriver, Plan, float, float]:
+    """A random deployment under a random policy, after some tokens of some sequences."""
+    model, profile = draw(models_with_profiles(max_layers=4, max_experts=6))
+    cluster = draw(clusters(max_servers=4))
+    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    if draw(st.booleans()):
+        profile = hostile(rng, profile)
+    budget = draw(st.sampled_from([0.0, 1e-6, 0.02, 0.1, 1.0]))
+    confidence = draw(st.sampled_from([0.0, 0.5, 0.9, 1.0, 1.1]))
+    policy = replace(
+        PRESETS[draw(st.sampled_from(sorted(PRESETS)))](),
+        budget=budget,
+        horizon=draw(st.integers(1, 3)),
+        audit_share=draw(st.sampled_from([0.0, 0.5])),
+        window_tokens=draw(st.sampled_from([1, 4])),
+        calibrated_exit_floor=draw(st.booleans()),
+    )
+    plan = random_plan(rng, model, cluster, density=draw(st.sampled_from([0.0, 0.3, 1.0])))
+    driver = SyntheticDriver(engine=make_engine(model, profile, plan, policy), rng=rng)
+    driver.importance_scale = draw(st.sampled_from([0.01, 1.0]))
+    sequences = tuple(range(draw(st.integers(1, 3))))
+    for sequence in sequences:
+        access = int(rng.integers(cluster.server_count))
+        driver.open(sequence, access=access, budget=budget, confidence=confidence)
+    for _ in range(TOKENS):
+        driver.decode(sequences)
+    return driver, plan, budget, confidence
+
+
+@settings(deadline=None, max_examples=120)
+@given(worlds())
+def test_the_quality_budget_is_never_exceeded_at_any_prefix(world) -> None:
+    """Property 2 and (c.10): at every prefix of a sequence, spent <= credited."""
+    driver, _, budget, _ = world
+    even = driver.engine.settings.budget_rule is BudgetRule.EVEN
+    spent: dict[int, float] = {}
+    for count, trajectory in _by_sequence(driver):
+        loss = true_loss(trajectory, driver.engine.profile)
+        assert trajectory.ledger is not None
+        assert loss == pytest.approx(trajectory.ledger.loss, abs=ROUNDING)
+        spent[trajectory.sequence] = spent.get(trajectory.sequence, 0.0) + loss
+        assert spent[trajectory.sequence] <= count * budget + ROUNDING
+        if even:
+            assert loss <= budget + ROUNDING
+
+
+@settings(deadline=None, max_examples=120)
+@given(worlds())
+def test_exits_only_happen_on_sufficient_confidence_after_an_executed_layer(world) -> None:
+    """Property 3, (c.5), (c.6), (c.9)."""
+    driver, _, _, confidence = world
+    layers = driver.engine.cost.layer_count
+    for trajectory in driver.trajectories:
+        assert [visit.layer for visit in trajectory.visits] == list(range(trajectory.exit_layer))
+        assert 1 <= trajectory.exit_layer <= layers
+        if trajectory.exit_layer < layers:
+            assert driver.engine.settings.levers.exit
+            last = trajectory.visits[-1]
+            assert (last.slot_expert >= 0).any()
+            assert last.confidence >= confidence
+
+
+@settings(deadline=None, max_examples=120)
+@given(worlds())
+def test_every_slot_runs_on_a_host_by_its_target_or_a_feasible_substitute(world) -> None:
+    """(c.7), (c.8): one (server, expert) per slot that runs, deployed there and feasible."""
+    driver, plan, _, _ = world
+    feasible = driver.engine.profile.feasible
+    for trajectory in driver.trajectories:
+        for visit in trajectory.visits:
+            for target, expert, server in zip(
+                visit.targets, visit.slot_expert, visit.slot_server, strict=True
+            ):
+                if expert < 0:
+                    continue
+                assert plan.hosts[server, visit.layer, expert]
+                assert expert == target or feasible[visit.layer, target, expert]
+
+
+@settings(deadline=None, max_examples=120)
+@given(worlds())
+def test_tokens_are_where_the_accounting_says(world) -> None:
+    """(12), (13) under `migrate`; the route otherwise."""
+    driver, _, _, _ = world
+    engine = driver.engine
+    for trajectory in driver.trajectories:
+        access = driver.state.accounts[trajectory.sequence].access
+        expected = access
+        for visit in trajectory.visits:
+            if engine.cost.accounting is not Accounting.MIGRATE:
+                expected = engine.routes[access, visit.layer]
+            assert visit.server == expected
+            if (visit.slot_expert >= 0).any():
+                expected = visit.slot_server[0]
+
+
+@settings(deadline=None, max_examples=60)
+@given(worlds())
+def test_every_token_layer_is_accounted_in_exactly_one_kind(world) -> None:
+    driver, _, _, _ = world
+    top_k = driver.engine.profile.top_k
+    for trajectory in driver.trajectories:
+        ledger = trajectory.ledger
+        assert ledger is not None
+        assert (ledger.kinds.sum(1) == 1).all()
+        assert ledger.kinds[:, Kind.EXITED].sum() == ledger.kinds.shape[0] - trajectory.exit_layer
+        skipped = ledger.kinds[:, Kind.SKIPPED].sum()
+        slots = ledger.slots_run + ledger.slots_dropped
+        assert slots == top_k * (trajectory.exit_layer - skipped)
+        assert (np.diag(ledger.messages) == 0).all()
+        assert (ledger.messages >= 0).all()
+
+
+@settings(deadline=None, max_examples=60)
+@given(worlds())
+def test_replaying_the_events_gives_the_same_commands(world) -> None:
+    driver, _, _, _ = world
+    state = driver.engine.start()
+    for event, commands in driver.log:
+        state, again = driver.engine.step(state, event)
+        assert repr(again) == repr(commands)
+
+
+@settings(deadline=None, max_examples=60)
+@given(worlds())
+def test_nothing_is_left_in_flight(world) -> None:
+    driver, _, _, _ = world
+    assert not driver.state.waves
+    assert all(trajectory.ledger is not None for trajectory in driver.trajectories)
+
+
+@settings(deadline=None, max_examples=40)
+@given(models_with_profiles(max_layers=4), clusters(max_servers=4), st.integers(0, 2**32 - 1))
+def test_without_budget_and_exits_every_token_runs_exactly(modelled, cluster, seed) -> None:
+    model, profile = modelled
+    rng = np.random.default_rng(seed)
+    plan = random_plan(rng, model, cluster)
+    policy = replace(PRESETS["trimmoe"](), budget=0.0)
+    driver = SyntheticDriver(engine=make_engine(model, profile, plan, policy), rng=rng)
+    driver.open(0, access=0, budget=0.0, confidence=2.0)
+    for trajectory in [driver.decode((0,))[0] for _ in range(3)]:
+        assert trajectory.exit_layer == model.layer_count
+        for visit in trajectory.visits:
+            assert (visit.slot_expert == visit.targets).all()
+
+
+@pytest.mark.parametrize("field", ["loss_weight", "exit_threshold"])
+def test_feedback_moves_and_stays_in_its_range(field: str) -> None:
+    model, profile = _example_world(3)
+    rng = np.random.default_rng(5)
+    cluster = _example_cluster(4)
+    plan = random_plan(rng, model, cluster, density=0.0)
+    policy: PolicySettings = replace(
+        PRESETS["trimmoe"](), window_tokens=2, audit_share=0.5, calibrated_exit_floor=False
+    )
+    driver = SyntheticDriver(engine=make_engine(model, profile, plan, policy), rng=rng)
+    driver.open(0, access=0, budget=0.02, confidence=0.9)
+    seen = []
+    for _ in range(60):
+        driver.decode((0,))
+        seen.append(getattr(driver.state.feedback, field))
+    assert len(set(seen)) > 3
+    low = policy.loss_weight_range[0] if field == "loss_weight" else policy.confidence
+    assert low <= min(seen) <= max(seen) <= 1.0
+
+
+def true_loss(trajectory: Trajectory, profile: Profile) -> float:
+    """The proxy degradation (17) of what really ran, recomputed slot by slot."""
+    loss = 0.0
+    for visit in trajectory.visits:
+        layer, ran = visit.layer, visit.slot_expert
+        if (ran < 0).all():
+            loss += float(profile.skip.upper_at(layer, np.array(visit.importance)))
+            continue
+        for target, expert, mass in zip(visit.targets, ran, visit.masses, strict=True):
+            if expert < 0:
+                loss += float(profile.drop.upper_at(layer, np.array(mass)))
+            elif expert != target:
+                loss += float(profile.substitution_loss[layer, target, expert])
+    return loss
+
+
+def _by_sequence(driver: SyntheticDriver):
+    counts: dict[int, int] = {}
+    for trajectory in driver.trajectories:
+        counts[trajectory.sequence] = counts.get(trajectory.sequence, 0) + 1
+        yield counts[trajectory.sequence], trajectory
+
+
+def _example_world(seed: int):
+    rng = np.random.default_rng(seed)
+    model = random_model_spec(rng, layers=6, experts=6, top_k=2)
+    return model, random_profile(rng, model)
+
+
+def _example_cluster(servers: int):
+    return random_cluster(np.random.default_rng(9), servers=servers)
