@@ -1,0 +1,301 @@
+"""What a MoE model offers to the rest of TrimMoE, whatever its family.
+
+How a token passes MoE layer `l` (`d` the hidden size, `k` the activated experts):
+
+    hidden = view.attend(l, hidden, batch, cache)      # [B, T, d]; dense blocks before l included
+    flat = batch.pack(hidden)                          # [n, d], the padding left out
+    routing = view.route(l, flat)
+    shared = view.shared(l, flat, normed=routing.normed)
+    routed = view.experts(l, flat, routing.experts, routing.gates, normed=routing.normed)
+    hidden = batch.unpack(view.finish(l, flat, shared, routed))
+
+and after the last layer
+
+    flat = batch.pack(view.tail(hidden, batch, cache)) # dense blocks after the last MoE layer
+    logits = view.logits(flat)                         # [n, V]
+
+A *skipped* token calls `finish` with `routed=None`. An *exited* token calls `propagate` for every
+later layer, `propagate_tail` once, and `logits` on the state it left with; it never sees `tail`.
+Propagate a layer before a later token of the same sequence attends there.
+
+`hidden` is always the residual stream. `normed` (the output of the norm before the experts) may be
+handed on to save computing it again, and must then belong to the same rows; where a hidden vector
+came over the wire, leave it out and the view computes it.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from trimmoe.core.specs import ModelSpec
+
+if TYPE_CHECKING:
+    from trimmoe.models.cache import KVCache
+
+DROPPED = -1
+"""Expert number of a slot that runs nothing."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Routing:
+    """Router output for n tokens.
+
+    The softmax mass of the activated set is `probabilities.gather(1, experts).sum(1)`.
+    """
+
+    probabilities: Tensor
+    """Softmax over all experts, float32 [n, E]."""
+    logits: Tensor
+    """float32 [n, E]."""
+    experts: Tensor
+    """Activated set, int64 [n, k], most probable first."""
+    gates: Tensor
+    """Weight of each activated expert's output in this model, float32 [n, k].
+
+    Zero where the family drops the token because its expert is full (Switch).
+    """
+    normed: Tensor
+    """What the experts read, [n, d]."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BytesRead:
+    """Bytes of the checkpoint's tensors that opening a view has read."""
+
+    dense: int
+    experts: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TokenBatch:
+    """Which token each row and column of a call is, and what one step computes only once.
+
+    Made by `MoEView.batch`. Rows are padded on the right; padding is neither written to a cache
+    nor attended to.
+    """
+
+    slots: tuple[int, ...]
+    """Cache slot of each row."""
+    positions: tuple[Sequence[int], ...]
+    """Positions of each row's tokens, increasing, unpadded."""
+    position_ids: Tensor
+    """int64 [B, T]; padding repeats the row's last position."""
+    valid: Tensor
+    """bool [B, T]."""
+    length: int
+    """One more than the highest position: how many cached keys the batch reads."""
+    packed: Tensor | None
+    """Indices of the valid tokens in the flattened [B * T], None if all are."""
+    slot_ids: Tensor
+    """int64 [B]."""
+    first_slot: int | None
+    """First slot if the rows' slots are consecutive, so that a slab can be read as a view."""
+    span: tuple[int, int] | None
+    """Positions [first, last) if there is one row of consecutive tokens."""
+    write_slots: Tensor
+    """Slot of each valid token, int64 [n]."""
+    write_positions: Tensor
+    """Position of each valid token, int64 [n]."""
+    mask: Tensor | None = None
+    """What may be attended to, [B, 1, T, length]; None if causality says it all."""
+    window_mask: Tensor | None = None
+    """The same under the model's sliding window."""
+    rotary: tuple[Tensor, Tensor] | None = None
+    """Cosine and sine, each [B, T, head size]."""
+    position_bias: Tensor | None = None
+    """Relative position bias, [B, heads, T, length]."""
+    source_mask: Tensor | None = None
+    """Additive mask over the encoder's positions for cross attention, [B, 1, 1, source]."""
+    source_length: int = 0
+    """Encoder positions that cross attention reads."""
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows and columns."""
+        return self.position_ids.shape[0], self.position_ids.shape[1]
+
+    def pack(self, hidden: Tensor) -> Tensor:
+        """Valid tokens of [B, T, x] in row order, [n, x]."""
+        flat = hidden.reshape(-1, hidden.shape[-1])
+        return flat if self.packed is None else flat.index_select(0, self.packed)
+
+    def unpack(self, flat: Tensor) -> Tensor:
+        """[n, x] back to [B, T, x], zeros where there is padding."""
+        rows, columns = self.shape
+        if self.packed is not None:
+            padded = flat.new_zeros(rows * columns, flat.shape[-1])
+            flat = padded.index_copy_(0, self.packed, flat)
+        return flat.view(rows, columns, flat.shape[-1])
+
+    def last(self, hidden: Tensor) -> Tensor:
+        """Each row's last valid token of [B, T, x], as [B, x]."""
+        if self.shape[1] == 1:
+            return hidden[:, 0]
+        columns = [len(row) - 1 for row in self.positions]
+        rows = torch.arange(len(columns), device=hidden.device)
+        return hidden[rows, torch.tensor(columns, device=hidden.device)]
+
+    def pad(self, rows: Sequence[Sequence[int]], fill: int = 0) -> Tensor:
+        """Token ids of each row as int64 [B, T]."""
+        columns = self.shape[1]
+        padded = [[*row, *[fill] * (columns - len(row))] for row in rows]
+        return torch.tensor(padded, dtype=torch.int64, device=self.position_ids.device)
+
+    @property
+    def groups(self) -> Tensor:
+        """Row of each packed token, int64 [n]: what `MoEView.route` takes as `groups`."""
+        counts = torch.tensor([len(row) for row in self.positions], device=self.slot_ids.device)
+        return torch.repeat_interleave(counts)
+
+
+class MoEView(ABC):
+    """A loaded model, layer by layer; only the experts it was opened with can run.
+
+    No method keeps gradients. Nothing here is safe for use by two threads on one cache.
+    """
+
+    spec: ModelSpec
+    dtype: torch.dtype
+    device: torch.device
+    bytes_read: BytesRead
+
+    @property
+    @abstractmethod
+    def loaded(self) -> tuple[frozenset[int], ...]:
+        """Experts present, by layer."""
+
+    @abstractmethod
+    def new_cache(self, *, slots: int) -> KVCache:
+        """An empty cache for `slots` sequences; memory is taken as layers are first written."""
+
+    @abstractmethod
+    def batch(
+        self, cache: KVCache, slots: Sequence[int], positions: Sequence[Sequence[int]]
+    ) -> TokenBatch:
+        """Describe one step: row b holds tokens of the sequence in `slots[b]` at `positions[b]`.
+
+        Positions increase within a row; they need not start at 0 nor be consecutive. Raises
+        UserError beyond the context length.
+        """
+
+    @abstractmethod
+    def embed(self, token_ids: Tensor, batch: TokenBatch) -> Tensor:
+        """Token ids [B, T] to hidden states [B, T, d]."""
+
+    @abstractmethod
+    def attend(self, layer: int, hidden: Tensor, batch: TokenBatch, cache: KVCache) -> Tensor:
+        """Dense blocks before the layer, then its attention with the residual: [B, T, d].
+
+        Writes the keys and values of all of them.
+        """
+
+    @abstractmethod
+    def attend_whatif(
+        self, layer: int, hidden: Tensor, positions: Tensor, slot: int, cache: KVCache
+    ) -> Tensor:
+        """`attend` for S independent queries [S, d] into one cached sequence, writing nothing.
+
+        Query s sees the cached keys before `positions[s]` and its own. Raises NotImplementedError
+        for families without it.
+        """
+
+    @abstractmethod
+    def route(self, layer: int, hidden: Tensor, *, groups: Tensor | None = None) -> Routing:
+        """Route n tokens [n, d].
+
+        `groups` [n] says which sequence a row belongs to, for families that limit how many tokens
+        of one sequence an expert takes in one call (Switch); None: each row is its own.
+        """
+
+    @abstractmethod
+    def shared(self, layer: int, hidden: Tensor, *, normed: Tensor | None = None) -> Tensor | None:
+        """What the shared expert adds, [n, d]; None if the family has none."""
+
+    @abstractmethod
+    def experts(
+        self,
+        layer: int,
+        hidden: Tensor,
+        experts: Tensor,
+        gates: Tensor,
+        *,
+        normed: Tensor | None = None,
+    ) -> Tensor:
+        """Sum over the slots of gate times expert, [n, d], from experts and gates [n, k].
+
+        A slot with expert -1 adds nothing. Raises `ExpertNotLoaded` for an expert that this view
+        was opened without.
+        """
+
+    @abstractmethod
+    def finish(
+        self, layer: int, hidden: Tensor, shared: Tensor | None, routed: Tensor | None
+    ) -> Tensor:
+        """The layer's output: the residual plus what the experts gave."""
+
+    @abstractmethod
+    def propagate(self, layer: int, hidden: Tensor, batch: TokenBatch, cache: KVCache) -> None:
+        """State propagation: write the keys and values that `hidden` [B, T, d] has in this layer.
+
+        Those of the dense blocks before it too, from the same hidden state. No attention runs.
+        """
+
+    @abstractmethod
+    def tail(self, hidden: Tensor, batch: TokenBatch, cache: KVCache) -> Tensor:
+        """Dense blocks after the last MoE layer, [B, T, d]; the input itself if there are none."""
+
+    @abstractmethod
+    def tail_whatif(self, hidden: Tensor, positions: Tensor, slot: int, cache: KVCache) -> Tensor:
+        """`tail` for what-if queries [S, d]."""
+
+    @abstractmethod
+    def propagate_tail(self, hidden: Tensor, batch: TokenBatch, cache: KVCache) -> None:
+        """State propagation for the dense blocks after the last MoE layer."""
+
+    @abstractmethod
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Final norm and head: [n, d] to [n, V], in the view's dtype."""
+
+
+class EncoderDecoderView(MoEView):
+    """A model whose generated tokens pass the decoder: the view itself is the decoder.
+
+    The encoder is a view of its own, with its own MoE layers and experts. It attends both ways
+    and keeps no cache, so every token of a sequence has to be in every call of its `attend`;
+    its `propagate` does nothing.
+    """
+
+    encoder: MoEView
+
+    @abstractmethod
+    def encode(self, sources: Sequence[Sequence[int]]) -> list[Tensor]:
+        """Run the encoder with every expert exact: token ids to states [S_b, d]."""
+
+    @abstractmethod
+    def states(self, hidden: Tensor) -> Tensor:
+        """The encoder's final norm, after its `tail`: [n, d]."""
+
+    @abstractmethod
+    def attach(
+        self,
+        cache: KVCache,
+        slot: int,
+        states: Tensor,
+        *,
+        layers: Collection[int] | None = None,
+    ) -> None:
+        """Give a slot the encoder's states [S, d] to attend to, before its first token.
+
+        `layers` names the MoE layers that are served here (None: all); the blocks after the last
+        one belong to it.
+        """
+
+
+class ExpertNotLoaded(AssertionError):
+    """An expert was asked of a view that was opened without it."""

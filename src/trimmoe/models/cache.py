@@ -1,0 +1,144 @@
+"""Keys and values of many sequences of unequal length, in one slab per block."""
+
+from __future__ import annotations
+
+import heapq
+
+import torch
+from torch import Tensor
+
+from trimmoe.core.errors import UserError
+from trimmoe.models.base import TokenBatch
+
+_FIRST_CAPACITY = 64
+
+
+class KVCache:
+    """One pair of slabs [slots, heads, capacity, head size] per transformer block.
+
+    A block's slabs are made when it is first written, so a server holds only those of its own
+    layers, and grow by doubling up to the context limit. A slot belongs to one sequence from
+    `alloc` to `free`. Blocks are transformer blocks, dense ones included, not MoE layers.
+    """
+
+    def __init__(
+        self,
+        *,
+        slots: int,
+        heads: int,
+        head_size: int,
+        context_limit: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.slots = slots
+        self.context_limit = context_limit
+        self._heads = heads
+        self._head_size = head_size
+        self._dtype = dtype
+        self._device = device
+        self._slabs: dict[int, tuple[Tensor, Tensor]] = {}
+        self._free = list(range(slots))
+        self._taken: set[int] = set()
+
+    @property
+    def free_slots(self) -> int:
+        return len(self._free)
+
+    @property
+    def bytes(self) -> int:
+        """Memory the slabs take now."""
+        return sum(keys.nbytes + values.nbytes for keys, values in self._slabs.values())
+
+    def alloc(self) -> int:
+        """Take the lowest free slot; there must be one."""
+        assert self._free, "no free slot: admit no more sequences than the cache has slots"
+        slot = heapq.heappop(self._free)
+        self._taken.add(slot)
+        return slot
+
+    def free(self, slot: int) -> None:
+        """Give a slot back; its contents are never read again."""
+        self._taken.remove(slot)
+        heapq.heappush(self._free, slot)
+
+    def write(self, block: int, keys: Tensor, values: Tensor, batch: TokenBatch) -> None:
+        """Store [B, heads, T, head size] at the batch's positions, without its padding."""
+        slab_keys, slab_values = self._reserve(block, batch.length)
+        if batch.span is not None:
+            first, last = batch.span
+            slot = batch.slots[0]
+            slab_keys[slot, :, first:last] = keys[0]
+            slab_values[slot, :, first:last] = values[0]
+            return
+        at = (batch.write_slots, slice(None), batch.write_positions)
+        slab_keys[at] = _by_token(keys, batch)
+        slab_values[at] = _by_token(values, batch)
+
+    def read(self, block: int, batch: TokenBatch) -> tuple[Tensor, Tensor]:
+        """Keys and values [B, heads, length, head size] of the batch's sequences."""
+        return self.read_first(block, batch, batch.length)
+
+    def read_first(self, block: int, batch: TokenBatch, length: int) -> tuple[Tensor, Tensor]:
+        """The first `length` keys and values of the batch's sequences."""
+        slab_keys, slab_values = self._reserve(block, length)
+        if (first := batch.first_slot) is not None:
+            rows = slice(first, first + len(batch.slots))
+            return slab_keys[rows, :, :length], slab_values[rows, :, :length]
+        return (
+            slab_keys[:, :, :length].index_select(0, batch.slot_ids),
+            slab_values[:, :, :length].index_select(0, batch.slot_ids),
+        )
+
+    def write_slot(self, block: int, slot: int, keys: Tensor, values: Tensor) -> None:
+        """Store one sequence's keys and values [1, heads, length, head size] from position 0."""
+        length = keys.shape[2]
+        slab_keys, slab_values = self._reserve(block, length)
+        slab_keys[slot, :, :length] = keys[0]
+        slab_values[slot, :, :length] = values[0]
+
+    def read_slot(self, block: int, slot: int, length: int) -> tuple[Tensor, Tensor]:
+        """Keys and values [1, heads, length, head size] of one sequence."""
+        slab_keys, slab_values = self._reserve(block, length)
+        return slab_keys[slot : slot + 1, :, :length], slab_values[slot : slot + 1, :, :length]
+
+    def check(self, length: int) -> None:
+        """Raise UserError if a sequence of this length does not fit."""
+        if length > self.context_limit:
+            raise UserError(
+                f"The sequence needs {length} positions but the model takes at most "
+                f"{self.context_limit}; shorten the prompt or ask for fewer new tokens."
+            )
+
+    def _reserve(self, block: int, length: int) -> tuple[Tensor, Tensor]:
+        slabs = self._slabs.get(block)
+        if slabs is not None and slabs[0].shape[2] >= length:
+            return slabs
+        self.check(length)
+        capacity = _FIRST_CAPACITY if slabs is None else slabs[0].shape[2]
+        while capacity < length:
+            capacity *= 2
+        grown = self._empty(min(capacity, max(self.context_limit, length)))
+        if slabs is not None:
+            for old, new in zip(slabs, grown, strict=True):
+                new[:, :, : old.shape[2]] = old
+        self._slabs[block] = grown
+        return grown
+
+    def _empty(self, capacity: int) -> tuple[Tensor, Tensor]:
+        # Zeros, because a masked score still meets its value: 0 * NaN would be NaN. Outside
+        # inference mode, because a slab made inside it could not be written outside it.
+        shape = (self.slots, self._heads, capacity, self._head_size)
+        with torch.inference_mode(False):
+            return (
+                torch.zeros(shape, dtype=self._dtype, device=self._device),
+                torch.zeros(shape, dtype=self._dtype, device=self._device),
+            )
+
+
+def _by_token(states: Tensor, batch: TokenBatch) -> Tensor:
+    """[B, heads, T, head size] to the valid tokens' [n, heads, head size]."""
+    if states.shape[2] == 1:
+        return states[:, :, 0]
+    flat = states.transpose(1, 2).reshape(-1, states.shape[1], states.shape[3])
+    return flat if batch.packed is None else flat.index_select(0, batch.packed)

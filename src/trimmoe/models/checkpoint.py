@@ -1,0 +1,214 @@
+"""The files of a Hugging Face checkpoint: found, checked, and read tensor by tensor."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from trimmoe.core.errors import UserError
+
+INDEX = "model.safetensors.index.json"
+_FETCHED = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Entry:
+    """One tensor as the file's header describes it."""
+
+    file: Path
+    dtype: str
+    shape: tuple[int, ...]
+    nbytes: int
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+
+def resolve(path_or_hub_id: str | Path) -> Path:
+    """The checkpoint's directory, fetched from the hub (or its local cache) if it is an id.
+
+    Raises UserError where there is neither.
+    """
+    path = Path(path_or_hub_id).expanduser()
+    if path.is_dir():
+        return path
+    name = str(path_or_hub_id)
+    if path.exists():
+        raise UserError(f"{path} is a file; give the directory that holds the checkpoint.")
+    if path.is_absolute() or name.startswith((".", "~")) or name.count("/") != 1:
+        raise UserError(
+            f"There is no directory {path}; give a checkpoint's directory or a hub id such as "
+            f"mistralai/Mixtral-8x7B-v0.1."
+        )
+    return _fetch(name)
+
+
+def _fetch(name: str) -> Path:
+    import huggingface_hub
+
+    try:
+        return Path(huggingface_hub.snapshot_download(name, allow_patterns=_FETCHED))
+    except Exception as error:  # The hub's client raises many kinds, none of them ours.
+        reason = str(error).strip().splitlines() or [type(error).__name__]
+        raise UserError(
+            f"Cannot fetch {name} from the hub ({reason[0]}); check the name and the network, or "
+            f"give the directory of a downloaded checkpoint."
+        ) from error
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """config.json as plain JSON. Raises UserError if it is missing or not JSON."""
+    path = folder / "config.json"
+    if not path.is_file():
+        raise UserError(
+            f"{folder} has no config.json; give a directory that holds a Hugging Face checkpoint."
+        )
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UserError(f"{path} is not valid JSON; fetch the checkpoint again.") from error
+    if not isinstance(config, dict):
+        raise UserError(f"{path} is not a JSON object; fetch the checkpoint again.")
+    return config
+
+
+class Checkpoint:
+    """The safetensors files of one checkpoint, single or sharded.
+
+    Opening it reads the headers only. Used as a context manager it hands out tensors and counts
+    the bytes of those it has handed out.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.files = _weight_files(folder)
+        self.entries: dict[str, Entry] = {}
+        for file in self.files:
+            self.entries.update(_read_header(file))
+        self.bytes_read = 0
+        self._handles: dict[Path, Any] = {}
+
+    def __enter__(self) -> Checkpoint:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._handles.clear()
+
+    def entry(self, name: str) -> Entry:
+        """A tensor's header entry. Raises UserError if the checkpoint lacks it."""
+        if name not in self.entries:
+            raise missing_tensors(self.folder, [name])
+        return self.entries[name]
+
+    def tensor(self, name: str) -> Tensor:
+        """A whole tensor, on the CPU in its own dtype; it may map the file."""
+        entry = self.entry(name)
+        self.bytes_read += entry.nbytes
+        return self._handle(entry.file).get_tensor(name)
+
+    def row(self, name: str, index: int) -> Tensor:
+        """Row `index` of a tensor's first dimension; only its bytes are read."""
+        entry = self.entry(name)
+        self.bytes_read += entry.nbytes // entry.shape[0]
+        return self._handle(entry.file).get_slice(name)[index]
+
+    def _handle(self, file: Path) -> Any:
+        if file not in self._handles:
+            self._handles[file] = safe_open(file, framework="pt", device="cpu")
+        return self._handles[file]
+
+
+def missing_tensors(folder: Path, names: Iterable[str]) -> UserError:
+    """The error for tensors that the model needs and the files lack."""
+    names = sorted(names)
+    others = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    return UserError(
+        f"The checkpoint in {folder} lacks the tensor {names[0]}{others}; fetch it again or check "
+        f"that config.json belongs to these weights."
+    )
+
+
+def weight_file_names(folder: Path) -> list[str]:
+    """Names of the safetensors files that make up the checkpoint, sorted.
+
+    Raises UserError if there are none, or the index cannot be read.
+    """
+    index = folder / INDEX
+    if index.is_file():
+        try:
+            return sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise UserError(f"{index} cannot be read; fetch the checkpoint again.") from error
+    names = sorted(path.name for path in folder.glob("*.safetensors"))
+    single = "model.safetensors"
+    if single in names:
+        return [single]
+    if not names:
+        raise UserError(
+            f"{folder} has no safetensors weights; convert the checkpoint with transformers' "
+            f"save_pretrained."
+        )
+    return names
+
+
+def _weight_files(folder: Path) -> tuple[Path, ...]:
+    files = tuple(folder / name for name in weight_file_names(folder))
+    for file in files:
+        if not file.is_file():
+            raise UserError(f"{file} is missing; fetch the checkpoint again.")
+    return files
+
+
+def _read_header(file: Path) -> dict[str, Entry]:
+    """Entries by tensor name; also checks that the file is as long as its header says."""
+    damaged = UserError(f"{file} is truncated or damaged; fetch the checkpoint again.")
+    try:
+        with file.open("rb") as stream:
+            size = int.from_bytes(stream.read(8), "little")
+            if size > file.stat().st_size:
+                raise damaged
+            header = json.loads(stream.read(size))
+        header.pop("__metadata__", None)
+        entries = {
+            name: Entry(
+                file=file,
+                dtype=item["dtype"],
+                shape=tuple(item["shape"]),
+                nbytes=item["data_offsets"][1] - item["data_offsets"][0],
+            )
+            for name, item in header.items()
+        }
+        end = max((item["data_offsets"][1] for item in header.values()), default=0)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
+        raise damaged from error
+    if file.stat().st_size < 8 + size + end:
+        raise damaged
+    return entries
+
+
+_HEADER_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+
+
+def torch_dtype(entry: Entry) -> torch.dtype:
+    """The entry's dtype. Raises UserError for weights that are not plain floating point."""
+    if entry.dtype not in _HEADER_DTYPES:
+        raise UserError(
+            f"{entry.file} stores weights as {entry.dtype}; use a checkpoint in float32 or "
+            f"bfloat16."
+        )
+    return _HEADER_DTYPES[entry.dtype]

@@ -1,0 +1,36 @@
+"""What an exit head and the exit-point predictor say about a hidden state (eq. 7, 36).
+
+Calibration and runtime both call these, so that both compute the very same numbers. Both read
+the state's direction only: the residual stream grows with depth while the output head, behind its
+normalisation, never sees the scale.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_TINY = 1e-12
+
+
+def rms_direction(hidden: Tensor) -> Tensor:
+    """h / rms(h) in float32, shape [n, d] as given; a zero state stays zero."""
+    hidden = hidden.float()
+    return hidden * torch.rsqrt(hidden.square().mean(dim=-1, keepdim=True) + _TINY)
+
+
+def confidence(hidden: Tensor, weight: Tensor, bias: Tensor | float) -> Tensor:
+    """xi = sigmoid(weight . h / rms(h) + bias) (eq. 7).
+
+    `hidden` [n, d] of any float type, `weight` [d]; returns float32 [n] in [0, 1]. The product is
+    a sum over each row alone, so a token's confidence does not depend on its batch.
+    """
+    return torch.sigmoid((rms_direction(hidden) * weight.float()).sum(dim=-1) + bias)
+
+
+def nearest_centroid(hidden: Tensor, centroids: Tensor) -> Tensor:
+    """Index of the centroid of largest cosine similarity (eq. 36).
+
+    `hidden` [n, d], `centroids` [C, d] of unit length; returns int64 [n].
+    """
+    return (rms_direction(hidden) @ centroids.float().T).argmax(dim=-1)

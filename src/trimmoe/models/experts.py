@@ -1,0 +1,95 @@
+"""The routed experts of one layer that are loaded here, stacked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from trimmoe.models.base import DROPPED, ExpertNotLoaded
+
+Activation = Callable[[Tensor], Tensor]
+
+_ONE_BY_ONE = 8
+"""Up to this many activated slots it is quicker to run each by itself than to group tokens."""
+
+
+class ExpertStack:
+    """Experts `ids` of one layer: `up` [E, g, d] and `down` [E, d, f].
+
+    With gated experts g = 2f, the gate's rows before the up projection's; otherwise g = f.
+    """
+
+    def __init__(
+        self, *, layer: int, ids: Sequence[int], up: Tensor, down: Tensor, activation: Activation
+    ) -> None:
+        assert len(ids) == up.shape[0] == down.shape[0]
+        self.layer = layer
+        self.ids = frozenset(ids)
+        self.up = up
+        self.down = down
+        # Views made once: at one token, slicing would cost a good part of the product.
+        self._ups = up.unbind(0)
+        self._downs = down.unbind(0)
+        self._index = {expert: index for index, expert in enumerate(ids)}
+        self._activation = activation
+        self._gated = up.shape[1] == 2 * down.shape[2]
+
+    def __call__(self, normed: Tensor, experts: Tensor, gates: Tensor) -> Tensor:
+        """Sum over slots of gate times expert: [n, d] from [n, d], int64 [n, k], [n, k]."""
+        chosen = experts.tolist()
+        if len(chosen) == 1 and len(chosen[0]) <= _ONE_BY_ONE:
+            return self._one_token(normed, chosen[0], gates)
+        return self._many_tokens(normed, chosen, gates)
+
+    def _one_token(self, normed: Tensor, chosen: list[int], gates: Tensor) -> Tensor:
+        """One token: no weight is copied, one small product per slot."""
+        kept = [slot for slot, expert in enumerate(chosen) if expert != DROPPED]
+        if not kept:
+            return torch.zeros_like(normed)
+        at = [self._at(chosen[slot]) for slot in kept]
+        inner = self._act(torch.cat([F.linear(normed, self._ups[index]) for index in at]))
+        outer = torch.cat(
+            [F.linear(inner[row : row + 1], self._downs[index]) for row, index in enumerate(at)]
+        )
+        weights = gates if len(kept) == len(chosen) else gates[:, kept]
+        return (outer * weights.view(-1, 1)).sum(0, keepdim=True).to(normed.dtype)
+
+    def _many_tokens(self, normed: Tensor, chosen: list[list[int]], gates: Tensor) -> Tensor:
+        """Tokens grouped by expert; sums in float32 as the slots of a token come in any order."""
+        width = gates.shape[1]
+        flat_gates = gates.reshape(-1)
+        out = normed.new_zeros(normed.shape, dtype=torch.float32)
+        for index, slots in self._group(chosen, width).items():
+            where = torch.tensor(slots, device=normed.device)
+            rows = where if width == 1 else where // width
+            inner = self._act(F.linear(normed.index_select(0, rows), self._ups[index]))
+            outer = F.linear(inner, self._downs[index])
+            outer = outer * flat_gates.index_select(0, where).unsqueeze(-1)
+            out.index_add_(0, rows, outer.float())
+        return out.to(normed.dtype)
+
+    def _group(self, chosen: list[list[int]], width: int) -> dict[int, list[int]]:
+        """Flat slot numbers by index into the stack."""
+        groups: dict[int, list[int]] = {}
+        for row, slots in enumerate(chosen):
+            for slot, expert in enumerate(slots):
+                if expert != DROPPED:
+                    groups.setdefault(self._at(expert), []).append(row * width + slot)
+        return groups
+
+    def _at(self, expert: int) -> int:
+        try:
+            return self._index[expert]
+        except KeyError:
+            raise ExpertNotLoaded(
+                f"expert {expert} of layer {self.layer} is not loaded here"
+            ) from None
+
+    def _act(self, inner: Tensor) -> Tensor:
+        if not self._gated:
+            return self._activation(inner)
+        gate, up = inner.chunk(2, dim=-1)
+        return self._activation(gate) * up

@@ -1,0 +1,251 @@
+"""What the loader has to know of a family: where its tensors are and what they cost."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from trimmoe.core.specs import ModelSpec
+from trimmoe.models.base import MoEView
+from trimmoe.models.checkpoint import Checkpoint, missing_tensors
+from trimmoe.models.experts import Activation, ExpertStack
+
+ExpertChoice = Mapping[int, Collection[int]] | Callable[[int], Collection[int]] | None
+"""Experts to load by MoE layer; layers that a mapping lacks get none; None loads all."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExpertNames:
+    """Names of the expert tensors, with `{block}` and `{expert}` to fill in.
+
+    A checkpoint stores its experts either apart, or fused with the expert as first dimension.
+    """
+
+    up: tuple[str, ...]
+    """Stored apart: the gate projection if there is one, then the up projection."""
+    down: str
+    fused_up: str | None = None
+    fused_down: str | None = None
+
+    def is_fused(self, checkpoint: Checkpoint, block: int) -> bool:
+        return self.fused_up is not None and (
+            self.fused_up.format(block=block) in checkpoint.entries
+        )
+
+
+_EXPERTS = "model.layers.{block}.mlp.experts."
+
+GATE_UP_DOWN = ExpertNames(
+    up=(_EXPERTS + "{expert}.gate_proj.weight", _EXPERTS + "{expert}.up_proj.weight"),
+    down=_EXPERTS + "{expert}.down_proj.weight",
+    fused_up=_EXPERTS + "gate_up_proj",
+    fused_down=_EXPERTS + "down_proj",
+)
+"""What most decoder-only families call their experts."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Geometry:
+    """The shape of one stack of blocks, from config.json alone."""
+
+    family: str
+    moe_blocks: tuple[int, ...]
+    """Transformer block of each MoE layer."""
+    block_count: int
+    expert_count: int
+    top_k: int
+    hidden_size: int
+    vocab_size: int
+    context_length: int
+    gates_renormalised: bool
+    expert_names: ExpertNames
+    block_prefix: str
+    """Start of the names of a block's tensors, with `{block}`."""
+    head_names: tuple[str, ...]
+    """Tensors that the head multiplies with."""
+    unread: tuple[str, ...] = ()
+    """Second names of tied tensors, which files may hold and nobody reads."""
+    once_per_sequence: tuple[str, ...] = ()
+    """Parts of names of matrices that a token does not pass, such as cross attention's keys."""
+
+    def layer_of(self, block: int) -> int | None:
+        """MoE layer that a block belongs to, None if it comes after the last one."""
+        later = (layer for layer, moe in enumerate(self.moe_blocks) if block <= moe)
+        return next(later, None)
+
+
+class Family(Protocol):
+    """An adapter file's `FAMILY`."""
+
+    def geometry(self, config: Any) -> Geometry: ...
+
+    def config(self, raw: dict[str, Any]) -> Any: ...
+
+    def open(
+        self,
+        config: Any,
+        checkpoint: Checkpoint,
+        *,
+        spec: ModelSpec,
+        choice: ExpertChoice,
+        encoder_choice: ExpertChoice,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> MoEView: ...
+
+
+def build_spec(
+    geometry: Geometry, checkpoint: Checkpoint, *, name: str, model_hash: str, dtype: torch.dtype
+) -> ModelSpec:
+    """Costs of one stack, from the headers of the weight files."""
+    layers, experts = len(geometry.moe_blocks), geometry.expert_count
+    parameters = np.array(
+        [_expert_parameters(geometry, checkpoint, b) for b in geometry.moe_blocks]
+    )
+    expert_parameters = np.repeat(parameters[:, None], experts, axis=1)
+    dense = {
+        stored: entry
+        for stored, entry in checkpoint.entries.items()
+        if ".experts." not in stored and stored not in geometry.unread
+    }
+    flops, head_flops = _dense_flops(geometry, dense)
+    return ModelSpec(
+        name=name,
+        family=geometry.family,
+        model_hash=model_hash,
+        layer_count=layers,
+        expert_count=experts,
+        top_k=geometry.top_k,
+        hidden_size=geometry.hidden_size,
+        vocab_size=geometry.vocab_size,
+        context_length=geometry.context_length,
+        activation_bytes=dtype.itemsize,
+        gates_renormalised=geometry.gates_renormalised,
+        expert_bytes=expert_parameters.astype(np.int64) * dtype.itemsize,
+        expert_flops=2.0 * expert_parameters,
+        layer_dense_flops=flops,
+        head_flops=head_flops,
+        dense_bytes=sum(entry.numel for entry in dense.values()) * dtype.itemsize,
+    )
+
+
+def _expert_parameters(geometry: Geometry, checkpoint: Checkpoint, block: int) -> int:
+    names = geometry.expert_names
+    if names.is_fused(checkpoint, block):
+        fused = (names.fused_up or "", names.fused_down or "")
+        sizes = [checkpoint.entry(name.format(block=block)).numel for name in fused]
+        return sum(sizes) // geometry.expert_count
+    apart = [name.format(block=block, expert=0) for name in (*names.up, names.down)]
+    return sum(checkpoint.entry(name).numel for name in apart)
+
+
+def _dense_flops(geometry: Geometry, dense: Mapping[str, Any]) -> tuple[np.ndarray, float]:
+    """Twice the matrix elements that a token meets, by MoE layer, and in the head."""
+    prefix = re.escape(geometry.block_prefix).replace(r"\{block\}", r"(\d+)")
+    in_block = re.compile(prefix)
+    flops = np.zeros(len(geometry.moe_blocks))
+    head = 2.0 * sum(dense[name].numel for name in geometry.head_names if name in dense)
+    for name, entry in dense.items():
+        match = in_block.match(name)
+        skipped = any(part in name for part in geometry.once_per_sequence)
+        if match is None or len(entry.shape) != 2 or skipped:
+            continue
+        layer = geometry.layer_of(int(match.group(1)))
+        if layer is None:
+            head += 2.0 * entry.numel
+        else:
+            flops[layer] += 2.0 * entry.numel
+    return flops, head
+
+
+def load_experts(
+    geometry: Geometry,
+    checkpoint: Checkpoint,
+    *,
+    choice: ExpertChoice,
+    activation: Activation,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> list[ExpertStack | None]:
+    """The chosen experts of every MoE layer, reading only their bytes."""
+    stacks: list[ExpertStack | None] = []
+    for layer, block in enumerate(geometry.moe_blocks):
+        ids = _chosen(choice, layer, geometry.expert_count)
+        if not ids:
+            stacks.append(None)
+            continue
+        up, down = _stack(geometry.expert_names, checkpoint, block, ids, dtype, device)
+        stacks.append(ExpertStack(layer=layer, ids=ids, up=up, down=down, activation=activation))
+    return stacks
+
+
+def _chosen(choice: ExpertChoice, layer: int, count: int) -> list[int]:
+    if choice is None:
+        return list(range(count))
+    ids = choice(layer) if callable(choice) else choice.get(layer, ())
+    chosen = sorted({int(expert) for expert in ids})
+    assert all(0 <= expert < count for expert in chosen), f"layer {layer} has {count} experts"
+    return chosen
+
+
+def _stack(
+    names: ExpertNames,
+    checkpoint: Checkpoint,
+    block: int,
+    ids: Sequence[int],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> tuple[Tensor, Tensor]:
+    """Stacked `up` [E, g, d] and `down` [E, d, f] of the experts `ids`."""
+    ups, downs = zip(*(_read_expert(names, checkpoint, block, i) for i in ids[:1]), strict=True)
+    rows = sum(part.shape[0] for part in ups[0])
+    up = torch.empty((len(ids), rows, ups[0][0].shape[1]), dtype=dtype, device=device)
+    down = torch.empty((len(ids), *downs[0].shape), dtype=dtype, device=device)
+    for index, expert in enumerate(ids):
+        parts, last = (
+            (ups[0], downs[0]) if index == 0 else _read_expert(names, checkpoint, block, expert)
+        )
+        start = 0
+        for part in parts:
+            up[index, start : start + part.shape[0]] = part.to(device, dtype)
+            start += part.shape[0]
+        down[index] = last.to(device, dtype)
+    return up, down
+
+
+def _read_expert(
+    names: ExpertNames, checkpoint: Checkpoint, block: int, expert: int
+) -> tuple[list[Tensor], Tensor]:
+    if names.is_fused(checkpoint, block):
+        fused_up, fused_down = names.fused_up or "", names.fused_down or ""
+        up = checkpoint.row(fused_up.format(block=block), expert)
+        return [up], checkpoint.row(fused_down.format(block=block), expert)
+    ups = [checkpoint.tensor(name.format(block=block, expert=expert)) for name in names.up]
+    return ups, checkpoint.tensor(names.down.format(block=block, expert=expert))
+
+
+def load_dense(
+    module: nn.Module,
+    checkpoint: Checkpoint,
+    *,
+    stored_name: Callable[[str], str],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> None:
+    """Fill a module made on the meta device from the checkpoint, tied parameters once."""
+    wanted = {name: stored_name(name) for name, _ in module.named_parameters()}
+    absent = [stored for stored in wanted.values() if stored not in checkpoint.entries]
+    if absent:
+        raise missing_tensors(checkpoint.folder, absent)
+    state = {
+        name: checkpoint.tensor(stored).to(device, dtype, copy=True)
+        for name, stored in wanted.items()
+    }
+    module.load_state_dict(state, strict=False, assign=True)
+    module.requires_grad_(False).eval()

@@ -1,0 +1,120 @@
+"""The hash that identifies a model by its contents, kept so that weights are read once."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from trimmoe.core.artifact import written_whole
+from trimmoe.core.errors import UserError
+from trimmoe.models.checkpoint import read_config, resolve, weight_file_names
+
+_CHUNK = 16 << 20
+_LONG = 1 << 30
+"""From this many bytes on, hashing takes long enough to show how far it is."""
+
+
+def model_hash(path_or_hub_id: str | Path) -> str:
+    """SHA-256 over config.json and the contents of the weight files, in hexadecimal.
+
+    File digests are kept in the user's cache by size and modification time. Raises UserError.
+    """
+    folder = resolve(path_or_hub_id)
+    files = _hashed_files(folder)
+    known = _read_sidecar(folder)
+    stale = [file for file in files if _stamp(file) != known.get(file.name, {}).get("stamp")]
+    if stale:
+        with _progress(sum(file.stat().st_size for file in stale)) as advance:
+            for file in stale:
+                known[file.name] = {"stamp": _stamp(file), "sha256": _digest(file, advance)}
+        _write_sidecar(folder, {file.name: known[file.name] for file in files})
+    return _combined(files, known)
+
+
+def known_hash(folder: Path) -> str | None:
+    """`model_hash` if it can be told without reading the weights."""
+    files = _hashed_files(folder)
+    known = _read_sidecar(folder)
+    if any(_stamp(file) != known.get(file.name, {}).get("stamp") for file in files):
+        return None
+    return _combined(files, known)
+
+
+def _hashed_files(folder: Path) -> list[Path]:
+    read_config(folder)
+    files = [folder / name for name in ("config.json", *weight_file_names(folder))]
+    for file in files:
+        if not file.is_file():
+            raise UserError(f"{file} is missing; fetch the checkpoint again.")
+    return files
+
+
+def _combined(files: list[Path], known: dict[str, Any]) -> str:
+    text = "".join(f"{file.name} {known[file.name]['sha256']}\n" for file in files)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _stamp(file: Path) -> list[int]:
+    status = file.stat()
+    return [status.st_size, status.st_mtime_ns]
+
+
+def _digest(file: Path, advance: Callable[[int], None]) -> str:
+    digest = hashlib.sha256()
+    with file.open("rb") as stream:
+        while chunk := stream.read(_CHUNK):
+            digest.update(chunk)
+            advance(len(chunk))
+    return digest.hexdigest()
+
+
+def _sidecar(folder: Path) -> Path:
+    from trimmoe.models.embedded.materialise import default_cache_dir
+
+    name = hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:24]
+    return default_cache_dir() / "hashes" / f"{name}.json"
+
+
+def _read_sidecar(folder: Path) -> dict[str, Any]:
+    try:
+        known = json.loads(_sidecar(folder).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return known if isinstance(known, dict) else {}
+
+
+def _write_sidecar(folder: Path, known: dict[str, Any]) -> None:
+    path = _sidecar(folder)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with written_whole(path) as temporary:
+            temporary.write_text(json.dumps(known, indent=1), encoding="utf-8")
+    except (OSError, UserError):
+        return  # A cache that cannot be written costs time, nothing else.
+
+
+class _progress:
+    """A progress bar on a terminal if there is much to read, otherwise nothing."""
+
+    def __init__(self, total: int) -> None:
+        self._total = total
+        self._bar: Any = None
+
+    def __enter__(self) -> Callable[[int], None]:
+        if self._total < _LONG or not sys.stderr.isatty():
+            return lambda _: None
+        from rich.console import Console
+        from rich.progress import Progress
+
+        self._bar = Progress(console=Console(stderr=True), transient=True)
+        self._bar.start()
+        task = self._bar.add_task("Hashing the weights", total=self._total)
+        return lambda count: self._bar.advance(task, count)
+
+    def __exit__(self, *_: object) -> None:
+        if self._bar is not None:
+            self._bar.stop()

@@ -1,0 +1,166 @@
+"""Opening checkpoints: which family, which experts, which dtype, which device."""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trimmoe.core.errors import UserError
+from trimmoe.core.specs import ModelSpec
+from trimmoe.models.base import MoEView
+from trimmoe.models.checkpoint import Checkpoint, Entry, read_config, resolve, torch_dtype
+from trimmoe.models.family import ExpertChoice, Family, build_spec
+from trimmoe.models.hashing import known_hash, model_hash
+
+__all__ = ["FAMILIES", "load_tokenizer", "model_hash", "model_spec", "open_model"]
+
+FAMILIES = {
+    "mixtral": "trimmoe.models.mixtral",
+    "olmoe": "trimmoe.models.olmoe",
+    "qwen2_moe": "trimmoe.models.qwen2_moe",
+    "qwen3_moe": "trimmoe.models.qwen3_moe",
+    "switch_transformers": "trimmoe.models.switch",
+}
+"""Adapter module of each `model_type`; imported when first needed."""
+
+_DTYPES = (torch.float32, torch.bfloat16)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Opened:
+    """A checkpoint of which config.json and the headers have been read."""
+
+    name: str
+    folder: Path
+    family: Family
+    config: Any
+    checkpoint: Checkpoint
+
+    def spec(self, dtype: torch.dtype, *, hashed: bool) -> ModelSpec:
+        digest = model_hash(self.folder) if hashed else known_hash(self.folder)
+        return build_spec(
+            self.family.geometry(self.config),
+            self.checkpoint,
+            name=self.name,
+            model_hash=digest or "",
+            dtype=dtype,
+        )
+
+    def dtype(self, wanted: torch.dtype | None) -> torch.dtype:
+        """The dtype to serve in. Raises UserError if it is not one of those supported."""
+        dtype = wanted or self._stored_dtype()
+        if dtype not in _DTYPES:
+            raise UserError(
+                f"{self.name} would run in {str(dtype).removeprefix('torch.')}; choose float32 or "
+                f"bfloat16 as the dtype."
+            )
+        return dtype
+
+    def _stored_dtype(self) -> torch.dtype:
+        largest: Entry = max(self.checkpoint.entries.values(), key=lambda entry: entry.numel)
+        return torch_dtype(largest)
+
+
+def open_model(
+    path_or_hub_id: str | Path,
+    *,
+    experts: ExpertChoice = None,
+    encoder_experts: ExpertChoice = None,
+    dtype: torch.dtype | None = None,
+    device: str | torch.device = "cpu",
+    hashed: bool = False,
+) -> MoEView:
+    """Load the dense part and the chosen experts of a checkpoint.
+
+    `experts` maps an MoE layer to the experts to load (or is a function that does); None loads
+    all; `encoder_experts` does the same for an encoder's layers. `dtype` None takes the
+    checkpoint's. Only the bytes of what is loaded are read, unless `hashed` asks for
+    `spec.model_hash`, which takes the whole files the first time (see `model_spec`). Raises
+    UserError.
+    """
+    opened = _open(path_or_hub_id)
+    device = _device(device)
+    dtype = opened.dtype(dtype)
+    # Weights made in inference mode could not be used outside it.
+    with torch.inference_mode(False), torch.no_grad(), opened.checkpoint as checkpoint:
+        return opened.family.open(
+            opened.config,
+            checkpoint,
+            spec=opened.spec(dtype, hashed=hashed),
+            choice=experts,
+            encoder_choice=encoder_experts,
+            dtype=dtype,
+            device=device,
+        )
+
+
+def model_spec(
+    path_or_hub_id: str | Path, *, dtype: torch.dtype | None = None, hashed: bool = False
+) -> ModelSpec:
+    """Geometry and costs from config.json and the headers of the weight files.
+
+    `model_hash` is the one that `model_hash` has computed for these files before, empty if it has
+    not; `hashed` computes it, which reads the weights. Raises UserError.
+    """
+    opened = _open(path_or_hub_id)
+    return opened.spec(opened.dtype(dtype), hashed=hashed)
+
+
+def load_tokenizer(path_or_hub_id: str | Path) -> Any:
+    """The checkpoint's tokenizer. Raises UserError if it has none."""
+    from transformers import AutoTokenizer
+
+    folder = resolve(path_or_hub_id)
+    try:
+        return AutoTokenizer.from_pretrained(folder)
+    except Exception as error:  # Tokenizer classes raise many kinds, none of them ours.
+        raise UserError(
+            f"{folder} has no tokenizer that transformers can load; copy the model's tokenizer "
+            f"files there."
+        ) from error
+
+
+def _open(path_or_hub_id: str | Path) -> _Opened:
+    folder = resolve(path_or_hub_id)
+    raw = read_config(folder)
+    family = _family(folder, raw)
+    try:
+        config = family.config(raw)
+    except Exception as error:  # Config classes validate in many ways.
+        raise UserError(
+            f"{folder / 'config.json'} is not a valid {raw['model_type']} configuration "
+            f"({str(error).splitlines()[0]}); fetch the checkpoint again."
+        ) from error
+    is_local = Path(path_or_hub_id).expanduser().is_dir()
+    name = folder.resolve().name if is_local else str(path_or_hub_id)
+    return _Opened(
+        name=name, folder=folder, family=family, config=config, checkpoint=Checkpoint(folder)
+    )
+
+
+def _family(folder: Path, raw: dict[str, Any]) -> Family:
+    model_type = raw.get("model_type")
+    if model_type not in FAMILIES:
+        raise UserError(
+            f"{folder} holds a model of type {model_type!r}, which TrimMoE does not know; use one "
+            f"of {', '.join(FAMILIES)}."
+        )
+    if raw.get("quantization_config"):
+        raise UserError(
+            f"{folder} holds quantised weights; use the same model's float32 or bfloat16 weights."
+        )
+    return importlib.import_module(FAMILIES[model_type]).FAMILY
+
+
+def _device(device: str | torch.device) -> torch.device:
+    try:
+        device = torch.device(device)
+    except RuntimeError as error:
+        raise UserError(f"{device} is not a device; use cpu or cuda.") from error
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise UserError("PyTorch sees no CUDA device here; use the device cpu.")
+    return device
