@@ -7,6 +7,7 @@ a geometry and call them, so that a failing example is reproduced from what hypo
 from __future__ import annotations
 
 import numpy as np
+from hypothesis import settings
 from hypothesis import strategies as st
 
 from trimmoe.core.artifact import Header
@@ -14,6 +15,10 @@ from trimmoe.core.profile import PROFILE_FORMAT, PROFILE_KIND, LossCurves, Profi
 from trimmoe.core.specs import BoolArray, ClusterSpec, FloatArray, IntArray, ModelSpec
 
 GB = 10**9
+
+# A busy machine must not fail a property for being slow.
+settings.register_profile("unhurried", deadline=None)
+settings.load_profile("unhurried")
 
 
 def random_model_spec(

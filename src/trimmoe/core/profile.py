@@ -151,6 +151,7 @@ class Profile:
 
     def require_model(self, model_hash: str, model_name: str) -> None:
         """Raise `UserError` unless the profile was made from the model with this hash."""
+        assert model_hash, "open the model with its hash to check what a profile is of"
         if self.model_hash != model_hash:
             made_from = self.header.settings.get("model", "another model")
             raise UserError(

@@ -1,0 +1,184 @@
+"""A plan for people: who holds what, where each access server's tokens run, and what that saves.
+
+Delays are expected delays per token of exact nearest-replica execution without load, the same
+figures the planner minimises (`placement.routes`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+
+import numpy as np
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from trimmoe.core.artifact import written_whole
+from trimmoe.core.errors import UserError
+from trimmoe.core.plan import Plan
+from trimmoe.core.profile import Profile
+from trimmoe.core.specs import FloatArray, IntArray, ModelSpec
+from trimmoe.cost.expected import expected_layer_delay_s, reference_layer_delay_s
+from trimmoe.cost.model import cost_model
+from trimmoe.placement.capacity import human_bytes, used_bytes
+from trimmoe.placement.pipeline import pipeline_stages, stage_hosts, staircase_routes
+from trimmoe.placement.routes import execution_share, home_routes, route_delay_s
+
+_SHADES = "·░▒▓█"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlanFigures:
+    """The numbers behind `explain_plan`; delays in seconds per token, all of shape [M]."""
+
+    used: IntArray
+    """Bytes of experts held."""
+    executions: FloatArray
+    """Share of slot executions."""
+    visitors: IntArray
+    """Access servers with users whose route runs some layer on this server."""
+    route_s: FloatArray
+    home_s: FloatArray
+    """The same hosts with every layer at the access server."""
+    pipeline_s: FloatArray | None
+    """A memory-proportional pipeline over all servers; None if whole layers do not fit."""
+    reference_layer_s: float
+    """d_ref: the mean per-layer delay on the plan's routes."""
+
+
+def plan_figures(plan: Plan, profile: Profile, model: ModelSpec) -> PlanFigures:
+    """Evaluate a plan; raises `UserError` if it was made for another model or profile geometry."""
+    if plan.header.input_hashes["model"] != model.model_hash:
+        raise UserError(f"The plan was made for another model than {model.name}; plan again.")
+    profile.require_model(model.model_hash, model.name)
+    cluster = plan.cluster
+    cost = cost_model(model, cluster)
+    delays = expected_layer_delay_s(cost, plan.hosts, profile)
+    pipeline_s = None
+    stages = pipeline_stages(model, plan.expert_capacity_bytes)
+    if stages is not None:
+        hosts = stage_hosts(model, cluster.server_count, stages)
+        staircase = staircase_routes(cluster.server_count, stages)
+        pipeline_s = route_delay_s(cost, expected_layer_delay_s(cost, hosts, profile), staircase)
+    passes = (plan.routes[:, :, None] == np.arange(cluster.server_count)).any(axis=1)
+    return PlanFigures(
+        used=used_bytes(plan.hosts, model),
+        executions=execution_share(cost, plan.hosts, profile, plan.routes, cluster.access_share),
+        visitors=passes[cluster.access_share > 0].sum(axis=0),
+        route_s=route_delay_s(cost, delays, plan.routes),
+        home_s=route_delay_s(cost, delays, home_routes(*plan.routes.shape)),
+        pipeline_s=pipeline_s,
+        reference_layer_s=reference_layer_delay_s(delays, plan.routes, cluster.access_share),
+    )
+
+
+def explain_plan(plan: Plan, profile: Profile, model: ModelSpec, console: Console) -> None:
+    """Print servers, heat map and routes of a plan; raises `UserError` like `plan_figures`."""
+    figures = plan_figures(plan, profile, model)
+    console.print(_headline(plan, model, figures))
+    console.print(_server_table(plan, figures))
+    console.print(_heat_map(plan))
+    console.print(_route_table(plan, figures))
+
+
+def _headline(plan: Plan, model: ModelSpec, figures: PlanFigures) -> str:
+    share = plan.cluster.access_share
+    text = f"{escape(model.name)} on {escape(plan.cluster.name)}: "
+    text += f"{_ms(share @ figures.route_s)} ms expected per token, exact and without load"
+    text += f" (home routes {_ms(share @ figures.home_s)} ms"
+    if figures.pipeline_s is not None:
+        text += f", pipeline {_ms(share @ figures.pipeline_s)} ms"
+    text += f"); {_ms(figures.reference_layer_s)} ms per layer"
+    won = plan.header.settings.get("seed_won")
+    return text + (f"; grown from the {escape(str(won))} seed" if won else "")
+
+
+def _server_table(plan: Plan, figures: PlanFigures) -> Table:
+    table = Table(title="Servers")
+    table.add_column("server")
+    for name in ("used", "free", "experts", "layers", "users", "routes through", "executions"):
+        table.add_column(name, justify="right")
+    held = plan.hosts.sum(axis=2)
+    for m, name in enumerate(plan.cluster.server_names):
+        used, capacity = int(figures.used[m]), int(plan.expert_capacity_bytes[m])
+        table.add_row(
+            escape(name),
+            human_bytes(used),
+            human_bytes(capacity - used),
+            str(int(held[m].sum())),
+            str(int((held[m] > 0).sum())),
+            f"{plan.cluster.access_share[m]:.0%}",
+            str(int(figures.visitors[m])),
+            f"{figures.executions[m]:.1%}",
+        )
+    return table
+
+
+def _heat_map(plan: Plan) -> Table:
+    """One character per layer: the fuller, the more of the layer's experts the server holds."""
+    experts = plan.hosts.shape[2]
+    held = plan.hosts.sum(axis=2)
+    shade = np.ceil(held / experts * (len(_SHADES) - 1)).astype(int)
+    table = Table(title=f"Experts held, layers 0-{held.shape[1] - 1} ({_SHADES[0]} none, █ all)")
+    table.add_column("server")
+    table.add_column("layers", no_wrap=True)
+    for name, row in zip(plan.cluster.server_names, shade, strict=True):
+        table.add_row(escape(name), "".join(_SHADES[level] for level in row))
+    return table
+
+
+def _route_table(plan: Plan, figures: PlanFigures) -> Table:
+    table = Table(title="Routes (expected ms per token)")
+    table.add_column("access")
+    for name in ("users", "plan", "home", "pipeline"):
+        table.add_column(name, justify="right")
+    table.add_column("route: servers with their layers")
+    for m, name in enumerate(plan.cluster.server_names):
+        table.add_row(
+            escape(name),
+            f"{plan.cluster.access_share[m]:.0%}",
+            _ms(figures.route_s[m]),
+            _ms(figures.home_s[m]),
+            "-" if figures.pipeline_s is None else _ms(figures.pipeline_s[m]),
+            escape(route_text(plan.routes[m], plan.cluster.server_names)),
+        )
+    return table
+
+
+def route_text(route: IntArray, names: tuple[str, ...]) -> str:
+    """A route in runs: `s1 x12 > s4 x18`."""
+    runs = [(int(server), len(list(run))) for server, run in groupby(route)]
+    return " > ".join(f"{names[server]} x{count}" for server, count in runs)
+
+
+def _ms(seconds: float | FloatArray) -> str:
+    return f"{float(seconds) * 1e3:.2f}"
+
+
+def plot_plan(plan: Plan, path: Path) -> None:
+    """Write the heat map of experts held per layer and server as a PNG, atomically.
+
+    Routes are drawn into the cells: a dot where the route of some access server with users runs
+    the layer. Raises `UserError` if the folder cannot be written.
+    """
+    held = plan.hosts.sum(axis=2)
+    servers, layers = held.shape
+    figure = Figure(figsize=(2.0 + 0.28 * layers, 1.6 + 0.32 * servers), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    image = axes.imshow(held, aspect="auto", cmap="Blues", vmin=0, vmax=plan.hosts.shape[2])
+    share = plan.cluster.access_share
+    through = np.zeros((servers, layers))
+    np.add.at(through, (plan.routes, np.arange(layers)[None, :]), share[:, None])
+    server, layer = np.nonzero(through > 0)
+    axes.scatter(layer, server, s=40 * through[server, layer] + 4, c="tab:orange", zorder=2)
+    axes.set_yticks(range(servers), plan.cluster.server_names)
+    axes.set_xlabel("MoE layer")
+    axes.set_title(f"Experts held on {plan.cluster.name} (dots: where tokens run)")
+    figure.colorbar(image, ax=axes, label="experts held")
+    with written_whole(path) as temporary:
+        figure.savefig(temporary, format="png", dpi=120)

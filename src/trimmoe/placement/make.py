@@ -1,0 +1,302 @@
+"""From a profile, a model and a cluster to a plan: seed, routes, replicas, and again.
+
+Replicas are worth what they save on the routes, and routes follow the replicas, so the two
+alternate a few times from several starting routes; the deployment of least expected exact delay
+per token, weighted by where users enter, is kept. Each seed itself is among the candidates, so
+the plan is never worse than any of them. Nothing here draws random numbers: the seed is only
+recorded, and the same inputs give the same plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+
+from trimmoe.core.errors import UserError
+from trimmoe.core.plan import Plan, plan_header
+from trimmoe.core.profile import Profile
+from trimmoe.core.specs import BoolArray, ClusterSpec, FloatArray, IntArray, ModelSpec
+from trimmoe.cost.expected import layer_table_s
+from trimmoe.cost.model import Accounting, CostModel, cost_model
+from trimmoe.placement.baseline import dispersed_hosts
+from trimmoe.placement.blocks import add_blocks
+from trimmoe.placement.capacity import expert_capacity_bytes
+from trimmoe.placement.pipeline import (
+    compact_stages,
+    pipeline_stages,
+    stage_hosts,
+    staircase_routes,
+)
+from trimmoe.placement.redundancy import (
+    add_marginal_replicas,
+    add_paper_replicas,
+    migrating_residence,
+)
+from trimmoe.placement.routes import best_routes, expected_delay_s, home_routes
+
+SeedName = Literal["dispersed", "pipeline", "compact_pipeline"]
+SEED_NAMES: tuple[SeedName, ...] = ("dispersed", "pipeline", "compact_pipeline")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlanSettings:
+    """How a plan is made; `default()` and `paper()` are the presets."""
+
+    seed_plan: SeedName | Literal["best"] = "best"
+    """The first deployment; `best` tries all and keeps the best result."""
+    benefit: Literal["marginal", "paper"] = "marginal"
+    """What a replica is worth, see `redundancy`."""
+    routes: Literal["best", "home", "staircase"] = "best"
+    """Shortest paths, all layers at the access server, or the pipeline's own stages."""
+    redundancy: bool = True
+    """Whether free memory is used at all."""
+    blocks: bool = True
+    """Whether replicas of runs of whole layers are tried too (marginal benefit, best routes)."""
+    groups: int | None = None
+    """Groups of similar experts per layer of the dispersed seed; None: the root of their number."""
+    kv_reserve_bytes: int = 0
+    """Memory kept for KV caches on every server, where the cluster has no `memory_ratio`."""
+    rounds: int = 3
+    """Alternations of replicas and routes from each starting route."""
+    seed: int = 0
+
+
+def default() -> PlanSettings:
+    """Every seed plan, marginal benefit, best routes."""
+    return PlanSettings()
+
+
+def paper() -> PlanSettings:
+    """The paper to the letter: dispersed groups, replicas by (28), tokens at home."""
+    return PlanSettings(seed_plan="dispersed", benefit="paper", routes="home")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Deployment:
+    """Who holds what and the routes on it, with its expected exact delay per token."""
+
+    hosts: BoolArray
+    """[M, N, E]."""
+    routes: IntArray
+    """[M, N]."""
+    expected_s: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Planner:
+    """What every step of planning looks at."""
+
+    profile: Profile
+    model: ModelSpec
+    cluster: ClusterSpec
+    settings: PlanSettings
+    cost: CostModel
+    capacity: IntArray
+    tables: dict[tuple[int, bytes], FloatArray] = field(default_factory=dict)
+    """Layer tables already computed, by layer and its hosts: candidates share most of them."""
+
+    def seed(self, name: SeedName) -> Deployment | None:
+        """A seed plan with routes of its own: home or staircase; None if layers do not fit.
+
+        Raises `UserError` if the experts themselves do not fit.
+        """
+        servers = self.cluster.server_count
+        if name == "dispersed":
+            groups = self.settings.groups
+            if groups is None:
+                groups = max(1, round(self.model.expert_count**0.5))
+            hosts = dispersed_hosts(self.cluster, self.model, self.profile, self.capacity, groups)
+            return self.deployment(hosts, home_routes(servers, self.model.layer_count))
+        if name == "pipeline":
+            stages = pipeline_stages(self.model, self.capacity)
+        else:
+            stages = compact_stages(self.model, self.capacity, self.cost)
+        if stages is None:
+            return None
+        hosts = stage_hosts(self.model, servers, stages)
+        return self.deployment(hosts, staircase_routes(servers, stages))
+
+    def deployment(self, hosts: BoolArray, routes: IntArray | None) -> Deployment:
+        """`hosts` with `routes`, or with the best ones, evaluated."""
+        delays = np.stack([self._table(hosts, layer) for layer in range(hosts.shape[1])])
+        if routes is None:
+            routes = best_routes(self.cost, delays)
+        share = self.cluster.access_share
+        return Deployment(
+            hosts=hosts,
+            routes=routes,
+            expected_s=expected_delay_s(self.cost, delays, routes, share),
+        )
+
+    def _table(self, hosts: BoolArray, layer: int) -> FloatArray:
+        held = hosts[:, layer]
+        key = (layer, held.tobytes())
+        if key not in self.tables:
+            self.tables[key] = layer_table_s(self.cost, held, self.profile, layer)
+        return self.tables[key]
+
+    def finished(self, seed: Deployment, starts: list[IntArray]) -> Deployment:
+        """The seed with routes and replicas as the settings say.
+
+        `starts`: routes to start the alternation from, besides the best ones on the seed.
+        """
+        routed = self.deployment(seed.hosts, self._fixed_routes(seed))
+        if not self.settings.redundancy:
+            return routed
+        if self.settings.benefit == "paper":
+            return self.deployment(self._paper_hosts(seed.hosts), self._fixed_routes(seed))
+        if self.settings.routes != "best":
+            return _best([routed, *self._alternations(seed, routed.routes)])
+        grown = [routed]
+        if self.settings.blocks:
+            grown.append(self.deployment(self._block_hosts(seed.hosts), None))
+        found = list(grown)
+        for base in grown:
+            for routes in [base.routes, *starts]:
+                found.extend(self._alternations(base, routes))
+        return _best(found)
+
+    def _block_hosts(self, hosts: BoolArray) -> BoolArray:
+        return add_blocks(
+            self.cost, self.model, self.profile, hosts, self.capacity, self.cluster.access_share
+        )
+
+    def _fixed_routes(self, seed: Deployment) -> IntArray | None:
+        match self.settings.routes:
+            case "best":
+                return None
+            case "home":
+                return home_routes(self.cluster.server_count, self.model.layer_count)
+            case "staircase":
+                return seed.routes
+
+    def _paper_hosts(self, hosts: BoolArray) -> BoolArray:
+        migrating = cost_model(self.model, self.cluster, Accounting.MIGRATE)
+        share = self.cluster.access_share
+        residence = migrating_residence(migrating, hosts, self.profile, share)
+        return add_paper_replicas(
+            self.cluster, self.model, self.profile, hosts, self.capacity, residence
+        )
+
+    def _alternations(self, base: Deployment, routes: IntArray) -> Iterator[Deployment]:
+        """Replicas for the routes, routes for the replicas, and again from the base's hosts."""
+        for _ in range(self.settings.rounds):
+            hosts = add_marginal_replicas(
+                self.cost,
+                self.model,
+                self.profile,
+                base.hosts,
+                self.capacity,
+                routes,
+                self.cluster.access_share,
+            )
+            found = self.deployment(hosts, self._fixed_routes(base))
+            yield found
+            if np.array_equal(found.routes, routes):
+                return
+            routes = found.routes
+
+
+def _best(found: list[Deployment]) -> Deployment:
+    return min(found, key=lambda candidate: candidate.expected_s)
+
+
+def make_plan(
+    profile: Profile,
+    model: ModelSpec,
+    cluster: ClusterSpec,
+    settings: PlanSettings | None = None,
+    *,
+    cluster_hash: str,
+) -> Plan:
+    """Plan the deployment and the routes (Algorithm 1, lines 9-14, and the routes of the design).
+
+    The header's settings say which seed won (`seed_won`) and, per seed, the expected exact delay
+    per token in seconds of the seed itself and of what became of it (`seeds`).
+
+    Raises `UserError` if the profile is of another model, the cluster cannot hold the experts or
+    the settings contradict each other.
+    """
+    settings = settings or default()
+    profile.require_model(model.model_hash, model.name)
+    planner = make_planner(profile, model, cluster, settings)
+    names = SEED_NAMES if settings.seed_plan == "best" else (settings.seed_plan,)
+    seeds = {name: planner.seed(name) for name in names if _allowed(name, settings)}
+    there = {name: seed for name, seed in seeds.items() if seed is not None}
+    if not there:
+        raise UserError(
+            f"Whole layers of {model.name} do not fit on cluster {cluster.name} one after another; "
+            "plan with the `dispersed` seed or add memory."
+        )
+    starts = _distinct([seed.routes for seed in there.values()])
+    finished = {name: planner.finished(seed, starts) for name, seed in there.items()}
+    won = min(finished, key=lambda name: finished[name].expected_s)
+    record = {name: _record(seed, finished.get(name)) for name, seed in seeds.items()}
+    return _as_plan(planner, finished[won], cluster_hash, {"seed_won": won, "seeds": record})
+
+
+def make_planner(
+    profile: Profile, model: ModelSpec, cluster: ClusterSpec, settings: PlanSettings
+) -> Planner:
+    """A planner without load under pinned accounting; raises `UserError` like `make_plan`."""
+    for name, least in (("groups", 1), ("kv_reserve_bytes", 0), ("rounds", 1)):
+        value = getattr(settings, name)
+        if value is not None and value < least:
+            raise UserError(f"The plan setting {name} is {value}; give at least {least}.")
+    if settings.seed_plan == "dispersed" and settings.routes == "staircase":
+        raise UserError(
+            "The dispersed seed has no stages to route along; choose routes `best` or `home`, or "
+            "a pipeline seed."
+        )
+    capacity = expert_capacity_bytes(cluster, model, kv_reserve_bytes=settings.kv_reserve_bytes)
+    return Planner(
+        profile=profile,
+        model=model,
+        cluster=cluster,
+        settings=settings,
+        cost=cost_model(model, cluster),
+        capacity=capacity,
+    )
+
+
+def _allowed(name: SeedName, settings: PlanSettings) -> bool:
+    return name != "dispersed" or settings.routes != "staircase"
+
+
+def _distinct(routes: list[IntArray]) -> list[IntArray]:
+    return [
+        route
+        for index, route in enumerate(routes)
+        if not any(np.array_equal(route, earlier) for earlier in routes[:index])
+    ]
+
+
+def _record(seed: Deployment | None, finished: Deployment | None) -> dict[str, float] | None:
+    if seed is None or finished is None:
+        return None
+    return {"seed_s": seed.expected_s, "plan_s": finished.expected_s}
+
+
+def _as_plan(
+    planner: Planner, deployment: Deployment, cluster_hash: str, found: dict[str, Any]
+) -> Plan:
+    header = plan_header(
+        planner.cluster,
+        settings=asdict(planner.settings) | found | {"expected_s": deployment.expected_s},
+        input_hashes={
+            "model": planner.model.model_hash,
+            "profile": planner.profile.hash,
+            "cluster": cluster_hash,
+        },
+        seed=planner.settings.seed,
+    )
+    return Plan(
+        header=header,
+        cluster=planner.cluster,
+        hosts=deployment.hosts,
+        routes=deployment.routes,
+        expert_capacity_bytes=planner.capacity,
+    )
