@@ -33,8 +33,8 @@ class Feedback:
 
     loss_weight: float
     """omega_D."""
-    exit_threshold: float
-    """No exit below this; each request's own requirement comes on top."""
+    exit_raise: float = 0.0
+    """Added to every request's own exit threshold, up to 1."""
     window: Window = Window()
     audits: int = 0
     false_exits: int = 0
@@ -82,7 +82,7 @@ def _updated(feedback: Feedback, settings: PolicySettings) -> Feedback:
     return replace(
         feedback,
         loss_weight=_loss_weight(feedback, settings),
-        exit_threshold=_exit_threshold(feedback, settings),
+        exit_raise=_exit_raise(feedback, settings),
         window=Window(),
     )
 
@@ -102,19 +102,21 @@ def _loss_weight(feedback: Feedback, settings: PolicySettings) -> float:
     return float(np.clip(feedback.loss_weight + settings.weight_step * error, low, high))
 
 
-def _exit_threshold(feedback: Feedback, settings: PolicySettings) -> float:
-    """p after a window (37), or by the false-exit rate of audited exits."""
-    window, threshold = feedback.window, feedback.exit_threshold
+def _exit_raise(feedback: Feedback, settings: PolicySettings) -> float:
+    """p - p_J after a window: by (37), or by the false-exit rate of audited exits.
+
+    Property 3 needs every request's requirement as a floor, so the rules only ever add to it.
+    """
+    window, above = feedback.window, feedback.exit_raise
     match settings.exit_rule:
         case ExitRule.FIXED:
-            return threshold
+            return above
         case ExitRule.PAPER:
             if not window.exits:
-                return threshold
-            error = window.exit_confidence / window.exits - threshold
+                return above
+            error = window.exit_confidence / window.exits - (settings.confidence + above)
         case ExitRule.AUDITED:
-            if not window.audits:
-                return threshold
-            error = window.false_exits / window.audits - (1.0 - settings.confidence)
-    # Property 3 needs the configured confidence as a floor; the rules may only add to it.
-    return float(np.clip(threshold + settings.exit_step * error, settings.confidence, 1.0))
+            if not window.audits or settings.exit_error is None:
+                return above
+            error = window.false_exits / window.audits - settings.exit_error
+    return float(np.clip(above + settings.exit_step * error, 0.0, 1.0))

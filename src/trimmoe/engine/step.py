@@ -51,10 +51,7 @@ class Engine:
 
     def start(self) -> EngineState:
         """The state before the first event."""
-        threshold = self._needed(self.settings.confidence)
-        return EngineState(
-            feedback=Feedback(loss_weight=self.settings.loss_weight, exit_threshold=threshold)
-        )
+        return EngineState(feedback=Feedback(loss_weight=self.settings.loss_weight))
 
     def step(self, state: EngineState, event: Event) -> Step:
         """What follows from `event`; pure."""
@@ -83,23 +80,25 @@ class Engine:
         return state.with_accounts({event.sequence: account})
 
     def _needed(self, confidence: float) -> float:
-        """p_J, raised to where the measured exit error is bounded by what it tolerates."""
-        if not self.settings.calibrated_exit_floor:
+        """p_J, raised to where calibration bounds the exit error by what is tolerated."""
+        if self.settings.exit_error is None:
             return confidence
-        return max(confidence, self.profile.exit_floor(1.0 - confidence))
+        return max(confidence, self.profile.exit_floor(self.settings.exit_error))
 
     def _arrived(self, state: EngineState, event: TokensArrived) -> Step:
         accounts = [state.accounts[sequence] for sequence in event.sequences]
         access = np.array([account.access for account in accounts], dtype=np.int64)
         first = access if self.cost.accounting is Accounting.MIGRATE else self.routes[access, 0]
-        threshold = state.feedback.exit_threshold
+        needed = np.array([account.confidence for account in accounts])
         wave = new_wave(
             event.sequences,
             accounts,
             draws=event.draws,
             server=first,
             allowance=np.array([account.balance + account.budget for account in accounts]),
-            confidence_needed=np.array([max(a.confidence, threshold) for a in accounts]),
+            confidence_needed=np.maximum(
+                needed, np.minimum(needed + state.feedback.exit_raise, 1.0)
+            ),
             start_s=self.cost.token_transfer_s[access, first],
             layer_count=self.cost.layer_count,
             server_count=self.cost.server_count,

@@ -1,0 +1,1 @@
+"""Quality by real execution: flips and perplexity against the exact model."""

@@ -1,0 +1,1 @@
+"""What a user runs to see something: comparisons, tables and pictures."""

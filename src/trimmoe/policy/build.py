@@ -10,7 +10,7 @@ from trimmoe.core.plan import Plan
 from trimmoe.core.profile import Profile
 from trimmoe.core.specs import IntArray, ModelSpec
 from trimmoe.cost.actions import ActionSpace
-from trimmoe.cost.expected import expected_layer_delay_s, reference_layer_s
+from trimmoe.cost.expected import expected_layer_delay_s, reference_layer_delay_s
 from trimmoe.cost.lookahead import LookAhead, Weights
 from trimmoe.cost.model import Accounting, CostModel, cost_model
 from trimmoe.cost.thresholds import theta_at, thresholds
@@ -40,7 +40,7 @@ def deploy(plan: Plan, profile: Profile, model: ModelSpec, accounting: Accountin
     return Deployment(
         cost=cost,
         routes=routes,
-        reference_s=reference_layer_s(
+        reference_s=reference_layer_delay_s(
             expected_layer_delay_s(cost, plan.hosts, profile), routes, plan.cluster.access_share
         ),
         plan=plan,

@@ -51,8 +51,9 @@ class PolicySettings:
     """D-bar: proxy flip rate a generated token may lose on average."""
     confidence: float = 0.9
     """p_J: confidence an exit needs."""
-    calibrated_exit_floor: bool = True
-    """Never exit below the threshold whose measured error is bounded by 1 - confidence."""
+    exit_error: float | None = 0.02
+    """P(prediction differs | exit) tolerated: p is raised to where calibration bounds the error by
+    this, whatever the confidence asked for, and audits steer toward it. None trusts the scores."""
     budget_rule: BudgetRule = BudgetRule.BUCKET
     weight_rule: WeightRule = WeightRule.STEER
     exit_rule: ExitRule = ExitRule.AUDITED
@@ -82,7 +83,7 @@ def paper() -> PolicySettings:
         name="paper",
         levers=Levers(drop_slots=False),
         accounting=Accounting.MIGRATE,
-        calibrated_exit_floor=False,
+        exit_error=None,
         budget_rule=BudgetRule.EVEN,
         weight_rule=WeightRule.PAPER,
         exit_rule=ExitRule.PAPER,

@@ -1,0 +1,1 @@
+"""Drivers that really execute the model."""

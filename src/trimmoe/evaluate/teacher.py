@@ -1,0 +1,140 @@
+"""Teacher forcing: decode real text step by step under a policy, compare with the exact model.
+
+Every sequence starts from an exactly executed context; from there each token is decoded under the
+policy, attending to whatever KV the policy left behind, and the true next token follows whatever
+was predicted. Flips are therefore measured jointly, with every approximation's effect on later
+tokens in them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from scipy.stats import beta
+from torch import Tensor
+
+from trimmoe.core.ledger import Ledger
+from trimmoe.core.specs import FloatArray, IntArray
+from trimmoe.models.base import MoEView
+from trimmoe.models.exact import exact_logits
+from trimmoe.progress import track
+from trimmoe.runtime.local import LocalDriver
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Passages:
+    """Held-out text cut into B sequences of equal length, with the exact model's answers."""
+
+    token_ids: IntArray
+    """[B, context + steps + 1]."""
+    context: int
+    """Tokens executed exactly before decoding starts."""
+    predictions: IntArray
+    """Exact model's next-token prediction at each decoded position, [B, steps]."""
+    exact_nll: FloatArray
+    """Negative log likelihood of the true next token under the exact model, [B, steps]."""
+
+    @property
+    def steps(self) -> int:
+        return self.token_ids.shape[1] - self.context - 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Score:
+    """What a policy did to a text and what it cost."""
+
+    ledger: Ledger
+    tokens: int
+    flips: int
+    """Decoded positions whose prediction differs from the exact model's."""
+    nll: float
+    """Mean negative log likelihood of the true next token."""
+
+    @property
+    def agreement(self) -> float:
+        return 1.0 - self.flips / self.tokens
+
+    @property
+    def perplexity(self) -> float:
+        return float(np.exp(self.nll))
+
+    @property
+    def flip_rate_interval(self) -> tuple[float, float]:
+        """Two-sided 95 % Clopper-Pearson interval of the flip rate."""
+        low = beta.ppf(0.025, self.flips, self.tokens - self.flips + 1) if self.flips else 0.0
+        most = self.flips == self.tokens
+        high = 1.0 if most else beta.ppf(0.975, self.flips + 1, self.tokens - self.flips)
+        return float(low), float(high)
+
+
+def cut_passages(
+    view: MoEView, token_ids: Sequence[int], *, count: int, context: int, steps: int
+) -> Passages:
+    """Cut `count` passages, evenly spread over `token_ids`, and ask the exact model.
+
+    Raises ValueError if the text is shorter than one passage.
+    """
+    length = context + steps + 1
+    if len(token_ids) < length:
+        raise ValueError(f"{len(token_ids)} tokens, one passage needs {length}")
+    count = min(count, len(token_ids) // length)
+    starts = np.linspace(0, len(token_ids) - length, count).astype(int)
+    cut = np.array([token_ids[start : start + length] for start in starts])
+    predictions, nll = [], []
+    for row in track(cut.tolist(), "Exact model on the held-out text"):
+        logits = exact_logits(view, [row[:-1]])[0][context:]
+        predictions.append(logits.argmax(-1).numpy(force=True))
+        nll.append(_nll(logits, torch.tensor(row[context + 1 :])))
+    return Passages(
+        token_ids=cut,
+        context=context,
+        predictions=np.stack(predictions),
+        exact_nll=np.stack(nll),
+    )
+
+
+def score(
+    driver: LocalDriver,
+    passages: Passages,
+    *,
+    access: Sequence[int],
+    budget: float,
+    confidence: float,
+    label: str,
+) -> Score:
+    """Decode the passages under the driver's policy; passage b enters at server `access[b]`."""
+    count = passages.token_ids.shape[0]
+    for sequence in track(range(count), f"{label}: contexts"):
+        driver.open(
+            sequence,
+            passages.token_ids[sequence, : passages.context].tolist(),
+            access=access[sequence],
+            budget=budget,
+            confidence=confidence,
+        )
+    flips, nll, ledger = 0, 0.0, None
+    for step in track(range(passages.steps), f"{label}: decoding"):
+        now = passages.token_ids[:, passages.context + step].tolist()
+        decoded = driver.decode(dict(enumerate(now)))
+        logits = torch.stack([one.logits for one in decoded])
+        flips += int((logits.argmax(-1).numpy(force=True) != passages.predictions[:, step]).sum())
+        following = torch.from_numpy(passages.token_ids[:, passages.context + step + 1])
+        nll += float(_nll(logits, following).sum())
+        for one in decoded:
+            ledger = one.ledger if ledger is None else ledger + one.ledger
+    for sequence in range(count):
+        driver.close(sequence)
+    assert ledger is not None
+    tokens = count * passages.steps
+    return Score(ledger=ledger, tokens=tokens, flips=flips, nll=nll / tokens)
+
+
+def _nll(logits: Tensor, following: Tensor) -> FloatArray:
+    """Negative log likelihood of token ids [n] under logits [n, V]."""
+    losses = torch.nn.functional.cross_entropy(
+        logits.float(), following.to(logits.device), reduction="none"
+    )
+    return losses.double().numpy(force=True)

@@ -1,0 +1,219 @@
+"""`trimmoe compare`: the same held-out text under several methods, really executed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+import trimmoe
+from trimmoe.core.artifact import written_whole
+from trimmoe.core.errors import UserError
+from trimmoe.core.ledger import Kind
+from trimmoe.core.plan import Plan
+from trimmoe.core.profile import Profile
+from trimmoe.core.specs import IntArray
+from trimmoe.evaluate.teacher import Passages, Score, cut_passages, score
+from trimmoe.experiments.methods import configured, find_method, make_engine, plan_for
+from trimmoe.models.base import MoEView
+from trimmoe.policy.settings import PolicySettings
+from trimmoe.runtime.local import LocalDriver
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CompareSettings:
+    """What a comparison runs."""
+
+    methods: tuple[str, ...]
+    budget: float = 0.02
+    confidence: float = 0.9
+    passages: int = 24
+    """Held-out passages, entering at the access servers by their share of users."""
+    context: int = 64
+    """Tokens of each passage executed exactly before decoding starts."""
+    steps: int = 64
+    """Tokens decoded per passage under the method."""
+    seed: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Outcome:
+    """One method's policy and score."""
+
+    name: str
+    title: str
+    policy: PolicySettings
+    score: Score
+
+
+def compare(
+    view: MoEView,
+    profile: Profile,
+    plan: Plan,
+    token_ids: Sequence[int],
+    settings: CompareSettings,
+) -> tuple[Passages, list[Outcome]]:
+    """Run every method on the same passages; raises `UserError` if the text is too short."""
+    try:
+        passages = cut_passages(
+            view, token_ids, count=settings.passages, context=settings.context, steps=settings.steps
+        )
+    except ValueError as error:
+        raise UserError(f"The held-out text is too short: {error}; give more text.") from error
+    access = _access_servers(plan, passages.token_ids.shape[0], settings.seed)
+    outcomes = []
+    for name in settings.methods:
+        method = find_method(name)
+        policy = configured(method, budget=settings.budget, confidence=settings.confidence)
+        engine = make_engine(plan_for(method, plan, profile, view.spec), profile, view.spec, policy)
+        driver = LocalDriver(view, profile, engine, slots=len(access), seed=settings.seed)
+        measured = score(
+            driver,
+            passages,
+            access=access.tolist(),
+            budget=policy.budget,
+            confidence=policy.confidence,
+            label=method.title,
+        )
+        outcomes.append(Outcome(name=name, title=method.title, policy=policy, score=measured))
+    return passages, outcomes
+
+
+def _access_servers(plan: Plan, count: int, seed: int) -> IntArray:
+    """Access server of each passage: shares of users as evenly as whole passages allow."""
+    share = plan.cluster.access_share
+    exact = share * count
+    servers = np.repeat(np.arange(share.size), np.floor(exact).astype(int))
+    left = np.argsort(-(exact - np.floor(exact)), kind="stable")[: count - servers.size]
+    return np.random.default_rng(seed).permutation(np.concatenate([servers, left]))
+
+
+def outcome_row(outcome: Outcome, exact_perplexity: float) -> dict[str, Any]:
+    """The figures of one method, in units named by their keys."""
+    measured, ledger = outcome.score, outcome.score.ledger
+    low, high = measured.flip_rate_interval
+    layers = ledger.kinds.shape[0]
+    return {
+        "method": outcome.name,
+        "title": outcome.title,
+        "delay_per_token_ms": ledger.mean_delay_s * 1e3,
+        "hops_per_token": ledger.hops / ledger.tokens,
+        "traffic_mb_per_1000_tokens": ledger.total_bytes / ledger.tokens * 1e3 / 1e6,
+        "remote_share": ledger.remote_share,
+        "substituted_share": ledger.share(Kind.LOCAL_SUBSTITUTE, Kind.REMOTE_SUBSTITUTE),
+        "skipped_share": ledger.share(Kind.SKIPPED),
+        "exited_share": ledger.share(Kind.EXITED),
+        "layers_per_token": layers * (1.0 - ledger.share(Kind.SKIPPED, Kind.EXITED)),
+        "slots_dropped_per_token": ledger.slots_dropped / ledger.tokens,
+        "budget_per_token": ledger.budget / ledger.tokens,
+        "budget_spent_per_token": ledger.loss / ledger.tokens,
+        "agreement": measured.agreement,
+        "flip_rate": measured.flips / measured.tokens,
+        "flip_rate_low_95": low,
+        "flip_rate_high_95": high,
+        "perplexity": measured.perplexity,
+        "exact_perplexity": exact_perplexity,
+        "tokens": measured.tokens,
+        "audits": ledger.audits,
+    }
+
+
+def comparison_json(
+    settings: CompareSettings,
+    profile: Profile,
+    plan: Plan,
+    text_hash: str,
+    passages: Passages,
+    outcomes: list[Outcome],
+) -> dict[str, Any]:
+    """The whole comparison, with all that is needed to repeat it."""
+    exact_perplexity = float(np.exp(passages.exact_nll.mean()))
+    return {
+        "trimmoe_version": trimmoe.__version__,
+        "settings": asdict(settings),
+        "input_hashes": {
+            "model": profile.model_hash,
+            "profile": profile.hash,
+            "plan": plan.hash,
+            "text": text_hash,
+        },
+        "cluster": plan.cluster.name,
+        "methods": [
+            outcome_row(outcome, exact_perplexity)
+            | {
+                "policy": asdict(outcome.policy),
+                "kinds_by_layer": outcome.score.ledger.kinds.tolist(),
+                "kind_names": [kind.name.lower() for kind in Kind],
+                "messages_by_link": outcome.score.ledger.messages.tolist(),
+                "hidden_bytes": outcome.score.ledger.hidden_bytes,
+            }
+            for outcome in outcomes
+        ],
+    }
+
+
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    """Write `content` to `path`, atomically."""
+    with written_whole(path) as temporary:
+        temporary.write_text(json.dumps(content, indent=2, default=str) + "\n")
+
+
+def comparison_table(content: dict[str, Any]) -> Table:
+    """The one table that a comparison prints."""
+    rows = content["methods"]
+    table = Table(
+        title=f"{rows[0]['tokens']} held-out tokens on {content['cluster']}",
+        caption="ms, hops: per token; MB: per 1000 tokens; agrees: with the exact model",
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+    )
+    table.add_column("method", no_wrap=True)
+    headings = ("ms", "hops", "MB", "remote", "subst", "skip", "exit", "budget", "agrees", "ppl")
+    for heading in headings:
+        table.add_column(heading, justify="right", no_wrap=True)
+    for row in rows:
+        budget = row["budget_per_token"]
+        table.add_row(
+            row["title"],
+            f"{row['delay_per_token_ms']:.1f}",
+            f"{row['hops_per_token']:.1f}",
+            f"{row['traffic_mb_per_1000_tokens']:.1f}",
+            f"{row['remote_share']:.0%}",
+            f"{row['substituted_share']:.0%}",
+            f"{row['skipped_share']:.0%}",
+            f"{row['exited_share']:.0%}",
+            f"{row['budget_spent_per_token'] / budget:.0%}" if budget else "-",
+            f"{row['agreement']:.1%}",
+            f"{row['perplexity']:.2f}",
+        )
+    return table
+
+
+def print_comparison(console: Console, content: dict[str, Any]) -> None:
+    """The table and what it means against the best lossless method."""
+    console.print(comparison_table(content))
+    rows = {row["method"]: row for row in content["methods"]}
+    lossless = [rows[name] for name in ("pipeline", "exact") if name in rows]
+    if "trimmoe" not in rows or not lossless:
+        return
+    ours = rows["trimmoe"]
+    best = min(lossless, key=lambda row: row["delay_per_token_ms"])
+    console.print(
+        f"TrimMoE against the faster lossless method ({best['title']}): "
+        f"delay {_change(ours, best, 'delay_per_token_ms')}, "
+        f"hops {_change(ours, best, 'hops_per_token')}, "
+        f"flips {ours['flip_rate']:.2%} "
+        f"(95 % interval {ours['flip_rate_low_95']:.2%} to {ours['flip_rate_high_95']:.2%}), "
+        f"proxy budget {ours['budget_spent_per_token']:.4f} of {ours['budget_per_token']:.4f}."
+    )
+
+
+def _change(ours: dict[str, Any], theirs: dict[str, Any], key: str) -> str:
+    return f"{ours[key] / theirs[key] - 1.0:+.0%}" if theirs[key] else "n/a"

@@ -1,0 +1,64 @@
+"""Pictures: what happened to the tokens in every layer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+import numpy as np
+from matplotlib.figure import Figure
+
+from trimmoe.core.artifact import written_whole
+
+# Okabe and Ito's palette, told apart by the colour-blind too; hatching tells the rest.
+_LOOK = {
+    "local_exact": ("#009E73", None),
+    "local_substitute": ("#56B4E9", "//"),
+    "remote_exact": ("#D55E00", None),
+    "remote_substitute": ("#E69F00", "//"),
+    "skipped": ("#CCCCCC", None),
+    "exited": ("#FFFFFF", ".."),
+}
+
+
+def plot_layers(path: Path, content: dict[str, Any]) -> None:
+    """One panel per method: the share of tokens by what each layer did to them, as PNG."""
+    rows = content["methods"]
+    figure = Figure(figsize=(10, 2.1 * len(rows) + 0.8), layout="constrained")
+    panels = figure.subplots(len(rows), 1, sharex=True, squeeze=False)[:, 0]
+    with mpl.rc_context({"hatch.linewidth": 0.5}):
+        for panel, row in zip(panels, rows, strict=True):
+            _draw_layers(panel, row)
+    panels[-1].set_xlabel("MoE layer")
+    handles, labels = panels[0].get_legend_handles_labels()
+    figure.legend(handles, labels, ncols=6, loc="outside lower center", frameon=False)
+    with written_whole(path) as temporary:
+        figure.savefig(temporary, format="png", dpi=130)
+
+
+def _draw_layers(panel: Any, row: dict[str, Any]) -> None:
+    kinds = np.array(row["kinds_by_layer"], dtype=float)
+    share = kinds / kinds.sum(1, keepdims=True)
+    layers, bottom = np.arange(1, len(share) + 1), np.zeros(len(share))
+    for name, part in zip(row["kind_names"], share.T, strict=True):
+        colour, hatch = _LOOK[name]
+        panel.bar(
+            layers,
+            part,
+            bottom=bottom,
+            color=colour,
+            hatch=hatch,
+            edgecolor="#555555",
+            linewidth=0.3,
+            width=0.92,
+            label=name.replace("_", " "),
+        )
+        bottom += part
+    panel.set(ylim=(0, 1), xlim=(0.4, len(share) + 0.6), ylabel="share of tokens")
+    panel.set_title(
+        f"{row['title']}: {row['delay_per_token_ms']:.1f} ms and {row['hops_per_token']:.1f} hops "
+        f"per token, {row['agreement']:.1%} agree with the exact model",
+        fontsize=10,
+        loc="left",
+    )

@@ -1,0 +1,81 @@
+"""Generating from one prompt with the in-process driver."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from trimmoe.core.errors import UserError
+from trimmoe.core.ledger import Ledger
+from trimmoe.runtime.local import LocalDriver
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Generated:
+    """One generated token."""
+
+    token: int
+    ledger: Ledger | None
+    """What predicting it cost; None for the first, which the exactly run prompt predicts."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sampling:
+    """How the next token is drawn."""
+
+    temperature: float = 0.0
+    """0 takes the most probable token."""
+    seed: int = 0
+
+
+def generate(
+    driver: LocalDriver,
+    prompt: Sequence[int],
+    *,
+    access: int,
+    budget: float,
+    confidence: float,
+    max_new_tokens: int,
+    stop: frozenset[int],
+    sampling: Sampling,
+) -> Iterator[Generated]:
+    """Tokens as they are made; ends after a token in `stop`, which it includes.
+
+    Raises `UserError` if the prompt is empty or leaves no room in the model's context.
+    """
+    check_prompt(prompt, driver.view.spec.context_length)
+    room = driver.view.spec.context_length - len(prompt)
+    sampler = torch.Generator().manual_seed(sampling.seed)
+    logits = driver.open(0, prompt, access=access, budget=budget, confidence=confidence)
+    ledger: Ledger | None = None
+    try:
+        for made in range(min(max_new_tokens, room)):
+            token = _sample(logits, sampling.temperature, sampler)
+            yield Generated(token=token, ledger=ledger)
+            if token in stop or made + 1 == min(max_new_tokens, room):
+                return
+            (decoded,) = driver.decode({0: token})
+            logits, ledger = decoded.logits, decoded.ledger
+    finally:
+        driver.close(0)
+
+
+def check_prompt(prompt: Sequence[int], context_length: int) -> None:
+    """Raise `UserError` if the prompt cannot be generated from."""
+    if not prompt:
+        raise UserError("The prompt is empty; give some text to continue.")
+    if len(prompt) >= context_length:
+        raise UserError(
+            f"The prompt has {len(prompt)} tokens, the model's context holds {context_length} "
+            "with the answer; shorten the prompt."
+        )
+
+
+def _sample(logits: Tensor, temperature: float, sampler: torch.Generator) -> int:
+    if temperature <= 0:
+        return int(logits.argmax())
+    probabilities = torch.softmax(logits.float().cpu() / temperature, dim=-1)
+    return int(torch.multinomial(probabilities, 1, generator=sampler))

@@ -1,0 +1,86 @@
+"""The cost of an action, on a cluster small enough to work out by hand."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from trimmoe.cost.model import Accounting, CostModel, layer_delay_s, layer_messages
+
+
+def three_servers(accounting: Accounting = Accounting.PINNED) -> CostModel:
+    """Server 0 and 1 are 1 ms apart, server 2 is 10 ms from both; an expert takes 2, 1, 4 ms."""
+    transfer = np.array([[0, 1, 10], [1, 0, 10], [10, 10, 0]]) * 1e-3
+    return CostModel(
+        transfer_s=transfer,
+        token_transfer_s=transfer,
+        hidden_bytes=100,
+        expert_s=np.array([2e-3, 1e-3, 4e-3])[:, None, None] * np.ones((3, 1, 4)),
+        dense_s=np.zeros((3, 1)),
+        waiting_s=np.zeros(3),
+        accounting=accounting,
+    )
+
+
+def delay_ms(cost: CostModel, source: int, destination: int, slots: list[tuple[int, int]]) -> float:
+    """Delay of one token whose slots are (expert, server)."""
+    experts = np.array([[expert for expert, _ in slots]])
+    servers = np.array([[server for _, server in slots]])
+    at = (np.array([source]), np.array([destination]))
+    return float(layer_delay_s(cost, 0, *at, experts, servers)[0] * 1e3)
+
+
+def links(cost: CostModel, source: int, destination: int, slots: list[tuple[int, int]]) -> dict:
+    """Messages by link of one token whose slots are (expert, server)."""
+    experts = np.array([[expert for expert, _ in slots]])
+    servers = np.array([[server for _, server in slots]])
+    sent = layer_messages(cost, np.array([source]), np.array([destination]), experts, servers)[0]
+    return {(int(a), int(b)): int(sent[a, b]) for a, b in np.argwhere(sent > 0)}
+
+
+@pytest.mark.parametrize(
+    ("source", "destination", "slots", "expected_ms"),
+    [
+        (0, 0, [(0, 0)], 2.0),
+        (0, 0, [(0, 1)], 1.0 + 1.0 + 1.0),
+        (0, 0, [(0, 0), (1, 0)], 2.0 + 2.0),
+        (0, 0, [(0, 0), (1, 1)], 3.0),
+        (0, 0, [(0, 1), (1, 2)], 10.0 + 4.0 + 10.0),
+        (0, 1, [(0, 0)], 2.0 + 1.0),
+        (0, 1, [(0, 1)], 1.0 + 1.0),
+        (0, 2, [(-1, 0), (-1, 0)], 10.0),
+        (0, 0, [(-1, 0), (1, 1)], 3.0),
+        (0, 0, [(-1, 2), (-1, 2)], 0.0),
+    ],
+)
+def test_slots_run_in_parallel_and_share_a_server_in_series(
+    source: int, destination: int, slots: list[tuple[int, int]], expected_ms: float
+) -> None:
+    assert delay_ms(three_servers(), source, destination, slots) == pytest.approx(expected_ms)
+
+
+@pytest.mark.parametrize(
+    ("source", "destination", "slots", "expected"),
+    [
+        (0, 0, [(0, 0), (1, 0)], {}),
+        (0, 0, [(0, 1), (1, 1)], {(0, 1): 1, (1, 0): 1}),
+        (0, 0, [(0, 1), (1, 2)], {(0, 1): 1, (1, 0): 1, (0, 2): 1, (2, 0): 1}),
+        (0, 1, [(0, 0)], {(0, 1): 1}),
+        (0, 1, [(0, 1)], {(0, 1): 1}),
+        (0, 1, [(0, 0), (1, 1)], {(0, 1): 2}),
+        (0, 1, [(0, 2)], {(0, 1): 1, (0, 2): 1, (2, 1): 1}),
+        (0, 1, [(-1, 0)], {(0, 1): 1}),
+        (0, 0, [(-1, 1), (-1, 2)], {}),
+    ],
+)
+def test_one_vector_per_distinct_server_each_way(
+    source: int, destination: int, slots: list[tuple[int, int]], expected: dict
+) -> None:
+    assert links(three_servers(), source, destination, slots) == expected
+
+
+def test_a_migrating_token_moves_once() -> None:
+    """(30): one transfer to the server that executes, none back."""
+    cost = three_servers(Accounting.MIGRATE)
+    assert delay_ms(cost, 0, 2, [(0, 2)]) == pytest.approx(10.0 + 4.0)
+    assert links(cost, 0, 2, [(0, 2)]) == {(0, 2): 1}

@@ -1,0 +1,128 @@
+"""The look-ahead against a recursion written straight from (39), and its budget rounding."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from factories import clusters, models_with_profiles
+from synthetic import make_engine, random_plan
+from trimmoe.cost.lookahead import IMPORTANCE_DECILES, LookAhead, Place, first_expert_first
+from trimmoe.policy.settings import PRESETS
+from trimmoe.policy.trim import TrimPolicy
+
+
+def literal(
+    look: LookAhead,
+    layer: int,
+    place: Place,
+    pattern: int,
+    allowance: float,
+    horizon: int,
+    exit_at: int,
+    may_exit: bool,
+) -> float:
+    """Phi^(h)_l of (39) for one pattern: no memo, no vectors, exact allowances."""
+    profile, last = look.profile, look.space.cost.layer_count - 1
+    if horizon == 0 or layer == last or (may_exit and layer + 1 >= exit_at):
+        return 0.0
+    ahead, total = layer + 1, 0.0
+    for following, probability in enumerate(profile.pattern_transitions[layer][pattern]):
+        if probability == 0.0:
+            continue
+        least = []
+        for decile in IMPORTANCE_DECILES:
+            importance = profile.pattern_importance[ahead][following, decile]
+            least.append(
+                _least(look, ahead, place, following, importance, allowance, horizon, exit_at)
+            )
+        total += probability * float(np.mean(least))
+    return total
+
+
+def _least(look, layer, place, pattern, importance, allowance, horizon, exit_at) -> float:
+    profile = look.profile
+    experts, masses = first_expert_first(
+        profile.patterns[layer][[pattern]], profile.pattern_mass[layer][[pattern]]
+    )
+    menu = look.space.candidates(
+        layer,
+        place.source(layer),
+        place.destination(layer),
+        experts=experts,
+        masses=masses,
+        importance=np.array([importance]),
+    )
+    best = np.inf
+    for action in np.flatnonzero(menu.allowed(np.array([allowance]))[0]):
+        delay, loss = menu.delay_s[0, action], menu.loss[0, action]
+        step = float(look.weights.step_cost(np.array([delay]), np.array([loss]))[0])
+        after = literal(
+            look,
+            layer,
+            place.moved_to(int(menu.destination[0, action])),
+            pattern,
+            allowance - loss,
+            horizon - 1,
+            exit_at,
+            may_exit=not menu.skips[0, action],
+        )
+        best = min(best, step + after)
+    return best
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    models_with_profiles(max_layers=4, max_experts=4),
+    clusters(max_servers=3),
+    st.sampled_from(["trimmoe", "paper", "substitute-only"]),
+    st.sampled_from([0.0, 0.05, 0.5]),
+    st.integers(1, 2),
+    st.integers(0, 2**32 - 1),
+)
+def test_memo_and_vectors_change_nothing(modelled, cluster, preset, budget, horizon, seed) -> None:
+    model, profile = modelled
+    rng = np.random.default_rng(seed)
+    plan = random_plan(rng, model, cluster)
+    engine = make_engine(model, profile, plan, replace(PRESETS[preset](), budget=budget))
+    assert isinstance(engine.policy, TrimPolicy)
+    look = replace(engine.policy.lookahead, allowance_step=None, _values={})
+    access = int(rng.integers(cluster.server_count))
+    migrates = engine.cost.accounting == "migrate"
+    route = None if migrates else tuple(engine.routes[access].tolist())
+    place = Place(route=route, server=access)
+    exit_at, may_exit = int(rng.integers(1, model.layer_count + 1)), bool(rng.random() < 0.5)
+    fast = look.to_go(0, place, budget, horizon, exit_at=exit_at, may_exit=may_exit)
+    pattern = int(rng.integers(profile.patterns.shape[1]))
+    slow = literal(look, 0, place, pattern, budget, horizon, exit_at, may_exit)
+    assert fast[pattern] == pytest.approx(slow, rel=1e-9, abs=1e-12)
+
+
+@settings(deadline=None, max_examples=30)
+@given(
+    models_with_profiles(max_layers=4, max_experts=4),
+    clusters(max_servers=3),
+    st.floats(0.001, 0.2),
+    st.integers(0, 2**32 - 1),
+)
+def test_rounded_allowances_never_promise_a_lower_cost(modelled, cluster, budget, seed) -> None:
+    """Rounded down, the look-ahead can only be too cautious."""
+    model, profile = modelled
+    rng = np.random.default_rng(seed)
+    plan = random_plan(rng, model, cluster)
+    engine = make_engine(model, profile, plan, replace(PRESETS["trimmoe"](), budget=budget))
+    assert isinstance(engine.policy, TrimPolicy)
+    coarse = engine.policy.lookahead
+    exact = replace(coarse, allowance_step=None, _values={})
+    place = Place(route=tuple(engine.routes[0].tolist()))
+    spendable = float(rng.uniform(0, 2 * budget))
+    for horizon in (1, 2, 3):
+        cautious = coarse.to_go(
+            0, place, spendable, horizon, exit_at=model.layer_count, may_exit=True
+        )
+        sharp = exact.to_go(0, place, spendable, horizon, exit_at=model.layer_count, may_exit=True)
+        assert (cautious >= sharp - 1e-9).all()
