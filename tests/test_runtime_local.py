@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers import Qwen2MoeForCausalLM
 
+import checkpoints
 from factories import random_cluster, random_profile
 from synthetic import make_engine, random_plan
 from tiny import write_tiny_checkpoint
@@ -52,16 +53,21 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
 
 
 def run(
-    driver: LocalDriver, *, budget: float, confidence: float, new: int = NEW
+    driver: LocalDriver,
+    *,
+    budget: float,
+    confidence: float,
+    new: int = NEW,
+    prompts: list[list[int]] = PROMPTS,
 ) -> tuple[list[list[int]], list[list[Decoded]]]:
     """Decode all prompts together, greedily; tokens and what each step gave."""
     logits = {
         sequence: driver.open(
             sequence, prompt, access=sequence, budget=budget, confidence=confidence
         )
-        for sequence, prompt in enumerate(PROMPTS)
+        for sequence, prompt in enumerate(prompts)
     }
-    made: list[list[int]] = [[] for _ in PROMPTS]
+    made: list[list[int]] = [[] for _ in prompts]
     steps = []
     for _ in range(new):
         tokens = {sequence: int(scores.argmax()) for sequence, scores in logits.items()}
@@ -69,7 +75,7 @@ def run(
             made[sequence].append(token)
         steps.append(driver.decode(tokens))
         logits = {one.sequence: one.logits for one in steps[-1]}
-    for sequence in range(len(PROMPTS)):
+    for sequence in range(len(prompts)):
         driver.close(sequence)
     return made, steps
 
@@ -199,3 +205,30 @@ def test_every_policy_decodes_all_sequences_and_replays(world: World, name: str)
         assert repr(again) == repr(commands)
         completed += sum(one.rows.size for one in again if isinstance(one, Complete))
     assert completed == NEW * len(PROMPTS)
+
+
+@pytest.mark.parametrize("family", ["mixtral", "olmoe", "qwen2_moe", "qwen3_moe", "switch"])
+def test_every_family_decodes_exactly_through_the_engine(tmp_path: Path, family: str) -> None:
+    """Prompt and decode, several sequences of unequal length at once, against `generate`."""
+    folder = checkpoints.write(family, tmp_path)
+    view = open_model(folder)
+    rng = np.random.default_rng(2)
+    world = World(
+        folder=folder,
+        view=view,
+        profile=random_profile(rng, view.spec),
+        plan=random_plan(rng, view.spec, random_cluster(rng, servers=4)),
+    )
+    prompts = [[token % 90 + 3 for token in prompt] for prompt in PROMPTS]
+    driver = world.driver(PRESETS["exact"]())
+    made, _ = run(driver, budget=0.0, confidence=2.0, prompts=prompts)
+    reference = checkpoints.reference(folder)
+    start_token = getattr(view, "start_token", None)
+    for prompt, tokens in zip(prompts, made, strict=True):
+        ids = torch.tensor([prompt])
+        expected = reference.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW, do_sample=False,
+            eos_token_id=None, decoder_start_token_id=start_token,
+        )[0]  # fmt: skip
+        start = len(prompt) if start_token is None else 1
+        assert tokens == expected[start:].tolist()

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from trimmoe.core.ledger import Ledger
 from trimmoe.core.specs import FloatArray, IntArray
-from trimmoe.models.base import MoEView
+from trimmoe.models.base import EncoderDecoderView, MoEView
 from trimmoe.models.exact import exact_logits
 from trimmoe.progress import track
 from trimmoe.runtime.local import LocalDriver
@@ -85,7 +85,7 @@ def cut_passages(
     cut = np.array([token_ids[start : start + length] for start in starts])
     predictions, nll = [], []
     for row in track(cut.tolist(), "Exact model on the held-out text"):
-        logits = exact_logits(view, [row[:-1]])[0][context:]
+        logits = _exact(view, row[:-1], context)
         predictions.append(logits.argmax(-1).numpy(force=True))
         nll.append(_nll(logits, torch.tensor(row[context + 1 :])))
     return Passages(
@@ -94,6 +94,14 @@ def cut_passages(
         predictions=np.stack(predictions),
         exact_nll=np.stack(nll),
     )
+
+
+def _exact(view: MoEView, token_ids: list[int], context: int) -> Tensor:
+    """The exact model's logits after each token from `context` on, [steps, V]."""
+    if isinstance(view, EncoderDecoderView):
+        decoded = [view.start_token, *token_ids[context:]]
+        return exact_logits(view, [decoded], sources=[token_ids[:context]])[0][1:]
+    return exact_logits(view, [token_ids])[0][context:]
 
 
 def score(

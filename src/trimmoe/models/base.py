@@ -272,6 +272,8 @@ class EncoderDecoderView(MoEView):
     """
 
     encoder: MoEView
+    start_token: int
+    """What the decoder's first position holds."""
 
     @abstractmethod
     def encode(self, sources: Sequence[Sequence[int]]) -> list[Tensor]:

@@ -124,6 +124,8 @@ class SwitchView(SwitchStack, EncoderDecoderView):
         self.encoder = encoder
         self._final_norm = encoder.final_norm
         self._model = model
+        start = getattr(model.config, "decoder_start_token_id", None)
+        self.start_token = model.config.pad_token_id if start is None else start
         # Cross attention has no position bias; given one of size one it need not make its own.
         self._no_bias = torch.zeros((1, 1, 1, 1), dtype=self.dtype, device=self.device)
 

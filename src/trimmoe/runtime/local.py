@@ -33,7 +33,7 @@ from trimmoe.core.profile import Profile
 from trimmoe.core.specs import FloatArray, IntArray
 from trimmoe.engine.state import EngineState
 from trimmoe.engine.step import Engine
-from trimmoe.models.base import MoEView, Routing, TokenBatch
+from trimmoe.models.base import EncoderDecoderView, MoEView, Routing, TokenBatch
 from trimmoe.models.cache import KVCache
 from trimmoe.models.exact import full_depth
 from trimmoe.models.exit_head import confidence, nearest_centroid
@@ -93,8 +93,14 @@ class LocalDriver:
     def open(
         self, sequence: int, prompt: Sequence[int], *, access: int, budget: float, confidence: float
     ) -> Tensor:
-        """Admit a sequence and run its prompt exactly; logits [V] after the prompt."""
+        """Admit a sequence and run its prompt exactly; logits [V] after the prompt.
+
+        Where there is an encoder, the prompt is its input and decoding starts from nothing.
+        """
         slot = self._cache.alloc()
+        if isinstance(self.view, EncoderDecoderView):
+            self.view.attach(self._cache, slot, self.view.encode([prompt])[0])
+            prompt = [self.view.start_token]
         self._slot_of[sequence], self._length_of[sequence] = slot, len(prompt)
         batch = self.view.batch(self._cache, [slot], [range(len(prompt))])
         hidden = self.view.embed(batch.pad([prompt]), batch)

@@ -1,0 +1,54 @@
+"""`make bench`: calibration, decisions and the model view, one JSON each.
+
+    python benchmarks/run_all.py --output FOLDER
+
+Timings depend on the machine; the view is therefore reported as a ratio to transformers' own
+`generate`, both measured in one run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from trimmoe.core.artifact import written_whole
+from trimmoe.experiments.sample_text import sample_text
+from trimmoe.models.embedded import ensure_embedded_model
+
+HERE = Path(__file__).parent
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--output", type=Path, default=Path("bench-output"))
+    folder: Path = parser.parse_args().output
+    folder.mkdir(parents=True, exist_ok=True)
+    model = str(ensure_embedded_model())
+    text = folder / "calibration.txt"
+    with written_whole(text) as temporary:
+        temporary.write_text(sample_text("calibration"), encoding="utf-8")
+    run("bench_decisions.py", "--output", str(folder / "decisions.json"))
+    for dtype in ("float32", "bfloat16"):
+        run(
+            "bench_view.py", model, "--dtype", dtype, "--output", str(folder / f"view-{dtype}.json")
+        )
+    run(
+        "bench_calibrate.py", model, "--text", str(text), "--output", str(folder / "calibrate.json")
+    )
+
+
+def run(script: str, *arguments: str) -> None:
+    """Run one benchmark in a process of its own, so that peak memory is its own too."""
+    print(f"\n== {script} {' '.join(arguments)}", flush=True)
+    paths = {"PYTHONPATH": str(HERE.parent / "tests")}
+
+    subprocess.run(
+        [sys.executable, str(HERE / script), *arguments], check=True, env={**os.environ, **paths}
+    )
+
+
+if __name__ == "__main__":
+    main()
