@@ -1,0 +1,1 @@
+"""Parts of the recipe in tools/make_embedded_model.py."""

@@ -1,0 +1,182 @@
+"""Second stage: all layers together, towards the dense model's next-token distribution."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from trimmoe.models.embedded.deltas import Geometry
+
+from .layerwise import learning_rate, optimiser, set_rate
+from .network import (
+    BF16,
+    Layer,
+    Rotary,
+    StudentLayer,
+    attention,
+    balance_loss,
+    dense_ffn,
+    norm,
+    router_drift,
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DistillSettings:
+    """How the second stage trains."""
+
+    steps: int = 100
+    windows: int = 4
+    length: int = 256
+    positions: int = 256
+    lr: float = 1e-3
+    balance_weight: float = 0.01
+    anchor_weight: float = 0.02
+    clip: float = 1.0
+
+
+class Student:
+    """All layers of the student, with the parts it shares with the dense model."""
+
+    def __init__(
+        self, dense: dict[str, torch.Tensor], layers: list[StudentLayer], geometry: Geometry
+    ) -> None:
+        self.layers, self.geometry = nn.ModuleList(layers), geometry
+        self.embed, self.final_norm = dense["embed"].to(BF16), dense["norm"].to(BF16)
+        self.anchors = [layer.router.detach().to(BF16).clone() for layer in layers]
+
+    def run(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Tokens (windows, length) -> normed final states, and per layer the balance loss and
+        the distance from the first stage's router."""
+        geometry, eps = self.geometry, self.geometry.norm_eps
+        rotary = Rotary(geometry, tokens.shape[1])
+        hidden = functional.embedding(tokens, self.embed)
+        balance, drift = [], []
+        for layer, anchor in zip(self.layers, self.anchors, strict=True):
+            merged: Layer = layer.merged()
+            x = norm(hidden, merged.input_norm, eps)
+            hidden = hidden + attention(x, merged, rotary, geometry)
+            x = norm(hidden, merged.post_norm, eps)
+            output, probabilities, mask = layer(x, merged)
+            hidden = hidden + output
+            balance.append(balance_loss(probabilities, mask))
+            drift.append(router_drift(x, anchor, probabilities))
+        return norm(hidden, self.final_norm, eps), torch.stack(balance), torch.stack(drift)
+
+
+@torch.no_grad()
+def dense_states(
+    tokens: torch.Tensor,
+    layers: list[Layer],
+    embed: torch.Tensor,
+    final_norm: torch.Tensor,
+    geometry: Geometry,
+) -> torch.Tensor:
+    """The dense model's normed final states, (windows, length, hidden)."""
+    rotary, eps = Rotary(geometry, tokens.shape[1]), geometry.norm_eps
+    hidden = functional.embedding(tokens, embed)
+    for layer in layers:
+        hidden = hidden + attention(norm(hidden, layer.input_norm, eps), layer, rotary, geometry)
+        hidden = hidden + dense_ffn(norm(hidden, layer.post_norm, eps), layer)
+    return norm(hidden, final_norm, eps)
+
+
+@torch.no_grad()
+def divergence(
+    student: torch.Tensor, teacher: torch.Tensor, embed: torch.Tensor, *, chunk: int = 512
+) -> tuple[float, torch.Tensor]:
+    """Mean KL(teacher || student) over states (positions, hidden), and its gradient.
+
+    The output head is not trained, so the gradient for the states is written out here, a few
+    positions at a time, instead of keeping logits over the whole vocabulary for autograd.
+    """
+    total, gradients = 0.0, []
+    for mine, theirs in zip(student.split(chunk), teacher.split(chunk), strict=True):
+        own = functional.linear(mine, embed).float().log_softmax(-1)
+        goal = functional.linear(theirs, embed).float().log_softmax(-1)
+        weight = goal.exp()
+        total += (weight * (goal - own)).sum().item()
+        gradients.append(own.exp_().sub_(weight).to(BF16) @ embed)
+    return total / len(student), torch.cat(gradients) / len(student)
+
+
+def distill(
+    student: Student, tokens: torch.Tensor, teacher: list[Layer], settings: DistillSettings,
+    *, checkpoint: Path, seed: int, advance,
+) -> None:  # fmt: skip
+    """Train in place; every 20 steps the state is written, and a later call goes on from it."""
+    named = dict(student.layers.named_parameters())
+    opt = optimiser(named, settings.lr)
+    start = _restore(checkpoint, student, opt)
+    advance(start)
+    log_path = checkpoint.with_suffix(".log")
+    for step in range(start, settings.steps):
+        began = time.monotonic()
+        rows = torch.arange(step * settings.windows, (step + 1) * settings.windows) % len(tokens)
+        batch = tokens[rows].long()
+        loss, extra = _step(student, batch, teacher, settings, seed=seed + step)
+        nn.utils.clip_grad_norm_(named.values(), settings.clip)
+        set_rate(opt, learning_rate(step, settings.steps, settings.lr, warmup=8))
+        opt.step()
+        opt.zero_grad(set_to_none=True)
+        entry = {"step": step, "kl": round(loss, 4)} | extra
+        with log_path.open("a") as log:
+            log.write(json.dumps(entry | {"seconds": round(time.monotonic() - began, 2)}) + "\n")
+        if (step + 1) % 20 == 0 or step + 1 == settings.steps:
+            _save(checkpoint, student, opt, step + 1)
+        advance(1)
+
+
+def _step(
+    student: Student,
+    batch: torch.Tensor,
+    teacher: list[Layer],
+    settings: DistillSettings,
+    *,
+    seed: int,
+) -> tuple[float, dict[str, float]]:
+    """Gradients of one batch; KL on a random part of the positions."""
+    goal = dense_states(batch, teacher, student.embed, student.final_norm, student.geometry)
+    states, balance, drift = student.run(batch)
+    generator = torch.Generator().manual_seed(seed)
+    count = settings.positions * len(batch)
+    chosen = torch.randperm(batch.numel(), generator=generator)[:count]
+    flat = states.flatten(0, 1)[chosen]
+    loss, gradient = divergence(flat.detach(), goal.flatten(0, 1)[chosen], student.embed)
+    side = settings.balance_weight * balance.sum() + settings.anchor_weight * drift.sum()
+    torch.autograd.backward([flat, side], [gradient, torch.ones_like(side)])
+    return loss, {
+        "balance": round(balance.mean().item(), 4),
+        "balance_max": round(balance.max().item(), 4),
+        "drift": round(drift.mean().item(), 4),
+    }
+
+
+def _save(path: Path, student: Student, opt: torch.optim.Optimizer, step: int) -> None:
+    partial = path.with_suffix(".partial")
+    states = [layer.state_dict() for layer in student.layers]
+    content = {
+        "states": states,
+        "optimiser": opt.state_dict(),
+        "step": step,
+        "anchors": student.anchors,
+    }
+    torch.save(content, partial)
+    partial.replace(path)
+
+
+def _restore(path: Path, student: Student, opt: torch.optim.Optimizer) -> int:
+    if not path.exists():
+        return 0
+    saved = torch.load(path)
+    for layer, state in zip(student.layers, saved["states"], strict=True):
+        layer.load_state_dict(state)
+    opt.load_state_dict(saved["optimiser"])
+    student.anchors = saved["anchors"]
+    return saved["step"]

@@ -1,0 +1,110 @@
+"""Measure the materialised embedded model: the numbers of its model card, as JSON.
+
+    PYTHONPATH=src:tools python -m embedded.report --held-out wikitext=wiki.valid.tokens \
+        --held-out news=news.jsonl.gz --routing src/trimmoe/models/embedded/routing.json
+
+Of a file with many documents only those that training left out are read.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from trimmoe.models.embedded import ensure_embedded_model
+
+from . import measure
+from .distill import dense_states
+from .network import BF16, dense_layer
+from .stages import GEOMETRY, Bench, open_bench
+from .text import evaluation_windows
+
+PROMPTS = (
+    "The capital of France is",
+    "The steam engine changed the way people lived because",
+    "Question: A farmer has 3 fields with 12 sheep in each. How many sheep are there?\nAnswer:",
+)
+
+
+@torch.inference_mode()
+def dense_perplexity(bench: Bench, windows: torch.Tensor) -> float:
+    layers = [dense_layer(bench.dense, index) for index in range(bench.geometry.layers)]
+    embed, final_norm = bench.dense["embed"].to(BF16), bench.dense["norm"].to(BF16)
+    losses = []
+    for window in windows:
+        states = dense_states(window[None], layers, embed, final_norm, bench.geometry)
+        losses.append(measure.token_losses(states[0] @ embed.T, window))
+    return math.exp(torch.cat(losses).mean().item())
+
+
+@torch.inference_mode()
+def samples(checkpoint: Path) -> dict[str, str]:
+    """Greedy continuations in transformers, from the checkpoint as any user would load it."""
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.bfloat16).eval()
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+    found = {}
+    for prompt in PROMPTS:
+        ids = tokenizer(prompt, return_tensors="pt")
+        out = model.generate(**ids, max_new_tokens=48, do_sample=False)
+        found[prompt] = tokenizer.decode(out[0, ids["input_ids"].shape[1] :])
+    return found
+
+
+@torch.inference_mode()
+def perplexity_in_transformers(checkpoint: Path, windows: torch.Tensor) -> float:
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.bfloat16).eval()
+    losses = [model(window[None], labels=window[None]).loss for window in windows]
+    return math.exp(torch.stack(losses).mean().item())
+
+
+def main(
+    wheel: Annotated[Path, typer.Option(help="The source package's wheel.")],
+    held_out: Annotated[list[str], typer.Option(help="NAME=FILE; the first is measured in depth.")],
+    routing: Annotated[Path, typer.Option(help="Where the full routing table goes.")],
+    work: Path = Path("build/embedded"),
+    windows: Annotated[int, typer.Option(help="Windows of 1024 for each text.")] = 24,
+    fewer: Annotated[int, typer.Option(help="Windows for the costlier measurements.")] = 6,
+    threads: int = 2,
+) -> None:
+    """Print every number of the model card."""
+    torch.set_num_threads(threads)
+    torch.manual_seed(0)
+    random.seed(0)
+    bench = open_bench(wheel, work)
+    checkpoint = ensure_embedded_model()
+    model = measure.load_carved(checkpoint, GEOMETRY)
+    texts = {}
+    for argument in held_out:
+        name, _, path = argument.partition("=")
+        texts[name] = evaluation_windows(Path(path), bench.tokenizer, windows=windows, length=1024)
+
+    def say(what: str, value: object) -> None:
+        print(json.dumps({what: value}), flush=True)
+
+    say("geometry", asdict(GEOMETRY))
+    for name, tokens in texts.items():
+        say(f"perplexity {name} ({len(tokens)} windows)", measure.perplexity(model, tokens))
+        say(f"perplexity {name}, dense", dense_perplexity(bench, tokens))
+    deep = next(iter(texts.values()))[:fewer]
+    table = measure.routing_report(model, deep)
+    routing.write_text(json.dumps({"tokens": deep.numel(), "layers": table}, indent=1) + "\n")
+    say("routing", table)
+    say("lens", measure.lens_agreement(model, deep, 14))
+    for gating in (measure.exact, measure.drop_one, measure.substitute_one, measure.drop_routed):
+        say(f"perplexity, {gating.__name__}", measure.perplexity(model, deep, gating))
+    say("skip harm", measure.skip_harm(model, deep, [3, 12, 21, 28]))
+    say("perplexity in transformers", perplexity_in_transformers(checkpoint, deep[:3]))
+    say("the same windows here", measure.perplexity(model, deep[:3]))
+    say("samples", samples(checkpoint))
+
+
+if __name__ == "__main__":
+    typer.run(main)
