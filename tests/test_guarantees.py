@@ -47,6 +47,7 @@ def worlds(draw: st.DrawFn) -> tuple[SyntheticDriver, Plan, float, float]:
         audit_share=draw(st.sampled_from([0.0, 0.5])),
         window_tokens=draw(st.sampled_from([1, 4])),
         exit_error=draw(st.sampled_from([None, 0.02, 0.2])),
+        importance_gate=draw(st.booleans()),
     )
     plan = random_plan(rng, model, cluster, density=draw(st.sampled_from([0.0, 0.3, 1.0])))
     driver = SyntheticDriver(engine=make_engine(model, profile, plan, policy), rng=rng)

@@ -5,6 +5,7 @@ Everything heavy is imported inside the command that needs it, so that `--help` 
 
 from __future__ import annotations
 
+import os
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +19,10 @@ from trimmoe.core.errors import UserError
 
 if TYPE_CHECKING:
     from trimmoe.models.base import MoEView
+
+# Before torch starts: large tensors in large pages. Where a page fault is dear, as in virtual
+# machines, this alone doubles the speed of calibration.
+os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
 app = typer.Typer(
     help="Serve Mixture-of-Experts models across unequal machines, skipping needless hops.",

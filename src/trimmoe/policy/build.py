@@ -8,7 +8,7 @@ import numpy as np
 
 from trimmoe.core.plan import Plan
 from trimmoe.core.profile import Profile
-from trimmoe.core.specs import IntArray, ModelSpec
+from trimmoe.core.specs import FloatArray, IntArray, ModelSpec
 from trimmoe.cost.actions import ActionSpace
 from trimmoe.cost.expected import expected_layer_delay_s, reference_layer_delay_s
 from trimmoe.cost.lookahead import LookAhead, Weights
@@ -49,7 +49,7 @@ def deploy(plan: Plan, profile: Profile, model: ModelSpec, accounting: Accountin
 
 def make_policy(deployment: Deployment, profile: Profile, settings: PolicySettings) -> TrimPolicy:
     """The policy of `settings` on a deployment."""
-    theta, epsilon = thresholds(profile.skip, profile.importance_quantiles, settings.budget)
+    theta, theta_drop = _thresholds(profile, settings)
     space = ActionSpace(
         cost=deployment.cost,
         hosts=deployment.plan.hosts,
@@ -58,7 +58,7 @@ def make_policy(deployment: Deployment, profile: Profile, settings: PolicySettin
         skip=profile.skip,
         drop=profile.drop,
         theta=theta,
-        theta_drop=theta_at(profile.drop, epsilon),
+        theta_drop=theta_drop,
         levers=settings.levers,
     )
     lookahead = LookAhead(
@@ -77,3 +77,11 @@ def make_policy(deployment: Deployment, profile: Profile, settings: PolicySettin
         routes=deployment.routes,
         patterns=PatternIndex.of(profile.patterns, profile.expert_count),
     )
+
+
+def _thresholds(profile: Profile, settings: PolicySettings) -> tuple[FloatArray, FloatArray]:
+    """theta_l of (24) for skips and for single drops, [N] each; 1 admits everything."""
+    if not settings.importance_gate:
+        return np.ones(profile.layer_count), np.ones(profile.layer_count)
+    theta, epsilon = thresholds(profile.skip, profile.importance_quantiles, settings.budget)
+    return theta, theta_at(profile.drop, epsilon)

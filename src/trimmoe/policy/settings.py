@@ -51,6 +51,9 @@ class PolicySettings:
     """D-bar: proxy flip rate a generated token may lose on average."""
     confidence: float = 0.9
     """p_J: confidence an exit needs."""
+    importance_gate: bool = False
+    """Admit skips and drops only below the thresholds theta_l (24). Off, the budget and the price
+    of quality decide alone, so that a dear skip can still save a dearer hop."""
     exit_error: float | None = 0.02
     """P(prediction differs | exit) tolerated: p is raised to where calibration bounds the error by
     this, whatever the confidence asked for, and audits steer toward it. None trusts the scores."""
@@ -83,6 +86,7 @@ def paper() -> PolicySettings:
         name="paper",
         levers=Levers(drop_slots=False),
         accounting=Accounting.MIGRATE,
+        importance_gate=True,
         exit_error=None,
         budget_rule=BudgetRule.EVEN,
         weight_rule=WeightRule.PAPER,

@@ -1,0 +1,212 @@
+"""The recording pass: full depth, everything kept that later phases need (Algorithm 1, line 1)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from trimmoe.core.specs import BoolArray, FloatArray, IntArray
+from trimmoe.models.base import EncoderDecoderView, MoEView, Routing, TokenBatch
+from trimmoe.models.cache import KVCache
+
+_ROWS = 1024
+"""Tokens of one step; windows are batched up to this."""
+_HEAD_ROWS = 1024
+"""Rows of one output-head call: [1024, V] logits stay small and multiply at full speed."""
+
+_PROBE_TOKENS = 1024
+"""Tokens on which every layer meets the output head; later ones only where that pays."""
+
+Advance = Callable[[int], None]
+"""Told how many tokens, what-ifs or layers have just been done."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Windows:
+    """Independent sequences of equal length; token t is ids[t // length, t % length]."""
+
+    ids: IntArray
+    """Token ids that the (decoder's) layers see, [W, length]."""
+    sources: IntArray | None = None
+    """The encoder's inputs where there is an encoder, [W, source length]."""
+
+    @property
+    def count(self) -> int:
+        return self.ids.shape[0]
+
+    @property
+    def length(self) -> int:
+        return self.ids.shape[1]
+
+    @property
+    def tokens(self) -> int:
+        return self.ids.size
+
+    def part(self, first: int, last: int) -> Windows:
+        """Windows first to last, the last one excluded."""
+        sources = None if self.sources is None else self.sources[first:last]
+        return Windows(ids=self.ids[first:last], sources=sources)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Recording:
+    """What one full-depth pass over T tokens showed. N layers, k activated, d hidden, E experts."""
+
+    windows: Windows
+    hidden: Tensor
+    """State after each layer, bfloat16 [N, T, d], mapped from disk."""
+    activated: IntArray
+    """Activated sets, most probable expert first, [N, T, k]."""
+    masses: np.ndarray
+    """Softmax mass of each activated expert, float32 [N, T, k]."""
+    importance: np.ndarray
+    """I of (4) as the settings read it, float32 [N, T]."""
+    predictions: IntArray
+    """o*: argmax of the full-depth logits, [T]."""
+    agrees: np.ndarray
+    """b of (22): the output head on the layer's state predicts o*, bool [N, T]; all true in the
+    last row, because leaving after the last layer is full depth. Layers that rarely agree are
+    only looked at on the first windows and count as disagreeing on the rest, which never flatters
+    an exit."""
+    agreement: FloatArray
+    """Share of the tokens looked at that agree, [N]."""
+    may_exit: BoolArray
+    """Layers looked at on all tokens, [N]."""
+    logit_gram: np.ndarray
+    """Z^T Z of the router logits Z centred per token, float64 [N, E, E]."""
+
+    @property
+    def token_count(self) -> int:
+        return self.windows.tokens
+
+    @property
+    def layer_count(self) -> int:
+        return self.activated.shape[0]
+
+
+@torch.inference_mode()
+def record(
+    view: MoEView,
+    windows: Windows,
+    *,
+    importance: str,
+    least_agreement: float,
+    folder: Path,
+    advance: Advance,
+) -> Recording:
+    """Run every window at full depth; the hidden states are written to `folder` as they come.
+
+    `importance` is read as in the settings; layers whose states agree with full depth less often
+    than `least_agreement` on the first windows are not looked at further.
+    """
+    recording = _blank(view, windows, folder)
+    rows = max(1, _ROWS // windows.length)
+    seen = np.zeros((2, view.spec.layer_count), dtype=np.int64)
+    for first in range(0, windows.count, rows):
+        part = windows.part(first, first + rows)
+        span = slice(first * windows.length, first * windows.length + part.tokens)
+        _record_batch(view, recording, span, part, importance)
+        seen += _compare(view, recording, span)
+        if span.start < _PROBE_TOKENS <= span.stop:
+            recording.may_exit[:-1] &= seen[0, :-1] >= least_agreement * seen[1, :-1]
+        advance(part.tokens)
+    recording.agreement[:] = seen[0] / seen[1]
+    return recording
+
+
+def _blank(view: MoEView, windows: Windows, folder: Path) -> Recording:
+    spec, tokens = view.spec, windows.tokens
+    layers = spec.layer_count
+    shape = (layers, tokens, spec.hidden_size)
+    hidden = torch.from_file(
+        str(folder / "hidden.bf16"), shared=True, size=int(np.prod(shape)), dtype=torch.bfloat16
+    ).view(shape)
+    return Recording(
+        windows=windows,
+        hidden=hidden,
+        activated=np.zeros((layers, tokens, spec.top_k), dtype=np.int64),
+        masses=np.zeros((layers, tokens, spec.top_k), dtype=np.float32),
+        importance=np.zeros((layers, tokens), dtype=np.float32),
+        predictions=np.zeros(tokens, dtype=np.int64),
+        agrees=np.zeros((layers, tokens), dtype=bool),
+        agreement=np.zeros(layers),
+        may_exit=np.ones(layers, dtype=bool),
+        logit_gram=np.zeros((layers, spec.expert_count, spec.expert_count)),
+    )
+
+
+def open_windows(view: MoEView, windows: Windows) -> tuple[KVCache, TokenBatch, Tensor]:
+    """A fresh cache, a batch of whole windows from position 0, and their embeddings."""
+    cache = view.new_cache(slots=windows.count)
+    slots = [cache.alloc() for _ in range(windows.count)]
+    if windows.sources is not None:
+        assert isinstance(view, EncoderDecoderView)
+        for slot, states in zip(slots, view.encode(windows.sources.tolist()), strict=True):
+            view.attach(cache, slot, states)
+    batch = view.batch(cache, slots, [range(windows.length)] * windows.count)
+    return cache, batch, view.embed(torch.from_numpy(windows.ids).to(view.device), batch)
+
+
+def greedy(view: MoEView, hidden: Tensor) -> IntArray:
+    """Token of the largest logit (the first among equals) for states [n, d]; int64 [n]."""
+    # max with indices takes half the time of argmax.
+    found = [view.logits(block).max(dim=-1).indices for block in hidden.split(_HEAD_ROWS)]
+    return torch.cat(found).cpu().numpy()
+
+
+def _record_batch(
+    view: MoEView, recording: Recording, span: slice, windows: Windows, importance: str
+) -> None:
+    """Fill the recording for one batch of windows, whose tokens are `span`."""
+    cache, batch, hidden = open_windows(view, windows)
+    groups = batch.groups
+    for layer in range(view.spec.layer_count):
+        flat = batch.pack(view.attend(layer, hidden, batch, cache))
+        routing = view.route(layer, flat, groups=groups)
+        flat = run_layer(view, layer, flat, routing, routing.experts)
+        recording.hidden[layer, span] = flat.to(device="cpu", dtype=torch.bfloat16)
+        _keep_routing(recording, layer, span, routing, importance)
+        hidden = batch.unpack(flat)
+    recording.predictions[span] = greedy(view, batch.pack(view.tail(hidden, batch, cache)))
+    recording.agrees[-1, span] = True
+
+
+def _compare(view: MoEView, recording: Recording, span: slice) -> IntArray:
+    """Fill in b of (22); returns how many tokens agreed and were looked at, [2, N]."""
+    counts = np.zeros((2, view.spec.layer_count), dtype=np.int64)
+    counts[:, -1] = span.stop - span.start
+    for layer in np.flatnonzero(recording.may_exit[:-1]):
+        state = recording.hidden[layer, span].to(device=view.device, dtype=view.dtype)
+        agrees = greedy(view, state) == recording.predictions[span]
+        recording.agrees[layer, span] = agrees
+        counts[:, layer] = agrees.sum(), agrees.size
+    return counts
+
+
+def run_layer(
+    view: MoEView, layer: int, attended: Tensor, routing: Routing, experts: Tensor
+) -> Tensor:
+    """Shared and routed experts of one layer, [n, d] to [n, d].
+
+    `experts` [n, k] may differ from the routing's own; the gates stay the routing's.
+    """
+    shared = view.shared(layer, attended, normed=routing.normed)
+    routed = view.experts(layer, attended, experts, routing.gates, normed=routing.normed)
+    return view.finish(layer, attended, shared, routed)
+
+
+def _keep_routing(
+    recording: Recording, layer: int, span: slice, routing: Routing, importance: str
+) -> None:
+    masses = routing.probabilities.gather(1, routing.experts)
+    mass = routing.gates if importance == "gates" else masses
+    centred = routing.logits - routing.logits.mean(dim=1, keepdim=True)
+    recording.activated[layer, span] = routing.experts.cpu().numpy()
+    recording.masses[layer, span] = masses.cpu().numpy()
+    recording.importance[layer, span] = mass.sum(dim=1).clamp(0.0, 1.0).cpu().numpy()
+    recording.logit_gram[layer] += (centred.T @ centred).double().cpu().numpy()

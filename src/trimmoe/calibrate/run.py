@@ -1,0 +1,232 @@
+"""Calibration from end to end: Algorithm 1, lines 1-8."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+
+from trimmoe.calibrate.centroids import fit_centroids
+from trimmoe.calibrate.exits import Exits, calibrate_exits
+from trimmoe.calibrate.losses import Losses, measure_losses, plan_experiments
+from trimmoe.calibrate.record import Advance, Recording, Windows, record
+from trimmoe.calibrate.routing_stats import (
+    execution_statistics,
+    expert_transitions,
+    pattern_statistics,
+)
+from trimmoe.calibrate.settings import CalibrationSettings
+from trimmoe.calibrate.text import text_hash, token_windows
+from trimmoe.core.artifact import Header
+from trimmoe.core.errors import UserError
+from trimmoe.core.profile import PROFILE_FORMAT, PROFILE_KIND, Profile
+from trimmoe.core.specs import FloatArray
+from trimmoe.cost.thresholds import skipped_layers, thresholds
+from trimmoe.models.base import EncoderDecoderView, MoEView
+
+OnPhase = Callable[[str, float], None]
+"""Told the name of a phase and the seconds it took, when it ends."""
+
+
+def calibrate(
+    view: MoEView,
+    tokenizer: Any,
+    texts: Sequence[str],
+    settings: CalibrationSettings,
+    *,
+    work_dir: Path | None = None,
+    progress: bool = True,
+    on_phase: OnPhase | None = None,
+) -> Profile:
+    """Measure a model on texts; the same inputs and seed give the same profile.
+
+    The view must have been opened with all experts and its hash. `tokenizer` is called as those
+    of transformers are. Hidden states (N x tokens x d, 2 bytes each) are written to `work_dir`,
+    which is kept, or to a temporary directory, which is not. Raises `UserError` if the text is
+    too short or the working directory cannot be written.
+    """
+    windows = _windows(view, tokenizer, texts, settings)
+    layers = view.spec.layer_count
+    with _working_folder(work_dir) as folder, _Phases(progress, on_phase) as phases:
+        with phases.run("Recording", windows.tokens) as advance:
+            recording = record(
+                view,
+                windows,
+                importance=settings.importance,
+                least_agreement=settings.exit_agreement,
+                folder=folder,
+                advance=advance,
+            )
+        with phases.run("Exit heads", layers) as advance:
+            exits = calibrate_exits(recording, settings, advance)
+        experiments = plan_experiments(recording, settings)
+        with phases.run("What-ifs", experiments.count) as advance:
+            losses = measure_losses(view, recording, experiments, settings, advance)
+        with phases.run("Centroids", layers) as advance:
+            centroids = _centroids(recording, exits, settings, advance)
+        with phases.run("Statistics", 1):
+            return _profile(view, settings, text_hash(texts), recording, exits, losses, centroids)
+
+
+def _windows(
+    view: MoEView, tokenizer: Any, texts: Sequence[str], settings: CalibrationSettings
+) -> Windows:
+    """The text as windows; an encoder reads the first half of each, its decoder the second."""
+    window = min(settings.window, view.spec.context_length)
+    ids = token_windows(texts, tokenizer, tokens=settings.tokens, window=window, seed=settings.seed)
+    if not isinstance(view, EncoderDecoderView):
+        return Windows(ids=ids)
+    sources, targets = ids[:, : window // 2], ids[:, window // 2 :].copy()
+    targets[:, 1:] = targets[:, :-1].copy()
+    targets[:, 0] = tokenizer.pad_token_id  # What T5's kin start from.
+    return Windows(ids=targets, sources=sources)
+
+
+def _centroids(
+    recording: Recording, exits: Exits, settings: CalibrationSettings, advance: Advance
+) -> tuple[np.ndarray, FloatArray]:
+    """Centroids [N, C, d] and their average exit layers [N, C] (36)."""
+    fitted = []
+    with torch.inference_mode():
+        for hidden in recording.hidden:
+            fitted.append(
+                fit_centroids(
+                    hidden, exits.layer, settings.centroids, recording.layer_count, settings.seed
+                )
+            )
+            advance(1)
+    return np.stack([centroids for centroids, _ in fitted]), np.stack([mean for _, mean in fitted])
+
+
+def _profile(
+    view: MoEView,
+    settings: CalibrationSettings,
+    text: str,
+    recording: Recording,
+    exits: Exits,
+    losses: Losses,
+    centroids: tuple[np.ndarray, FloatArray],
+) -> Profile:
+    """Everything measured, with the thresholds (24, 25) and statistics (26, 27, 38) it implies."""
+    importance = recording.importance.astype(np.float64)
+    experts = view.spec.expert_count
+    quantiles = np.quantile(importance, np.linspace(0.0, 1.0, 101), axis=1).T.copy()
+    theta, epsilon = thresholds(losses.skip, quantiles, settings.budget)
+    patterns = pattern_statistics(
+        recording.activated, recording.masses, importance, experts, settings.max_patterns
+    )
+    execution = execution_statistics(
+        recording.activated, importance, theta, exits.layer, experts, settings.ucb_confidence
+    )
+    kappa = skipped_layers(losses.skip, quantiles, epsilon)
+    extra = _report(recording, exits, losses) | {"epsilon": epsilon, "kappa": kappa}
+    return Profile(
+        header=_header(view, settings, text, extra),
+        exit_weight=exits.weight,
+        exit_bias=exits.bias,
+        exit_grid=exits.grid,
+        exit_error_upper=exits.error_upper,
+        exit_rate=exits.rate,
+        skip=losses.skip,
+        drop=losses.drop,
+        importance_quantiles=quantiles,
+        theta=theta,
+        similarity=losses.similarity,
+        substitution_loss=losses.substitution_loss,
+        substitution_samples=losses.substitution_samples,
+        feasible=losses.feasible,
+        expert_transitions=expert_transitions(recording.activated[:, :, 0], experts),
+        **_fields(patterns),
+        **_fields(execution),
+        centroids=centroids[0],
+        centroid_exit_layer=centroids[1],
+    )
+
+
+def _fields(record: Any) -> dict[str, Any]:
+    return {name: getattr(record, name) for name in record.__slots__}
+
+
+def _header(
+    view: MoEView, settings: CalibrationSettings, text: str, extra: dict[str, Any]
+) -> Header:
+    return Header(
+        kind=PROFILE_KIND,
+        format_version=PROFILE_FORMAT,
+        settings=settings.as_json() | {"model": view.spec.name, "family": view.spec.family},
+        input_hashes={"model": view.spec.model_hash, "text": text},
+        seed=settings.seed,
+        extra=extra,
+    )
+
+
+def _report(recording: Recording, exits: Exits, losses: Losses) -> dict[str, Any]:
+    """What a reader of the profile may ask about how it was made."""
+    table = zip(exits.grid, exits.error_upper, exits.rate, strict=True)
+    may_exit = np.isfinite(exits.threshold)
+    return {
+        "tokens": recording.token_count,
+        "agreement": [round(float(share), 4) for share in recording.agreement],
+        "exit_threshold": exits.threshold if may_exit else None,
+        "exit_table": [[round(float(value), 5) for value in row] for row in table],
+        **losses.report,
+    }
+
+
+@contextmanager
+def _working_folder(work_dir: Path | None) -> Iterator[Path]:
+    if work_dir is None:
+        with TemporaryDirectory(prefix="trimmoe-calibrate-") as folder:
+            yield Path(folder)
+        return
+    try:
+        work_dir.mkdir(parents=True, exist_ok=True)
+        probe = work_dir / ".trimmoe-probe"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise UserError(
+            f"Cannot write to the working directory {work_dir}: {error.strerror}."
+        ) from error
+    yield work_dir
+
+
+class _Phases:
+    """One progress bar per phase, and the seconds each took."""
+
+    def __init__(self, progress: bool, on_phase: OnPhase | None) -> None:
+        self._on_phase = on_phase
+        console = Console(stderr=True)
+        self._bars = Progress(
+            TextColumn("{task.description:<12}"),
+            BarColumn(),
+            TaskProgressColumn(),
+            TimeRemainingColumn(elapsed_when_finished=True),
+            console=console,
+            disable=not (progress and console.is_terminal),
+        )
+
+    def __enter__(self) -> _Phases:
+        self._bars.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bars.stop()
+
+    @contextmanager
+    def run(self, name: str, total: int) -> Iterator[Advance]:
+        """Time one phase of `total` steps; the function given advances its bar."""
+        task = self._bars.add_task(name, total=total)
+        start = time.perf_counter()
+        yield lambda steps: self._bars.advance(task, steps)
+        self._bars.update(task, completed=total)
+        if self._on_phase is not None:
+            self._on_phase(name, time.perf_counter() - start)

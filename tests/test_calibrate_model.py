@@ -1,0 +1,295 @@
+"""Calibration of a tiny random model from end to end, and what-ifs against really doing it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import checkpoints
+from tiny import EXPERTS, LAYERS, TOP_K, write_tiny_checkpoint
+from trimmoe.calibrate import whatif
+from trimmoe.calibrate.record import Windows, greedy, open_windows, record, run_layer
+from trimmoe.calibrate.run import calibrate
+from trimmoe.calibrate.sampling import DROP, KEEP, Changes
+from trimmoe.calibrate.settings import CalibrationSettings
+from trimmoe.core.errors import UserError
+from trimmoe.core.profile import Profile, load_profile
+from trimmoe.models.base import MoEView
+from trimmoe.models.exact import exact_logits
+from trimmoe.models.exit_head import confidence, nearest_centroid
+from trimmoe.models.load import load_tokenizer, open_model
+
+_WORDS = ["the", "cat", "sat", "on", "a", "mat", "and", "saw", "one", "of", "many", "boats"]
+_SETTINGS = CalibrationSettings(
+    tokens=768,
+    window=48,
+    skip_samples=120,
+    drop_samples=120,
+    substitution_samples=120,
+    pair_samples=10,
+    bins=5,
+    centroids=6,
+    max_patterns=12,
+    exit_agreement=0.0,
+)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[MoEView, Any]:
+    folder = write_tiny_checkpoint(tmp_path_factory.mktemp("tiny"))
+    return open_model(folder, hashed=True), load_tokenizer(folder)
+
+
+@pytest.fixture(scope="module")
+def texts() -> list[str]:
+    rng = np.random.default_rng(0)
+    return [" ".join(rng.choice(_WORDS, size=400)) for _ in range(3)]
+
+
+@pytest.fixture(scope="module")
+def profile(model: tuple[MoEView, Any], texts: list[str]) -> Profile:
+    return calibrate(*model, texts, _SETTINGS, progress=False)
+
+
+@pytest.fixture(scope="module")
+def windows() -> Windows:
+    return Windows(ids=np.random.default_rng(3).integers(0, 250, size=(3, 24)))
+
+
+def test_recording_is_the_exact_model(
+    model: tuple[MoEView, Any], windows: Windows, tmp_path: Path
+) -> None:
+    view, _ = model
+    recording = record(
+        view,
+        windows,
+        importance="softmax_mass",
+        least_agreement=0.0,
+        folder=tmp_path,
+        advance=lambda _: None,
+    )
+    expected = torch.cat(exact_logits(view, windows.ids.tolist())).argmax(dim=1).numpy()
+    assert np.array_equal(recording.predictions, expected)
+    assert recording.agrees[-1].all()
+    assert recording.hidden.shape == (LAYERS, 72, view.spec.hidden_size)
+    np.testing.assert_allclose(recording.importance, recording.masses.sum(axis=2), rtol=1e-5)
+
+
+def _changes(tokens: list[int], layers: list[int], slots: list[list[int]]) -> Changes:
+    return Changes(
+        token=np.array(tokens, dtype=np.int64),
+        layer=np.array(layers, dtype=np.int64),
+        slots=np.array(slots, dtype=np.int64),
+    )
+
+
+def test_what_if_nothing_changes_the_prediction_is_the_full_depth_one(
+    model: tuple[MoEView, Any], windows: Windows
+) -> None:
+    view, _ = model
+    expected = torch.cat(exact_logits(view, windows.ids.tolist())).argmax(dim=1).numpy()
+    every = list(range(windows.tokens))
+    changes = _changes(every, [t % LAYERS for t in every], [[KEEP] * TOP_K] * len(every))
+    found, measured = whatif.predictions(view, windows, changes, advance=lambda _: None)
+    assert measured.all()
+    assert np.array_equal(found, expected)
+
+
+@torch.inference_mode()
+def _really(view: MoEView, ids: np.ndarray, layer: int, slots: list[int]) -> int:
+    """Prediction after the sequence when its last token really runs `slots` at `layer`."""
+    cache, batch, hidden = open_windows(view, Windows(ids=ids[None]))
+    for at in range(view.spec.layer_count):
+        flat = batch.pack(view.attend(at, hidden, batch, cache))
+        routing = view.route(at, flat)
+        experts = routing.experts.clone()
+        if at == layer and slots == [DROP] * TOP_K:
+            rest = run_layer(view, at, flat[:-1], view.route(at, flat[:-1]), experts[:-1])
+            skipped = view.finish(at, flat[-1:], view.shared(at, flat[-1:]), None)
+            hidden = batch.unpack(torch.cat([rest, skipped]))
+            continue
+        if at == layer:
+            forced = torch.tensor(slots)
+            experts[-1] = torch.where(forced == KEEP, experts[-1], forced)
+        hidden = batch.unpack(run_layer(view, at, flat, routing, experts))
+    return int(greedy(view, batch.pack(view.tail(hidden, batch, cache))[-1:])[0])
+
+
+@pytest.mark.parametrize("slots", [[DROP, DROP], [KEEP, DROP], [0, KEEP]])
+def test_a_what_if_is_what_really_happens(
+    model: tuple[MoEView, Any], windows: Windows, slots: list[int]
+) -> None:
+    view, _ = model
+    tokens = [1, 5, 23, 24, 40, 71]
+    pairs = [(token, layer) for token in tokens for layer in range(LAYERS)]
+    changes = _changes([t for t, _ in pairs], [at for _, at in pairs], [slots] * len(pairs))
+    found, _ = whatif.predictions(view, windows, changes, advance=lambda _: None)
+    length = windows.length
+    really = [
+        _really(view, windows.ids[t // length, : t % length + 1], at, slots) for t, at in pairs
+    ]
+    assert found.tolist() == really
+
+
+def test_models_without_what_ifs_are_measured_by_sparse_passes(
+    model: tuple[MoEView, Any], windows: Windows, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    view, _ = model
+
+    def refuse(*_: object) -> None:
+        raise NotImplementedError
+
+    last = [23, 47, 71]
+    changes = _changes(last * 2, [0, 0, 0, 2, 2, 2], [[DROP] * TOP_K] * 6)
+    expected, _ = whatif.predictions(view, windows, changes, advance=lambda _: None)
+    monkeypatch.setattr(view, "attend_whatif", refuse)
+    found, measured = whatif.predictions(view, windows, changes, advance=lambda _: None)
+    assert measured.all()
+    # A window's last token meets only clean neighbours when nothing else changes in its pass.
+    assert np.array_equal(found, expected)
+    many = _changes(list(range(24)) * 9, [1] * 216, [[DROP] * TOP_K] * 216)
+    _, measured = whatif.predictions(view, windows, many, advance=lambda _: None)
+    assert 0 < measured.sum() < 216
+
+
+def test_the_profile_is_whole(profile: Profile) -> None:
+    assert profile.layer_count == LAYERS
+    assert profile.expert_count == EXPERTS
+    assert profile.top_k == TOP_K
+    for curves in (profile.skip, profile.drop):
+        assert curves.edges.shape == curves.upper.shape == (LAYERS, 5)
+        assert (np.diff(curves.upper, axis=1) >= 0).all()
+        assert (curves.upper >= curves.mean).all()
+        assert (curves.samples.sum(axis=1) >= 120).all()
+    for rows in (
+        profile.expert_transitions,
+        profile.pattern_transitions,
+        profile.pattern_share,
+    ):
+        np.testing.assert_allclose(rows.sum(axis=-1), 1.0)
+    np.testing.assert_allclose(profile.activated.sum(axis=1), TOP_K)
+    assert (np.diff(profile.active) <= 0).all()
+    assert np.isfinite(profile.exit_weight).all()
+    norms = np.linalg.norm(profile.centroids, axis=2)
+    np.testing.assert_allclose(norms, 1.0, rtol=1e-5)
+    assert profile.header.extra["control_flip_rate"] == 0.0
+    assert profile.header.extra["tokens"] == 768
+    assert profile.header.extra["exit_table"][0][0] == 0.5
+
+
+def test_profiles_survive_the_disk_and_refuse_other_models(
+    profile: Profile, model: tuple[MoEView, Any], tmp_path: Path
+) -> None:
+    profile.save(tmp_path / "p.safetensors")
+    loaded = load_profile(tmp_path / "p.safetensors")
+    assert loaded.hash == profile.hash
+    loaded.require_model(model[0].spec.model_hash, "tiny")
+    with pytest.raises(UserError, match="trimmoe calibrate"):
+        loaded.require_model("0" * 64, "another")
+
+
+def test_calibration_is_determined_by_its_seed(
+    profile: Profile, model: tuple[MoEView, Any], texts: list[str], tmp_path: Path
+) -> None:
+    again = calibrate(*model, texts, _SETTINGS, work_dir=tmp_path / "kept", progress=False)
+    assert again.hash == profile.hash
+    assert (tmp_path / "kept" / "hidden.bf16").is_file()
+    other = calibrate(*model, texts, replace(_SETTINGS, seed=1), progress=False)
+    assert other.hash != profile.hash
+
+
+def test_gates_as_importance_follow_the_letter(
+    model: tuple[MoEView, Any], texts: list[str], profile: Profile
+) -> None:
+    found = calibrate(*model, texts, replace(_SETTINGS, importance="gates"), progress=False)
+    # This model does not renormalise, so both readings agree but for rounding.
+    np.testing.assert_allclose(found.importance_quantiles, profile.importance_quantiles, atol=1e-3)
+
+
+def test_too_little_text_and_unwritable_folders_are_refused(
+    model: tuple[MoEView, Any], texts: list[str], tmp_path: Path
+) -> None:
+    with pytest.raises(UserError, match="the least"):
+        calibrate(*model, ["too short"], _SETTINGS, progress=False)
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match="working directory"):
+        calibrate(*model, texts, _SETTINGS, work_dir=tmp_path / "file", progress=False)
+
+
+def test_temporary_files_go_also_when_calibration_fails(
+    model: tuple[MoEView, Any],
+    texts: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("stopped")
+
+    monkeypatch.setattr("trimmoe.calibrate.run.calibrate_exits", fail)
+    with pytest.raises(RuntimeError, match="stopped"):
+        calibrate(*model, texts, _SETTINGS, progress=False)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_exit_confidence_and_centroids_read_the_direction_alone() -> None:
+    hidden = torch.randn(9, 8)
+    weight = torch.randn(8)
+    one, many = confidence(hidden[:1], weight, 0.3), confidence(hidden, weight, 0.3)
+    assert torch.equal(one, many[:1])
+    torch.testing.assert_close(confidence(5 * hidden, weight, 0.3), many)
+    centroids = torch.nn.functional.normalize(hidden[:4], dim=1)
+    assert nearest_centroid(3 * hidden[:4], centroids).tolist() == [0, 1, 2, 3]
+    assert confidence(torch.zeros(1, 8), weight, 0.0).item() == 0.5
+
+
+@pytest.mark.slow
+def test_the_embedded_model_calibrates(texts: list[str]) -> None:
+    from trimmoe.models.embedded import ensure_embedded_model
+
+    path = ensure_embedded_model(progress=False)
+    prose = Path(np.__file__).parent.joinpath("__init__.py").read_text(encoding="utf-8")
+    settings = CalibrationSettings(
+        tokens=2048,
+        window=256,
+        skip_samples=60,
+        drop_samples=60,
+        substitution_samples=60,
+        exit_agreement=0.3,
+    )
+    view = open_model(path, hashed=True, dtype=torch.float32)
+    found = calibrate(view, load_tokenizer(path), [prose * 2, *texts], settings, progress=False)
+    assert found.model_hash == view.spec.model_hash
+    assert found.header.extra["control_flip_rate"] < 0.005
+    mean = np.average(found.skip.mean, weights=found.skip.samples)
+    assert 0.0 < mean < 0.3
+
+
+@pytest.mark.parametrize("family", ["switch", "mixtral"])
+def test_other_families_calibrate(
+    family: str, model: tuple[MoEView, Any], texts: list[str], tmp_path: Path
+) -> None:
+    class Folded:
+        """The byte tokenizer, its ids folded into the small vocabulary."""
+
+        pad_token_id = 0
+
+        def __call__(self, text: str, **_: object) -> dict[str, list[int]]:
+            ids = model[1](text)["input_ids"]
+            return {"input_ids": [token % 60 + 1 for token in ids]}
+
+    view = open_model(checkpoints.write(family, tmp_path), hashed=True)
+    settings = replace(_SETTINGS, tokens=480, window=32, skip_samples=40, drop_samples=40)
+    found = calibrate(view, Folded(), texts, settings, progress=False)
+    assert found.layer_count == view.spec.layer_count
+    assert (found.skip.samples.sum(axis=1) > 0).all()
+    if view.spec.top_k == 1:
+        assert np.array_equal(found.drop.upper, found.skip.upper)
+    if view.spec.gates_renormalised:
+        assert (found.importance_quantiles < 1.0).all()
