@@ -96,8 +96,8 @@ def test_generate_streams_text_and_ends_with_the_ledger(made: Made, run: Run) ->
 def test_compare_writes_table_json_and_picture(made: Made, run: Run, tmp_path: Path) -> None:
     figures, picture = tmp_path / "figures.json", tmp_path / "layers.png"
     result = run(
-        "compare", "--text", made.text, *made.options(), "--passages", 3, "--context", 16,
-        "--steps", 6, "--json", figures, "--picture", picture,
+        "compare", "--text", made.text, *made.options(), "--budget", 0.05, "--passages", 3,
+        "--context", 16, "--steps", 6, "--json", figures, "--picture", picture,
     )  # fmt: skip
     assert result.code == 0, result.err
     content = json.loads(figures.read_text())

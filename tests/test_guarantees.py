@@ -46,7 +46,7 @@ def worlds(draw: st.DrawFn) -> tuple[SyntheticDriver, Plan, float, float]:
         horizon=draw(st.integers(1, 3)),
         audit_share=draw(st.sampled_from([0.0, 0.5])),
         window_tokens=draw(st.sampled_from([1, 4])),
-        exit_error=draw(st.sampled_from([None, 0.02, 0.2])),
+        exit_risk=draw(st.sampled_from([None, 0.02, 0.2])),
         importance_gate=draw(st.booleans()),
     )
     plan = random_plan(rng, model, cluster, density=draw(st.sampled_from([0.0, 0.3, 1.0])))
@@ -185,7 +185,7 @@ def test_feedback_moves_and_stays_in_its_range(field: str) -> None:
     cluster = _example_cluster(4)
     plan = random_plan(rng, model, cluster, density=0.0)
     policy: PolicySettings = replace(
-        PRESETS["trimmoe"](), window_tokens=2, audit_share=0.5, exit_error=0.3
+        PRESETS["trimmoe"](), window_tokens=2, audit_share=0.5, exit_risk=0.3
     )
     driver = SyntheticDriver(engine=make_engine(model, profile, plan, policy), rng=rng)
     driver.open(0, access=0, budget=0.02, confidence=0.9)

@@ -121,7 +121,7 @@ class Scripted:
 
 
 def scripted(world: World, skipped: set[int], **settings) -> LocalDriver:
-    policy = replace(PRESETS["trimmoe"](), audit_share=0.0, exit_error=None, **settings)
+    policy = replace(PRESETS["trimmoe"](), audit_share=0.0, exit_risk=None, **settings)
     return world.driver(policy, policy=Scripted(skipped))
 
 
@@ -193,7 +193,7 @@ def _exact_prompt(view: MoEView, cache, slot: int, prompt: list[int]) -> None:
 @pytest.mark.parametrize("name", sorted(PRESETS))
 def test_every_policy_decodes_all_sequences_and_replays(world: World, name: str) -> None:
     """The recorded events, through a fresh engine, give the same commands."""
-    settings = replace(PRESETS[name](), audit_share=0.5, exit_error=None)
+    settings = replace(PRESETS[name](), audit_share=0.5, exit_risk=None)
     driver = world.driver(settings)
     driver.log = []
     run(driver, budget=settings.budget, confidence=0.3)

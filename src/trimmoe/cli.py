@@ -54,7 +54,7 @@ Confidence = Annotated[
 Device = Annotated[str, typer.Option(help="Where the model runs, e.g. `cpu` or `cuda`.")]
 Dtype = Annotated[
     Literal["auto", "float32", "bfloat16"],
-    typer.Option(help="Arithmetic; `auto` is the checkpoint's own."),
+    typer.Option(help="Arithmetic; `auto`: float32 on a CPU, the checkpoint's own elsewhere."),
 ]
 
 
@@ -231,11 +231,14 @@ def compare(
     method: Annotated[
         list[str] | None, typer.Option(help="Repeatable; default: the four that compare fairly.")
     ] = None,
-    budget: Budget = 0.02,
+    budget: Annotated[
+        list[float] | None,
+        typer.Option(min=0.0, max=1.0, help="As in `generate`; repeatable; default: 0.02."),
+    ] = None,
     confidence: Confidence = 0.9,
-    passages: Annotated[int, typer.Option(min=1, help="Held-out passages.")] = 24,
+    passages: Annotated[int, typer.Option(min=1, help="Held-out passages.")] = 16,
     context: Annotated[int, typer.Option(min=1, help="Exact tokens before each.")] = 64,
-    steps: Annotated[int, typer.Option(min=1, help="Tokens decoded of each.")] = 64,
+    steps: Annotated[int, typer.Option(min=1, help="Tokens decoded of each.")] = 32,
     json_path: Annotated[Path | None, typer.Option("--json", help="Write the figures.")] = None,
     picture: Annotated[Path | None, typer.Option(help="Write the per-layer PNG.")] = None,
     seed: int = 0,
@@ -264,7 +267,7 @@ def compare(
     ids = load_tokenizer(path)("\n\n".join(texts), verbose=False)["input_ids"]
     settings = comparison.CompareSettings(
         methods=tuple(method) if method else possible_methods(placed, calibrated, spec),
-        budget=budget,
+        budgets=tuple(budget or (0.02,)),
         confidence=confidence,
         passages=passages,
         context=context,
@@ -296,7 +299,11 @@ def _open_view(path: str, dtype: str, device: str) -> MoEView:
 
     from trimmoe.models.load import open_model
 
-    wanted = None if dtype == "auto" else getattr(torch, dtype)
+    if dtype == "auto":
+        # In bfloat16 the mere shape of a batch flips some per cent of a small model's predictions,
+        # which would drown what is to be measured.
+        dtype = "float32" if device == "cpu" else "checkpoint"
+    wanted = None if dtype == "checkpoint" else getattr(torch, dtype)
     return open_model(path, dtype=wanted, device=device, hashed=True)
 
 

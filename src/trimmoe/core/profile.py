@@ -149,6 +149,14 @@ class Profile:
         """`exit_floor` of this profile's grid."""
         return exit_floor(self.exit_grid, self.exit_error_upper, tolerated_error)
 
+    def exit_floor_at_risk(self, risk: float) -> float:
+        """The least grid p at which, and above which, exits flip at most `risk` of all tokens.
+
+        The bound is that of the conditional error times the share of tokens that exit; unlike
+        the conditional error it falls with p. Infinite, so that nothing exits, if none will do.
+        """
+        return exit_floor(self.exit_grid, self.exit_error_upper * self.exit_rate, risk)
+
     def require_model(self, model_hash: str, model_name: str) -> None:
         """Raise `UserError` unless the profile was made from the model with this hash."""
         assert model_hash, "open the model with its hash to check what a profile is of"

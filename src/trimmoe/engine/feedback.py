@@ -116,7 +116,8 @@ def _exit_raise(feedback: Feedback, settings: PolicySettings) -> float:
                 return above
             error = window.exit_confidence / window.exits - (settings.confidence + above)
         case ExitRule.AUDITED:
-            if not window.audits or settings.exit_error is None:
+            if not window.audits or settings.exit_risk is None:
                 return above
-            error = window.false_exits / window.audits - settings.exit_error
+            due = (window.exits + window.audits) / window.tokens
+            error = window.false_exits / window.audits * due - settings.exit_risk
     return float(np.clip(above + settings.exit_step * error, 0.0, 1.0))

@@ -80,10 +80,10 @@ class Engine:
         return state.with_accounts({event.sequence: account})
 
     def _needed(self, confidence: float) -> float:
-        """p_J, raised to where calibration bounds the exit error by what is tolerated."""
-        if self.settings.exit_error is None:
+        """p_J, raised to where calibration bounds what exits flip by what is tolerated."""
+        if self.settings.exit_risk is None:
             return confidence
-        return max(confidence, self.profile.exit_floor(self.settings.exit_error))
+        return max(confidence, self.profile.exit_floor_at_risk(self.settings.exit_risk))
 
     def _arrived(self, state: EngineState, event: TokensArrived) -> Step:
         accounts = [state.accounts[sequence] for sequence in event.sequences]

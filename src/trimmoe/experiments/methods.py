@@ -43,11 +43,16 @@ def find_method(name: str) -> Method:
 
 
 def configured(method: Method, *, budget: float, confidence: float) -> PolicySettings:
-    """The method's policy with the user's budget and confidence, where it spends any."""
+    """The method's policy with the user's budget and confidence, where it spends any.
+
+    Exits are not charged to the budget but held to half of it: so many of all tokens may they
+    flip, by their error measured in calibration, where a policy looks at it.
+    """
     settings = method.settings()
     if settings.levers.lossless:
         return settings
-    return replace(settings, budget=budget, confidence=confidence)
+    exit_risk = None if settings.exit_risk is None else budget / 2
+    return replace(settings, budget=budget, confidence=confidence, exit_risk=exit_risk)
 
 
 def possible_methods(plan: Plan, profile: Profile, model: ModelSpec) -> tuple[str, ...]:

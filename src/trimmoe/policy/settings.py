@@ -54,9 +54,9 @@ class PolicySettings:
     importance_gate: bool = False
     """Admit skips and drops only below the thresholds theta_l (24). Off, the budget and the price
     of quality decide alone, so that a dear skip can still save a dearer hop."""
-    exit_error: float | None = 0.02
-    """P(prediction differs | exit) tolerated: p is raised to where calibration bounds the error by
-    this, whatever the confidence asked for, and audits steer toward it. None trusts the scores."""
+    exit_risk: float | None = 0.01
+    """Share of all tokens that exits may flip: p is raised to where calibration bounds it by this,
+    whatever the confidence asked for, and audits steer toward it. None trusts the scores."""
     budget_rule: BudgetRule = BudgetRule.BUCKET
     weight_rule: WeightRule = WeightRule.STEER
     exit_rule: ExitRule = ExitRule.AUDITED
@@ -87,7 +87,7 @@ def paper() -> PolicySettings:
         levers=Levers(drop_slots=False),
         accounting=Accounting.MIGRATE,
         importance_gate=True,
-        exit_error=None,
+        exit_risk=None,
         budget_rule=BudgetRule.EVEN,
         weight_rule=WeightRule.PAPER,
         exit_rule=ExitRule.PAPER,
