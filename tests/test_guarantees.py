@@ -190,7 +190,7 @@ def test_feedback_moves_and_stays_in_its_range(field: str) -> None:
     driver = SyntheticDriver(engine=make_engine(model, profile, plan, policy), rng=rng)
     driver.open(0, access=0, budget=0.02, confidence=0.9)
     seen = []
-    for _ in range(60):
+    for _ in range(200):
         driver.decode((0,))
         seen.append(getattr(driver.state.feedback, field))
     assert len(set(seen)) > 3
