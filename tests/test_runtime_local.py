@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -82,7 +83,7 @@ def run(
 
 def test_exact_execution_is_transformers_greedy_token_for_token(world: World) -> None:
     made, _ = run(world.driver(PRESETS["exact"]()), budget=0.0, confidence=2.0)
-    reference = Qwen2MoeForCausalLM.from_pretrained(world.folder)
+    reference: Any = Qwen2MoeForCausalLM.from_pretrained(world.folder)
     for prompt, tokens in zip(PROMPTS, made, strict=True):
         ids = torch.tensor([prompt])
         expected = reference.generate(
@@ -129,7 +130,7 @@ def test_a_skipped_layer_takes_the_residual_and_the_shared_expert(world: World) 
     """Against transformers with the routed experts of that layer silenced after the prompt."""
     skipped = 2
     made, steps = run(scripted(world, {skipped}), budget=0.0, confidence=2.0, new=4)
-    reference = Qwen2MoeForCausalLM.from_pretrained(world.folder)
+    reference: Any = Qwen2MoeForCausalLM.from_pretrained(world.folder)
     for sequence, (prompt, tokens) in enumerate(zip(PROMPTS, made, strict=True)):
         cache = reference(torch.tensor([prompt]), use_cache=True).past_key_values
         with _silenced(reference.model.layers[skipped].mlp.experts):

@@ -6,6 +6,7 @@ import json
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -58,7 +59,8 @@ class Student:
         rotary = Rotary(geometry, tokens.shape[1])
         hidden = functional.embedding(tokens, self.embed)
         balance, drift = [], []
-        for layer, anchor in zip(self.layers, self.anchors, strict=True):
+        blocks: Any = self.layers  # A module list's items are not typed.
+        for layer, anchor in zip(blocks, self.anchors, strict=True):
             merged: Layer = layer.merged()
             x = norm(hidden, merged.input_norm, eps)
             hidden = hidden + attention(x, merged, rotary, geometry)

@@ -13,7 +13,7 @@ import math
 import random
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import typer
@@ -48,7 +48,7 @@ def dense_perplexity(bench: Bench, windows: torch.Tensor) -> float:
 @torch.inference_mode()
 def samples(checkpoint: Path) -> dict[str, str]:
     """Greedy continuations in transformers, from the checkpoint as any user would load it."""
-    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.bfloat16).eval()
+    model: Any = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.bfloat16).eval()
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)
     found = {}
     for prompt in PROMPTS:
@@ -60,7 +60,7 @@ def samples(checkpoint: Path) -> dict[str, str]:
 
 @torch.inference_mode()
 def perplexity_in_transformers(checkpoint: Path, windows: torch.Tensor) -> float:
-    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.bfloat16).eval()
+    model: Any = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.bfloat16).eval()
     losses = [model(window[None], labels=window[None]).loss for window in windows]
     return math.exp(torch.stack(losses).mean().item())
 

@@ -36,11 +36,15 @@ class Weights:
 
     def step_cost(self, delay_s: FloatArray, loss: FloatArray) -> FloatArray:
         """f of (31) and (32), same shape as the arguments."""
-        relative_loss = loss / self.budget if self.budget > 0 else np.where(loss > 0, np.inf, 0.0)
-        weighted_loss = np.multiply(
-            self.loss_weight, relative_loss, where=loss > 0, out=np.zeros_like(loss)
-        )
-        return (1.0 - self.loss_weight) * delay_s / self.reference_s + weighted_loss
+        # Zero weights must not meet infinities: an action that does not exist stays infinite, and
+        # without a budget any loss is.
+        exists = np.isfinite(delay_s)
+        delay = np.where(exists, delay_s, 0.0) / self.reference_s
+        if self.budget > 0:
+            loss_cost = self.loss_weight * loss / self.budget
+        else:
+            loss_cost = np.where(loss > 0, np.inf, 0.0)
+        return np.where(exists, (1.0 - self.loss_weight) * delay + loss_cost, np.inf)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -116,8 +116,9 @@ def _exit_raise(feedback: Feedback, settings: PolicySettings) -> float:
                 return above
             error = window.exit_confidence / window.exits - (settings.confidence + above)
         case ExitRule.AUDITED:
-            if not window.audits or settings.exit_risk is None:
+            if settings.exit_risk is None or (window.exits and not window.audits):
                 return above
+            # Where nothing was due to exit nothing flipped: too high a threshold comes down again.
             due = (window.exits + window.audits) / window.tokens
-            error = window.false_exits / window.audits * due - settings.exit_risk
+            error = due * window.false_exits / max(window.audits, 1) - settings.exit_risk
     return float(np.clip(above + settings.exit_step * error, 0.0, 1.0))
