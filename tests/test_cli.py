@@ -88,7 +88,7 @@ def test_generate_streams_text_and_ends_with_the_ledger(made: Made, run: Run) ->
     result = run("generate", "Hello", *made.options(), "--access", names[1], "--max-new-tokens", 5)
     assert result.code == 0
     assert result.out.startswith("Hello")
-    for heading in ("run", "remote", "subst.", "skip", "exit", "hops", "bytes", "ms", "budget"):
+    for heading in ("run", "remote", "subst.", "skip", "exit", "hops", "kB", "ms", "budget"):
         assert heading in result.out
     assert "4 tokens decoded" in result.out
 

@@ -46,9 +46,10 @@ def _token_table(pieces: Sequence[tuple[str, Ledger]]) -> Table:
         title="Layers of each token by what became of them, and what the token cost",
         caption="run: executed; of these remote and subst. (some slot remote, substituted)",
         box=box.SIMPLE_HEAD,
+        padding=0,
     )
     table.add_column("token", no_wrap=True, max_width=14)
-    for column in ("run", "remote", "subst.", "skip", "exit", "hops", "bytes", "ms", "budget"):
+    for column in ("run", "remote", "subst.", "skip", "exit", "hops", "kB", "ms", "budget"):
         table.add_column(column, justify="right", no_wrap=True)
     for text, ledger in pieces:
         kinds = ledger.kinds.sum(0)
@@ -61,7 +62,7 @@ def _token_table(pieces: Sequence[tuple[str, Ledger]]) -> Table:
             str(kinds[Kind.SKIPPED]),
             str(kinds[Kind.EXITED]),
             str(ledger.hops),
-            str(ledger.total_bytes),
+            f"{ledger.total_bytes / 1e3:.1f}",
             f"{ledger.delay_s * 1e3:.1f}",
             f"{ledger.loss:.4f}",
         )
