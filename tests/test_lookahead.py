@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from factories import clusters, models_with_profiles
 from synthetic import make_engine, random_plan
+from trimmoe.cost.actions import Levers
 from trimmoe.cost.lookahead import IMPORTANCE_DECILES, LookAhead, Place, first_expert_first
 from trimmoe.policy.settings import PRESETS
 from trimmoe.policy.trim import TrimPolicy
@@ -110,11 +111,18 @@ def test_memo_and_vectors_change_nothing(modelled, cluster, preset, budget, hori
     st.integers(0, 2**32 - 1),
 )
 def test_rounded_allowances_never_promise_a_lower_cost(modelled, cluster, budget, seed) -> None:
-    """Rounded down, the look-ahead can only be too cautious."""
+    """Rounded down, the look-ahead can only be too cautious.
+
+    Without the gate of (35): it forbids a skip where a local action is affordable, so with it a
+    larger allowance may leave fewer actions and cost more, rounded or not.
+    """
     model, profile = modelled
     rng = np.random.default_rng(seed)
     plan = random_plan(rng, model, cluster)
-    engine = make_engine(model, profile, plan, replace(PRESETS["trimmoe"](), budget=budget))
+    policy = replace(
+        PRESETS["trimmoe"](), budget=budget, levers=Levers(skip_needs_transmission=False)
+    )
+    engine = make_engine(model, profile, plan, policy)
     assert isinstance(engine.policy, TrimPolicy)
     coarse = engine.policy.lookahead
     exact = replace(coarse, allowance_step=None, _values={})
