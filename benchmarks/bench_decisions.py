@@ -19,10 +19,11 @@ import numpy as np
 
 import trimmoe
 from factories import random_cluster, random_model_spec, random_profile
-from synthetic import make_engine, random_plan
+from synthetic import random_plan
 from trimmoe.core.artifact import written_whole
 from trimmoe.core.profile import Profile
 from trimmoe.core.specs import FloatArray
+from trimmoe.experiments.methods import make_engine
 from trimmoe.policy.base import Observation
 from trimmoe.policy.settings import trimmoe as default_policy
 from trimmoe.policy.trim import TrimPolicy
@@ -83,7 +84,7 @@ def measure(repeats: int) -> list[dict[str, Any]]:
     rows = []
     for horizon in (1, 2, 3, 4):
         settings = replace(default_policy(), horizon=horizon)
-        policy = make_engine(model, profile, plan, settings).policy
+        policy = make_engine(plan, profile, model, settings).policy
         assert isinstance(policy, TrimPolicy)
         tokens = rng.dirichlet(np.full(8, 0.5), repeats)
         literal = []

@@ -28,8 +28,6 @@ from trimmoe.core.plan import Plan, plan_header
 from trimmoe.core.profile import Profile
 from trimmoe.core.specs import ClusterSpec, ModelSpec
 from trimmoe.engine.step import Engine
-from trimmoe.policy.build import deploy, make_policy
-from trimmoe.policy.settings import PolicySettings
 
 
 def random_plan(
@@ -49,19 +47,6 @@ def random_plan(
         hosts=hosts,
         routes=rng.integers(cluster.server_count, size=(cluster.server_count, model.layer_count)),
         expert_capacity_bytes=np.full(cluster.server_count, 2**50),
-    )
-
-
-def make_engine(model: ModelSpec, profile: Profile, plan: Plan, settings: PolicySettings) -> Engine:
-    """An engine on a plan."""
-    deployment = deploy(plan, profile, model, settings.accounting)
-    return Engine(
-        policy=make_policy(deployment, profile, settings),
-        settings=settings,
-        profile=profile,
-        cost=deployment.cost,
-        routes=deployment.routes,
-        reference_s=deployment.reference_s,
     )
 
 

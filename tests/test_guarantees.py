@@ -19,11 +19,12 @@ from factories import (
     random_model_spec,
     random_profile,
 )
-from synthetic import SyntheticDriver, Trajectory, hostile, make_engine, random_plan
+from synthetic import SyntheticDriver, Trajectory, hostile, random_plan
 from trimmoe.core.ledger import Kind
 from trimmoe.core.plan import Plan
 from trimmoe.core.profile import Profile
 from trimmoe.cost.model import Accounting
+from trimmoe.experiments.methods import make_engine
 from trimmoe.policy.settings import PRESETS, BudgetRule, PolicySettings
 
 TOKENS = 6
@@ -50,7 +51,7 @@ def worlds(draw: st.DrawFn) -> tuple[SyntheticDriver, Plan, float, float]:
         importance_gate=draw(st.booleans()),
     )
     plan = random_plan(rng, model, cluster, density=draw(st.sampled_from([0.0, 0.3, 1.0])))
-    driver = SyntheticDriver(engine=make_engine(model, profile, plan, policy), rng=rng)
+    driver = SyntheticDriver(engine=make_engine(plan, profile, model, policy), rng=rng)
     driver.importance_scale = draw(st.sampled_from([0.01, 1.0]))
     sequences = tuple(range(draw(st.integers(1, 3))))
     for sequence in sequences:
@@ -170,7 +171,7 @@ def test_without_budget_and_exits_every_token_runs_exactly(modelled, cluster, se
     rng = np.random.default_rng(seed)
     plan = random_plan(rng, model, cluster)
     policy = replace(PRESETS["trimmoe"](), budget=0.0)
-    driver = SyntheticDriver(engine=make_engine(model, profile, plan, policy), rng=rng)
+    driver = SyntheticDriver(engine=make_engine(plan, profile, model, policy), rng=rng)
     driver.open(0, access=0, budget=0.0, confidence=2.0)
     for trajectory in [driver.decode((0,))[0] for _ in range(3)]:
         assert trajectory.exit_layer == model.layer_count
@@ -187,7 +188,7 @@ def test_feedback_moves_and_stays_in_its_range(field: str) -> None:
     policy: PolicySettings = replace(
         PRESETS["trimmoe"](), window_tokens=2, audit_share=0.5, exit_risk=0.3
     )
-    driver = SyntheticDriver(engine=make_engine(model, profile, plan, policy), rng=rng)
+    driver = SyntheticDriver(engine=make_engine(plan, profile, model, policy), rng=rng)
     driver.open(0, access=0, budget=0.02, confidence=0.9)
     seen = []
     for _ in range(200):

@@ -10,9 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from factories import clusters, models_with_profiles
-from synthetic import make_engine, random_plan
+from synthetic import random_plan
 from trimmoe.cost.actions import Levers
 from trimmoe.cost.lookahead import IMPORTANCE_DECILES, LookAhead, Place, first_expert_first
+from trimmoe.experiments.methods import make_engine
 from trimmoe.policy.settings import PRESETS
 from trimmoe.policy.trim import TrimPolicy
 
@@ -89,7 +90,7 @@ def test_memo_and_vectors_change_nothing(modelled, cluster, preset, budget, hori
     model, profile = modelled
     rng = np.random.default_rng(seed)
     plan = random_plan(rng, model, cluster)
-    engine = make_engine(model, profile, plan, replace(PRESETS[preset](), budget=budget))
+    engine = make_engine(plan, profile, model, replace(PRESETS[preset](), budget=budget))
     assert isinstance(engine.policy, TrimPolicy)
     look = replace(engine.policy.lookahead, allowance_step=None, _values={})
     access = int(rng.integers(cluster.server_count))
@@ -122,7 +123,7 @@ def test_rounded_allowances_never_promise_a_lower_cost(modelled, cluster, budget
     policy = replace(
         PRESETS["trimmoe"](), budget=budget, levers=Levers(skip_needs_transmission=False)
     )
-    engine = make_engine(model, profile, plan, policy)
+    engine = make_engine(plan, profile, model, policy)
     assert isinstance(engine.policy, TrimPolicy)
     coarse = engine.policy.lookahead
     exact = replace(coarse, allowance_step=None, _values={})

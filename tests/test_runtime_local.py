@@ -13,12 +13,13 @@ from transformers import Qwen2MoeForCausalLM
 
 import checkpoints
 from factories import random_cluster, random_profile
-from synthetic import make_engine, random_plan
+from synthetic import random_plan
 from tiny import write_tiny_checkpoint
 from trimmoe.core.events import Complete
 from trimmoe.core.ledger import Kind
 from trimmoe.core.plan import Plan
 from trimmoe.core.profile import Profile
+from trimmoe.experiments.methods import make_engine
 from trimmoe.models.base import MoEView
 from trimmoe.models.exact import greedy
 from trimmoe.models.load import open_model
@@ -38,7 +39,7 @@ class World:
     plan: Plan
 
     def driver(self, settings: PolicySettings, **engine_changes) -> LocalDriver:
-        engine = make_engine(self.view.spec, self.profile, self.plan, settings)
+        engine = make_engine(self.plan, self.profile, self.view.spec, settings)
         engine = replace(engine, **engine_changes)
         return LocalDriver(self.view, self.profile, engine, slots=len(PROMPTS), seed=3)
 

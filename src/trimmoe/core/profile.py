@@ -145,10 +145,6 @@ class Profile:
     def model_hash(self) -> str:
         return self.header.input_hashes["model"]
 
-    def exit_floor(self, tolerated_error: float) -> float:
-        """`exit_floor` of this profile's grid."""
-        return exit_floor(self.exit_grid, self.exit_error_upper, tolerated_error)
-
     def exit_floor_at_risk(self, risk: float) -> float:
         """The least grid p at which, and above which, exits flip at most `risk` of all tokens.
 
