@@ -20,6 +20,7 @@ from .network import (
     Layer,
     Rotary,
     StudentLayer,
+    Trim,
     attention,
     balance_loss,
     dense_ffn,
@@ -40,6 +41,16 @@ class DistillSettings:
     balance_weight: float = 0.01
     anchor_weight: float = 0.02
     clip: float = 1.0
+    skip_share: float = 0.03
+    """Token-layers whose routed experts are left out in half of the windows, more often where
+    the router's mass is low: the model learns to do without, and which layers it can."""
+    drop_share: float = 0.06
+    """Token-layers of the same windows that lose one activated expert."""
+    exit_weight: float = 0.5
+    """Most that the divergence of the output head on one late layer's state, drawn anew in every
+    step, may count against the final one."""
+    exit_from: float = 0.7
+    """Depth from which layers are late."""
 
 
 class Student:
@@ -52,24 +63,28 @@ class Student:
         self.embed, self.final_norm = dense["embed"].to(BF16), dense["norm"].to(BF16)
         self.anchors = [layer.router.detach().to(BF16).clone() for layer in layers]
 
-    def run(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Tokens (windows, length) -> normed final states, and per layer the balance loss and
-        the distance from the first stage's router."""
+    def run(
+        self, tokens: torch.Tensor, trim: Trim, *, early: int
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Tokens (windows, length) -> normed final states, normed states after layer `early`,
+        and per layer the balance loss and the distance from the first stage's router."""
         geometry, eps = self.geometry, self.geometry.norm_eps
         rotary = Rotary(geometry, tokens.shape[1])
         hidden = functional.embedding(tokens, self.embed)
-        balance, drift = [], []
+        balance, drift, left = [], [], hidden
         blocks: Any = self.layers  # A module list's items are not typed.
-        for layer, anchor in zip(blocks, self.anchors, strict=True):
+        for index, (layer, anchor) in enumerate(zip(blocks, self.anchors, strict=True)):
             merged: Layer = layer.merged()
             x = norm(hidden, merged.input_norm, eps)
             hidden = hidden + attention(x, merged, rotary, geometry)
             x = norm(hidden, merged.post_norm, eps)
-            output, probabilities, mask = layer(x, merged)
+            output, probabilities, mask = layer(x, merged, trim)
             hidden = hidden + output
+            left = hidden if index == early else left
             balance.append(balance_loss(probabilities, mask))
             drift.append(router_drift(x, anchor, probabilities))
-        return norm(hidden, self.final_norm, eps), torch.stack(balance), torch.stack(drift)
+        states, early_states = (norm(each, self.final_norm, eps) for each in (hidden, left))
+        return states, early_states, torch.stack(balance), torch.stack(drift)
 
 
 @torch.no_grad()
@@ -145,15 +160,29 @@ def _step(
 ) -> tuple[float, dict[str, float]]:
     """Gradients of one batch; KL on a random part of the positions."""
     goal = dense_states(batch, teacher, student.embed, student.final_norm, student.geometry)
-    states, balance, drift = student.run(batch)
     generator = torch.Generator().manual_seed(seed)
+    trim = Trim(skip_share=settings.skip_share, drop_share=settings.drop_share, generator=generator)
+    layers = student.geometry.layers
+    early = int(
+        torch.randint(int(layers * settings.exit_from), layers - 1, (), generator=generator)
+    )
+    states, early_states, balance, drift = student.run(batch, trim, early=early)
     count = settings.positions * len(batch)
     chosen = torch.randperm(batch.numel(), generator=generator)[:count]
-    flat = states.flatten(0, 1)[chosen]
-    loss, gradient = divergence(flat.detach(), goal.flatten(0, 1)[chosen], student.embed)
+    flat, goal = states.flatten(0, 1)[chosen], goal.flatten(0, 1)[chosen]
+    loss, gradient = divergence(flat.detach(), goal, student.embed)
+    some = count // 4
+    early_flat = early_states.flatten(0, 1)[chosen[:some]]
+    early_loss, early_gradient = divergence(early_flat.detach(), goal[:some], student.embed)
+    early_weight = settings.exit_weight * min(1.0, loss / early_loss)
     side = settings.balance_weight * balance.sum() + settings.anchor_weight * drift.sum()
-    torch.autograd.backward([flat, side], [gradient, torch.ones_like(side)])
+    torch.autograd.backward(
+        [flat, early_flat, side],
+        [gradient, early_weight * early_gradient, torch.ones_like(side)],
+    )
     return loss, {
+        "early_layer": early,
+        "early_kl": round(early_loss, 4),
         "balance": round(balance.mean().item(), 4),
         "balance_max": round(balance.max().item(), 4),
         "drift": round(drift.mean().item(), 4),

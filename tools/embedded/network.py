@@ -103,6 +103,35 @@ def gated_ffn(
     return functional.linear(torch.cat([shared, routed], dim=-1), layer.down)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Trim:
+    """Random trimming while training, in every second window."""
+
+    skip_share: float
+    drop_share: float
+    generator: torch.Generator
+
+    def kept(self, gates: torch.Tensor) -> torch.Tensor:
+        """1 where an expert still runs, for gates (windows, length, experts)."""
+        windows, length, experts = gates.shape
+        mass = gates.sum(-1)
+        # Lowest mass: twice the share; highest: never.
+        rank = mass.flatten().argsort().argsort().view(windows, length) / mass.numel()
+        draws = torch.rand((3, windows, length), generator=self.generator)
+        skipped = draws[0] < 2 * self.skip_share * (1 - rank)
+        dropped = (draws[1] < self.drop_share)[..., None] & _nth_active(gates, draws[2])
+        trimmed = skipped[..., None] | dropped
+        trimmed[::2] = False
+        return (~trimmed).expand(windows, length, experts).to(gates.dtype)
+
+
+def _nth_active(gates: torch.Tensor, draw: torch.Tensor) -> torch.Tensor:
+    """A one-hot mask of one selected expert per token, drawn by numbers in [0, 1)."""
+    active = (gates > 0).float().cumsum(-1)
+    wanted = (draw * active[..., -1]).floor() + 1
+    return (active == wanted[..., None]) & (gates > 0)
+
+
 class StudentLayer(nn.Module):
     """One carved layer: frozen base in the new order, trained router, scales and LoRA factors."""
 
@@ -143,12 +172,15 @@ class StudentLayer(nn.Module):
         return Layer(**{n: self.matrix(n) for n in self.base}, **self.norms)
 
     def forward(
-        self, x: torch.Tensor, layer: Layer | None = None
+        self, x: torch.Tensor, layer: Layer | None = None, trim: Trim | None = None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Normed input -> output, router probabilities, selection mask."""
+        """Normed input -> output, router probabilities, selection mask before any trimming."""
         layer = layer or self.merged()
         probabilities, mask = routing(x, self.router.to(BF16), self.geometry.top_k)
-        output = gated_ffn(x, layer, probabilities * mask, self.geometry)
+        gates = probabilities * mask
+        if trim is not None:
+            gates = gates * trim.kept(gates.detach())
+        output = gated_ffn(x, layer, gates, self.geometry)
         return output, probabilities, mask
 
 
