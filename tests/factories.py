@@ -93,6 +93,7 @@ def random_profile(
     bins: int = 8,
     centroids: int = 5,
     grid: int = 9,
+    classes: int = 2,
 ) -> Profile:
     """A full profile of `model` whose fields agree with one another.
 
@@ -105,8 +106,8 @@ def random_profile(
     theta = rng.uniform(0.0, 0.8, model.layer_count)
     return Profile(
         header=_header(model, int(rng.integers(2**31))),
-        skip=_random_curves(rng, model.layer_count, bins),
-        drop=_random_curves(rng, model.layer_count, bins),
+        skip=_random_curves(rng, model.layer_count, classes, bins),
+        drop=_random_curves(rng, model.layer_count, classes, bins),
         importance_quantiles=_importance_quantiles(share, importance),
         theta=theta,
         expert_transitions=_expert_transitions(model, codebook, mass, share, transitions),
@@ -117,7 +118,8 @@ def random_profile(
         pattern_importance=importance,
         pattern_coverage=rng.uniform(0.5, 1.0, model.layer_count),
         **_exit_fields(rng, model, grid),
-        **_substitution_fields(rng, model),
+        **_steadiness_fields(rng, model, classes),
+        **_substitution_fields(rng, model, classes),
         **_execution_fields(rng, model, codebook, share, importance, theta),
         **_centroid_fields(rng, model, centroids),
     )
@@ -143,32 +145,48 @@ def _exit_fields(rng: np.random.Generator, model: ModelSpec, grid: int) -> dict:
     }
 
 
-def _random_curves(rng: np.random.Generator, layers: int, bins: int) -> LossCurves:
-    edges = np.sort(rng.uniform(0.0, 1.0, (layers, bins)), axis=1)
-    edges[:, -1] = 1.0
-    mean = np.sort(rng.uniform(0.0, 0.3, (layers, bins)), axis=1)
+def _random_curves(rng: np.random.Generator, layers: int, classes: int, bins: int) -> LossCurves:
+    shape = (layers, classes, bins)
+    edges = np.sort(rng.uniform(0.0, 1.0, (layers, 1, bins)), axis=2)
+    edges[..., -1] = 1.0
+    mean = np.sort(rng.uniform(0.0, 0.3, shape), axis=2)
     return LossCurves(
-        edges=edges,
+        edges=np.broadcast_to(edges, shape).copy(),
         mean=mean,
-        upper=np.minimum(mean + rng.uniform(0.0, 0.1, (layers, 1)), 1.0),
-        samples=rng.integers(10, 1000, (layers, bins)),
+        upper=np.minimum(mean + rng.uniform(0.0, 0.1, (layers, classes, 1)), 1.0),
+        samples=rng.integers(10, 1000, shape),
     )
 
 
-def _substitution_fields(rng: np.random.Generator, model: ModelSpec) -> dict:
+def _steadiness_fields(rng: np.random.Generator, model: ModelSpec, classes: int) -> dict:
+    layers = model.layer_count
+    hazard = rng.uniform(0.0, 0.5, (layers + 1, layers))
+    hazard[:, -1] = 1.0
+    return {
+        "steady_weight": rng.normal(size=(layers, model.hidden_size)).astype(np.float32),
+        "steady_bias": rng.normal(size=layers).astype(np.float32),
+        "steady_edges": np.sort(rng.normal(size=(layers, classes - 1)), axis=1),
+        "class_share": rng.dirichlet(np.full(classes, 3.0), layers),
+        "exit_hazard": hazard,
+    }
+
+
+def _substitution_fields(rng: np.random.Generator, model: ModelSpec, classes: int) -> dict:
     experts = model.expert_count
     shape = (model.layer_count, experts, experts)
+    by_class = (model.layer_count, classes, experts, experts)
     itself = np.broadcast_to(np.eye(experts, dtype=bool), shape)
     direction = rng.normal(size=(model.layer_count, experts, 3))
     direction /= np.linalg.norm(direction, axis=-1, keepdims=True)
     similarity = np.clip(direction @ direction.transpose(0, 2, 1), -1.0, 1.0)
     similarity[itself] = 1.0
-    loss = np.clip((1.0 - similarity) / 2.0 * rng.uniform(0.1, 1.0, shape), 0.0, 1.0)
-    loss[itself] = 0.0
+    distance = (1.0 - similarity[:, None]) / 2.0
+    loss = np.clip(distance * rng.uniform(0.1, 1.0, by_class), 0.0, 1.0)
+    loss[np.broadcast_to(itself[:, None], by_class)] = 0.0
     return {
         "similarity": similarity,
         "substitution_loss": loss,
-        "substitution_samples": rng.integers(0, 500, shape),
+        "substitution_samples": rng.integers(0, 500, by_class),
         "feasible": (similarity > rng.uniform(0.0, 0.8, (model.layer_count, 1, 1))) | itself,
     }
 
@@ -318,4 +336,5 @@ def models_with_profiles(
     """A model and a profile of it."""
     model = draw(model_specs(max_layers=max_layers, max_experts=max_experts, unequal=unequal))
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
-    return model, random_profile(rng, model, patterns=draw(st.integers(1, 12)))
+    patterns, classes = draw(st.integers(1, 12)), draw(st.integers(1, 3))
+    return model, random_profile(rng, model, patterns=patterns, classes=classes)

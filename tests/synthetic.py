@@ -59,6 +59,7 @@ class Visit:
     targets: np.ndarray
     masses: np.ndarray
     importance: float
+    steadiness: int
     slot_expert: np.ndarray
     slot_server: np.ndarray
     confidence: float
@@ -129,6 +130,7 @@ class SyntheticDriver:
         chosen = np.argsort(-probabilities, axis=1)[:, : profile.top_k]
         masses = np.take_along_axis(probabilities, chosen, axis=1)
         importance = np.minimum(masses.sum(1), 1.0)
+        steadiness = self.rng.integers(profile.class_count, size=count)
         for at, row in enumerate(rows):
             wave[row].visits.append(
                 Visit(
@@ -137,12 +139,19 @@ class SyntheticDriver:
                     targets=chosen[at],
                     masses=masses[at],
                     importance=float(importance[at]),
+                    steadiness=int(steadiness[at]),
                     slot_expert=np.full(profile.top_k, -1),
                     slot_server=np.zeros(profile.top_k, dtype=int),
                     confidence=-np.inf,
                 )
             )
-        return Routed(wave=7, experts=chosen, masses=masses, importance=importance)
+        return Routed(
+            wave=7,
+            experts=chosen,
+            masses=masses,
+            importance=importance,
+            steadiness=steadiness,
+        )
 
     def _execute(self, command: Execute, wave: list[Trajectory]) -> Executed:
         rows = command.rows.tolist()
@@ -169,8 +178,10 @@ def hostile(rng: np.random.Generator, profile: Profile) -> Profile:
         skip=lying,
         drop=lying,
         theta=rng.random(layers) * 2,
-        substitution_loss=rng.random((layers, experts, experts)) * rng.choice([0.0, 0.01, 1.0]),
+        substitution_loss=rng.random(profile.substitution_loss.shape)
+        * rng.choice([0.0, 0.01, 1.0]),
         feasible=rng.random((layers, experts, experts)) < 0.5,
         pattern_transitions=rng.dirichlet(np.ones(patterns), (max(layers - 1, 0), patterns)),
         exit_error_upper=rng.random(profile.exit_error_upper.shape),
+        exit_hazard=rng.random(profile.exit_hazard.shape),
     )

@@ -162,10 +162,10 @@ def test_the_profile_is_whole(profile: Profile) -> None:
     assert profile.expert_count == EXPERTS
     assert profile.top_k == TOP_K
     for curves in (profile.skip, profile.drop):
-        assert curves.edges.shape == curves.upper.shape == (LAYERS, 5)
-        assert (np.diff(curves.upper, axis=1) >= 0).all()
+        assert curves.edges.shape == curves.upper.shape == (LAYERS, 1, 5)
+        assert (np.diff(curves.upper, axis=2) >= 0).all()
         assert (curves.upper >= curves.mean).all()
-        assert (curves.samples.sum(axis=1) >= 120).all()
+        assert (curves.samples.sum(axis=(1, 2)) >= 120).all()
     for rows in (
         profile.expert_transitions,
         profile.pattern_transitions,
@@ -288,7 +288,7 @@ def test_other_families_calibrate(
     settings = replace(_SETTINGS, tokens=480, window=32, skip_samples=40, drop_samples=40)
     found = calibrate(view, Folded(), texts, settings, progress=False)
     assert found.layer_count == view.spec.layer_count
-    assert (found.skip.samples.sum(axis=1) > 0).all()
+    assert (found.skip.samples.sum(axis=(1, 2)) > 0).all()
     if view.spec.top_k == 1:
         assert np.array_equal(found.drop.upper, found.skip.upper)
     if view.spec.gates_renormalised:

@@ -22,7 +22,7 @@ from factories import (
 from synthetic import SyntheticDriver, Trajectory, hostile, random_plan
 from trimmoe.core.ledger import Kind
 from trimmoe.core.plan import Plan
-from trimmoe.core.profile import Profile
+from trimmoe.core.profile import LossCurves, Profile
 from trimmoe.cost.model import Accounting
 from trimmoe.experiments.methods import make_engine
 from trimmoe.policy.settings import PRESETS, BudgetRule, PolicySettings
@@ -44,7 +44,7 @@ def worlds(draw: st.DrawFn) -> tuple[SyntheticDriver, Plan, float, float]:
     policy = replace(
         PRESETS[draw(st.sampled_from(sorted(PRESETS)))](),
         budget=budget,
-        horizon=draw(st.integers(1, 3)),
+        horizon=draw(st.sampled_from([1, 2, 3, None])),
         audit_share=draw(st.sampled_from([0.0, 0.5])),
         window_tokens=draw(st.sampled_from([1, 4])),
         exit_risk=draw(st.sampled_from([None, 0.02, 0.2])),
@@ -70,7 +70,7 @@ def test_the_quality_budget_is_never_exceeded_at_any_prefix(world) -> None:
     even = driver.engine.settings.budget_rule is BudgetRule.EVEN
     spent: dict[int, float] = {}
     for count, trajectory in _by_sequence(driver):
-        loss = true_loss(trajectory, driver.engine.profile)
+        loss = true_loss(trajectory, driver.engine.profile, driver.engine.settings)
         assert trajectory.ledger is not None
         assert loss == pytest.approx(trajectory.ledger.loss, abs=ROUNDING)
         spent[trajectory.sequence] = spent.get(trajectory.sequence, 0.0) + loss
@@ -200,20 +200,35 @@ def test_feedback_moves_and_stays_in_its_range(field: str) -> None:
     assert max(seen) <= 1.0
 
 
-def true_loss(trajectory: Trajectory, profile: Profile) -> float:
+def true_loss(trajectory: Trajectory, profile: Profile, policy: PolicySettings) -> float:
     """The proxy degradation (17) of what really ran, recomputed slot by slot."""
+    skip, drop, substitution = profile.skip, profile.drop, profile.substitution_loss
+    if not policy.steadiness:
+        share = profile.class_share
+        skip, drop = skip.pooled(share), drop.pooled(share)
+        substitution = (share[:, :, None, None] * substitution).sum(1, keepdims=True)
     loss = 0.0
     for visit in trajectory.visits:
-        layer, ran = visit.layer, visit.slot_expert
-        if (ran < 0).all():
-            loss += float(profile.skip.upper_at(layer, np.array(visit.importance)))
+        at = visit.layer, visit.steadiness if policy.steadiness else 0
+        if (visit.slot_expert < 0).all():
+            loss += _curve_at(skip, at, visit.importance)
             continue
-        for target, expert, mass in zip(visit.targets, ran, visit.masses, strict=True):
+        for target, expert, mass in zip(
+            visit.targets, visit.slot_expert, visit.masses, strict=True
+        ):
             if expert < 0:
-                loss += float(profile.drop.upper_at(layer, np.array(mass)))
+                loss += _curve_at(drop, at, mass)
             elif expert != target:
-                loss += float(profile.substitution_loss[layer, target, expert])
+                loss += float(substitution[at][target, expert])
     return loss
+
+
+def _curve_at(curves: LossCurves, at: tuple[int, int], mass: float) -> float:
+    """The bound of the first bin whose upper edge is not below the mass."""
+    for edge, bound in zip(curves.edges[at], curves.upper[at], strict=True):
+        if mass <= edge:
+            return float(bound)
+    return float(curves.upper[at][-1])
 
 
 def _by_sequence(driver: SyntheticDriver):

@@ -12,7 +12,13 @@ from hypothesis import strategies as st
 from factories import clusters, models_with_profiles
 from synthetic import random_plan
 from trimmoe.cost.actions import Levers
-from trimmoe.cost.lookahead import IMPORTANCE_DECILES, LookAhead, Place, first_expert_first
+from trimmoe.cost.lookahead import (
+    IMPORTANCE_DECILES,
+    LookAhead,
+    Place,
+    TokenKind,
+    first_expert_first,
+)
 from trimmoe.experiments.methods import make_engine
 from trimmoe.policy.settings import PRESETS
 from trimmoe.policy.trim import TrimPolicy
@@ -25,12 +31,11 @@ def literal(
     pattern: int,
     allowance: float,
     horizon: int,
-    exit_at: int,
-    may_exit: bool,
+    token: TokenKind,
 ) -> float:
     """Phi^(h)_l of (39) for one pattern: no memo, no vectors, exact allowances."""
     profile, last = look.profile, look.space.cost.layer_count - 1
-    if horizon == 0 or layer == last or (may_exit and layer + 1 >= exit_at):
+    if horizon == 0 or layer == last:
         return 0.0
     ahead, total = layer + 1, 0.0
     for following, probability in enumerate(profile.pattern_transitions[layer][pattern]):
@@ -40,13 +45,13 @@ def literal(
         for decile in IMPORTANCE_DECILES:
             importance = profile.pattern_importance[ahead][following, decile]
             least.append(
-                _least(look, ahead, place, following, importance, allowance, horizon, exit_at)
+                _least(look, ahead, place, following, importance, allowance, horizon, token)
             )
         total += probability * float(np.mean(least))
     return total
 
 
-def _least(look, layer, place, pattern, importance, allowance, horizon, exit_at) -> float:
+def _least(look, layer, place, pattern, importance, allowance, horizon, token) -> float:
     profile = look.profile
     experts, masses = first_expert_first(
         profile.patterns[layer][[pattern]], profile.pattern_mass[layer][[pattern]]
@@ -58,23 +63,26 @@ def _least(look, layer, place, pattern, importance, allowance, horizon, exit_at)
         experts=experts,
         masses=masses,
         importance=np.array([importance]),
+        steadiness=np.array([token.steadiness]),
     )
     best = np.inf
     for action in np.flatnonzero(menu.allowed(np.array([allowance]))[0]):
         delay, loss = menu.delay_s[0, action], menu.loss[0, action]
         step = float(look.weights.step_cost(np.array([delay]), np.array([loss]))[0])
-        after = literal(
-            look,
-            layer,
-            place.moved_to(int(menu.destination[0, action])),
-            pattern,
-            allowance - loss,
-            horizon - 1,
-            exit_at,
-            may_exit=not menu.skips[0, action],
-        )
-        best = min(best, step + after)
+        goes_on = 1.0 if menu.skips[0, action] else look.exits.goes_on[token.exit_row, layer]
+        after = 0.0
+        if goes_on > 0:
+            moved = place.moved_to(int(menu.destination[0, action]))
+            after = literal(look, layer, moved, pattern, allowance - loss, horizon - 1, token)
+        best = min(best, step + goes_on * after)
     return best
+
+
+def _random_kind(rng: np.random.Generator, look: LookAhead) -> TokenKind:
+    return TokenKind(
+        steadiness=int(rng.integers(look.space.class_count)),
+        exit_row=int(rng.integers(look.exits.goes_on.shape[0])),
+    )
 
 
 @settings(deadline=None, max_examples=40)
@@ -97,10 +105,10 @@ def test_memo_and_vectors_change_nothing(modelled, cluster, preset, budget, hori
     migrates = engine.cost.accounting == "migrate"
     route = None if migrates else tuple(engine.routes[access].tolist())
     place = Place(route=route, server=access)
-    exit_at, may_exit = int(rng.integers(1, model.layer_count + 1)), bool(rng.random() < 0.5)
-    fast = look.to_go(0, place, budget, horizon, exit_at=exit_at, may_exit=may_exit)
+    token = _random_kind(rng, look)
+    fast = look.to_go(0, place, budget, horizon, token)
     pattern = int(rng.integers(profile.patterns.shape[1]))
-    slow = literal(look, 0, place, pattern, budget, horizon, exit_at, may_exit)
+    slow = literal(look, 0, place, pattern, budget, horizon, token)
     assert fast[pattern] == pytest.approx(slow, rel=1e-9, abs=1e-12)
 
 
@@ -129,9 +137,8 @@ def test_rounded_allowances_never_promise_a_lower_cost(modelled, cluster, budget
     exact = replace(coarse, allowance_step=None, _values={})
     place = Place(route=tuple(engine.routes[0].tolist()))
     spendable = float(rng.uniform(0, 2 * budget))
+    token = _random_kind(rng, exact)
     for horizon in (1, 2, 3):
-        cautious = coarse.to_go(
-            0, place, spendable, horizon, exit_at=model.layer_count, may_exit=True
-        )
-        sharp = exact.to_go(0, place, spendable, horizon, exit_at=model.layer_count, may_exit=True)
+        cautious = coarse.to_go(0, place, spendable, horizon, token)
+        sharp = exact.to_go(0, place, spendable, horizon, token)
         assert (cautious >= sharp - 1e-9).all()

@@ -104,13 +104,15 @@ def loss_curves(edges: FloatArray, measured: Measured, confidence: float) -> Los
         bin_index = bin_of(edges[layer], measured.mass[here])
         samples[layer] = np.bincount(bin_index, minlength=bins)
         flips[layer] = np.bincount(bin_index[measured.flipped[here]], minlength=bins)
+    mean = np.stack([isotonic_rates(f, s) for f, s in zip(flips, samples, strict=True)])
+    upper = np.stack(
+        [monotone_upper(f, s, confidence) for f, s in zip(flips, samples, strict=True)]
+    )
     return LossCurves(
-        edges=edges,
-        mean=np.stack([isotonic_rates(f, s) for f, s in zip(flips, samples, strict=True)]),
-        upper=np.stack(
-            [monotone_upper(f, s, confidence) for f, s in zip(flips, samples, strict=True)]
-        ),
-        samples=samples,
+        edges=edges[:, None],
+        mean=mean[:, None],
+        upper=upper[:, None],
+        samples=samples[:, None],
     )
 
 

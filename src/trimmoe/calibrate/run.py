@@ -119,14 +119,16 @@ def _profile(
     importance = recording.importance.astype(np.float64)
     experts = view.spec.expert_count
     quantiles = np.quantile(importance, np.linspace(0.0, 1.0, 101), axis=1).T.copy()
-    theta, epsilon = thresholds(losses.skip, quantiles, settings.budget)
+    steadiness = _one_class(view, recording, exits)
+    skip = losses.skip.pooled(steadiness["class_share"])
+    theta, epsilon = thresholds(skip, quantiles, settings.budget)
     patterns = pattern_statistics(
         recording.activated, recording.masses, importance, experts, settings.max_patterns
     )
     execution = execution_statistics(
         recording.activated, importance, theta, exits.layer, experts, settings.ucb_confidence
     )
-    kappa = skipped_layers(losses.skip, quantiles, epsilon)
+    kappa = skipped_layers(skip, quantiles, epsilon)
     extra = _report(recording, exits, losses) | {"epsilon": epsilon, "kappa": kappa}
     return Profile(
         header=_header(view, settings, text, extra),
@@ -135,6 +137,7 @@ def _profile(
         exit_grid=exits.grid,
         exit_error_upper=exits.error_upper,
         exit_rate=exits.rate,
+        **steadiness,
         skip=losses.skip,
         drop=losses.drop,
         importance_quantiles=quantiles,
@@ -149,6 +152,21 @@ def _profile(
         centroids=centroids[0],
         centroid_exit_layer=centroids[1],
     )
+
+
+def _one_class(view: MoEView, recording: Recording, exits: Exits) -> dict[str, Any]:
+    """No token is steadier than another, and predicted exits do not tell tokens apart."""
+    layers = recording.layer_count
+    leaves = np.bincount(exits.layer, minlength=layers + 1)[1:]
+    alive = np.cumsum(leaves[::-1])[::-1]
+    rate = np.divide(leaves, alive, where=alive > 0, out=np.ones(layers))
+    return {
+        "steady_weight": np.zeros((layers, view.spec.hidden_size), dtype=np.float32),
+        "steady_bias": np.zeros(layers, dtype=np.float32),
+        "steady_edges": np.zeros((layers, 0)),
+        "class_share": np.ones((layers, 1)),
+        "exit_hazard": np.tile(rate, (layers + 1, 1)),
+    }
 
 
 def _fields(record: Any) -> dict[str, Any]:

@@ -52,6 +52,8 @@ class Routed:
     """Softmax mass of each activated expert, [n, k]."""
     importance: FloatArray
     """I of (4), [n]."""
+    steadiness: IntArray
+    """Steadiness class of the state that the router read, [n]."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -4,8 +4,8 @@ All quality losses are flip rates: the fraction of calibration tokens whose next
 changes. Every rate that a guarantee leans on is stored as an upper confidence bound; the fields
 say which.
 
-Shapes: N MoE layers, E experts, k activated, d hidden, G bins of a loss curve, P patterns
-(activated sets), C centroids, T grid of exit thresholds.
+Shapes: N MoE layers, E experts, k activated, d hidden, B steadiness classes, G bins of a loss
+curve, P patterns (activated sets), C centroids, T grid of exit thresholds.
 """
 
 from __future__ import annotations
@@ -22,33 +22,36 @@ from trimmoe.core.errors import UserError
 from trimmoe.core.specs import BoolArray, FloatArray, IntArray
 
 PROFILE_KIND = "profile"
-PROFILE_FORMAT = 1
+PROFILE_FORMAT = 2
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LossCurves:
-    """Non-decreasing flip rate against router mass, one curve per layer.
+    """Non-decreasing flip rate against router mass, one curve per layer and steadiness class.
 
-    Bin g of layer l covers masses in (edges[l, g-1], edges[l, g]]; the last edge is 1.
+    Bin g of layer l covers masses in (edges[l, b, g-1], edges[l, b, g]]; the last edge is 1. A
+    mass is rounded up to its bin's edge, so a curve never flatters.
     """
 
     edges: FloatArray
-    """Upper edge of each bin, shape [N, G], non-decreasing, last 1."""
+    """Upper edge of each bin, shape [N, B, G], non-decreasing, last 1, the same in all classes."""
     mean: FloatArray
-    """Isotonic fit of the measured flip rate, shape [N, G]."""
+    """Isotonic fit of the measured flip rate, shape [N, B, G]."""
     upper: FloatArray
-    """Upper confidence bound of the same, non-decreasing, shape [N, G], in [0, 1]."""
+    """Upper confidence bound of the same, non-decreasing, shape [N, B, G], in [0, 1]."""
     samples: IntArray
-    """Measurements behind each bin, shape [N, G]."""
+    """Measurements behind each bin, shape [N, B, G]."""
 
-    def upper_at(self, layer: int, mass: FloatArray) -> FloatArray:
-        """The bounded loss of removing router mass `mass` at `layer`; same shape as `mass`.
-
-        A step function that rounds the mass up to its bin's edge, so it never flatters.
-        """
-        last = self.edges.shape[1] - 1
-        bins = np.minimum(np.searchsorted(self.edges[layer], mass, side="left"), last)
-        return self.upper[layer, bins]
+    def pooled(self, class_share: FloatArray) -> LossCurves:
+        """The curves of tokens whose class is not looked at, B = 1; `class_share` [N, B]."""
+        assert (self.edges == self.edges[:, :1]).all(), "classes share their bins"
+        weight = class_share[:, :, None]
+        return LossCurves(
+            edges=self.edges[:, :1],
+            mean=(weight * self.mean).sum(1, keepdims=True),
+            upper=np.minimum((weight * self.upper).sum(1, keepdims=True), 1.0),
+            samples=self.samples.sum(1, keepdims=True),
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,6 +72,20 @@ class Profile:
     exit_rate: FloatArray
     """Share of held-out tokens that exit before full depth at each p, [T]."""
 
+    # How steady a token is: how little its prediction depends on any one layer.
+    steady_weight: NDArray[np.float32]
+    """[N, d]; score = weight . h / rms(h) + bias, h the state that the router reads."""
+    steady_bias: NDArray[np.float32]
+    """[N]."""
+    steady_edges: FloatArray
+    """Ascending, [N, B-1]: a token's class is the number of edges its score is at least; class 0
+    flips most easily."""
+    class_share: FloatArray
+    """Share of calibration tokens in each class, [N, B]."""
+    exit_hazard: FloatArray
+    """P(a token exits right after layer l | it has not before, predicted exit layer q (36)) at the
+    calibrated threshold, [N+1, N]; row 0 is not used, the last column is 1."""
+
     # What removing router mass costs (5, 24).
     skip: LossCurves
     """All slots of a layer dropped; mass = importance I (4)."""
@@ -83,9 +100,9 @@ class Profile:
     similarity: FloatArray
     """Sim_l(r, k): cosine of the router-logit columns centred per token, [N, E, E]."""
     substitution_loss: FloatArray
-    """Upper bound of Q_l(r, k), zero on the diagonal, [N, E, E]."""
+    """Upper bound of Q_l(r, k) by class, zero on the diagonal, [N, B, E, E]."""
     substitution_samples: IntArray
-    """Measured substitutions behind each entry, [N, E, E]."""
+    """Measured substitutions behind each entry, [N, B, E, E]."""
     feasible: BoolArray
     """k in R_{l,r} or k = r, [N, E, E]."""
 
@@ -127,6 +144,10 @@ class Profile:
     @property
     def expert_count(self) -> int:
         return self.similarity.shape[1]
+
+    @property
+    def class_count(self) -> int:
+        return self.class_share.shape[1]
 
     @property
     def top_k(self) -> int:

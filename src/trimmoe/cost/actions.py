@@ -5,7 +5,10 @@ feasible substitute, or nobody (dropped). Dropping all slots is the paper's skip
 slots only through a maximum, losses only through a sum, so the undominated combinations are found
 by scanning delay caps: under each cap every slot takes its least lossy option that meets the cap.
 
-Shapes: n tokens, k slots, O options per slot, C candidate actions per token.
+Every loss depends on how steady the token is: its class, from a linear head on its hidden state,
+says how easily its prediction flips.
+
+Shapes: n tokens, k slots, C candidate actions per token, B steadiness classes.
 """
 
 from __future__ import annotations
@@ -14,14 +17,14 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
-from numpy.typing import NDArray
 
 from trimmoe.core.profile import LossCurves
 from trimmoe.core.specs import BoolArray, FloatArray, IntArray
-from trimmoe.cost.model import Accounting, CostModel, host_delay_s, layer_delay_s
+from trimmoe.cost import kernels
+from trimmoe.cost.kernels import DROPPED, Actions, Batch, Menu
+from trimmoe.cost.model import Accounting, CostModel
 
-DROPPED = -1
-NO_ACTION_S = np.inf
+__all__ = ["DROPPED", "ActionSpace", "Candidates", "Levers", "take_columns"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,20 +80,6 @@ class Candidates:
         return allowed
 
 
-class _Options:
-    """Per-slot choices of n tokens: expert, server, delay_s and loss, each [n, k, O]."""
-
-    def __init__(self, expert: IntArray, server: IntArray, delay_s: FloatArray, loss: FloatArray):
-        self.expert, self.server, self.delay_s, self.loss = expert, server, delay_s, loss
-
-    def pick(self, choice: IntArray) -> tuple[IntArray, IntArray, FloatArray]:
-        """Expert, server and summed loss of `choice` [n, C, k] (option index per slot)."""
-        rows = np.arange(choice.shape[0])[:, None, None]
-        columns = np.arange(choice.shape[2])
-        at = (rows, columns, choice)
-        return self.expert[at], self.server[at], self.loss[at].sum(-1)
-
-
 @dataclass(frozen=True, kw_only=True)
 class ActionSpace:
     """The feasible set A_{i,q,l} (34) on one deployment; pure look-ups in fixed arrays."""
@@ -99,7 +88,7 @@ class ActionSpace:
     hosts: BoolArray
     """x_{m,l,k}, [M, N, E]."""
     substitution_loss: FloatArray
-    """Q_l(r, k), [N, E, E]."""
+    """Q_l(r, k) by steadiness class, [N, B, E, E]."""
     feasible: BoolArray
     """k in V_{l,r}, [N, E, E]."""
     skip: LossCurves
@@ -111,41 +100,56 @@ class ActionSpace:
     levers: Levers
     max_substitutes: int = 4
 
+    @property
+    def class_count(self) -> int:
+        """B."""
+        return self.substitution_loss.shape[1]
+
     @cached_property
     def substitutes(self) -> IntArray:
-        """Feasible substitutes of every expert, least lossy first, -1 padded, [N, E, R]."""
-        layers, experts, _ = self.feasible.shape
-        loss = np.where(self.feasible, self.substitution_loss, np.inf)
-        loss[:, np.arange(experts), np.arange(experts)] = np.inf
+        """Feasible substitutes of every expert, least lossy first, -1 padded, [N, B, E, R]."""
+        experts = self.feasible.shape[1]
+        loss = np.where(self.feasible[:, None], self.substitution_loss, np.inf)
+        loss[..., np.arange(experts), np.arange(experts)] = np.inf
         limit = min(self.max_substitutes, experts - 1) if self.levers.substitute else 0
-        order = np.argsort(loss, axis=-1, kind="stable")[:, :, :limit]
+        order = np.argsort(loss, axis=-1, kind="stable")[..., :limit]
         usable = np.isfinite(np.take_along_axis(loss, order, axis=-1))
-        assert order.shape == (layers, experts, limit)
         return np.where(usable, order, -1)
 
     @cached_property
-    def _best_hosts(self) -> dict[tuple[int, int, int], tuple[IntArray, FloatArray]]:
-        return {}
-
-    @cached_property
     def local_loss(self) -> FloatArray:
-        """Least loss of serving a target on a given server, inf if impossible, [M, N, E]."""
+        """Least loss of serving a target on a given server, inf if impossible, [M, N, B, E]."""
         experts = np.arange(self.hosts.shape[2])
         allowed = self.feasible if self.levers.substitute else np.zeros_like(self.feasible)
-        loss = np.where(allowed, self.substitution_loss, np.inf)
-        loss[:, experts, experts] = 0.0
-        per_server = np.where(self.hosts[:, :, None, :], loss[None], np.inf)
-        return per_server.min(-1)
+        loss = np.where(allowed[:, None], self.substitution_loss, np.inf)
+        loss[..., experts, experts] = 0.0
+        held = self.hosts[:, :, None, None, :]
+        return np.where(held, loss[None], np.inf).min(-1)
 
-    def best_hosts(self, layer: int, source: int, destination: int) -> tuple[IntArray, FloatArray]:
-        """The server of least delay for each expert of a layer and that delay, each [E]."""
-        key = (layer, source, destination)
-        if key not in self._best_hosts:
-            delay = host_delay_s(self.cost, layer, source, destination)
-            delay = np.where(self.hosts[:, layer], delay, np.inf)
-            servers = delay.argmin(0)
-            self._best_hosts[key] = (servers, delay[servers, np.arange(delay.shape[1])])
-        return self._best_hosts[key]
+    @cached_property
+    def menu(self) -> Menu:
+        """The same arrays in the form that the compiled loops read."""
+        server, delay_s = nearest_hosts(self.cost, self.hosts)
+        arrays = {
+            "hosts": self.hosts,
+            "best_server": server,
+            "best_s": delay_s,
+            "substitutes": self.substitutes,
+            "substitution_loss": self.substitution_loss,
+            "local_loss": self.local_loss,
+            "drop_edges": self.drop.edges,
+            "drop_upper": self.drop.upper,
+            "skip_edges": self.skip.edges,
+            "skip_upper": self.skip.upper,
+            "theta": self.theta,
+            "theta_drop": self.theta_drop,
+        }
+        return Menu(
+            links=self.cost.links,
+            **{name: np.ascontiguousarray(array) for name, array in arrays.items()},
+            drops=self.levers.drop_slots,
+            skips=self.levers.skip,
+        )
 
     def candidates(
         self,
@@ -156,119 +160,104 @@ class ActionSpace:
         experts: IntArray,
         masses: FloatArray,
         importance: FloatArray,
+        steadiness: IntArray,
     ) -> Candidates:
         """Actions of n tokens that share a source server.
 
         `destination` is kappa(l+1), or None under `migrate`, where each action chooses it.
         `experts`, `masses`: activated set and softmax masses [n, k], first expert first;
-        `importance` [n].
+        `importance`, `steadiness` [n].
         """
         assert (destination is None) == (self.cost.accounting is Accounting.MIGRATE)
+        ends = np.full(experts.shape[0], source), np.full(experts.shape[0], destination or 0)
+        batch = as_batch(experts, masses, importance, steadiness, *ends)
+        local = self.local_loss[source, layer][steadiness[:, None], experts].sum(-1)
         if destination is not None:
-            parts = [self._toward(layer, source, destination, experts, masses)]
-        else:
-            everywhere = [
-                self._toward(layer, source, place, experts, masses, first_at=place)
-                for place in range(self.cost.server_count)
-            ]
-            parts = [_exact_first(everywhere)]
-        stay = source if destination is None else destination
-        parts.append(self._skip(layer, source, stay, experts, importance))
-        return _joined(parts)
+            return self._toward(layer, batch, local, first_at=None)
+        everywhere = []
+        for place in range(self.cost.server_count):
+            moved = batch._replace(destination=np.full(experts.shape[0], place))
+            everywhere.append(self._toward(layer, moved, local, first_at=place))
+        stays = self._toward(
+            layer, batch._replace(destination=batch.source), local, first_at=source
+        )
+        columns = stays.loss.shape[1]
+        executing = [_columns(part, slice(0, columns - 1)) for part in everywhere]
+        return _joined([_exact_first(executing), _columns(stays, slice(columns - 1, None))])
 
     def _toward(
-        self,
-        layer: int,
-        source: int,
-        destination: int,
-        experts: IntArray,
-        masses: FloatArray,
-        *,
-        first_at: int | None = None,
+        self, layer: int, batch: Batch, local_loss: FloatArray, *, first_at: int | None
     ) -> Candidates:
-        """Execute actions whose result gathers at one destination.
+        """Actions whose result gathers at the batch's destination; the last column skips.
 
         With `first_at`, the first slot must run there: under `migrate` that is what moves the
         token.
         """
-        options = self._options(layer, source, destination, experts, masses, first_at)
-        choice, possible = _under_caps(options)
-        slot_expert, slot_server, loss = options.pick(choice)
-        shape = loss.shape
-        sources, places = np.full(shape, source), np.full(shape, destination)
-        delay = layer_delay_s(self.cost, layer, sources, places, slot_expert, slot_server)
-        exact = (choice == 0).all(-1)
-        runs = (slot_expert != DROPPED).any(-1)
+        actions = self.enumerate(layer, batch, first_at=first_at)
+        count, columns = actions.loss.shape
+        skips = np.zeros((count, columns), dtype=bool)
+        skips[:, -1] = True
         return Candidates(
-            slot_expert=slot_expert,
-            slot_server=slot_server,
-            destination=places,
-            delay_s=np.where(possible & runs, delay, NO_ACTION_S),
-            loss=np.where(exact, 0.0, loss),
-            skips=np.zeros(shape, dtype=bool),
-            local_loss=self.local_loss[source, layer][experts].sum(-1),
+            slot_expert=actions.expert,
+            slot_server=actions.server,
+            destination=np.repeat(batch.destination[:, None], columns, axis=1),
+            delay_s=actions.delay_s,
+            loss=actions.loss,
+            skips=skips,
+            local_loss=local_loss,
             skip_needs_transmission=self.levers.skip_needs_transmission,
         )
 
-    def _options(
-        self,
-        layer: int,
-        source: int,
-        destination: int,
-        experts: IntArray,
-        masses: FloatArray,
-        first_at: int | None,
-    ) -> _Options:
-        """Target, substitutes and drop of every slot, in this order along the last axis."""
-        server_of, delay_of = self.best_hosts(layer, source, destination)
-        substitutes = self.substitutes[layer][experts]
-        taken = (substitutes[..., None] == experts[:, None, None, :]).any(-1)
-        runs = np.concatenate([experts[..., None], np.where(taken, -1, substitutes)], axis=-1)
-        known = np.maximum(runs, 0)
-        delay = np.where(runs >= 0, delay_of[known], np.inf)
-        server = server_of[known]
-        if first_at is not None:
-            here = self.hosts[first_at, layer][known[:, 0]] & (runs[:, 0] >= 0)
-            alone = host_delay_s(self.cost, layer, source, destination)[first_at]
-            delay[:, 0] = np.where(here, alone[known[:, 0]], np.inf)
-            server[:, 0] = first_at
-        loss = self.substitution_loss[layer][experts[..., None], known]
-        loss[..., 0] = 0.0
-        if not (self.levers.drop_slots and experts.shape[1] > 1):
-            return _Options(runs, server, delay, loss)
-        dropped_loss = self.drop.upper_at(layer, masses)[..., None]
-        admitted = (masses <= self.theta_drop[layer])[..., None]
-        if first_at is not None:
-            admitted[:, 0] = False
-        return _Options(
-            np.concatenate([runs, np.full_like(runs[..., :1], DROPPED)], axis=-1),
-            np.concatenate([server, np.full_like(server[..., :1], source)], axis=-1),
-            np.concatenate([delay, np.where(admitted, 0.0, np.inf)], axis=-1),
-            np.concatenate([loss, dropped_loss], axis=-1),
+    def enumerate(self, layer: int, batch: Batch, *, first_at: int | None = None) -> Actions:
+        """Every action of n tokens that may be worth taking; column 0 exact, the last the skip."""
+        count, slots = batch.experts.shape
+        columns = 2 + slots * (self.menu.substitutes.shape[3] + 2)
+        actions = Actions(
+            np.empty((count, columns, slots), dtype=np.int64),
+            np.empty((count, columns, slots), dtype=np.int64),
+            np.empty((count, columns)),
+            np.empty((count, columns)),
         )
+        first = np.full(count, -1 if first_at is None else first_at)
+        kernels.enumerate_actions(self.menu, layer, batch, first, actions)
+        return actions
 
-    def _skip(
-        self,
-        layer: int,
-        source: int,
-        destination: int,
-        experts: IntArray,
-        importance: FloatArray,
-    ) -> Candidates:
-        """The skip action of each token (32), one column."""
-        admitted = (importance <= self.theta[layer]) & self.levers.skip
-        delay = self.cost.transfer_s[source, destination]
-        slots = (experts.shape[0], 1, experts.shape[1])
-        return Candidates(
-            slot_expert=np.full(slots, DROPPED),
-            slot_server=np.full(slots, source),
-            destination=np.full(slots[:2], destination),
-            delay_s=np.where(admitted, delay, NO_ACTION_S)[:, None],
-            loss=self.skip.upper_at(layer, importance)[:, None],
-            skips=np.ones(slots[:2], dtype=bool),
-            local_loss=self.local_loss[source, layer][experts].sum(-1),
-            skip_needs_transmission=self.levers.skip_needs_transmission,
-        )
+
+def as_batch(
+    experts: IntArray,
+    masses: FloatArray,
+    importance: FloatArray,
+    steadiness: IntArray,
+    source: IntArray,
+    destination: IntArray,
+) -> Batch:
+    """Tokens in the form that the compiled loops read: contiguous, of one type each."""
+    whole = (experts, steadiness, source, destination)
+    experts, steadiness, source, destination = (
+        np.ascontiguousarray(array, dtype=np.int64) for array in whole
+    )
+    return Batch(
+        experts=experts,
+        masses=np.ascontiguousarray(masses, dtype=np.float64),
+        importance=np.ascontiguousarray(importance, dtype=np.float64),
+        steadiness=steadiness,
+        source=source,
+        destination=destination,
+    )
+
+
+def nearest_hosts(cost: CostModel, hosts: BoolArray) -> tuple[IntArray, FloatArray]:
+    """The host of least single-slot delay (30) by layer, source, destination and expert, and that
+    delay, infinite where nobody holds the expert; each [N, M, M, E]."""
+    path = cost.transfer_s[:, None, :] + cost.waiting_s + cost.transfer_s.T[None]  # [s, t, m]
+    servers, delays = [], []
+    for layer in range(hosts.shape[1]):
+        alone = path[..., None] + cost.expert_s[None, None, :, layer]
+        alone = np.where(hosts[:, layer], alone, np.inf)
+        best = alone.argmin(2)
+        servers.append(best)
+        delays.append(np.take_along_axis(alone, best[:, :, None], axis=2)[:, :, 0])
+    return np.stack(servers), np.stack(delays)
 
 
 def _exact_first(parts: list[Candidates]) -> Candidates:
@@ -282,26 +271,6 @@ def _exact_first(parts: list[Candidates]) -> Candidates:
     return take_columns(joined, order)
 
 
-def _under_caps(options: _Options) -> tuple[NDArray[np.int64], BoolArray]:
-    """Option per slot under every delay cap: choice [n, C, k] and whether it exists [n, C].
-
-    Column 0 is the exact action; the caps are the distinct delays that some option has.
-    """
-    count, slots, per_slot = options.delay_s.shape
-    caps = options.delay_s.reshape(count, slots * per_slot)
-    meets = options.delay_s[:, None] <= caps[:, :, None, None]
-    meets &= np.isfinite(options.delay_s)[:, None]
-    # Among equally lossy options the faster one; loss dominates because it is compared first.
-    order = np.lexsort((options.delay_s, options.loss), axis=-1)
-    rank = np.argsort(order, axis=-1)
-    ranked = np.where(meets, rank[:, None], per_slot)
-    choice = ranked.argmin(-1)
-    possible = (ranked.min(-1) < per_slot).all(-1) & np.isfinite(caps)
-    exact = np.zeros((count, 1, slots), dtype=np.int64)
-    reachable = np.isfinite(options.delay_s[..., 0]).all(-1, keepdims=True)
-    return np.concatenate([exact, choice], axis=1), np.concatenate([reachable, possible], axis=1)
-
-
 _PER_ACTION = ("slot_expert", "slot_server", "destination", "delay_s", "loss", "skips")
 
 
@@ -311,6 +280,12 @@ def _joined(parts: list[Candidates]) -> Candidates:
         for name in _PER_ACTION
     }
     return replace(parts[0], **columns)
+
+
+def _columns(candidates: Candidates, columns: slice) -> Candidates:
+    return replace(
+        candidates, **{name: getattr(candidates, name)[:, columns] for name in _PER_ACTION}
+    )
 
 
 def take_columns(candidates: Candidates, columns: IntArray) -> Candidates:

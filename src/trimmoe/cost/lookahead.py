@@ -1,8 +1,9 @@
 """The look-ahead cost-to-go by its literal recursion (38, 39), memoised.
 
 The state after layer l is the activated set it had (a pattern of the profile's codebook), the
-server it is on, what it may still lose, and whether it may exit (not right after a skip). One node
-of the recursion values all patterns of a layer at once.
+server it is on, what it may still lose, and what kind of token it is: how steady, and when it is
+likely to exit (never right after a skip). One node of the recursion values all patterns of a layer
+at once.
 
 The recursion is exponential in the horizon when allowances are exact, as in the paper; rounding
 allowances down to a grid makes the memo hit. Rounded down, a plan never counts on spending that
@@ -18,6 +19,7 @@ import numpy as np
 from trimmoe.core.profile import Profile
 from trimmoe.core.specs import FloatArray, IntArray
 from trimmoe.cost.actions import ActionSpace, Candidates
+from trimmoe.cost.exits import ExitForecast
 
 IMPORTANCE_DECILES = (2, 5, 8)
 """A layer not yet reached has one of these deciles of its pattern's importance, equally likely."""
@@ -48,6 +50,16 @@ class Weights:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class TokenKind:
+    """What is known of a token besides where it is."""
+
+    steadiness: int
+    """Its class, see `Profile.steady_edges`."""
+    exit_row: int
+    """Its row of the exit forecast."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Place:
     """Where a token is: on a route (pinned) or simply on a server (migrate)."""
 
@@ -74,72 +86,64 @@ class Place:
 
 @dataclass(kw_only=True)
 class LookAhead:
-    """Phi^(h) of (39) for every pattern of a layer; a pure function with a memo."""
+    """Phi^(h) of (39) for every pattern of a layer; a pure function with a memo.
+
+    A token's steadiness class and exit forecast are taken to stay what they are.
+    """
 
     space: ActionSpace
     profile: Profile
     weights: Weights
+    exits: ExitForecast
     allowance_step: float | None = None
     """Allowances are rounded down to multiples of this; None keeps them exact."""
     _menus: dict = field(default_factory=dict)
     _values: dict = field(default_factory=dict)
 
     def to_go(
-        self,
-        layer: int,
-        place: Place,
-        allowance: float,
-        horizon: int,
-        *,
-        exit_at: int,
-        may_exit: bool,
+        self, layer: int, place: Place, allowance: float, horizon: int, token: TokenKind
     ) -> FloatArray:
         """Expected cost of the next `horizon` layers after `layer`, per pattern of `layer`, [P].
 
-        `exit_at`: predicted exit layer L-hat (36), counted in executed layers 1..N; from there on
-        the cost is zero, unless the layer before was skipped. `place` is where the token is after
-        `layer`.
+        `place` is where the token is after `layer`; that it goes on is taken as given.
         """
         last = self.space.cost.layer_count - 1
-        if horizon <= 0 or layer >= last or (may_exit and layer + 1 >= exit_at):
+        if horizon <= 0 or layer >= last:
             return np.zeros(self.profile.patterns.shape[1])
-        arrived = self._arrival(layer + 1, place, self.rounded(allowance), horizon, exit_at)
+        arrived = self._arrival(layer + 1, place, self.rounded(allowance), horizon, token)
         return self.profile.pattern_transitions[layer] @ arrived
 
     def rounded(self, allowance: float) -> float:
         """The allowance the recursion may count on."""
-        if self.allowance_step is None:
-            return allowance
-        # The hair keeps 3 * 0.1 in the bin of 0.3; a real shortfall is orders larger.
-        return float(np.floor(allowance / self.allowance_step + 1e-9)) * self.allowance_step
+        return float(self._rounded_all(np.array(allowance)))
 
     def _arrival(
-        self, layer: int, place: Place, allowance: float, horizon: int, exit_at: int
+        self, layer: int, place: Place, allowance: float, horizon: int, token: TokenKind
     ) -> FloatArray:
         """Expected least cost from entering `layer`, per pattern of `layer`, [P]."""
-        exit_at = min(exit_at, layer + horizon)
-        key = (layer, place, allowance, horizon, exit_at)
+        key = (layer, place, allowance, horizon, token)
         if key not in self._values:
-            self._values[key] = self._least_cost(layer, place, allowance, horizon, exit_at)
+            self._values[key] = self._least_cost(layer, place, allowance, horizon, token)
         return self._values[key]
 
     def _least_cost(
-        self, layer: int, place: Place, allowance: float, horizon: int, exit_at: int
+        self, layer: int, place: Place, allowance: float, horizon: int, token: TokenKind
     ) -> FloatArray:
-        menu = self._menu(layer, place)
-        allowed = menu.allowed(np.full(menu.delay_s.shape[0], allowance))
+        menu = self._menu(layer, place, token.steadiness)
+        rows = menu.delay_s.shape[0]
+        allowed = menu.allowed(np.full(rows, allowance))
         cost = np.where(allowed, self.weights.step_cost(menu.delay_s, menu.loss), np.inf)
         if horizon > 1:
-            patterns = np.tile(np.arange(self.profile.patterns.shape[1]), len(IMPORTANCE_DECILES))
             cost = cost + self.after(
                 layer,
                 place,
                 menu,
-                patterns,
+                np.tile(np.arange(self.profile.patterns.shape[1]), len(IMPORTANCE_DECILES)),
                 allowance - menu.loss,
                 allowed,
                 horizon - 1,
-                exit_at=np.full(patterns.size, exit_at),
+                steadiness=np.full(rows, token.steadiness),
+                exit_row=np.full(rows, token.exit_row),
             )
         return cost.min(1).reshape(len(IMPORTANCE_DECILES), -1).mean(0)
 
@@ -153,19 +157,22 @@ class LookAhead:
         allowed: np.ndarray,
         horizon: int,
         *,
-        exit_at: IntArray,
+        steadiness: IntArray,
+        exit_row: IntArray,
     ) -> FloatArray:
         """Phi^(horizon) after every action of `menu`, [n, C]; zero where not allowed.
 
         `patterns` [n]: the activated set of each row; `left` [n, C]: allowance after the action;
-        `exit_at` [n].
+        `steadiness`, `exit_row` [n]: the kind of each token. Executing may end the token, a skip
+        never does.
         """
         phi = np.zeros(menu.delay_s.shape)
-        # A prediction beyond the horizon cannot matter; folding it in makes the memo hit.
-        exits = np.broadcast_to(np.minimum(exit_at, layer + 1 + horizon)[:, None], phi.shape)
-        states = np.stack([self._rounded_all(left), menu.destination, menu.skips, exits], axis=-1)[
-            allowed
-        ]
+        kinds = [np.broadcast_to(kind[:, None], phi.shape) for kind in (steadiness, exit_row)]
+        goes_on = np.where(menu.skips, 1.0, self.exits.goes_on[kinds[1], layer])
+        wanted = allowed & (goes_on > 0)
+        if not wanted.any():
+            return phi
+        states = np.stack([self._rounded_all(left), menu.destination, *kinds], axis=-1)[wanted]
         distinct, which = np.unique(states, axis=0, return_inverse=True)
         tables = [
             self.to_go(
@@ -173,43 +180,45 @@ class LookAhead:
                 place.moved_to(int(server)),
                 float(left_over),
                 horizon,
-                exit_at=int(exit_layer),
-                may_exit=not skipped,
+                TokenKind(steadiness=int(steady), exit_row=int(row)),
             )
-            for left_over, server, skipped, exit_layer in distinct
+            for left_over, server, steady, row in distinct
         ]
-        rows = np.broadcast_to(patterns[:, None], phi.shape)[allowed]
-        phi[allowed] = np.stack(tables)[which.reshape(-1), rows]
+        rows = np.broadcast_to(patterns[:, None], phi.shape)[wanted]
+        phi[wanted] = goes_on[wanted] * np.stack(tables)[which.reshape(-1), rows]
         return phi
 
     def _rounded_all(self, allowance: FloatArray) -> FloatArray:
         if self.allowance_step is None:
             return allowance
+        # The hair keeps 3 * 0.1 in the bin of 0.3; a real shortfall is orders larger.
         return np.floor(allowance / self.allowance_step + 1e-9) * self.allowance_step
 
-    def _menu(self, layer: int, place: Place) -> Candidates:
-        """Actions of every pattern at every importance decile, deciles outermost."""
+    def _menu(self, layer: int, place: Place, steadiness: int) -> Candidates:
         source, destination = place.source(layer), place.destination(layer)
-        key = (layer, source, destination)
+        key = (layer, source, destination, steadiness)
         if key not in self._menus:
-            repeats = len(IMPORTANCE_DECILES)
-            importance = self.profile.pattern_importance[layer][:, IMPORTANCE_DECILES]
-            experts, masses = first_expert_first(
-                self.profile.patterns[layer], self.profile.pattern_mass[layer]
-            )
-            self._menus[key] = self.space.candidates(
-                layer,
-                source,
-                destination,
-                experts=np.tile(experts, (repeats, 1)),
-                masses=np.tile(masses, (repeats, 1)),
-                importance=importance.T.reshape(-1),
-            )
+            tokens = typical_tokens(self.profile, layer, steadiness)
+            self._menus[key] = self.space.candidates(layer, source, destination, **tokens)
         return self._menus[key]
 
     def weighted(self, weights: Weights) -> LookAhead:
         """The same look-ahead under other weights; what does not depend on them is shared."""
         return replace(self, weights=weights, _values={})
+
+
+def typical_tokens(profile: Profile, layer: int, steadiness: int) -> dict[str, np.ndarray]:
+    """The tokens that stand for all that may reach a layer: every pattern at every one of
+    IMPORTANCE_DECILES, deciles outermost; arguments of `ActionSpace.candidates`."""
+    repeats = len(IMPORTANCE_DECILES)
+    importance = profile.pattern_importance[layer][:, IMPORTANCE_DECILES]
+    experts, masses = first_expert_first(profile.patterns[layer], profile.pattern_mass[layer])
+    return {
+        "experts": np.tile(experts, (repeats, 1)),
+        "masses": np.tile(masses, (repeats, 1)),
+        "importance": importance.T.reshape(-1),
+        "steadiness": np.full(importance.size, steadiness),
+    }
 
 
 def first_expert_first(experts: IntArray, masses: FloatArray) -> tuple[IntArray, FloatArray]:

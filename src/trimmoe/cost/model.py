@@ -20,6 +20,7 @@ from enum import StrEnum
 import numpy as np
 
 from trimmoe.core.specs import ClusterSpec, FloatArray, IntArray, ModelSpec
+from trimmoe.cost import kernels
 
 TOKEN_ID_BYTES = 8
 """A sampled token on its way to the access server, or from it to the first layer's server."""
@@ -63,6 +64,12 @@ class CostModel:
     def layer_count(self) -> int:
         return self.expert_s.shape[1]
 
+    @property
+    def links(self) -> kernels.Links:
+        """The same arrays in the form that the compiled loops read."""
+        arrays = (self.transfer_s, self.waiting_s, self.expert_s)
+        return kernels.Links(*(np.ascontiguousarray(array) for array in arrays))
+
     def with_waiting(self, waiting_s: FloatArray) -> CostModel:
         """The same costs with other measured waiting times, [M]."""
         return replace(self, waiting_s=waiting_s)
@@ -104,18 +111,17 @@ def layer_delay_s(
     `source`, `destination`: shape [...]; `slot_expert`, `slot_server`: [..., k], expert -1 is a
     dropped slot, its server is ignored. Returns shape [...].
     """
-    runs = slot_expert >= 0
-    expert = np.where(runs, slot_expert, 0)
-    compute = np.where(runs, cost.expert_s[slot_server, layer, expert], 0.0)
-    together = (slot_server[..., :, None] == slot_server[..., None, :]) & runs[..., None, :]
-    work = np.where(together, compute[..., None, :], 0.0).sum(-1)
-    path = (
-        cost.transfer_s[source[..., None], slot_server]
-        + cost.waiting_s[slot_server]
-        + cost.transfer_s[slot_server, destination[..., None]]
+    slots = slot_expert.shape[-1]
+    shape = np.broadcast_shapes(
+        source.shape, destination.shape, slot_expert.shape[:-1], slot_server.shape[:-1]
     )
-    slots = np.where(runs, path + work, 0.0).max(-1)
-    return np.maximum(slots, cost.transfer_s[source, destination])
+    ends = [np.broadcast_to(end, shape).reshape(-1) for end in (source, destination)]
+    chosen = [
+        np.broadcast_to(array, (*shape, slots)).reshape(-1, slots)
+        for array in (slot_expert, slot_server)
+    ]
+    whole = [np.ascontiguousarray(array, dtype=np.int64) for array in (*ends, *chosen)]
+    return kernels.all_slots_delay_s(cost.links, layer, *whole).reshape(shape)
 
 
 def layer_messages(

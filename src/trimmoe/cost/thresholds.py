@@ -19,8 +19,9 @@ def thresholds(
     the bounds themselves, the supremum is found exactly rather than by bisection; where the
     product jumps over the budget, epsilon is the last number below the jump.
 
-    `importance_quantiles` is [N, Q], quantiles 0..100 % of each layer's importance; `budget` a
-    flip rate. Returns theta [N] (0 where nothing may be skipped) and epsilon in [0, 1].
+    `skip` has one class (`LossCurves.pooled`); `importance_quantiles` is [N, Q], quantiles
+    0..100 % of each layer's importance; `budget` a flip rate. Returns theta [N] (0 where nothing
+    may be skipped) and epsilon in [0, 1].
     """
     assert budget >= 0.0
     levels = np.unique(np.append(skip.upper, [0.0, 1.0]))
@@ -46,8 +47,10 @@ def thresholds(
 def theta_at(skip: LossCurves, epsilon: float) -> FloatArray:
     """theta_l of (24) for one tolerance: the upper edge of the last bin whose bound is within
     `epsilon`, 0 where there is none; shape [N]."""
-    within = (skip.upper <= epsilon).sum(axis=1)
-    padded = np.concatenate([np.zeros((skip.edges.shape[0], 1)), skip.edges], axis=1)
+    assert skip.edges.shape[1] == 1
+    edges, upper = skip.edges[:, 0], skip.upper[:, 0]
+    within = (upper <= epsilon).sum(axis=1)
+    padded = np.concatenate([np.zeros((edges.shape[0], 1)), edges], axis=1)
     return np.take_along_axis(padded, within[:, None], axis=1)[:, 0]
 
 

@@ -6,9 +6,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from trimmoe.policy.settings import ExitRule, PolicySettings, WeightRule
-
-BUDGET_USE_TARGET = 0.9
+from trimmoe.policy.settings import BUDGET_USE_TARGET, ExitRule, PolicySettings, WeightRule
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -120,6 +120,7 @@ class Engine:
                 experts=event.experts,
                 masses=event.masses,
                 importance=event.importance,
+                steadiness=event.steadiness,
                 allowance=allowance,
                 exit_at=wave.exit_at[rows],
                 loss_weight=state.feedback.loss_weight,

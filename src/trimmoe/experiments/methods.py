@@ -11,7 +11,7 @@ from trimmoe.core.profile import Profile
 from trimmoe.core.specs import ModelSpec
 from trimmoe.engine.step import Engine
 from trimmoe.placement.make import PlanSettings, make_plan
-from trimmoe.policy.build import deploy, make_policy
+from trimmoe.policy.build import deploy, make_policy, priced
 from trimmoe.policy.settings import PolicySettings, exact, paper, substitute_only, trimmoe
 
 
@@ -76,6 +76,7 @@ def plan_for(method: Method, plan: Plan, profile: Profile, model: ModelSpec) -> 
 def make_engine(plan: Plan, profile: Profile, model: ModelSpec, settings: PolicySettings) -> Engine:
     """The engine of a policy on a plan."""
     deployment = deploy(plan, profile, model, settings.accounting)
+    settings = priced(deployment, profile, settings)
     return Engine(
         policy=make_policy(deployment, profile, settings),
         settings=settings,

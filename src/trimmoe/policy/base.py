@@ -23,6 +23,8 @@ class Observation:
     """Softmax mass of each activated expert, [n, k]."""
     importance: FloatArray
     """I of (4), [n]."""
+    steadiness: IntArray
+    """Class of the token: how easily its prediction flips, 0 the most, [n]."""
     allowance: FloatArray
     """Quality loss the token may still incur, [n]; 0 forces exact execution."""
     exit_at: IntArray

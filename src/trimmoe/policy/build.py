@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from trimmoe.core.plan import Plan
-from trimmoe.core.profile import Profile
+from trimmoe.core.profile import LossCurves, Profile
 from trimmoe.core.specs import FloatArray, IntArray, ModelSpec
 from trimmoe.cost.actions import ActionSpace
+from trimmoe.cost.exits import ExitForecast, calibrated, certain, never
 from trimmoe.cost.expected import expected_layer_delay_s, reference_layer_delay_s
 from trimmoe.cost.lookahead import LookAhead, Weights
 from trimmoe.cost.model import Accounting, CostModel, cost_model
 from trimmoe.cost.thresholds import theta_at, thresholds
+from trimmoe.cost.values import allowance_levels
 from trimmoe.policy.patterns import PatternIndex
-from trimmoe.policy.settings import PolicySettings
+from trimmoe.policy.price import meeting_weight
+from trimmoe.policy.settings import BUDGET_USE_TARGET, PolicySettings
+from trimmoe.policy.tables import TableBank
 from trimmoe.policy.trim import TrimPolicy
 
 
@@ -49,39 +53,95 @@ def deploy(plan: Plan, profile: Profile, model: ModelSpec, accounting: Accountin
 
 def make_policy(deployment: Deployment, profile: Profile, settings: PolicySettings) -> TrimPolicy:
     """The policy of `settings` on a deployment."""
-    theta, theta_drop = _thresholds(profile, settings)
-    space = ActionSpace(
+    space = action_space(deployment, profile, settings)
+    weights = Weights(
+        loss_weight=settings.loss_weight,
+        reference_s=deployment.reference_s,
+        budget=settings.budget,
+    )
+    exits = exit_forecast(profile, settings)
+    tables = None
+    if settings.horizon is None:
+        tables = TableBank(
+            space=space,
+            profile=profile,
+            weights=weights,
+            exits=exits,
+            routes=deployment.routes,
+            levels=allowance_levels(settings.budget, settings.allowance_levels),
+        )
+    return TrimPolicy(
+        lookahead=LookAhead(
+            space=space,
+            profile=profile,
+            weights=weights,
+            exits=exits,
+            allowance_step=settings.budget / settings.allowance_levels if settings.budget else 1.0,
+        ),
+        horizon=settings.horizon,
+        routes=deployment.routes,
+        patterns=PatternIndex.of(profile.patterns, profile.expert_count),
+        tables=tables,
+    )
+
+
+def action_space(deployment: Deployment, profile: Profile, settings: PolicySettings) -> ActionSpace:
+    """The actions that `settings` admit on a deployment."""
+    share = profile.class_share
+    pooled = profile.skip.pooled(share), profile.drop.pooled(share)
+    theta, theta_drop = _thresholds(*pooled, profile, settings)
+    skip, drop, substitution = profile.skip, profile.drop, profile.substitution_loss
+    if not settings.steadiness:
+        skip, drop = pooled
+        substitution = (share[:, :, None, None] * substitution).sum(1, keepdims=True)
+    return ActionSpace(
         cost=deployment.cost,
         hosts=deployment.plan.hosts,
-        substitution_loss=profile.substitution_loss,
+        substitution_loss=substitution,
         feasible=profile.feasible,
-        skip=profile.skip,
-        drop=profile.drop,
+        skip=skip,
+        drop=drop,
         theta=theta,
         theta_drop=theta_drop,
         levers=settings.levers,
     )
-    lookahead = LookAhead(
-        space=space,
-        profile=profile,
-        weights=Weights(
+
+
+def priced(deployment: Deployment, profile: Profile, settings: PolicySettings) -> PolicySettings:
+    """`settings` with the loss weight they are to start from."""
+    if not settings.price_start or settings.budget <= 0 or settings.levers.lossless:
+        return settings
+    if deployment.cost.accounting is Accounting.MIGRATE:
+        return settings
+    weight = meeting_weight(
+        action_space(deployment, profile, settings),
+        profile,
+        Weights(
             loss_weight=settings.loss_weight,
             reference_s=deployment.reference_s,
             budget=settings.budget,
         ),
-        allowance_step=settings.budget / settings.allowance_levels if settings.budget else 1.0,
+        deployment.routes,
+        deployment.plan.cluster.access_share,
+        exits=settings.levers.exit,
+        target=BUDGET_USE_TARGET,
     )
-    return TrimPolicy(
-        lookahead=lookahead,
-        horizon=settings.horizon,
-        routes=deployment.routes,
-        patterns=PatternIndex.of(profile.patterns, profile.expert_count),
-    )
+    return replace(settings, loss_weight=weight)
 
 
-def _thresholds(profile: Profile, settings: PolicySettings) -> tuple[FloatArray, FloatArray]:
+def exit_forecast(profile: Profile, settings: PolicySettings) -> ExitForecast:
+    """When tokens are expected to exit under `settings`."""
+    risk = settings.exit_risk
+    if not settings.levers.exit or (risk is not None and profile.exit_floor_at_risk(risk) > 1.0):
+        return never(profile.layer_count)
+    return calibrated(profile.exit_hazard) if settings.hazards else certain(profile.layer_count)
+
+
+def _thresholds(
+    skip: LossCurves, drop: LossCurves, profile: Profile, settings: PolicySettings
+) -> tuple[FloatArray, FloatArray]:
     """theta_l of (24) for skips and for single drops, [N] each; 1 admits everything."""
     if not settings.importance_gate:
         return np.ones(profile.layer_count), np.ones(profile.layer_count)
-    theta, epsilon = thresholds(profile.skip, profile.importance_quantiles, settings.budget)
-    return theta, theta_at(profile.drop, epsilon)
+    theta, epsilon = thresholds(skip, profile.importance_quantiles, settings.budget)
+    return theta, theta_at(drop, epsilon)

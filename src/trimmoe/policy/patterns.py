@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from trimmoe.core.specs import BoolArray, IntArray
+from trimmoe.cost.kernels import nearest_pattern
+from trimmoe.cost.values import members_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,13 +21,9 @@ class PatternIndex:
     @staticmethod
     def of(patterns: IntArray, expert_count: int) -> PatternIndex:
         """Index the codebook `patterns` [N, P, k]."""
-        members = np.zeros((*patterns.shape[:2], expert_count), dtype=bool)
-        np.put_along_axis(members, patterns, True, axis=2)
-        return PatternIndex(members=members)
+        return PatternIndex(members=members_of(patterns, expert_count))
 
     def lookup(self, layer: int, experts: IntArray) -> IntArray:
         """The pattern with the largest overlap with each activated set [n, k]; shape [n]."""
-        # [P, n, k] would be large for wide codebooks; a product of indicators is not.
-        chosen = np.zeros((experts.shape[0], self.members.shape[2]), dtype=np.float32)
-        np.put_along_axis(chosen, experts, 1.0, axis=1)
-        return (chosen @ self.members[layer].T.astype(np.float32)).argmax(1)
+        members = self.members[layer]
+        return np.array([nearest_pattern(members, row) for row in experts], dtype=np.int64)

@@ -8,6 +8,9 @@ from enum import StrEnum
 from trimmoe.cost.actions import Levers
 from trimmoe.cost.model import Accounting
 
+BUDGET_USE_TARGET = 0.9
+"""Share of the budget that a policy aims to spend."""
+
 
 class BudgetRule(StrEnum):
     """How a sequence's budget is portioned to its tokens."""
@@ -45,8 +48,8 @@ class PolicySettings:
     name: str
     levers: Levers = field(default_factory=Levers)
     accounting: Accounting = Accounting.PINNED
-    horizon: int = 3
-    """H of (40); 1 is myopic."""
+    horizon: int | None = None
+    """H of (40); 1 is myopic, None looks up tables that reach to the last layer."""
     budget: float = 0.02
     """D-bar: proxy flip rate a generated token may lose on average."""
     confidence: float = 0.9
@@ -71,8 +74,15 @@ class PolicySettings:
     """Would-be exits that run to full depth to measure the false-exit rate."""
     window_tokens: int = 64
     """Tokens between two feedback updates."""
-    allowance_levels: int = 8
+    allowance_levels: int = 4
     """Budget levels per D-bar in the look-ahead."""
+    steadiness: bool = True
+    """Whether losses depend on how steady the token is; off, all tokens are alike."""
+    hazards: bool = True
+    """Whether the look-ahead weighs exits by their measured chance; off, a token exits exactly at
+    its predicted layer, as in the paper."""
+    price_start: bool = True
+    """Start omega_D where the expected loss meets the budget, instead of at `loss_weight`."""
 
 
 def trimmoe() -> PolicySettings:
@@ -85,6 +95,7 @@ def paper() -> PolicySettings:
     return PolicySettings(
         name="paper",
         levers=Levers(drop_slots=False),
+        horizon=3,
         accounting=Accounting.MIGRATE,
         importance_gate=True,
         exit_risk=None,
@@ -93,6 +104,10 @@ def paper() -> PolicySettings:
         exit_rule=ExitRule.PAPER,
         loss_weight_range=(0.0, 1.0),
         audit_share=0.0,
+        allowance_levels=8,
+        steadiness=False,
+        hazards=False,
+        price_start=False,
     )
 
 
@@ -106,6 +121,7 @@ def exact() -> PolicySettings:
         weight_rule=WeightRule.FIXED,
         exit_rule=ExitRule.FIXED,
         audit_share=0.0,
+        price_start=False,
     )
 
 

@@ -1,7 +1,9 @@
 """Algorithm 2, lines 7-15: the action of least cost plus cost-to-go (40).
 
 Exact execution, substitution only and the paper's letter are this policy with other levers,
-horizons and accounting; no baseline has a second implementation of a decision.
+horizons and accounting; no baseline has a second implementation of a decision. With a finite
+horizon the cost-to-go is the literal recursion (39); without one it is looked up in value tables
+that reach to the last layer, and a batch is decided in one compiled loop.
 """
 
 from __future__ import annotations
@@ -11,14 +13,18 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from trimmoe.core.specs import FloatArray, IntArray
-from trimmoe.cost.actions import Candidates
+from trimmoe.cost import kernels
+from trimmoe.cost.actions import Candidates, as_batch
+from trimmoe.cost.expected import destinations
 from trimmoe.cost.lookahead import LookAhead, Place, Weights
 from trimmoe.cost.model import Accounting
+from trimmoe.cost.values import ValueTables
 from trimmoe.policy.base import Decision, Observation
 from trimmoe.policy.patterns import PatternIndex
+from trimmoe.policy.tables import TableBank
 
 WEIGHT_GRID = 0.05
-"""Loss weights are rounded to this, so that the look-ahead's memo outlives small adjustments."""
+"""Loss weights are rounded to this, so that tables and memos outlive small adjustments."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,21 +32,26 @@ class TrimPolicy:
     """Chooses among the feasible actions by step cost plus look-ahead."""
 
     lookahead: LookAhead
-    horizon: int
+    horizon: int | None
+    """H of (40); None sees to the last layer."""
     routes: IntArray
     """kappa per access server, [M, N]."""
     patterns: PatternIndex
+    tables: TableBank | None
+    """Needed without a horizon."""
     _by_weight: dict[float, LookAhead] = field(default_factory=dict)
 
     def decide(self, observation: Observation) -> Decision:
-        """One action per token, argmin over the feasible set of f + Phi^(H-1) (40)."""
-        lookahead = self._lookahead(observation.loss_weight)
-        count = observation.experts.shape[0]
+        """One action per token, argmin over the feasible set of f + Phi (40)."""
+        steadiness = np.minimum(observation.steadiness, self.lookahead.space.class_count - 1)
+        observation = replace(observation, steadiness=steadiness)
+        if self.tables is not None and not self._migrates:
+            return self._decide_at_once(self.tables, observation)
         groups: dict[Place, list[int]] = {}
-        for row in range(count):
+        for row in range(observation.experts.shape[0]):
             groups.setdefault(self._place(observation, row), []).append(row)
         parts = [
-            self._decide_together(lookahead, place, np.array(rows), observation)
+            self._decide_together(place, np.array(rows), observation)
             for place, rows in groups.items()
         ]
         order = np.argsort(np.concatenate([np.array(rows) for rows in groups.values()]))
@@ -51,25 +62,70 @@ class TrimPolicy:
             }
         )
 
+    @property
+    def _migrates(self) -> bool:
+        return self.lookahead.space.cost.accounting is Accounting.MIGRATE
+
     def _place(self, observation: Observation, row: int) -> Place:
-        if self.lookahead.space.cost.accounting is Accounting.MIGRATE:
+        if self._migrates:
             return Place(route=None, server=int(observation.server[row]))
         return Place(route=tuple(self.routes[observation.access[row]].tolist()))
 
-    def _decide_together(
-        self, lookahead: LookAhead, place: Place, rows: IntArray, observation: Observation
-    ) -> Decision:
+    def _decide_at_once(self, bank: TableBank, observation: Observation) -> Decision:
+        """All tokens in one compiled loop over the value tables."""
+        layer, access = observation.layer, observation.access
+        weight = rounded_weight(observation.loss_weight)
+        tables = bank.of(weight)
+        space = self.lookahead.space
+        batch = as_batch(
+            observation.experts,
+            observation.masses,
+            observation.importance,
+            observation.steadiness,
+            self.routes[access, layer],
+            destinations(self.routes)[access, layer],
+        )
+        count, slots = batch.experts.shape
+        picked = (
+            np.empty((count, slots), dtype=np.int64),
+            np.empty((count, slots), dtype=np.int64),
+            np.empty(count),
+            np.empty(count),
+        )
+        weights = self.lookahead.weights
+        kernels.choose(
+            space.menu,
+            layer,
+            batch,
+            np.ascontiguousarray(observation.allowance, dtype=np.float64),
+            tables.exits.rows(observation.exit_at),
+            tables.place_of[layer][access],
+            bank.layer_values(tables, layer, self.patterns.members),
+            (weight, weights.reference_s, weights.budget),
+            space.levers.skip_needs_transmission,
+            picked,
+        )
+        return Decision(
+            slot_expert=picked[0],
+            slot_server=picked[1],
+            destination=batch.destination,
+            delay_s=picked[2],
+            loss=picked[3],
+        )
+
+    def _decide_together(self, place: Place, rows: IntArray, observation: Observation) -> Decision:
         """The actions of tokens at one place."""
         layer = observation.layer
-        menu = lookahead.space.candidates(
+        menu = self.lookahead.space.candidates(
             layer,
             place.source(layer),
             place.destination(layer),
             experts=observation.experts[rows],
             masses=observation.masses[rows],
             importance=observation.importance[rows],
+            steadiness=observation.steadiness[rows],
         )
-        cost = self._cost(lookahead, place, menu, rows, observation)
+        cost = self._cost(place, menu, rows, observation)
         best = cost.argmin(1)
         # Nothing costs less than itself with a broken estimate: fall back to exact execution.
         best = np.where(np.isfinite(cost[np.arange(rows.size), best]), best, 0)
@@ -83,33 +139,60 @@ class TrimPolicy:
         )
 
     def _cost(
-        self,
-        lookahead: LookAhead,
-        place: Place,
-        menu: Candidates,
-        rows: IntArray,
-        observation: Observation,
+        self, place: Place, menu: Candidates, rows: IntArray, observation: Observation
     ) -> FloatArray:
         """f + Phi of every action, infinite where not allowed, [n, C]."""
+        lookahead = self._lookahead(observation.loss_weight)
         allowance = observation.allowance[rows]
         allowed = menu.allowed(allowance)
         cost = lookahead.weights.step_cost(menu.delay_s, menu.loss)
-        if self.horizon > 1 and allowed.sum() > rows.size:
+        left = np.maximum(allowance[:, None] - menu.loss, 0.0)
+        patterns = self.patterns.lookup(observation.layer, observation.experts[rows])
+        if self.tables is not None:
+            cost = cost + self._tabled(self.tables, menu, rows, observation, patterns, left)
+        elif self.horizon is not None and self.horizon > 1 and allowed.sum() > rows.size:
             cost = cost + lookahead.after(
                 observation.layer,
                 place,
                 menu,
-                self.patterns.lookup(observation.layer, observation.experts[rows]),
-                np.maximum(allowance[:, None] - menu.loss, 0.0),
+                patterns,
+                left,
                 allowed,
                 self.horizon - 1,
-                exit_at=observation.exit_at[rows],
+                steadiness=observation.steadiness[rows],
+                exit_row=lookahead.exits.rows(observation.exit_at[rows]),
             )
         return np.where(allowed, cost, np.inf)
 
+    def _tabled(
+        self,
+        bank: TableBank,
+        menu: Candidates,
+        rows: IntArray,
+        observation: Observation,
+        patterns: IntArray,
+        left: FloatArray,
+    ) -> FloatArray:
+        tables: ValueTables = bank.of(rounded_weight(observation.loss_weight))
+        return tables.after_actions(
+            observation.layer,
+            menu,
+            access=observation.access[rows],
+            patterns=patterns,
+            left=left,
+            steadiness=observation.steadiness[rows],
+            exit_at=observation.exit_at[rows],
+            migrates=self._migrates,
+        )
+
     def _lookahead(self, loss_weight: float) -> LookAhead:
-        rounded = round(loss_weight / WEIGHT_GRID) * WEIGHT_GRID
+        rounded = rounded_weight(loss_weight)
         if rounded not in self._by_weight:
             weights: Weights = replace(self.lookahead.weights, loss_weight=rounded)
             self._by_weight[rounded] = self.lookahead.weighted(weights)
         return self._by_weight[rounded]
+
+
+def rounded_weight(loss_weight: float) -> float:
+    """A loss weight on the grid that tables are made for."""
+    return round(loss_weight / WEIGHT_GRID) * WEIGHT_GRID

@@ -179,6 +179,7 @@ class LocalDriver:
             experts=routing.experts.cpu().numpy(),
             masses=_doubles(masses),
             importance=np.minimum(_doubles(weights).sum(1), 1.0),
+            steadiness=np.zeros(command.rows.size, dtype=np.int64),
         )
 
     def _execute(self, command: Execute, wave: _Running) -> Executed:

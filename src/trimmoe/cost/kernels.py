@@ -1,0 +1,430 @@
+"""The inner loops of costs and decisions, compiled: one implementation for every caller.
+
+Nothing here allocates per token or knows a class; `cost.model`, `cost.actions` and `cost.values`
+wrap these with named arrays. Shapes: n tokens, k slots, M servers, N layers, E experts, R
+substitutes, B steadiness classes, G bins of a curve, C candidate actions, P patterns.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from trimmoe.core.specs import BoolArray, FloatArray, IntArray
+
+if TYPE_CHECKING:
+
+    def njit(function: Any) -> Any: ...
+
+else:
+    import numba
+
+    njit = numba.njit(cache=True, nogil=True)
+
+DROPPED = -1
+_NOWHERE = -1
+_HAIR = 1e-9
+"""Of a level step, so that 3 * 0.1 counts as 0.3; a real shortfall is orders larger."""
+
+
+class Links(NamedTuple):
+    """What moving and computing costs; see `cost.model.CostModel`."""
+
+    transfer_s: FloatArray
+    """[M, M]."""
+    waiting_s: FloatArray
+    """[M]."""
+    expert_s: FloatArray
+    """[M, N, E]."""
+
+
+class Menu(NamedTuple):
+    """What every slot may choose from; see `cost.actions.ActionSpace`."""
+
+    links: Links
+    hosts: BoolArray
+    """[M, N, E]."""
+    best_server: IntArray
+    """Host of least single-slot delay by layer, source, destination and expert, [N, M, M, E]."""
+    best_s: FloatArray
+    """Its delay, infinite without a host, [N, M, M, E]."""
+    substitutes: IntArray
+    """Least lossy first, -1 padded, [N, B, E, R]."""
+    substitution_loss: FloatArray
+    """[N, B, E, E]."""
+    local_loss: FloatArray
+    """Least loss of serving a target on a server, [M, N, B, E]."""
+    drop_edges: FloatArray
+    """[N, B, G]; the same for the other three."""
+    drop_upper: FloatArray
+    skip_edges: FloatArray
+    skip_upper: FloatArray
+    theta: FloatArray
+    """[N]."""
+    theta_drop: FloatArray
+    """[N]."""
+    drops: bool
+    """Whether single slots may be dropped."""
+    skips: bool
+
+
+class Batch(NamedTuple):
+    """n tokens in one layer."""
+
+    experts: IntArray
+    """[n, k]."""
+    masses: FloatArray
+    """[n, k]."""
+    importance: FloatArray
+    """[n]."""
+    steadiness: IntArray
+    """[n]."""
+    source: IntArray
+    """[n]."""
+    destination: IntArray
+    """[n]."""
+
+
+class Actions(NamedTuple):
+    """Room for the actions of n tokens, written by `enumerate_actions`."""
+
+    expert: IntArray
+    """[n, C, k]."""
+    server: IntArray
+    """[n, C, k]."""
+    delay_s: FloatArray
+    """[n, C]."""
+    loss: FloatArray
+    """[n, C]."""
+
+
+class Values(NamedTuple):
+    """Cost to go after a layer and how to look it up; see `cost.values.ValueTables`."""
+
+    levels: FloatArray
+    """Ascending allowances from 0, [V]."""
+    after: FloatArray
+    """Of one layer: by place, steadiness, exit row, level and pattern, [W, B, Q, V, P]."""
+    goes_on: FloatArray
+    """Of one layer: probability that a token does not exit right after executing, [Q]."""
+    members: BoolArray
+    """Of one layer: which experts a pattern has, [P, E]."""
+
+
+@njit
+def slots_delay_s(links, layer, source, destination, experts, servers):
+    """Delay of one token's slots [k] from source to destination; see `cost.model`."""
+    slowest = links.transfer_s[source, destination]
+    for j in range(experts.shape[0]):
+        if experts[j] < 0:
+            continue
+        server = servers[j]
+        work = 0.0
+        for i in range(experts.shape[0]):
+            if experts[i] >= 0 and servers[i] == server:
+                work += links.expert_s[server, layer, experts[i]]
+        path = links.transfer_s[source, server] + links.waiting_s[server]
+        slowest = max(slowest, path + links.transfer_s[server, destination] + work)
+    return slowest
+
+
+@njit
+def all_slots_delay_s(links, layer, source, destination, experts, servers):
+    """`slots_delay_s` of n tokens, [n]."""
+    delay = np.empty(source.shape[0])
+    for i in range(source.shape[0]):
+        delay[i] = slots_delay_s(links, layer, source[i], destination[i], experts[i], servers[i])
+    return delay
+
+
+@njit
+def curve_at(edges, upper, mass):
+    """The step of a loss curve [G] that `mass` falls into, rounding the mass up."""
+    last = edges.shape[0] - 1
+    return upper[min(np.searchsorted(edges, mass), last)]
+
+
+@njit
+def _slot_options(menu, layer, tokens, i, source, destination, first_at, room):
+    """Fill `room` with the choices of every slot: target, substitutes, nothing."""
+    expert, server, delay, loss = room
+    experts, steady = tokens.experts[i], tokens.steadiness[i]
+    slots, stand_ins = experts.shape[0], menu.substitutes.shape[3]
+    for j in range(slots):
+        target = experts[j]
+        for o in range(1 + stand_ins):
+            runs = target if o == 0 else menu.substitutes[layer, steady, target, o - 1]
+            if o > 0 and runs >= 0:
+                for other in range(slots):
+                    if experts[other] == runs:
+                        runs = -1
+                        break
+            expert[j, o], loss[j, o], delay[j, o] = runs, 0.0, np.inf
+            server[j, o] = source
+            if runs < 0:
+                continue
+            if o > 0:
+                loss[j, o] = menu.substitution_loss[layer, steady, target, runs]
+            if j == 0 and first_at >= 0:
+                if menu.hosts[first_at, layer, runs]:
+                    server[j, o] = first_at
+                    path = menu.links.transfer_s[source, first_at] + menu.links.waiting_s[first_at]
+                    path += menu.links.transfer_s[first_at, destination]
+                    delay[j, o] = path + menu.links.expert_s[first_at, layer, runs]
+            else:
+                server[j, o] = menu.best_server[layer, source, destination, runs]
+                delay[j, o] = menu.best_s[layer, source, destination, runs]
+        drop = 1 + stand_ins
+        expert[j, drop], server[j, drop] = -1, source
+        loss[j, drop], delay[j, drop] = 0.0, np.inf
+        mass = tokens.masses[i, j]
+        movable = not (j == 0 and first_at >= 0)
+        if menu.drops and slots > 1 and movable and mass <= menu.theta_drop[layer]:
+            edges = menu.drop_edges[layer, steady]
+            loss[j, drop] = curve_at(edges, menu.drop_upper[layer, steady], mass)
+            delay[j, drop] = 0.0
+
+
+@njit
+def _under_cap(room, cap, at):
+    """Under a delay cap every slot takes its least lossy, then fastest, choice; -1 if none."""
+    _, _, delay, loss = room
+    slots, choices = delay.shape
+    for j in range(slots):
+        best = -1
+        for o in range(choices):
+            if not (delay[j, o] <= cap and delay[j, o] < np.inf):
+                continue
+            if best >= 0 and loss[j, o] > loss[j, best]:
+                continue
+            if best < 0 or loss[j, o] < loss[j, best] or delay[j, o] < delay[j, best]:
+                best = o
+        if best < 0:
+            return False
+        at[j] = best
+    return True
+
+
+@njit
+def _write_action(menu, layer, source, destination, room, at, out, i, c):
+    """Action `c` of token `i` from the choices `at` [k]; returns whether it exists."""
+    expert, server, _, loss = room
+    total, runs, exact = 0.0, False, True
+    for j in range(at.shape[0]):
+        o = at[j]
+        out.expert[i, c, j], out.server[i, c, j] = expert[j, o], server[j, o]
+        runs = runs or expert[j, o] >= 0
+        exact = exact and o == 0
+        total += loss[j, o]
+    out.loss[i, c] = 0.0 if exact else total
+    if runs:
+        picked, places = out.expert[i, c], out.server[i, c]
+        out.delay_s[i, c] = slots_delay_s(menu.links, layer, source, destination, picked, places)
+    else:
+        out.delay_s[i, c] = np.inf
+    return runs
+
+
+@njit
+def _token_actions(menu, layer, tokens, i, source, destination, first_at, room, at, out, row):
+    """All actions of token `i` toward one destination into row `row`: exact, then per cap."""
+    _slot_options(menu, layer, tokens, i, source, destination, first_at, room)
+    _, _, delay, _ = room
+    slots, choices = delay.shape
+    at[:] = 0
+    _write_action(menu, layer, source, destination, room, at, out, row, 0)
+    for j in range(slots):
+        if delay[j, 0] == np.inf:
+            out.delay_s[row, 0] = np.inf
+    c = 1
+    for j in range(slots):
+        for o in range(choices):
+            if delay[j, o] < np.inf and _under_cap(room, delay[j, o], at):
+                _write_action(menu, layer, source, destination, room, at, out, row, c)
+            else:
+                out.expert[row, c, :] = -1
+                out.server[row, c, :] = source
+                out.delay_s[row, c], out.loss[row, c] = np.inf, 0.0
+            c += 1
+    out.expert[row, c, :] = -1
+    out.server[row, c, :] = source
+    steady, importance = tokens.steadiness[i], tokens.importance[i]
+    edges = menu.skip_edges[layer, steady]
+    out.loss[row, c] = curve_at(edges, menu.skip_upper[layer, steady], importance)
+    admitted = menu.skips and importance <= menu.theta[layer]
+    out.delay_s[row, c] = menu.links.transfer_s[source, destination] if admitted else np.inf
+    return c
+
+
+@njit
+def make_room(menu, slots):
+    """Scratch for the choices of one token's slots."""
+    shape = (slots, menu.substitutes.shape[3] + 2)
+    whole = np.empty(shape, dtype=np.int64), np.empty(shape, dtype=np.int64)
+    return whole[0], whole[1], np.empty(shape), np.empty(shape)
+
+
+@njit
+def enumerate_actions(menu, layer, tokens, first_at, out):
+    """The actions of n tokens; the last column is the skip. `first_at` [n], -1: anywhere."""
+    count, slots = tokens.experts.shape
+    room, at = make_room(menu, slots), np.empty(slots, dtype=np.int64)
+    for i in range(count):
+        source, destination = tokens.source[i], tokens.destination[i]
+        _token_actions(menu, layer, tokens, i, source, destination, first_at[i], room, at, out, i)
+
+
+@njit
+def local_loss_of(menu, layer, source, experts, steady):
+    """Least loss of running all slots on the source, infinite if it cannot."""
+    total = 0.0
+    for j in range(experts.shape[0]):
+        total += menu.local_loss[source, layer, steady, experts[j]]
+    return total
+
+
+@njit
+def step_cost(delay_s, loss, loss_weight, reference_s, budget):
+    """f of (31) and (32) of one action."""
+    if delay_s == np.inf:
+        return np.inf
+    cost = (1.0 - loss_weight) * delay_s / reference_s
+    if budget > 0:
+        return cost + loss_weight * loss / budget
+    return np.inf if loss > 0 else cost
+
+
+@njit
+def level_of(levels, allowance):
+    """The last level within the allowance: rounded down, never up."""
+    hair = _HAIR * levels[1] if levels.shape[0] > 1 else 0.0
+    return max(np.searchsorted(levels, allowance + hair, side="right") - 1, 0)
+
+
+@njit
+def nearest_pattern(members, experts):
+    """The pattern [P, E] with the largest overlap with a token's experts [k]."""
+    best, most = 0, -1
+    for p in range(members.shape[0]):
+        shared = 0
+        for j in range(experts.shape[0]):
+            if members[p, experts[j]]:
+                shared += 1
+        if shared > most:
+            best, most = p, shared
+            if shared == experts.shape[0]:
+                break
+    return best
+
+
+@njit
+def choose(menu, layer, tokens, allowance, exit_row, place, values, weights, gated, picked):
+    """The action of least step cost plus cost to go per token (40).
+
+    `weights`: loss weight, reference_s, budget; `gated`: whether a skip needs Gamma > 0 (35).
+    Writes expert and server [n, k], delay and loss [n] into `picked`.
+    """
+    loss_weight, reference_s, budget = weights
+    expert, server, delay_s, loss = picked
+    count, slots = tokens.experts.shape
+    columns = 2 + slots * (menu.substitutes.shape[3] + 2)
+    room, at = make_room(menu, slots), np.empty(slots, dtype=np.int64)
+    out = Actions(
+        np.empty((1, columns, slots), dtype=np.int64),
+        np.empty((1, columns, slots), dtype=np.int64),
+        np.empty((1, columns)),
+        np.empty((1, columns)),
+    )
+    for i in range(count):
+        source, destination = tokens.source[i], tokens.destination[i]
+        skip = _token_actions(menu, layer, tokens, i, source, destination, -1, room, at, out, 0)
+        steady = tokens.steadiness[i]
+        pattern = nearest_pattern(values.members, tokens.experts[i])
+        to_go = values.after[place[i], steady, exit_row[i], :, pattern]
+        stays = values.goes_on[exit_row[i]]
+        best, least = 0, np.inf
+        for c in range(skip + 1):
+            lost = out.loss[0, c]
+            if out.delay_s[0, c] == np.inf or (c > 0 and lost > allowance[i]):
+                continue
+            if c == skip and gated:
+                local = local_loss_of(menu, layer, source, tokens.experts[i], steady)
+                if local <= allowance[i]:
+                    continue
+            cost = step_cost(out.delay_s[0, c], lost, loss_weight, reference_s, budget)
+            ahead = to_go[level_of(values.levels, max(allowance[i] - lost, 0.0))]
+            cost += ahead if c == skip else stays * ahead
+            if cost < least:
+                best, least = c, cost
+        expert[i], server[i] = out.expert[0, best], out.server[0, best]
+        delay_s[i], loss[i] = out.delay_s[0, best], out.loss[0, best]
+
+
+@njit
+def arrival_values(actions, place, local_loss, after, goes_on, levels, weights, gated, deciles):
+    """Least expected cost from entering a layer at one place, [B, Q, V, P].
+
+    `actions`: of P * D rows per class, deciles outermost, as [B * P * D, C, ...]; the last column
+    skips. `place` [B * P * D, C]: where each action leads to, an index into `after`
+    [W, B, Q, V, P], the cost to go after the layer. `local_loss` [B * P * D].
+    """
+    loss_weight, reference_s, budget = weights
+    _, classes, exits, count, patterns = after.shape
+    columns = actions.loss.shape[1]
+    value = np.zeros((classes, exits, count, patterns))
+    level = np.empty(columns, dtype=np.int64)
+    column = np.empty(columns, dtype=np.int64)
+    cost = np.empty(columns)
+    for row in range(actions.loss.shape[0]):
+        b, p = row // (deciles * patterns), row % patterns
+        delay, loss = actions.delay_s[row], actions.loss[row]
+        kept = _undominated(delay, loss, place[row], columns)
+        for v in range(count):
+            allowance = levels[v]
+            usable = 0
+            for index in range(kept.shape[0]):
+                c = kept[index]
+                if c > 0 and loss[c] > allowance:
+                    continue
+                if c == columns - 1 and gated and local_loss[row] <= allowance:
+                    continue
+                cost[usable] = step_cost(delay[c], loss[c], loss_weight, reference_s, budget)
+                level[usable] = level_of(levels, max(allowance - loss[c], 0.0))
+                column[usable] = c
+                usable += 1
+            for q in range(exits):
+                least = np.inf
+                for index in range(usable):
+                    c = column[index]
+                    ahead = after[place[row, c], b, q, level[index], p]
+                    # A skip cannot be the end: only an executed layer is followed by an exit.
+                    stays = 1.0 if c == columns - 1 else goes_on[q]
+                    least = min(least, cost[index] + stays * ahead)
+                value[b, q, v, p] += least / deciles
+    return value
+
+
+@njit
+def _undominated(delay, loss, place, columns):
+    """Columns that exist and that no other with the same end is both faster and less lossy than;
+    exact execution and the skip stay."""
+    kept = np.empty(columns, dtype=np.int64)
+    size = 0
+    for c in range(columns):
+        if delay[c] == np.inf:
+            continue
+        beaten = False
+        if 0 < c < columns - 1:
+            for other in range(columns - 1):
+                if other == c or delay[other] == np.inf or place[other] != place[c]:
+                    continue
+                no_worse = delay[other] <= delay[c] and loss[other] <= loss[c]
+                better = delay[other] < delay[c] or loss[other] < loss[c]
+                if no_worse and (better or other < c):
+                    beaten = True
+                    break
+        if not beaten:
+            kept[size] = c
+            size += 1
+    return kept[:size]

@@ -1,0 +1,66 @@
+"""The value tables of one policy, one per loss weight that was needed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from trimmoe.core.profile import Profile
+from trimmoe.core.specs import BoolArray, FloatArray, IntArray
+from trimmoe.cost import kernels
+from trimmoe.cost.actions import ActionSpace
+from trimmoe.cost.exits import ExitForecast
+from trimmoe.cost.lookahead import Weights
+from trimmoe.cost.values import ValueTables, build_tables
+
+
+@dataclass(kw_only=True)
+class TableBank:
+    """Makes tables on first use; a pure function of its arguments with a memo.
+
+    A server that must not wait calls `prepare` beforehand, off the decision path, and sets
+    `on_demand` to false: then the nearest weight there is will do.
+    """
+
+    space: ActionSpace
+    profile: Profile
+    weights: Weights
+    exits: ExitForecast
+    routes: IntArray
+    levels: FloatArray
+    on_demand: bool = True
+    _tables: dict[float, ValueTables] = field(default_factory=dict)
+
+    def of(self, loss_weight: float) -> ValueTables:
+        """The tables for a loss weight."""
+        found = self._tables.get(loss_weight)
+        if found is not None:
+            return found
+        if not self.on_demand and self._tables:
+            nearest = min(self._tables, key=lambda there: abs(there - loss_weight))
+            return self._tables[nearest]
+        self.prepare([loss_weight])
+        return self._tables[loss_weight]
+
+    def prepare(self, loss_weights: list[float]) -> None:
+        """Make the tables of these weights."""
+        for loss_weight in loss_weights:
+            if loss_weight not in self._tables:
+                self._tables[loss_weight] = build_tables(
+                    self.space,
+                    self.profile,
+                    replace(self.weights, loss_weight=loss_weight),
+                    self.exits,
+                    self.routes,
+                    self.levels,
+                )
+
+    def layer_values(self, tables: ValueTables, layer: int, members: BoolArray) -> kernels.Values:
+        """One layer of tables for the compiled loop; `members` [N, P, E]."""
+        return kernels.Values(
+            levels=tables.levels,
+            after=tables.after[layer],
+            goes_on=np.ascontiguousarray(tables.exits.goes_on[:, layer]),
+            members=members[layer],
+        )
