@@ -13,7 +13,8 @@ import torch
 import checkpoints
 from tiny import EXPERTS, LAYERS, TOP_K, write_tiny_checkpoint
 from trimmoe.calibrate import whatif
-from trimmoe.calibrate.record import Windows, greedy, open_windows, record, run_layer
+from trimmoe.calibrate.head import greedy
+from trimmoe.calibrate.record import Windows, open_windows, record, run_layer
 from trimmoe.calibrate.run import calibrate
 from trimmoe.calibrate.sampling import DROP, KEEP, Changes
 from trimmoe.calibrate.settings import CalibrationSettings
@@ -95,9 +96,15 @@ def test_what_if_nothing_changes_the_prediction_is_the_full_depth_one(
     expected = torch.cat(exact_logits(view, windows.ids.tolist())).argmax(dim=1).numpy()
     every = list(range(windows.tokens))
     changes = _changes(every, [t % LAYERS for t in every], [[KEEP] * TOP_K] * len(every))
-    found, measured = whatif.predictions(view, windows, changes, advance=lambda _: None)
+    flipped, measured = _flips(view, windows, changes, expected[changes.token])
     assert measured.all()
-    assert np.array_equal(found, expected)
+    assert not flipped.any()
+
+
+def _flips(
+    view: MoEView, windows: Windows, changes: Changes, expected: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    return whatif.flips(view, windows, changes, expected, advance=lambda _: None)
 
 
 @torch.inference_mode()
@@ -128,12 +135,12 @@ def test_a_what_if_is_what_really_happens(
     tokens = [1, 5, 23, 24, 40, 71]
     pairs = [(token, layer) for token in tokens for layer in range(LAYERS)]
     changes = _changes([t for t, _ in pairs], [at for _, at in pairs], [slots] * len(pairs))
-    found, _ = whatif.predictions(view, windows, changes, advance=lambda _: None)
     length = windows.length
-    really = [
-        _really(view, windows.ids[t // length, : t % length + 1], at, slots) for t, at in pairs
-    ]
-    assert found.tolist() == really
+    really = np.array(
+        [_really(view, windows.ids[t // length, : t % length + 1], at, slots) for t, at in pairs]
+    )
+    assert not _flips(view, windows, changes, really)[0].any()
+    assert _flips(view, windows, changes, really + 1)[0].all()
 
 
 def test_models_without_what_ifs_are_measured_by_sparse_passes(
@@ -146,14 +153,15 @@ def test_models_without_what_ifs_are_measured_by_sparse_passes(
 
     last = [23, 47, 71]
     changes = _changes(last * 2, [0, 0, 0, 2, 2, 2], [[DROP] * TOP_K] * 6)
-    expected, _ = whatif.predictions(view, windows, changes, advance=lambda _: None)
+    full = torch.cat(exact_logits(view, windows.ids.tolist())).argmax(dim=1).numpy()
+    expected, _ = _flips(view, windows, changes, full[changes.token])
     monkeypatch.setattr(view, "attend_whatif", refuse)
-    found, measured = whatif.predictions(view, windows, changes, advance=lambda _: None)
+    found, measured = _flips(view, windows, changes, full[changes.token])
     assert measured.all()
     # A window's last token meets only clean neighbours when nothing else changes in its pass.
     assert np.array_equal(found, expected)
     many = _changes(list(range(24)) * 9, [1] * 216, [[DROP] * TOP_K] * 216)
-    _, measured = whatif.predictions(view, windows, many, advance=lambda _: None)
+    _, measured = _flips(view, windows, many, full[many.token])
     assert 0 < measured.sum() < 216
 
 

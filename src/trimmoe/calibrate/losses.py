@@ -12,7 +12,7 @@ from trimmoe.calibrate.curves import Measured, loss_curves, monotony, quantile_e
 from trimmoe.calibrate.record import Advance, Recording
 from trimmoe.calibrate.sampling import Changes
 from trimmoe.calibrate.settings import CalibrationSettings
-from trimmoe.calibrate.whatif import predictions
+from trimmoe.calibrate.whatif import flips
 from trimmoe.core.profile import LossCurves
 from trimmoe.core.specs import BoolArray, FloatArray, IntArray
 from trimmoe.models.base import MoEView
@@ -121,8 +121,8 @@ def measure_losses(
 ) -> Losses:
     """Run the what-ifs and fit curves and bounds to what flipped."""
     changes = sampling.join(experiments.parts)
-    predicted, measured = predictions(view, recording.windows, changes, advance=advance)
-    flipped = predicted != recording.predictions[changes.token]
+    expected = recording.predictions[changes.token]
+    flipped, measured = flips(view, recording.windows, changes, expected, advance=advance)
     bounds = np.cumsum([part.count for part in experiments.parts])[:-1]
     results = zip(np.split(flipped, bounds), np.split(measured, bounds), strict=True)
     (skip_flip, skip_ok), (drop_flip, drop_ok), (sub_flip, sub_ok), (noise, noise_ok) = results
@@ -131,7 +131,7 @@ def measure_losses(
     level = settings.ucb_confidence
     skip = loss_curves(experiments.skip_edges, skips, level)
     whole = recording.activated.shape[2] == 1
-    flips, samples = substitution.pair_counts(
+    counts = substitution.pair_counts(
         recording.activated,
         experiments.substitutions.take(sub_ok),
         sub_flip[sub_ok],
@@ -140,7 +140,7 @@ def measure_losses(
     loss = substitution.substitution_losses(
         experiments.pair_bin,
         settings.bins,
-        (flips, samples),
+        counts,
         pair_samples=settings.pair_samples,
         confidence=level,
     )
@@ -149,7 +149,7 @@ def measure_losses(
         drop=skip if whole else loss_curves(experiments.drop_edges, drops, level),
         similarity=experiments.similarity,
         substitution_loss=loss,
-        substitution_samples=samples,
+        substitution_samples=counts[1][:, None],
         feasible=experiments.feasible,
         report={
             "samples": {

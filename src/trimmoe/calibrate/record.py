@@ -10,15 +10,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from trimmoe.calibrate.head import Referee, greedy
 from trimmoe.core.specs import BoolArray, FloatArray, IntArray
 from trimmoe.models.base import EncoderDecoderView, MoEView, Routing, TokenBatch
 from trimmoe.models.cache import KVCache
 
 _ROWS = 1024
 """Tokens of one step; windows are batched up to this."""
-_HEAD_ROWS = 1024
-"""Rows of one output-head call: [1024, V] logits stay small and multiply at full speed."""
-
 _PROBE_TOKENS = 1024
 """Tokens on which every layer meets the output head; later ones only where that pays."""
 
@@ -105,13 +103,14 @@ def record(
     than `least_agreement` on the first windows are not looked at further.
     """
     recording = _blank(view, windows, folder)
+    referee = Referee(view)
     rows = max(1, _ROWS // windows.length)
     seen = np.zeros((2, view.spec.layer_count), dtype=np.int64)
     for first in range(0, windows.count, rows):
         part = windows.part(first, first + rows)
         span = slice(first * windows.length, first * windows.length + part.tokens)
         _record_batch(view, recording, span, part, importance)
-        seen += _compare(view, recording, span)
+        seen += _compare(view, referee, recording, span)
         if span.start < _PROBE_TOKENS <= span.stop:
             recording.may_exit[:-1] &= seen[0, :-1] >= least_agreement * seen[1, :-1]
         advance(part.tokens)
@@ -152,13 +151,6 @@ def open_windows(view: MoEView, windows: Windows) -> tuple[KVCache, TokenBatch, 
     return cache, batch, view.embed(torch.from_numpy(windows.ids).to(view.device), batch)
 
 
-def greedy(view: MoEView, hidden: Tensor) -> IntArray:
-    """Token of the largest logit (the first among equals) for states [n, d]; int64 [n]."""
-    # max with indices takes half the time of argmax.
-    found = [view.logits(block).max(dim=-1).indices for block in hidden.split(_HEAD_ROWS)]
-    return torch.cat(found).cpu().numpy()
-
-
 def _record_batch(
     view: MoEView, recording: Recording, span: slice, windows: Windows, importance: str
 ) -> None:
@@ -176,13 +168,13 @@ def _record_batch(
     recording.agrees[-1, span] = True
 
 
-def _compare(view: MoEView, recording: Recording, span: slice) -> IntArray:
+def _compare(view: MoEView, referee: Referee, recording: Recording, span: slice) -> IntArray:
     """Fill in b of (22); returns how many tokens agreed and were looked at, [2, N]."""
     counts = np.zeros((2, view.spec.layer_count), dtype=np.int64)
     counts[:, -1] = span.stop - span.start
     for layer in np.flatnonzero(recording.may_exit[:-1]):
         state = recording.hidden[layer, span].to(device=view.device, dtype=view.dtype)
-        agrees = greedy(view, state) == recording.predictions[span]
+        agrees = referee.agrees(state, recording.predictions[span])
         recording.agrees[layer, span] = agrees
         counts[:, layer] = agrees.sum(), agrees.size
     return counts

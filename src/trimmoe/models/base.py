@@ -31,6 +31,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from trimmoe.core.specs import ModelSpec
@@ -259,8 +260,12 @@ class MoEView(ABC):
         """State propagation for the dense blocks after the last MoE layer."""
 
     @abstractmethod
+    def head(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """What `logits` multiplies: the normed states [n, d] and the head's rows [V, d]."""
+
     def logits(self, hidden: Tensor) -> Tensor:
         """Final norm and head: [n, d] to [n, V], in the view's dtype."""
+        return F.linear(*self.head(hidden))
 
 
 class EncoderDecoderView(MoEView):

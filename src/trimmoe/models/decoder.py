@@ -313,8 +313,8 @@ class DecoderView(MoEView):
             return hidden if shared is None else hidden + shared
         return hidden + (routed if shared is None else routed + shared)
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        return self._model.lm_head(self._model.model.norm(hidden))
+    def head(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        return self._model.model.norm(hidden), self._model.lm_head.weight
 
     def _step(self, batch: TokenBatch, cache: KVCache) -> _Step:
         return _Step(

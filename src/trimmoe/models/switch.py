@@ -202,11 +202,11 @@ class SwitchView(SwitchStack, EncoderDecoderView):
         for block in self._trailing:
             self._propagate(block, hidden, batch, cache)
 
-    def logits(self, hidden: Tensor) -> Tensor:
+    def head(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         normed = self._stack.final_layer_norm(hidden)
         if self._model.config.tie_word_embeddings:
             normed = normed * self.spec.hidden_size**-0.5
-        return self._model.lm_head(normed)
+        return normed, self._model.lm_head.weight
 
     def _causal_bias(self, batch: TokenBatch) -> Tensor:
         """Position bias and causal mask in one, [B, heads, T, length]."""

@@ -162,7 +162,7 @@ class SwitchEncoder(SwitchStack):
     def propagate_tail(self, hidden: Tensor, batch: TokenBatch, cache: KVCache) -> None:
         return
 
-    def logits(self, hidden: Tensor) -> Tensor:
+    def head(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         raise NotImplementedError("the encoder has no head")
 
     def final_norm(self, hidden: Tensor) -> Tensor:
