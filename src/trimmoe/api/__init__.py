@@ -1,0 +1,1 @@
+"""The OpenAI-compatible HTTP interface over any `runtime.service.InferenceService`."""

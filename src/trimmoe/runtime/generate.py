@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor
-
 from trimmoe.core.errors import UserError
 from trimmoe.core.ledger import Ledger
 from trimmoe.runtime.local import LocalDriver
+from trimmoe.runtime.sampling import Sampling, draw
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -20,15 +18,6 @@ class Generated:
     token: int
     ledger: Ledger | None
     """What predicting it cost; None for the first, which the exactly run prompt predicts."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Sampling:
-    """How the next token is drawn."""
-
-    temperature: float = 0.0
-    """0 takes the most probable token."""
-    seed: int = 0
 
 
 def generate(
@@ -48,12 +37,11 @@ def generate(
     """
     check_prompt(prompt, driver.view.spec.context_length)
     room = driver.view.spec.context_length - len(prompt)
-    sampler = torch.Generator().manual_seed(sampling.seed)
     logits = driver.open(0, prompt, access=access, budget=budget, confidence=confidence)
     ledger: Ledger | None = None
     try:
         for made in range(min(max_new_tokens, room)):
-            token = _sample(logits, sampling.temperature, sampler)
+            token = draw(logits, sampling, len(prompt) + made).token
             yield Generated(token=token, ledger=ledger)
             if token in stop or made + 1 == min(max_new_tokens, room):
                 return
@@ -72,10 +60,3 @@ def check_prompt(prompt: Sequence[int], context_length: int) -> None:
             f"The prompt has {len(prompt)} tokens, the model's context holds {context_length} "
             "with the answer; shorten the prompt."
         )
-
-
-def _sample(logits: Tensor, temperature: float, sampler: torch.Generator) -> int:
-    if temperature <= 0:
-        return int(logits.argmax())
-    probabilities = torch.softmax(logits.float().cpu() / temperature, dim=-1)
-    return int(torch.multinomial(probabilities, 1, generator=sampler))

@@ -1,0 +1,165 @@
+"""One answer: token events become pieces of text, a ledger and measurements."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import AsyncExitStack, aclosing
+from dataclasses import dataclass
+
+from trimmoe.api.detokenise import StopStrings
+from trimmoe.api.metrics import ApiMetrics, Measured
+from trimmoe.api.schemas import LedgerUsage, Usage
+from trimmoe.api.text import TextCodec
+from trimmoe.core.ledger import Kind, Ledger
+from trimmoe.runtime.service import (
+    FinishReason,
+    GenerationRequest,
+    InferenceService,
+    ServiceError,
+    TokenEvent,
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Piece:
+    """What one step adds to an answer."""
+
+    text: str
+    tokens: tuple[TokenEvent, ...]
+    """Also those whose text is held back or never shown."""
+    finish_reason: FinishReason | None = None
+    """Set on the last piece."""
+
+
+class Answer:
+    """The answer to one request: submitted when made, and to be read once, by `pieces`."""
+
+    def __init__(
+        self,
+        service: InferenceService,
+        metrics: ApiMetrics,
+        codec: TextCodec,
+        request: GenerationRequest,
+        stop: Sequence[str],
+    ) -> None:
+        """Raises `ServiceError` if the service refuses at once."""
+        self.request = request
+        self.made = 0
+        self.ledger: Ledger | None = None
+        self._text, self._stops = codec.stream(), StopStrings(stop)
+        self._metrics = metrics
+        self._measured = Measured(
+            prompt_tokens=len(request.prompt_ids), started_s=time.perf_counter()
+        )
+        self._stream = service.submit(request)
+
+    async def pieces(self) -> AsyncGenerator[Piece]:
+        """The answer as it grows. Closing this cancels the request."""
+        held: list[TokenEvent] = []
+        try:
+            async for event in self._stream:
+                self._count(event)
+                held.append(event)
+                text, reason = self._shown(event)
+                if reason is not None:
+                    await self._end(reason)
+                if text or reason is not None:
+                    yield Piece(text=text, tokens=tuple(held), finish_reason=reason)
+                    held = []
+                if reason is not None:
+                    return
+        except ServiceError:
+            await self._end("error")
+            raise
+        finally:
+            await self._end("abort")
+
+    def _shown(self, event: TokenEvent) -> tuple[str, FinishReason | None]:
+        """The text that may be shown now, and whether it is the last."""
+        ended_by_token = event.finish_reason == "stop"
+        text = self._stops.push("" if ended_by_token else self._text.push(event.token))
+        if self._stops.stopped:
+            return text, "stop"
+        if event.finish_reason is not None:
+            text += self._stops.flush()
+        return text, event.finish_reason
+
+    def _count(self, event: TokenEvent) -> None:
+        self.made += 1
+        self._metrics.token(self._measured, time.perf_counter(), event.ledger)
+        if event.ledger is not None:
+            self.ledger = event.ledger if self.ledger is None else self.ledger + event.ledger
+
+    async def close(self) -> None:
+        """Give the answer up; harmless after its end."""
+        await self._end("abort")
+
+    async def _end(self, reason: str) -> None:
+        """Close the stream and the measurement; the first reason counts."""
+        await self._stream.aclose()
+        self._metrics.end(self._measured, time.perf_counter(), reason)
+
+
+async def submit_all(
+    service: InferenceService,
+    metrics: ApiMetrics,
+    codec: TextCodec,
+    requests: Sequence[GenerationRequest],
+    stop: Sequence[str],
+) -> list[Answer]:
+    """Submit all requests or none."""
+    answers: list[Answer] = []
+    async with AsyncExitStack() as undo:
+        for request in requests:
+            answer = Answer(service, metrics, codec, request, stop)
+            undo.push_async_callback(answer.close)
+            answers.append(answer)
+        undo.pop_all()
+    return answers
+
+
+async def collect(pieces: AsyncGenerator[Piece]) -> Piece:
+    """A whole answer as one piece."""
+    text: list[str] = []
+    tokens: list[TokenEvent] = []
+    reason: FinishReason | None = None
+    async with aclosing(pieces):
+        async for piece in pieces:
+            text.append(piece.text)
+            tokens += piece.tokens
+            reason = piece.finish_reason
+    return Piece(text="".join(text), tokens=tuple(tokens), finish_reason=reason)
+
+
+def usage(answers: Sequence[Answer], prompt_tokens: int) -> Usage:
+    """Counts of all answers to one HTTP request."""
+    made = sum(answer.made for answer in answers)
+    ledgers = [answer.ledger for answer in answers if answer.ledger is not None]
+    return Usage(
+        prompt_tokens=prompt_tokens,
+        completion_tokens=made,
+        total_tokens=prompt_tokens + made,
+        trimmoe=ledger_usage(ledgers),
+    )
+
+
+def ledger_usage(ledgers: Sequence[Ledger]) -> LedgerUsage:
+    """The sum of ledgers, as the API shows it."""
+    if not ledgers:
+        return LedgerUsage()
+    total = sum(ledgers[1:], start=ledgers[0])
+    by_kind = total.kinds.sum(0)
+    substituted = by_kind[[Kind.LOCAL_SUBSTITUTE, Kind.REMOTE_SUBSTITUTE]].sum()
+    exact = by_kind[[Kind.LOCAL_EXACT, Kind.REMOTE_EXACT]].sum()
+    return LedgerUsage(
+        layers_executed=int(exact + substituted),
+        layers_substituted=int(substituted),
+        layers_skipped=int(by_kind[Kind.SKIPPED]),
+        layers_exited=int(by_kind[Kind.EXITED]),
+        hops=total.hops,
+        bytes=total.total_bytes,
+        budget_spent=total.loss,
+        budget_credited=total.budget,
+        expected_delay_s=total.delay_s,
+    )

@@ -1,0 +1,143 @@
+"""From a checked body to a response, whole or streamed; completions and chats differ by `Form`."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from typing import Protocol
+
+from fastapi import Request
+from pydantic import BaseModel
+from starlette.responses import JSONResponse, Response
+
+from trimmoe.api.context import Context
+from trimmoe.api.errors import ApiError
+from trimmoe.api.generation import Answer, Piece, collect, submit_all, usage
+from trimmoe.api.schemas import Sampled, Usage
+from trimmoe.api.streaming import EventStream, gathered, merged, until_gone
+from trimmoe.runtime.sampling import Sampling
+from trimmoe.runtime.service import GenerationRequest
+
+
+class Form(Protocol):
+    """How answers are written down. Indices are those of choices."""
+
+    def whole(self, pieces: Sequence[Piece], counts: Usage) -> BaseModel:
+        """The body of a response that is not streamed."""
+        ...
+
+    def opening(self, index: int) -> BaseModel | None:
+        """What comes before a choice's first piece in a stream, if anything."""
+        ...
+
+    def chunk(self, index: int, piece: Piece) -> BaseModel:
+        """One event of a stream."""
+        ...
+
+    def closing(self, counts: Usage) -> BaseModel:
+        """The event that carries the usage."""
+        ...
+
+
+def requests_for(
+    context: Context,
+    body: Sampled,
+    prompts: Sequence[Sequence[int]],
+    *,
+    name: str,
+    max_new_tokens: int | None,
+    logprobs: int | None,
+) -> list[GenerationRequest]:
+    """One request per prompt and answer, prompt by prompt; raises `ApiError`.
+
+    `max_new_tokens` None asks for all that the context holds.
+    """
+    model = context.service.model
+    # Without a seed every request draws its own numbers.
+    seed = secrets.randbits(63) if body.seed is None else body.seed
+    made = []
+    for at, prompt in enumerate(prompts):
+        _check_prompt(prompt, model.vocab_size)
+        room = max(1, model.context_length - len(prompt))
+        for answer in range(body.n):
+            made.append(
+                GenerationRequest(
+                    request_id=f"{name}-{len(made)}",
+                    prompt_ids=tuple(prompt),
+                    max_new_tokens=room if max_new_tokens is None else max_new_tokens,
+                    sampling=Sampling(
+                        temperature=body.temperature,
+                        top_p=body.top_p,
+                        seed=seed,
+                        stream=at * body.n + answer,
+                        logprobs=logprobs,
+                    ),
+                    stop_ids=frozenset() if body.ignore_eos else model.stop_ids,
+                    quality_budget=body.quality_budget,
+                    confidence=body.confidence,
+                    exact=body.exact,
+                )
+            )
+    return made
+
+
+def _check_prompt(prompt: Sequence[int], vocab_size: int) -> None:
+    if not prompt:
+        raise ApiError(400, "The prompt is empty; give some text to continue.", param="prompt")
+    if max(prompt) >= vocab_size:
+        raise ApiError(
+            400, f"Token ids go from 0 to {vocab_size - 1}; mend the prompt.", param="prompt"
+        )
+
+
+async def respond(
+    http: Request,
+    context: Context,
+    body: Sampled,
+    requests: Sequence[GenerationRequest],
+    form: Form,
+) -> Response:
+    """Generate and answer; a client that hangs up cancels the generation."""
+    answers = await submit_all(
+        context.service, context.metrics, context.codec, requests, body.stop_strings
+    )
+    prompt_tokens = sum(len(one.prompt_ids) for one in requests[:: body.n])
+    try:
+        if not body.stream:
+            work = gathered([collect(answer.pieces()) for answer in answers])
+            pieces = await until_gone(http.receive, work)
+            whole = form.whole(pieces, usage(answers, prompt_tokens))
+            return JSONResponse(whole.model_dump())
+        wanted = body.stream_options is not None and body.stream_options.include_usage
+        chunks = _chunks(answers, form, prompt_tokens if wanted else None)
+        # The headers wait for the first token, so that what prevents it still has a status.
+        first = await until_gone(http.receive, anext(chunks))
+        return EventStream(first, chunks)
+    except BaseException:
+        await _close(answers)
+        raise
+
+
+async def _close(answers: Sequence[Answer]) -> None:
+    """Also answers that nobody began to read hold their place in the service."""
+    for answer in answers:
+        await answer.close()
+
+
+async def _chunks(
+    answers: Sequence[Answer], form: Form, prompt_tokens: int | None
+) -> AsyncGenerator[BaseModel]:
+    """Every choice's events as they come, then the usage if its prompt tokens are given."""
+    begun: set[int] = set()
+    try:
+        async with aclosing(merged([answer.pieces() for answer in answers])) as pieces:
+            async for index, piece in pieces:
+                if index not in begun and (opening := form.opening(index)) is not None:
+                    yield opening
+                begun.add(index)
+                yield form.chunk(index, piece)
+    finally:
+        await _close(answers)
+    if prompt_tokens is not None:
+        yield form.closing(usage(answers, prompt_tokens))

@@ -1,0 +1,318 @@
+"""What requests and responses look like: OpenAI's fields, and ours beside them.
+
+Types are strict and unknown options are refused: an option that is silently dropped would answer
+another question than the one asked. Options of other servers are accepted where they are given
+with the value that changes nothing.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "best_of": (1,),
+    "frequency_penalty": (0,),
+    "functions": ([],),
+    "length_penalty": (1,),
+    "logit_bias": ({},),
+    "min_p": (0,),
+    "min_tokens": (0,),
+    "parallel_tool_calls": (True, False),
+    "presence_penalty": (0,),
+    "repetition_penalty": (1,),
+    "response_format": ({"type": "text"},),
+    "store": (False,),
+    "suffix": ("",),
+    "tool_choice": ("none", "auto"),
+    "tools": ([],),
+    "top_k": (-1, 0),
+    "use_beam_search": (False,),
+}
+"""Values with which options that we do not have change nothing."""
+
+NonEmpty = Annotated[str, Field(min_length=1)]
+Stop = Annotated[str, Field(min_length=1, max_length=256)]
+TokenId = Annotated[int, Field(ge=0)]
+Ids = Annotated[list[TokenId], Field(min_length=1)]
+
+
+class _Body(BaseModel):
+    model_config = ConfigDict(
+        extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_what_changes_nothing(cls, data: Any) -> Any:
+        """Drop nulls, which stand for defaults, and neutral values of options we do not have."""
+        if not isinstance(data, dict):
+            return data
+        kept = {}
+        for name, value in data.items():
+            neutral = name in _NEUTRAL and value in _NEUTRAL[name]
+            if value is not None and not neutral:
+                kept[name] = value
+        return kept
+
+
+class StreamOptions(_Body):
+    """Options of a streamed answer."""
+
+    include_usage: bool = False
+    """End with a chunk that has no choice but the usage."""
+
+
+class Sampled(_Body):
+    """What completions and chats have in common."""
+
+    model: Annotated[str, Field(min_length=1, max_length=256)]
+    temperature: Annotated[float, Field(ge=0, le=2)] = 1.0
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    n: Annotated[int, Field(ge=1, le=16)] = 1
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
+    stop: Stop | Annotated[list[Stop], Field(max_length=16)] | None = None
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    user: str | None = None
+    """Accepted and not looked at."""
+    ignore_eos: bool = False
+    """Go on past the model's own end."""
+    return_token_ids: bool = False
+    """Add `token_ids` to each choice."""
+    quality_budget: Annotated[float, Field(ge=0, le=1)] | None = None
+    """Flip rate a generated token may lose on average; the server's own if left out."""
+    confidence: Annotated[float, Field(ge=0)] | None = None
+    """Confidence an early exit needs; above 1 nothing exits."""
+    exact: bool = False
+    """Every layer and every expert of every token."""
+
+    @property
+    def stop_strings(self) -> list[str]:
+        if self.stop is None:
+            return []
+        return [self.stop] if isinstance(self.stop, str) else self.stop
+
+    @model_validator(mode="after")
+    def _options_need_a_stream(self) -> Sampled:
+        if self.stream_options is not None and not self.stream:
+            raise ValueError("`stream_options` needs `stream: true`; set it or leave both out.")
+        return self
+
+
+class CompletionRequest(Sampled):
+    """`POST /v1/completions`."""
+
+    prompt: (
+        NonEmpty
+        | Annotated[list[NonEmpty], Field(min_length=1)]
+        | Ids
+        | Annotated[list[Ids], Field(min_length=1)]
+    )
+    max_tokens: Annotated[int, Field(ge=1, lt=2**31)] = 16
+    logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    echo: bool = False
+    """Put the prompt before each answer."""
+
+    @model_validator(mode="after")
+    def _no_prompt_logprobs(self) -> CompletionRequest:
+        if self.echo and self.logprobs is not None:
+            raise ValueError("`echo` gives no logprobs of the prompt; leave out one of the two.")
+        return self
+
+
+class TextPart(_Body):
+    """A piece of a message."""
+
+    type: Literal["text"]
+    text: str
+
+
+class Message(_Body):
+    """One turn of a chat."""
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | Annotated[list[TextPart], Field(min_length=1)]
+    name: str | None = None
+
+    @property
+    def text(self) -> str:
+        if isinstance(self.content, str):
+            return self.content
+        return "".join(part.text for part in self.content)
+
+
+class ChatRequest(Sampled):
+    """`POST /v1/chat/completions`."""
+
+    messages: Annotated[list[Message], Field(min_length=1)]
+    max_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
+    max_completion_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
+    """The newer name of `max_tokens`; without either, as much as the context holds."""
+    logprobs: bool = False
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+
+    @model_validator(mode="after")
+    def _no_contradictions(self) -> ChatRequest:
+        if self.top_logprobs is not None and not self.logprobs:
+            raise ValueError("`top_logprobs` needs `logprobs: true`; set it or leave both out.")
+        both = self.max_tokens is not None and self.max_completion_tokens is not None
+        if both and self.max_tokens != self.max_completion_tokens:
+            raise ValueError("`max_tokens` and `max_completion_tokens` differ; give one of them.")
+        return self
+
+
+class LedgerUsage(BaseModel):
+    """What the engine did to the generated tokens, summed over tokens and layers.
+
+    The first token of an answer comes out of the prompt, which runs exactly and is not counted;
+    executed, skipped and exited layers add up to layers times the other tokens.
+    """
+
+    layers_executed: int = 0
+    """Token-layers that ran, with substitutes or without."""
+    layers_substituted: int = 0
+    """Those of them in which a substitute ran."""
+    layers_skipped: int = 0
+    layers_exited: int = 0
+    hops: int = 0
+    """Hidden vectors that crossed a link."""
+    bytes: int = 0
+    budget_spent: float = 0.0
+    budget_credited: float = 0.0
+    expected_delay_s: float = 0.0
+
+
+class Usage(BaseModel):
+    """Token counts, and the ledger."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    trimmoe: LedgerUsage
+
+
+class CompletionLogprobs(BaseModel):
+    """Logprobs as completions have them: one list per property."""
+
+    tokens: list[str]
+    token_logprobs: list[float]
+    top_logprobs: list[dict[str, float]]
+    text_offset: list[int]
+
+
+class CompletionChoice(BaseModel):
+    """One answer, or a piece of one."""
+
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None = None
+    finish_reason: Literal["stop", "length"] | None = None
+    token_ids: list[int] | None = None
+
+
+class Completion(BaseModel):
+    """The answer to `POST /v1/completions`, or a chunk of it."""
+
+    id: str
+    object: Literal["text_completion"] = "text_completion"
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage | None = None
+
+
+class TopLogprob(BaseModel):
+    """One alternative."""
+
+    token: str
+    logprob: float
+    bytes: list[int] | None
+    """None if the token is only part of a character."""
+
+
+class TokenLogprob(TopLogprob):
+    """One generated token."""
+
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(BaseModel):
+    """Logprobs as chats have them: one entry per token."""
+
+    content: list[TokenLogprob]
+
+
+class AssistantMessage(BaseModel):
+    """The model's turn; in chunks what is new of it."""
+
+    role: Literal["assistant"] | None = None
+    content: str | None = None
+
+
+class ChatChoice(BaseModel):
+    """One whole answer."""
+
+    index: int
+    message: AssistantMessage
+    logprobs: ChatLogprobs | None = None
+    finish_reason: Literal["stop", "length"] | None = None
+    token_ids: list[int] | None = None
+
+
+class ChatDelta(BaseModel):
+    """A piece of an answer."""
+
+    index: int
+    delta: AssistantMessage
+    logprobs: ChatLogprobs | None = None
+    finish_reason: Literal["stop", "length"] | None = None
+    token_ids: list[int] | None = None
+
+
+class ChatCompletion(BaseModel):
+    """The answer to `POST /v1/chat/completions`."""
+
+    id: str
+    object: Literal["chat.completion"] = "chat.completion"
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage | None = None
+
+
+class ChatChunk(BaseModel):
+    """A chunk of a streamed chat answer."""
+
+    id: str
+    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
+    created: int
+    model: str
+    choices: list[ChatDelta]
+    usage: Usage | None = None
+
+
+class ModelCard(BaseModel):
+    """One served model."""
+
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    owned_by: str = "trimmoe"
+    max_model_len: int
+    """Tokens of prompt and answer together."""
+
+
+class ModelList(BaseModel):
+    """`GET /v1/models`."""
+
+    object: Literal["list"] = "list"
+    data: list[ModelCard]
+
+
+class HealthBody(BaseModel):
+    """`GET /health`."""
+
+    status: Literal["ok", "unavailable"]
+    reason: str = ""

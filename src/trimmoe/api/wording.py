@@ -1,0 +1,20 @@
+"""Small things that completions and chats write alike."""
+
+from __future__ import annotations
+
+from trimmoe.api.generation import Piece
+from trimmoe.runtime.service import TokenEvent
+
+LEAST_LOGPROB = -9999.0
+"""JSON has no infinity; OpenAI's servers write this for it."""
+
+
+def finite(logprob: float | None) -> float:
+    """A logprob that JSON can carry."""
+    assert logprob is not None, "the request asked for logprobs"
+    return max(logprob, LEAST_LOGPROB)
+
+
+def shown_tokens(piece: Piece) -> list[TokenEvent]:
+    """The piece's tokens without the one that ended the answer, which has no text in it."""
+    return [event for event in piece.tokens if event.finish_reason != "stop"]

@@ -1,0 +1,48 @@
+"""Counting which experts ran where, from the events and commands of a driver."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from enum import IntEnum
+
+import numpy as np
+
+from trimmoe.core.events import Attend, Command, Event, Execute, Routed
+from trimmoe.core.specs import IntArray
+
+
+class ExpertUse(IntEnum):
+    """What became of one activated expert; remote is off the server that the token was on."""
+
+    LOCAL_EXACT = 0
+    LOCAL_SUBSTITUTE = 1
+    REMOTE_EXACT = 2
+    REMOTE_SUBSTITUTE = 3
+    DROPPED = 4
+
+
+class ExpertCounter:
+    """Sums of `ExpertUse` by layer and activated expert."""
+
+    def __init__(self, layer_count: int, expert_count: int) -> None:
+        self.counts: IntArray = np.zeros(
+            (layer_count, expert_count, len(ExpertUse)), dtype=np.int64
+        )
+        self._attending: dict[int, Attend] = {}
+        """The last `Attend` of each wave."""
+
+    def absorb(self, log: Iterable[tuple[Event, tuple[Command, ...]]]) -> None:
+        """Count what a driver's log says was executed."""
+        for event, commands in log:
+            for command in commands:
+                if isinstance(command, Attend):
+                    self._attending[command.wave] = command
+                elif isinstance(command, Execute) and isinstance(event, Routed):
+                    self._count(self._attending.pop(command.wave), event, command)
+
+    def _count(self, attend: Attend, routed: Routed, execute: Execute) -> None:
+        runs = execute.slot_expert >= 0
+        substitute = execute.slot_expert != routed.experts
+        remote = execute.slot_server != attend.server[:, None]
+        use = np.where(runs, substitute + 2 * remote, int(ExpertUse.DROPPED))
+        np.add.at(self.counts[execute.layer], (routed.experts, use), 1)

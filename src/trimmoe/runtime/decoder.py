@@ -1,0 +1,191 @@
+"""What the in-process service decodes with: a plan under a policy, or just the exact model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from trimmoe.core.ledger import Kind, Ledger
+from trimmoe.core.profile import Profile
+from trimmoe.core.specs import IntArray
+from trimmoe.engine.step import Engine
+from trimmoe.models.base import EncoderDecoderView, MoEView
+from trimmoe.models.exact import full_depth
+from trimmoe.runtime.counters import ExpertCounter, ExpertUse
+from trimmoe.runtime.local import Decoded, LocalDriver
+from trimmoe.runtime.service import GenerationRequest, LinkStats, quality
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DecoderStats:
+    """See the fields of the same names in `service.ServiceStats`."""
+
+    links: tuple[LinkStats, ...] = ()
+    expert_executions: IntArray = field(
+        default_factory=lambda: np.zeros((0, 0, len(ExpertUse)), dtype=np.int64)
+    )
+    audits: int = 0
+    false_exits: int = 0
+
+
+class Decoder(Protocol):
+    """Many sequences decoded step by step; used by one thread at a time."""
+
+    @property
+    def slots(self) -> int:
+        """How many sequences may be open."""
+        ...
+
+    def open(self, sequence: int, request: GenerationRequest) -> Tensor:
+        """Run a prompt; logits [V] after it."""
+        ...
+
+    def close(self, sequence: int) -> None:
+        """End a sequence and free its cache."""
+        ...
+
+    def decode(self, tokens: dict[int, int]) -> list[Decoded]:
+        """Feed one token to each of the given sequences; predictions in the same order."""
+        ...
+
+    def stats(self) -> DecoderStats:
+        """Counts so far; the one method that another thread may call meanwhile."""
+        ...
+
+
+class PlannedDecoder:
+    """A plan under a policy: the engine decides, `LocalDriver` obeys."""
+
+    def __init__(
+        self,
+        view: MoEView,
+        profile: Profile,
+        engine: Engine,
+        *,
+        slots: int,
+        server_names: tuple[str, ...],
+        access: int = 0,
+        seed: int = 0,
+    ) -> None:
+        self._slots, self._access, self._profile = slots, access, profile
+        self._driver = LocalDriver(view, profile, engine, slots=slots, seed=seed)
+        self._driver.log = []
+        self._names = server_names
+        self._counter = ExpertCounter(view.spec.layer_count, view.spec.expert_count)
+        self._sent_bytes = np.zeros((len(server_names),) * 2, dtype=np.int64)
+
+    @property
+    def slots(self) -> int:
+        return self._slots
+
+    def open(self, sequence: int, request: GenerationRequest) -> Tensor:
+        budget, confidence = quality(request, self._driver.engine.settings, self._profile)
+        return self._driver.open(
+            sequence,
+            request.prompt_ids,
+            access=self._access,
+            budget=budget,
+            confidence=confidence,
+        )
+
+    def close(self, sequence: int) -> None:
+        self._driver.close(sequence)
+
+    def decode(self, tokens: dict[int, int]) -> list[Decoded]:
+        decoded = self._driver.decode(tokens)
+        assert self._driver.log is not None
+        self._counter.absorb(self._driver.log)
+        self._driver.log.clear()
+        for one in decoded:
+            self._sent_bytes += one.ledger.bytes_by_link
+        return decoded
+
+    def stats(self) -> DecoderStats:
+        feedback = self._driver.state.feedback
+        return DecoderStats(
+            links=self._links(),
+            expert_executions=self._counter.counts.copy(),
+            audits=feedback.audits,
+            false_exits=feedback.false_exits,
+        )
+
+    def _links(self) -> tuple[LinkStats, ...]:
+        """Links are charged, not used: their round trip is what the cost model expects."""
+        transfer_s = self._driver.engine.cost.transfer_s
+        return tuple(
+            LinkStats(
+                source=source,
+                destination=destination,
+                size_bytes=int(self._sent_bytes[a, b]),
+                round_trip_s=float(transfer_s[a, b] + transfer_s[b, a]),
+            )
+            for a, source in enumerate(self._names)
+            for b, destination in enumerate(self._names)
+            if a != b
+        )
+
+
+class ExactDecoder:
+    """The exact model in one place, for a model without profile and plan: nothing is decided."""
+
+    def __init__(self, view: MoEView, *, slots: int) -> None:
+        self._view, self._slots = view, slots
+        self._cache = view.new_cache(slots=slots)
+        self._slot_of: dict[int, int] = {}
+        self._length_of: dict[int, int] = {}
+        self._ledger = _exact_ledger(view)
+
+    @property
+    def slots(self) -> int:
+        return self._slots
+
+    def open(self, sequence: int, request: GenerationRequest) -> Tensor:
+        slot = self._cache.alloc()
+        prompt: Sequence[int] = request.prompt_ids
+        with torch.inference_mode():
+            if isinstance(self._view, EncoderDecoderView):
+                self._view.attach(self._cache, slot, self._view.encode([prompt])[0])
+                prompt = [self._view.start_token]
+            self._slot_of[sequence], self._length_of[sequence] = slot, len(prompt)
+            return self._run([slot], [prompt], [0])[-1]
+
+    def close(self, sequence: int) -> None:
+        self._cache.free(self._slot_of.pop(sequence))
+        del self._length_of[sequence]
+
+    @torch.inference_mode()
+    def decode(self, tokens: dict[int, int]) -> list[Decoded]:
+        slots = [self._slot_of[sequence] for sequence in tokens]
+        starts = [self._length_of[sequence] for sequence in tokens]
+        logits = self._run(slots, [[token] for token in tokens.values()], starts)
+        for sequence in tokens:
+            self._length_of[sequence] += 1
+        return [
+            Decoded(sequence=sequence, logits=scores, ledger=self._ledger)
+            for sequence, scores in zip(tokens, logits, strict=True)
+        ]
+
+    def stats(self) -> DecoderStats:
+        return DecoderStats()
+
+    def _run(self, slots: list[int], ids: Sequence[Sequence[int]], starts: Sequence[int]) -> Tensor:
+        """Logits [B, V] after the last token of each row."""
+        positions = [range(start, start + len(row)) for start, row in zip(starts, ids, strict=True)]
+        batch = self._view.batch(self._cache, slots, positions)
+        hidden = self._view.embed(batch.pad(ids), batch)
+        packed = full_depth(self._view, hidden, batch, self._cache)
+        return self._view.logits(batch.last(batch.unpack(packed)))
+
+
+def _exact_ledger(view: MoEView) -> Ledger:
+    """One token, all of it here."""
+    spec = view.spec
+    empty = Ledger.empty(spec.layer_count, 1, spec.hidden_bytes)
+    kinds = empty.kinds.copy()
+    kinds[:, Kind.LOCAL_EXACT] = 1
+    return replace(empty, tokens=1, kinds=kinds, slots_run=spec.layer_count * spec.top_k)

@@ -1,0 +1,240 @@
+"""The in-process back end: continuous batching of many requests in one worker thread.
+
+Every step decodes one token of every running sequence together. Between two steps the worker
+drops what was cancelled and admits at most one waiting prompt, so that a long queue of prompts
+does not stall those who are already being answered.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import threading
+from collections import deque
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from trimmoe.core.ledger import Ledger
+from trimmoe.runtime.decoder import Decoder
+from trimmoe.runtime.sampling import draw
+from trimmoe.runtime.service import (
+    GenerationRequest,
+    Health,
+    Overloaded,
+    ServedModel,
+    ServiceStats,
+    TokenEvent,
+    TokenStream,
+    Unavailable,
+    check_length,
+)
+
+_log = logging.getLogger(__name__)
+RETRY_AFTER_S = 1.0
+
+Item = TokenEvent | Unavailable
+
+
+@dataclass(eq=False, kw_only=True, slots=True)
+class _Job:
+    """A request on its way; after `submit` only the worker changes it, but for `cancelled`."""
+
+    request: GenerationRequest
+    sequence: int
+    out: asyncio.Queue[Item]
+    cancelled: bool = False
+    made: int = 0
+    next_token: int = -1
+
+
+@dataclass(kw_only=True, slots=True)
+class _Shared:
+    """What the event loop and the worker both touch, under `changed`."""
+
+    changed: threading.Condition = field(default_factory=threading.Condition)
+    waiting: deque[_Job] = field(default_factory=deque)
+    running: dict[int, _Job] = field(default_factory=dict)
+    closing: bool = False
+    failure: str = ""
+
+
+class LocalService:
+    """An `InferenceService` over one `Decoder`."""
+
+    def __init__(self, decoder: Decoder, model: ServedModel, *, max_waiting: int = 64) -> None:
+        self.model = model
+        self._decoder, self._max_waiting = decoder, max_waiting
+        self._shared = _Shared()
+        self._sequences = itertools.count()
+        self._thread = threading.Thread(target=self._work, name="trimmoe-decode", daemon=True)
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    async def start(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._thread.start()
+
+    async def close(self) -> None:
+        with self._shared.changed:
+            self._shared.closing = True
+            self._shared.changed.notify()
+        await asyncio.to_thread(self._thread.join)
+
+    def submit(self, request: GenerationRequest) -> TokenStream:
+        check_length(request, self.model.context_length)
+        shared = self._shared
+        with shared.changed:
+            if not (health := self.health()).ok:
+                raise Unavailable(health.reason)
+            if len(shared.running) + len(shared.waiting) >= self._decoder.slots + self._max_waiting:
+                raise Overloaded(RETRY_AFTER_S)
+            job = _Job(request=request, sequence=next(self._sequences), out=asyncio.Queue())
+            shared.waiting.append(job)
+            shared.changed.notify()
+        return _Stream(self, job)
+
+    def health(self) -> Health:
+        if self._loop is None or self._shared.closing:
+            return Health(ok=False, reason="The service is not running.")
+        return Health(ok=not self._shared.failure, reason=self._shared.failure)
+
+    def stats(self) -> ServiceStats:
+        shared = self._shared
+        with shared.changed:
+            running, waiting = len(shared.running), len(shared.waiting)
+        stats = self._decoder.stats()
+        return ServiceStats(
+            running=running,
+            waiting=waiting,
+            kv_cache_usage=running / self._decoder.slots,
+            links=stats.links,
+            expert_executions=stats.expert_executions,
+            audits=stats.audits,
+            false_exits=stats.false_exits,
+        )
+
+    def cancel(self, job: _Job) -> None:
+        """Forget a job: at once if it waits, before the next step if it runs."""
+        with self._shared.changed:
+            job.cancelled = True
+            if job in self._shared.waiting:
+                self._shared.waiting.remove(job)
+            self._shared.changed.notify()
+
+    # The worker thread.
+
+    def _work(self) -> None:
+        try:
+            while self._has_work():
+                self._drop_cancelled()
+                self._admit()
+                self._decode()
+        except Exception:
+            # What the decoder holds is unknown now; saying so beats answering wrongly.
+            _log.exception("decoding failed")
+            self._shared.failure = "Decoding failed; see the server's log and restart it."
+        self._end_all()
+
+    def _has_work(self) -> bool:
+        """Sleep until there is some; False when closing."""
+        shared = self._shared
+        with shared.changed:
+            shared.changed.wait_for(lambda: shared.closing or shared.waiting or shared.running)
+            return not shared.closing
+
+    def _drop_cancelled(self) -> None:
+        for job in [job for job in self._shared.running.values() if job.cancelled]:
+            self._retire(job)
+
+    def _retire(self, job: _Job) -> None:
+        self._decoder.close(job.sequence)
+        with self._shared.changed:
+            del self._shared.running[job.sequence]
+
+    def _admit(self) -> None:
+        shared = self._shared
+        with shared.changed:
+            if not shared.waiting or len(shared.running) == self._decoder.slots:
+                return
+            job = shared.waiting.popleft()
+            shared.running[job.sequence] = job
+        logits = self._decoder.open(job.sequence, job.request)
+        self._deliver([(job, self._next(job, logits, None))])
+
+    def _decode(self) -> None:
+        running = [job for job in self._shared.running.values() if not job.cancelled]
+        if not running:
+            return
+        decoded = self._decoder.decode({job.sequence: job.next_token for job in running})
+        events = [
+            (job, self._next(job, one.logits, one.ledger))
+            for job, one in zip(running, decoded, strict=True)
+        ]
+        self._deliver(events)
+
+    def _next(self, job: _Job, logits: Tensor, ledger: Ledger | None) -> TokenEvent:
+        """Draw the job's next token and retire the job if it is the last."""
+        request = job.request
+        drawn = draw(logits, request.sampling, len(request.prompt_ids) + job.made)
+        job.made += 1
+        job.next_token = drawn.token
+        reason = None
+        if drawn.token in request.stop_ids:
+            reason = "stop"
+        elif job.made == request.max_new_tokens:
+            reason = "length"
+        if reason is not None:
+            self._retire(job)
+        return TokenEvent(
+            token=drawn.token,
+            logprob=drawn.logprob,
+            top_logprobs=drawn.top,
+            ledger=ledger,
+            finish_reason=reason,
+        )
+
+    def _end_all(self) -> None:
+        """Tell every open stream that nothing more will come."""
+        reason = self._shared.failure or "The server is stopping."
+        with self._shared.changed:
+            jobs = [*self._shared.running.values(), *self._shared.waiting]
+            self._shared.running.clear()
+            self._shared.waiting.clear()
+        self._deliver([(job, Unavailable(reason)) for job in jobs])
+
+    def _deliver(self, items: list[tuple[_Job, Item]]) -> None:
+        """Hand items over to the event loop, all in one go."""
+        assert self._loop is not None
+        if items:
+            self._loop.call_soon_threadsafe(_put, items)
+
+
+def _put(items: list[tuple[_Job, Item]]) -> None:
+    for job, item in items:
+        job.out.put_nowait(item)
+
+
+class _Stream:
+    """The reader's end of a job."""
+
+    def __init__(self, service: LocalService, job: _Job) -> None:
+        self._service, self._job, self._ended = service, job, False
+
+    def __aiter__(self) -> _Stream:
+        return self
+
+    async def __anext__(self) -> TokenEvent:
+        if self._ended:
+            raise StopAsyncIteration
+        item = await self._job.out.get()
+        if isinstance(item, Unavailable):
+            self._ended = True
+            raise item
+        self._ended = item.finish_reason is not None
+        return item
+
+    async def aclose(self) -> None:
+        if not self._ended:
+            self._ended = True
+            self._service.cancel(self._job)

@@ -1,0 +1,98 @@
+"""Drawing the next token from logits, reproducibly wherever the sequence is continued.
+
+The random number behind the token at a position depends on the seed and that position only, not
+on what was drawn before. A sequence that a lost server interrupted is continued elsewhere with
+the same numbers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from trimmoe.core.specs import FloatArray
+
+_WORD = 2**64
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sampling:
+    """How the next token is drawn."""
+
+    temperature: float = 0.0
+    """0 takes the most probable token."""
+    top_p: float = 1.0
+    """Draw from the fewest most probable tokens that hold this share of the probability."""
+    seed: int = 0
+    stream: int = 0
+    """Tells apart several answers to one prompt under one seed."""
+    logprobs: int | None = None
+    """How many alternatives to report with each token; None reports no probabilities at all."""
+
+    def __post_init__(self) -> None:
+        assert self.temperature >= 0
+        assert 0 < self.top_p <= 1
+        assert self.logprobs is None or self.logprobs >= 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Draw:
+    """A token drawn, with what the model thought of it.
+
+    Probabilities are the model's own, before temperature and top_p.
+    """
+
+    token: int
+    logprob: float | None = None
+    top: tuple[tuple[int, float], ...] = ()
+    """(token, logprob) of the most probable tokens, best first."""
+
+
+def draw(logits: Tensor, sampling: Sampling, position: int) -> Draw:
+    """The token that goes to `position` (counted from the prompt's start), from logits [V]."""
+    if sampling.temperature == 0:
+        token = int(logits.argmax())
+    else:
+        scaled = logits.double().cpu() / sampling.temperature
+        probabilities = torch.softmax(scaled, dim=-1).numpy()
+        token = choose(probabilities, sampling.top_p, uniform(sampling, position))
+    if sampling.logprobs is None:
+        return Draw(token=token)
+    logprobs = torch.log_softmax(logits.float(), dim=-1)
+    values, ids = logprobs.topk(min(sampling.logprobs, logits.shape[-1]))
+    return Draw(
+        token=token,
+        logprob=float(logprobs[token]),
+        top=tuple(zip(ids.tolist(), values.tolist(), strict=True)),
+    )
+
+
+def uniform(sampling: Sampling, position: int) -> float:
+    """The number in [0, 1) behind the token at `position`."""
+    key = np.array([sampling.seed % _WORD, sampling.stream % _WORD], dtype=np.uint64)
+    return float(np.random.Generator(np.random.Philox(key=key, counter=position)).random())
+
+
+def choose(probabilities: FloatArray, top_p: float, number: float) -> int:
+    """The token at `number` in [0, 1) of the nucleus of `probabilities` [V].
+
+    The nucleus holds the fewest most probable tokens whose mass reaches `top_p`, at least one.
+    """
+    if top_p >= 1:
+        return _invert(probabilities, number)
+    order = np.argsort(-probabilities, kind="stable")
+    mass = np.cumsum(probabilities[order])
+    # Up to and with the token whose mass reaches top_p.
+    kept = order[: int(np.searchsorted(mass, top_p * mass[-1], side="left")) + 1]
+    return int(kept[_invert(probabilities[kept], number)])
+
+
+def _invert(weights: FloatArray, number: float) -> int:
+    """The index at `number` of the weights' cumulative distribution; never one of weight 0."""
+    mass = np.cumsum(weights)
+    index = int(np.searchsorted(mass, number * mass[-1], side="right"))
+    # Rounding may put the number on the very end.
+    return min(index, int(np.flatnonzero(weights)[-1]))
