@@ -1,8 +1,10 @@
-"""Seconds per decision of the literal recursion (39), Mixtral's geometry on ten servers.
+"""What a decision costs: value tables to full depth against the literal recursion (39).
 
-Exact allowances, an empty memo for every decision: what the paper's Algorithm 2 costs as written.
-The same decision with allowances rounded to the policy's grid and a warm memo, as the runtime
-takes it, stands beside it.
+The literal recursion with exact allowances and an empty memo is what the paper's Algorithm 2 costs
+as written. Beside it the same policy with tables that see the whole remaining depth: microseconds
+for one token, per token of 256 at once, and seconds to build the tables anew, as when links have
+moved. Mixtral's geometry (32 layers, 8 experts, top-2) and Qwen1.5-MoE's (24, 60, top-4), ten
+servers, four steadiness classes.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ import argparse
 import json
 import statistics
 import time
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,7 @@ from trimmoe.core.profile import Profile
 from trimmoe.core.specs import FloatArray
 from trimmoe.experiments.methods import make_engine
 from trimmoe.policy.base import Observation
+from trimmoe.policy.settings import PolicySettings
 from trimmoe.policy.settings import trimmoe as default_policy
 from trimmoe.policy.trim import TrimPolicy
 
@@ -47,6 +50,7 @@ def observation(policy: TrimPolicy, masses: FloatArray, rng: np.random.Generator
         experts=experts,
         masses=chosen,
         importance=np.minimum(chosen.sum(1), 1.0),
+        steadiness=rng.integers(policy.lookahead.space.class_count, size=count),
         allowance=rng.uniform(0.01, 0.06, count),
         exit_at=np.full(count, policy.routes.shape[1]),
         loss_weight=0.5,
@@ -75,40 +79,84 @@ def affordable(profile: Profile) -> Profile:
     )
 
 
-def measure(repeats: int) -> list[dict[str, Any]]:
-    """One row per horizon."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Geometry:
+    """Sizes that decisions depend on."""
+
+    name: str
+    layers: int
+    experts: int
+    top_k: int
+    patterns: int
+    literal_horizons: tuple[int, ...]
+
+
+GEOMETRIES = (
+    Geometry(
+        name="Mixtral", layers=32, experts=8, top_k=2, patterns=28, literal_horizons=(1, 2, 3, 4)
+    ),
+    Geometry(
+        name="Qwen1.5-MoE", layers=24, experts=60, top_k=4, patterns=256, literal_horizons=(1, 2, 3)
+    ),
+)
+
+
+def measure(geometry: Geometry, repeats: int) -> dict[str, Any]:
+    """The literal recursion per horizon, and the tables, on one random world."""
     rng = np.random.default_rng(SEED)
-    model = random_model_spec(rng, layers=32, experts=8, top_k=2, hidden=4096)
-    profile = affordable(random_profile(rng, model, patterns=28))
+    model = random_model_spec(
+        rng, layers=geometry.layers, experts=geometry.experts, top_k=geometry.top_k, hidden=4096
+    )
+    profile = affordable(random_profile(rng, model, patterns=geometry.patterns, classes=4))
     plan = random_plan(rng, model, random_cluster(rng, servers=10), density=0.1)
-    rows = []
-    for horizon in (1, 2, 3, 4):
-        settings = replace(default_policy(), horizon=horizon)
+
+    def policy_of(settings: PolicySettings) -> TrimPolicy:
         policy = make_engine(plan, profile, model, settings).policy
         assert isinstance(policy, TrimPolicy)
-        tokens = rng.dirichlet(np.full(8, 0.5), repeats)
-        literal = []
-        for row in tokens:
-            literal.append(timed(forgetful(policy), observation(policy, row[None], rng)))
-            if literal[-1] > LIMIT_S:
+        return policy
+
+    literal: dict[int, float] = {}
+    for horizon in geometry.literal_horizons:
+        policy = policy_of(replace(default_policy(), horizon=horizon))
+        taken = []
+        for row in rng.dirichlet(np.full(geometry.experts, 0.5), repeats):
+            taken.append(timed(forgetful(policy), observation(policy, row[None], rng)))
+            if taken[-1] > LIMIT_S:
                 break
-        warm = observation(policy, rng.dirichlet(np.full(8, 0.5), 256), rng)
-        policy.decide(warm)
-        batch_s = statistics.median(timed(policy, warm) for _ in range(5))
-        rows.append(
-            {
-                "horizon": horizon,
-                "literal_s_per_decision": statistics.median(literal),
-                "literal_decisions": len(literal),
-                "memoised_us_per_token_in_256": batch_s / 256 * 1e6,
-            }
-        )
-        print(
-            f"H = {horizon}: literal {rows[-1]['literal_s_per_decision'] * 1e3:.1f} ms per decision"
-            f" ({len(literal)} measured), rounded and warm "
-            f"{rows[-1]['memoised_us_per_token_in_256']:.0f} us per token of 256"
-        )
-    return rows
+        literal[horizon] = statistics.median(taken)
+    tabled = policy_of(default_policy())
+    assert tabled.tables is not None
+    one, many = (
+        observation(tabled, rng.dirichlet(np.full(geometry.experts, 0.5), count), rng)
+        for count in (1, 256)
+    )
+    tabled.decide(one)  # Compiles, and builds the tables.
+    started = time.perf_counter()
+    replace(tabled.tables, _tables={}).prepare([0.5])
+    refresh_s = time.perf_counter() - started
+    row = {
+        "geometry": asdict(geometry),
+        "literal_s_per_decision": literal,
+        "tabled_us_one_token": 1e6 * median_s(tabled, one, 300),
+        "tabled_us_per_token_in_256": 1e6 * median_s(tabled, many, 60) / 256,
+        "refresh_s": refresh_s,
+    }
+    third = 1e6 * literal[3]
+    row["speedup_one_token"] = third / row["tabled_us_one_token"]
+    row["speedup_in_256"] = third / row["tabled_us_per_token_in_256"]
+    print(
+        f"{geometry.name}: literal "
+        + ", ".join(f"H={h} {s * 1e3:.1f} ms" for h, s in literal.items())
+        + f"; full depth by tables {row['tabled_us_one_token']:.0f} us for one token "
+        f"({row['speedup_one_token']:.0f}x H=3), {row['tabled_us_per_token_in_256']:.2f} us per "
+        f"token of 256 ({row['speedup_in_256']:.0f}x), tables anew in {refresh_s:.2f} s"
+    )
+    return row
+
+
+def median_s(policy: TrimPolicy, seen: Observation, repeats: int) -> float:
+    """Median seconds of a decision."""
+    return statistics.median(timed(policy, seen) for _ in range(repeats))
 
 
 def main() -> None:
@@ -119,10 +167,10 @@ def main() -> None:
     content = {
         "benchmark": "decisions",
         "trimmoe_version": trimmoe.__version__,
-        "geometry": "32 layers, 8 experts, top-2, 10 servers",
+        "servers": 10,
         "seed": SEED,
         "repeats": arguments.repeats,
-        "rows": measure(arguments.repeats),
+        "rows": [measure(geometry, arguments.repeats) for geometry in GEOMETRIES],
     }
     if arguments.output:
         with written_whole(arguments.output) as temporary:

@@ -90,7 +90,7 @@ def test_tables_equal_the_literal_recursion_to_full_depth(world) -> None:
         route = None if migrates else tuple(policy.routes[where].tolist())
         literal = look.to_go(layer, Place(route=route, server=where), LEVELS[level], layers, kind)
         place = tables.place_of[layer, where]
-        tabled = tables.after[layer][place, kind.steadiness, kind.exit_row, level]
+        tabled = tables.after[layer][place, kind.steadiness, :, kind.exit_row, level]
         np.testing.assert_allclose(tabled, literal, rtol=1e-9, atol=1e-12)
 
 
@@ -173,7 +173,7 @@ def test_coarser_levels_only_make_tables_more_cautious(world, per_budget) -> Non
     layer = int(rng.integers(engine.cost.layer_count))
     for level, allowance in enumerate(coarse):
         fine = int(exact.level_of(np.array([allowance]))[0])
-        below = cautious.after[layer][..., level, :] - exact.after[layer][..., fine, :]
+        below = cautious.after[layer][..., level] - exact.after[layer][..., fine]
         # Rounded down to a unit, the exact table may lose up to what the coarse one has above it.
         if abs(allowance - UNIT * fine) < 1e-12:
             assert (below >= -1e-9).all()

@@ -105,7 +105,7 @@ class Values(NamedTuple):
     levels: FloatArray
     """Ascending allowances from 0, [V]."""
     after: FloatArray
-    """Of one layer: by place, steadiness, exit row, level and pattern, [W, B, Q, V, P]."""
+    """Of one layer: by place, steadiness, pattern, exit row and level, [W, B, P, Q, V]."""
     goes_on: FloatArray
     """Of one layer: probability that a token does not exit right after executing, [Q]."""
     members: BoolArray
@@ -146,8 +146,11 @@ def curve_at(edges, upper, mass):
 
 
 @njit
-def _slot_options(menu, layer, tokens, i, source, destination, first_at, room):
-    """Fill `room` with the choices of every slot: target, substitutes, nothing."""
+def _slot_options(menu, layer, tokens, i, source, destination, first_at, limit, room):
+    """Fill `room` with the choices of every slot: target, substitutes, nothing.
+
+    Choices that lose more than `limit` do not exist.
+    """
     expert, server, delay, loss = room
     experts, steady = tokens.experts[i], tokens.steadiness[i]
     slots, stand_ins = experts.shape[0], menu.substitutes.shape[3]
@@ -166,6 +169,8 @@ def _slot_options(menu, layer, tokens, i, source, destination, first_at, room):
                 continue
             if o > 0:
                 loss[j, o] = menu.substitution_loss[layer, steady, target, runs]
+                if loss[j, o] > limit:
+                    continue
             if j == 0 and first_at >= 0:
                 if menu.hosts[first_at, layer, runs]:
                     server[j, o] = first_at
@@ -183,7 +188,7 @@ def _slot_options(menu, layer, tokens, i, source, destination, first_at, room):
         if menu.drops and slots > 1 and movable and mass <= menu.theta_drop[layer]:
             edges = menu.drop_edges[layer, steady]
             loss[j, drop] = curve_at(edges, menu.drop_upper[layer, steady], mass)
-            delay[j, drop] = 0.0
+            delay[j, drop] = 0.0 if loss[j, drop] <= limit else np.inf
 
 
 @njit
@@ -207,6 +212,16 @@ def _under_cap(room, cap, at):
 
 
 @njit
+def _met_before(delay, j, o):
+    """Whether an earlier choice has the same delay, and so is the same cap."""
+    for slot in range(j + 1):
+        for choice in range(o if slot == j else delay.shape[1]):
+            if delay[slot, choice] == delay[j, o]:
+                return True
+    return False
+
+
+@njit
 def _write_action(menu, layer, source, destination, room, at, out, i, c):
     """Action `c` of token `i` from the choices `at` [k]; returns whether it exists."""
     expert, server, _, loss = room
@@ -227,9 +242,10 @@ def _write_action(menu, layer, source, destination, room, at, out, i, c):
 
 
 @njit
-def _token_actions(menu, layer, tokens, i, source, destination, first_at, room, at, out, row):
+def _token_actions(menu, layer, tokens, i, ends, first_at, limit, room, at, out, row):
     """All actions of token `i` toward one destination into row `row`: exact, then per cap."""
-    _slot_options(menu, layer, tokens, i, source, destination, first_at, room)
+    source, destination = ends
+    _slot_options(menu, layer, tokens, i, source, destination, first_at, limit, room)
     _, _, delay, _ = room
     slots, choices = delay.shape
     at[:] = 0
@@ -240,7 +256,8 @@ def _token_actions(menu, layer, tokens, i, source, destination, first_at, room, 
     c = 1
     for j in range(slots):
         for o in range(choices):
-            if delay[j, o] < np.inf and _under_cap(room, delay[j, o], at):
+            fresh = delay[j, o] < np.inf and not _met_before(delay, j, o)
+            if fresh and _under_cap(room, delay[j, o], at):
                 _write_action(menu, layer, source, destination, room, at, out, row, c)
             else:
                 out.expert[row, c, :] = -1
@@ -271,8 +288,8 @@ def enumerate_actions(menu, layer, tokens, first_at, out):
     count, slots = tokens.experts.shape
     room, at = make_room(menu, slots), np.empty(slots, dtype=np.int64)
     for i in range(count):
-        source, destination = tokens.source[i], tokens.destination[i]
-        _token_actions(menu, layer, tokens, i, source, destination, first_at[i], room, at, out, i)
+        ends = tokens.source[i], tokens.destination[i]
+        _token_actions(menu, layer, tokens, i, ends, first_at[i], np.inf, room, at, out, i)
 
 
 @njit
@@ -337,11 +354,11 @@ def choose(menu, layer, tokens, allowance, exit_row, place, values, weights, gat
         np.empty((1, columns)),
     )
     for i in range(count):
-        source, destination = tokens.source[i], tokens.destination[i]
-        skip = _token_actions(menu, layer, tokens, i, source, destination, -1, room, at, out, 0)
+        ends = tokens.source[i], tokens.destination[i]
+        skip = _token_actions(menu, layer, tokens, i, ends, -1, allowance[i], room, at, out, 0)
         steady = tokens.steadiness[i]
         pattern = nearest_pattern(values.members, tokens.experts[i])
-        to_go = values.after[place[i], steady, exit_row[i], :, pattern]
+        to_go = values.after[place[i], steady, pattern, exit_row[i]]
         stays = values.goes_on[exit_row[i]]
         best, least = 0, np.inf
         for c in range(skip + 1):
@@ -349,7 +366,7 @@ def choose(menu, layer, tokens, allowance, exit_row, place, values, weights, gat
             if out.delay_s[0, c] == np.inf or (c > 0 and lost > allowance[i]):
                 continue
             if c == skip and gated:
-                local = local_loss_of(menu, layer, source, tokens.experts[i], steady)
+                local = local_loss_of(menu, layer, ends[0], tokens.experts[i], steady)
                 if local <= allowance[i]:
                     continue
             cost = step_cost(out.delay_s[0, c], lost, loss_weight, reference_s, budget)
@@ -363,16 +380,16 @@ def choose(menu, layer, tokens, allowance, exit_row, place, values, weights, gat
 
 @njit
 def arrival_values(actions, place, local_loss, after, goes_on, levels, weights, gated, deciles):
-    """Least expected cost from entering a layer at one place, [B, Q, V, P].
+    """Least expected cost from entering a layer at one place, [B, P, Q, V].
 
     `actions`: of P * D rows per class, deciles outermost, as [B * P * D, C, ...]; the last column
     skips. `place` [B * P * D, C]: where each action leads to, an index into `after`
-    [W, B, Q, V, P], the cost to go after the layer. `local_loss` [B * P * D].
+    [W, B, P, Q, V], the cost to go after the layer. `local_loss` [B * P * D].
     """
     loss_weight, reference_s, budget = weights
-    _, classes, exits, count, patterns = after.shape
+    _, classes, patterns, exits, count = after.shape
     columns = actions.loss.shape[1]
-    value = np.zeros((classes, exits, count, patterns))
+    value = np.zeros((classes, patterns, exits, count))
     level = np.empty(columns, dtype=np.int64)
     column = np.empty(columns, dtype=np.int64)
     cost = np.empty(columns)
@@ -397,11 +414,11 @@ def arrival_values(actions, place, local_loss, after, goes_on, levels, weights, 
                 least = np.inf
                 for index in range(usable):
                     c = column[index]
-                    ahead = after[place[row, c], b, q, level[index], p]
+                    ahead = after[place[row, c], b, p, q, level[index]]
                     # A skip cannot be the end: only an executed layer is followed by an exit.
                     stays = 1.0 if c == columns - 1 else goes_on[q]
                     least = min(least, cost[index] + stays * ahead)
-                value[b, q, v, p] += least / deciles
+                value[b, p, q, v] += least / deciles
     return value
 
 

@@ -33,7 +33,7 @@ class ValueTables:
     levels: FloatArray
     """Ascending allowances, the first 0, [V]."""
     after: tuple[FloatArray, ...]
-    """Per layer, [W, B, Q, V, P]; a token that exits right after the layer costs nothing more,
+    """Per layer, [W, B, P, Q, V]; a token that exits right after the layer costs nothing more,
     which is for the reader to weigh in with `exits.goes_on`."""
     place_of: IntArray
     """Which place a token is at after each layer, by access server (pinned) or by its own server
@@ -61,9 +61,9 @@ class ValueTables:
         ahead = self.after[layer][
             self.place_of[layer][ends],
             steadiness[:, None],
+            patterns[:, None],
             exit_row[:, None],
             level,
-            patterns[:, None],
         ]
         goes_on = self.exits.goes_on[exit_row, layer][:, None]
         return np.where(menu.skips, 1.0, goes_on) * ahead
@@ -98,13 +98,14 @@ def build_tables(
     """Dynamic programming from the last layer back; `routes` [M, N] matter unless `migrate`."""
     places = _Places.of(space, routes)
     layers = space.cost.layer_count
-    shape = (space.class_count, exits.goes_on.shape[0], levels.size, profile.patterns.shape[1])
+    shape = (space.class_count, profile.patterns.shape[1], exits.goes_on.shape[0], levels.size)
     after = [np.zeros((places.count(layers - 1), *shape))]
     for layer in range(layers - 1, 0, -1):
         arrival = _arrivals(space, profile, weights, exits, levels, places, layer, after[-1])
-        moved = arrival @ profile.pattern_transitions[layer - 1].T
-        # From where a token is after the layer before to where it enters this one.
-        after.append(np.ascontiguousarray(moved))
+        # The pattern a token arrives with follows from the one it had in the layer before.
+        flat = arrival.reshape(*arrival.shape[:3], -1)
+        moved = profile.pattern_transitions[layer - 1] @ flat
+        after.append(np.ascontiguousarray(moved.reshape(arrival.shape)))
     return ValueTables(
         weights=weights,
         exits=exits,
@@ -163,7 +164,7 @@ def _arrivals(
     layer: int,
     after: FloatArray,
 ) -> FloatArray:
-    """Expected cost from entering `layer`, by place after the layer before, [W, B, Q, V, P]."""
+    """Expected cost from entering `layer`, by place after the layer before, [W, B, P, Q, V]."""
     goes_on = np.ascontiguousarray(exits.goes_on[:, layer])
     scalars = (weights.loss_weight, weights.reference_s, weights.budget)
     menus: dict[tuple[int, int | None], _Typical] = {}
