@@ -1,0 +1,365 @@
+"""`LinkTransport`: the rules of `Transport` on top of any carrier."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+
+import msgspec
+from torch import Tensor
+
+from trimmoe.runtime.wire.base import (
+    Carrier,
+    Counters,
+    Frame,
+    LinkEstimate,
+    PeerChange,
+    PeerDown,
+    PeerUnreachable,
+    Received,
+    Traffic,
+    TransportClosed,
+)
+from trimmoe.runtime.wire.codec import (
+    DEFAULT_LIMITS,
+    Limits,
+    MalformedFrame,
+    MessageTypes,
+    checked_decode,
+    decode,
+    encode,
+)
+from trimmoe.runtime.wire.estimates import LinkEstimator, TrainMeter
+from trimmoe.runtime.wire.link import WIRE_VERSION, Beat, Envelope, Link, LinkSettings
+
+RECONNECT_SILENCES = 4
+"""A peer that is down is connected to anew after so many times `silence_s`."""
+ENVELOPE_BYTES = 512
+"""Longer first frames are refused unread."""
+
+_encoder = msgspec.msgpack.Encoder()
+_envelopes = msgspec.msgpack.Decoder(Envelope)
+_beats = msgspec.msgpack.Decoder(Beat)
+
+
+@dataclass(kw_only=True, slots=True)
+class _Peer:
+    """What the transport keeps for one peer."""
+
+    link: Link
+    estimator: LinkEstimator
+    meter: TrainMeter = field(default_factory=TrainMeter)
+    last_beat: tuple[float, float] | None = None
+    """When the peer's last beat was sent (its clock) and came (ours)."""
+    probed_s: float = -math.inf
+    connected_s: float = -math.inf
+    sent: Traffic = field(default_factory=Traffic)
+    received: Traffic = field(default_factory=Traffic)
+
+
+@dataclass(frozen=True, slots=True)
+class _Waiting:
+    """A message in the inbox."""
+
+    peer: _Peer
+    size_bytes: int
+    received: Received
+
+
+class LinkTransport:
+    """Typed messages over a carrier. One event loop; use as `async with`, or `start` and `close`.
+
+    `message_types` are the tagged `msgspec.Struct`s that `receive` may return; anything else that
+    arrives is dropped and counted.
+    """
+
+    def __init__(
+        self,
+        carrier: Carrier,
+        message_types: MessageTypes,
+        *,
+        settings: LinkSettings | None = None,
+        limits: Limits = DEFAULT_LIMITS,
+    ) -> None:
+        self.carrier = carrier
+        self._types = message_types
+        self._settings = settings or LinkSettings()
+        self._limits = limits
+        self._peers: dict[str, _Peer] = {}
+        self._dropped: Counter[str] = Counter()
+        self._inbox: deque[_Waiting] = deque()
+        self._news = asyncio.Event()
+        """Something arrived, changed or closed since the last look."""
+        self._changed = asyncio.Event()
+        self._callbacks: list[Callable[[PeerChange], None]] = []
+        self._beating: asyncio.Task[None] | None = None
+        self._closed = False
+
+    @property
+    def name(self) -> str:
+        return self.carrier.name
+
+    @property
+    def address(self) -> str:
+        """Where others reach this server."""
+        return self.carrier.address
+
+    async def __aenter__(self) -> LinkTransport:
+        await self.start()
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self.close()
+
+    async def start(self) -> None:
+        """Listen, and send heartbeats to every connected peer."""
+        await self.carrier.start(self._arrived, self._drop)
+        self._beating = asyncio.create_task(self._beat_for_ever(), name=f"beats of {self.name}")
+
+    def connect(self, peer: str, address: str = "") -> None:
+        """Add a peer, or move it to another address; `PeerUp` follows when it answers."""
+        assert peer != self.name, "a server has no link to itself"
+        self.carrier.connect(peer, address)
+        if peer not in self._peers:
+            link = Link(
+                name=self.name, peer=peer, settings=self._settings, new_session=_new_session
+            )
+            self._peers[peer] = _Peer(link=link, estimator=LinkEstimator(peer=peer))
+        self._peers[peer].connected_s = self._now()
+        self._beat(self._peers[peer])
+
+    async def send(
+        self, peer: str, message: msgspec.Struct, tensors: Sequence[Tensor] = ()
+    ) -> None:
+        if self._closed:
+            raise TransportClosed
+        to = self._peers[peer]
+        frames = encode(message, tensors, self._limits)
+        size_bytes = _size(frames)
+        try:
+            to.link.check_room(size_bytes)
+            envelope = _encoder.encode(to.link.message(self._now()))
+            if not self.carrier.post(peer, [envelope, *frames]):
+                raise PeerUnreachable(peer, "its connection is broken")
+        except PeerUnreachable as error:
+            self._dropped[f"not sent: {error.reason}"] += 1
+            raise
+        to.link.sent(size_bytes)
+        to.sent = _add(to.sent, size_bytes)
+
+    async def receive(self) -> Received:
+        while True:
+            if self._closed:
+                raise TransportClosed
+            if self._inbox:
+                waiting = self._inbox.popleft()
+                waiting.peer.link.consume(waiting.size_bytes)
+                self._settle(waiting.peer)
+                return waiting.received
+            self._news.clear()
+            await self._news.wait()
+
+    def peers_up(self) -> frozenset[str]:
+        return frozenset(name for name, peer in self._peers.items() if peer.link.up)
+
+    async def wait_up(self, *peers: str) -> None:
+        while not self.peers_up().issuperset(peers):
+            if self._closed:
+                raise TransportClosed
+            self._changed.clear()
+            await self._changed.wait()
+
+    def on_peer_change(self, callback: Callable[[PeerChange], None]) -> None:
+        self._callbacks.append(callback)
+
+    @property
+    def counters(self) -> Counters:
+        return Counters(
+            sent={name: peer.sent for name, peer in self._peers.items()},
+            received={name: peer.received for name, peer in self._peers.items()},
+            dropped=dict(self._dropped),
+        )
+
+    def link_estimates(self) -> dict[str, LinkEstimate]:
+        return {name: peer.estimator.estimate() for name, peer in self._peers.items()}
+
+    async def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        if self._beating is not None:
+            self._beating.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._beating
+        await self.carrier.close()
+        self._inbox.clear()
+        self._news.set()
+        self._changed.set()
+
+    def _arrived(self, origin: str | None, frames: Sequence[Frame]) -> None:
+        """What the carrier calls; raises nothing, whatever the frames are."""
+        if self._closed:
+            return
+        now_s = self._now()
+        try:
+            envelope, peer = self._open(origin, frames)
+        except MalformedFrame as error:
+            self._drop(str(error))
+            return
+        if peer.link.hear(envelope, _size(frames[1:]), now_s):
+            try:
+                self._take(peer, envelope, frames, now_s)
+            except MalformedFrame:
+                # The sender counts on it; a silent gap in its messages would be worse.
+                self._drop("malformed message")
+                peer.link.cut("it sent a malformed message")
+        else:
+            self._drop("stale or after a loss")
+        self._settle(peer)
+
+    def _open(self, origin: str | None, frames: Sequence[Frame]) -> tuple[Envelope, _Peer]:
+        """Check the envelope; `MalformedFrame` names the reason it is refused for."""
+        if len(frames) < 2 or len(frames[0]) > ENVELOPE_BYTES:
+            raise MalformedFrame("no envelope")
+        try:
+            envelope: Envelope = checked_decode(_envelopes, frames[0])
+        except MalformedFrame:
+            raise MalformedFrame("no envelope") from None
+        if envelope.version != WIRE_VERSION:
+            raise MalformedFrame("another version of the protocol")
+        if envelope.receiver != self.name:
+            raise MalformedFrame("meant for another server")
+        if origin is not None and origin != envelope.sender:
+            raise MalformedFrame("sender is not who it claims to be")
+        peer = self._peers.get(envelope.sender)
+        if peer is None:
+            raise MalformedFrame("unknown sender")
+        if envelope.session <= 0:
+            raise MalformedFrame("no envelope")
+        return envelope, peer
+
+    def _take(self, peer: _Peer, envelope: Envelope, frames: Sequence[Frame], now_s: float) -> None:
+        size_bytes = _size(frames[1:])
+        if envelope.is_beat:
+            beat: Beat = checked_decode(_beats, frames[1])
+            self._take_beat(peer, beat, now_s)
+            if len(frames) == 2:  # a probe takes longer, which is its purpose
+                peer.last_beat = (envelope.sent_s, now_s)
+        else:
+            message, tensors = decode(frames[1:], self._types, self._limits)
+            received = Received(peer=envelope.sender, message=message, tensors=tensors)
+            peer.received = _add(peer.received, size_bytes)
+            self._inbox.append(_Waiting(peer, size_bytes, received))
+            self._news.set()
+        peer.meter.arrived(size_bytes=size_bytes, sent_s=envelope.sent_s, now_s=now_s)
+
+    @staticmethod
+    def _take_beat(peer: _Peer, beat: Beat, now_s: float) -> None:
+        if beat.echo_s > 0:
+            peer.estimator.round_trip(now_s - beat.echo_s - beat.held_s, now_s)
+        peer.estimator.bandwidth(beat.rate_bytes_per_s, beat.train_count, now_s)
+
+    def _settle(self, peer: _Peer) -> None:
+        """Report what changed and tell the peer if it should know."""
+        changes = peer.link.changes[:]
+        peer.link.changes.clear()
+        if any(isinstance(change, PeerDown) for change in changes):
+            self._begin_anew(peer)
+        if peer.link.answer_due and not self._closed:
+            self._beat(peer)
+        for change in changes:
+            self._changed.set()
+            for callback in self._callbacks:
+                callback(change)
+
+    def _begin_anew(self, peer: _Peer) -> None:
+        """After a cut: nothing queued in either direction is delivered."""
+        self._reconnect(peer)
+        peer.last_beat = None
+        kept = [waiting for waiting in self._inbox if waiting.peer is not peer]
+        self._dropped["void after a cut"] += len(self._inbox) - len(kept)
+        self._inbox = deque(kept)
+
+    def _reconnect(self, peer: _Peer) -> None:
+        peer.connected_s = self._now()
+        self.carrier.reset(peer.link.peer)
+
+    def _beat(self, peer: _Peer, padding_bytes: int = 0) -> None:
+        now_s = self._now()
+        echo_s, came_s = peer.last_beat or (0.0, now_s)
+        beat = Beat(
+            echo_s=echo_s,
+            held_s=now_s - came_s,
+            rate_bytes_per_s=peer.meter.rate_bytes_per_s,
+            train_count=peer.meter.count,
+        )
+        frames: list[Frame] = [_encoder.encode(peer.link.beat(now_s)), _encoder.encode(beat)]
+        if padding_bytes:
+            frames.append(bytes(padding_bytes))
+        if not self.carrier.post(peer.link.peer, frames):
+            self._drop("beat not sent")
+
+    async def _beat_for_ever(self) -> None:
+        due_s = self._now()
+        while True:
+            due_s += self._settings.beat_s
+            await asyncio.sleep(max(due_s - self._now(), 0.0))
+            late_s = self._now() - due_s
+            if late_s > self._settings.beat_s:
+                due_s = self._now()
+            for peer in list(self._peers.values()):
+                if late_s > self._settings.beat_s:
+                    peer.link.excuse(late_s)
+                peer.link.tick(self._now())
+                if self._is_stuck(peer):
+                    self._reconnect(peer)
+                self._beat(peer)
+                self._probe(peer)
+                self._settle(peer)
+
+    def _is_stuck(self, peer: _Peer) -> bool:
+        """Whether a connection has been silent so long that a new one may fare better.
+
+        It also keeps heartbeats from piling up for a peer that is gone.
+        """
+        patience_s = RECONNECT_SILENCES * self._settings.silence_s
+        now_s = self._now()
+        return now_s - peer.connected_s > patience_s and peer.link.silent_s(now_s) > patience_s
+
+    def _probe(self, peer: _Peer) -> None:
+        """Follow a beat with a large one now and then: the gap on arrival is the bandwidth."""
+        now_s = self._now()
+        if peer.link.up and now_s - peer.probed_s >= self._settings.probe_s:
+            peer.probed_s = now_s
+            self._beat(peer, self._settings.probe_bytes)
+
+    def _drop(self, reason: str) -> None:
+        self._dropped[reason] += 1
+
+    @staticmethod
+    def _now() -> float:
+        return time.monotonic()
+
+
+def _size(frames: Sequence[Frame]) -> int:
+    return sum(len(frame) for frame in frames)
+
+
+def _add(traffic: Traffic, size_bytes: int) -> Traffic:
+    return Traffic(messages=traffic.messages + 1, size_bytes=traffic.size_bytes + size_bytes)
+
+
+def _new_session(previous: int) -> int:
+    """Larger than before and, unless the clock went back, larger than before a restart."""
+    return max(time.time_ns(), previous + 1)

@@ -1,0 +1,304 @@
+"""The rules of a transport, the same on sockets and in memory, and what breaks links."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import AsyncIterator
+
+import pytest
+import torch
+
+from trimmoe.runtime.wire.alarm import Alarm
+from trimmoe.runtime.wire.base import PeerDown, PeerUnreachable, PeerUp, TransportClosed
+from trimmoe.runtime.wire.codec import Limits
+from trimmoe.runtime.wire.emulation import EmulatedCarrier, EmulatedLink
+from trimmoe.runtime.wire.transport import LinkTransport
+from wires import BRISK, NAMES, Cluster, Note, soon, texts, until
+
+
+@pytest.fixture(params=["memory", "plain", "curve"])
+async def cluster(request: pytest.FixtureRequest) -> AsyncIterator[Cluster]:
+    made = Cluster(request.param)
+    async with made.stack:
+        yield made
+
+
+@pytest.fixture
+async def memory() -> AsyncIterator[Cluster]:
+    made = Cluster("memory")
+    async with made.stack:
+        yield made
+
+
+@pytest.fixture(params=["memory", "plain"])
+async def either(request: pytest.FixtureRequest) -> AsyncIterator[Cluster]:
+    made = Cluster(request.param)
+    async with made.stack:
+        yield made
+
+
+async def test_messages_and_tensors_arrive_in_order_and_are_counted(cluster: Cluster) -> None:
+    a, b = await cluster.add("a"), await cluster.add("b")
+    await cluster.up()
+    hidden = torch.arange(12, dtype=torch.bfloat16).reshape(3, 4)
+    await a.send("b", Note("first"), [hidden, torch.tensor([True, False])])
+    hidden.zero_()  # it was copied
+    for index in range(5):
+        await a.send("b", Note(str(index)))
+    received = await soon(b.receive())
+    assert (received.peer, received.message) == ("a", Note("first"))
+    assert torch.equal(received.tensors[0], torch.arange(12).reshape(3, 4).to(torch.bfloat16))
+    assert received.tensors[1].tolist() == [True, False]
+    assert await texts(b, 5) == list("01234")
+    assert a.counters.sent["b"] == b.counters.received["a"]
+    assert a.counters.sent["b"].messages == 6
+    assert b.counters.sent["a"].messages == 0
+    assert a.counters.sent["b"].size_bytes > hidden.nbytes
+
+
+async def test_nobody_is_up_before_it_has_answered(cluster: Cluster) -> None:
+    a = await cluster.add("a")
+    assert a.peers_up() == frozenset()
+    with pytest.raises(KeyError):
+        await a.send("b", Note("who?"))
+    b = await cluster.add("b")
+    with pytest.raises(PeerUnreachable):
+        await a.send("b", Note("too early"))
+    await cluster.up()
+    assert a.peers_up() == {"b"}
+    assert b.peers_up() == {"a"}
+    assert cluster.changes["a"] == [PeerUp(peer="b")]
+
+
+async def test_a_peer_that_does_not_consume_fills_a_bounded_queue(cluster: Cluster) -> None:
+    a, b = await cluster.add("a"), await cluster.add("b")
+    await cluster.up()
+    window = BRISK.window_messages
+    for index in range(window):
+        await a.send("b", Note(str(index)))
+    with pytest.raises(PeerUnreachable, match="full"):
+        await a.send("b", Note("too much"))
+    assert a.counters.dropped["not sent: its queue is full"] == 1
+    assert await texts(b, window) == [str(index) for index in range(window)]
+    await until(lambda: has_room(a, "b"))
+    await a.send("b", Note("again"))
+    assert await texts(b, 1) == ["again"]
+
+
+def has_room(server: LinkTransport, peer: str) -> bool:
+    try:
+        server._peers[peer].link.check_room(1)
+    except PeerUnreachable:
+        return False
+    return True
+
+
+async def test_many_windows_pass_when_they_are_consumed(cluster: Cluster) -> None:
+    a, b = await cluster.add("a"), await cluster.add("b")
+    await cluster.up()
+    total = 20 * BRISK.window_messages
+
+    async def produce() -> None:
+        for index in range(total):
+            while not has_room(a, "b"):
+                await asyncio.sleep(0)
+            await a.send("b", Note(str(index)))
+
+    producing = asyncio.create_task(produce())
+    assert await texts(b, total) == [str(index) for index in range(total)]
+    await producing
+
+
+async def test_a_dead_peer_is_reported_with_what_it_lost_and_found_when_it_restarts(
+    cluster: Cluster,
+) -> None:
+    a, b = await cluster.add("a"), await cluster.add("b")
+    await cluster.up()
+    await a.send("b", Note("lost"))
+    await a.send("b", Note("lost too"))
+    address = b.address
+    await b.close()
+    await until(lambda: len(cluster.changes["a"]) > 1)
+    down = cluster.changes["a"][1]
+    assert isinstance(down, PeerDown)
+    assert (down.peer, down.lost_messages) == ("b", 2)
+    with pytest.raises(PeerUnreachable):
+        await a.send("b", Note("nobody there"))
+
+    carrier = cluster.carrier("b", address)
+    restarted = LinkTransport(carrier, (Note,), settings=BRISK)
+    await cluster.stack.enter_async_context(restarted)
+    restarted.connect("a", a.address)
+    await soon(a.wait_up("b"))
+    await soon(restarted.wait_up("a"))
+    await a.send("b", Note("welcome"))
+    assert await texts(restarted, 1) == ["welcome"]
+
+
+async def test_a_dead_peer_leaves_the_others_alone(cluster: Cluster) -> None:
+    a, b, c = [await cluster.add(name) for name in NAMES]
+    await cluster.up(NAMES)
+    await b.close()
+    await until(lambda: a.peers_up() == {"c"} and c.peers_up() == {"a"})
+    await a.send("c", Note("still here"))
+    assert await texts(c, 1) == ["still here"]
+    assert PeerDown not in [type(change) for change in cluster.changes["c"] if change.peer == "a"]
+
+
+async def test_after_close_nothing_waits_for_ever(cluster: Cluster) -> None:
+    a, _ = await cluster.add("a"), await cluster.add("b")
+    await cluster.up()
+    waiting = [asyncio.ensure_future(a.receive()), asyncio.ensure_future(a.wait_up("b", "c"))]
+    await asyncio.sleep(0)
+    await a.close()
+    for result in await soon(asyncio.gather(*waiting, return_exceptions=True)):
+        assert isinstance(result, TransportClosed)
+    with pytest.raises(TransportClosed):
+        await a.send("b", Note("too late"))
+
+
+async def test_what_the_limits_forbid_is_refused_before_it_is_sent(memory: Cluster) -> None:
+    a, _ = await memory.add("a"), await memory.add("b")
+    await memory.up()
+    with pytest.raises(ValueError, match="limit"):
+        await a.send("b", Note("x" * Limits().header_bytes))
+    assert a.counters.sent["b"].messages == 0
+
+
+async def test_a_short_stall_delivers_everything_in_order(memory: Cluster) -> None:
+    a, b = await memory.add("a"), await memory.add("b")
+    await memory.up()
+    memory.network.stall("a", "b")
+    for index in range(4):
+        await a.send("b", Note(str(index)))
+    memory.network.resume("a", "b")
+    assert await texts(b, 4) == list("0123")
+    assert memory.changes["a"] == [PeerUp(peer="b")]
+
+
+async def test_a_long_stall_is_a_clean_cut_on_both_sides(memory: Cluster) -> None:
+    a, b = await memory.add("a"), await memory.add("b")
+    await memory.up()
+    memory.network.stall("a", "b")
+    await a.send("b", Note("never delivered"))
+    await until(lambda: not a.peers_up() and not b.peers_up())
+    memory.network.resume("a", "b")
+    await memory.up()
+    await a.send("b", Note("anew"))
+    assert await texts(b, 1) == ["anew"]
+    lost = [change.lost_messages for change in memory.changes["a"] if isinstance(change, PeerDown)]
+    assert sum(lost) == 1
+
+
+async def test_what_was_not_consumed_before_a_cut_is_void(memory: Cluster) -> None:
+    a, b = await memory.add("a"), await memory.add("b")
+    await memory.up()
+    await a.send("b", Note("unread"))
+    await until(lambda: b.counters.received["a"].messages == 1)
+    memory.network.kill("a")
+    await until(lambda: not b.peers_up())
+    assert b.counters.dropped["void after a cut"] == 1
+
+
+async def test_a_blocked_event_loop_is_not_a_silent_peer(memory: Cluster) -> None:
+    await memory.add("a")
+    await memory.add("b")
+    await memory.up()
+    time.sleep(2 * BRISK.silence_s)
+    await asyncio.sleep(3 * BRISK.beat_s)
+    assert memory.changes["a"] == [PeerUp(peer="b")]
+
+
+async def test_many_cuts_keep_nothing(memory: Cluster) -> None:
+    a, b = await memory.add("a"), await memory.add("b")
+    memory.network.stall("b", "a")
+    for _ in range(3):
+        memory.network.resume("b", "a")
+        await memory.up()
+        memory.network.stall("b", "a")
+        for index in range(BRISK.window_messages):
+            await a.send("b", Note(str(index)))
+        await until(lambda: not a.peers_up() and not b.peers_up())
+    assert len(b._inbox) == 0
+    assert len(a._peers["b"].link._unconsumed) == 0
+
+
+def emulated(
+    cluster: Cluster, name: str, peer: str, *, bandwidth: float = math.inf
+) -> EmulatedCarrier:
+    link = EmulatedLink(delay_s=0.01, bandwidth_bytes_per_s=bandwidth)
+    return EmulatedCarrier(cluster.carrier(name), {peer: link})
+
+
+async def test_an_emulated_link_is_measured_as_it_is(either: Cluster) -> None:
+    a = await either.add("a", emulated(either, "a", "b", bandwidth=5e6))
+    b = await either.add("b", emulated(either, "b", "a"))
+    await either.up()
+    await until(lambda: a.link_estimates()["b"].bandwidth_bytes_per_s)
+    await until(lambda: a.link_estimates()["b"].samples > 3)
+    estimate = a.link_estimates()["b"]
+    assert estimate.round_trip_s is not None
+    assert estimate.round_trip_s >= 0.02
+    assert estimate.delay_s == estimate.round_trip_s / 2
+    assert estimate.bandwidth_bytes_per_s is not None
+    assert 1e6 < estimate.bandwidth_bytes_per_s < 2e7
+    await a.send("b", Note("slowly"))
+    sent_s = time.monotonic()
+    assert await texts(b, 1) == ["slowly"]
+    assert time.monotonic() - sent_s >= 0.005
+
+
+async def test_a_stalled_emulated_link_holds_up_no_other(either: Cluster) -> None:
+    carrier = emulated(either, "a", "b")
+    a, b, c = await either.add("a", carrier), await either.add("b"), await either.add("c")
+    await either.up(NAMES)
+    carrier.stall("b", 0.15)
+    for index in range(4):
+        await a.send("b", Note(str(index)))
+    await a.send("c", Note("meanwhile"))
+    assert await texts(c, 1) == ["meanwhile"]
+    assert b.counters.received["a"].messages == 0
+    assert await texts(b, 4) == list("0123")
+
+
+async def test_a_stall_longer_than_the_silence_is_reported_and_mended(either: Cluster) -> None:
+    carrier = emulated(either, "a", "b")
+    a, b = await either.add("a", carrier), await either.add("b")
+    await either.up()
+    carrier.stall("b", 2 * BRISK.silence_s)
+    await a.send("b", Note("never delivered"))
+    await until(lambda: not a.peers_up() and not b.peers_up())
+    await either.up()
+    await a.send("b", Note("anew"))
+    assert await texts(b, 1) == ["anew"]
+
+
+async def test_a_dropped_connection_loses_loudly_and_mends_itself(either: Cluster) -> None:
+    carrier = emulated(either, "a", "b")
+    a, b = await either.add("a", carrier), await either.add("b")
+    await either.up()
+    await a.send("b", Note("lost with the connection"))
+    carrier.drop_connection("b")
+    await until(lambda: any(isinstance(change, PeerDown) for change in either.changes["a"]))
+    await either.up()
+    await a.send("b", Note("anew"))
+    assert await texts(b, 1) == ["anew"]
+    lost = [change.lost_messages for change in either.changes["a"] if isinstance(change, PeerDown)]
+    assert sum(lost) == 1
+
+
+async def test_an_alarm_rings_once_never_early_and_can_be_moved() -> None:
+    rung: list[float] = []
+    alarm = Alarm(lambda: rung.append(time.monotonic()))
+    due_s = time.monotonic() + 0.03
+    alarm.set(due_s + 100)
+    alarm.set(due_s)
+    await until(lambda: rung)
+    alarm.set(time.monotonic() + 0.01)
+    alarm.set(math.inf)
+    await asyncio.sleep(0.03)
+    alarm.close()
+    assert len(rung) == 1
+    assert rung[0] >= due_s
