@@ -10,7 +10,8 @@ import numpy as np
 
 from trimmoe.core.profile import Profile
 from trimmoe.core.specs import BoolArray, FloatArray, IntArray
-from trimmoe.cost.model import CostModel, host_delay_s, layer_delay_s
+from trimmoe.cost import kernels
+from trimmoe.cost.model import CostModel, host_delay_s
 
 
 def best_hosts(
@@ -37,22 +38,58 @@ def expected_layer_delay_s(cost: CostModel, hosts: BoolArray, profile: Profile) 
 
 
 def layer_table_s(cost: CostModel, held: BoolArray, profile: Profile, layer: int) -> FloatArray:
-    """`expected_layer_delay_s` of one layer whose hosts are `held` [M, E], shape [M, M]."""
+    """`expected_layer_delay_s` of one layer whose hosts are `held` [M, E], shape [M, M].
+
+    Infinite where an expert that is used has no host. Compiled, because planning asks for
+    thousands of these.
+    """
     used = np.flatnonzero(profile.pattern_share[layer] > 0)
-    share, patterns = profile.pattern_share[layer, used], profile.patterns[layer, used]
-    every = np.arange(cost.server_count)
-    # [s, t, m]; one source at a time below, so that memory stays small.
-    path = cost.transfer_s[:, None, :] + cost.waiting_s + cost.transfer_s.T[None]
-    table = np.empty((every.size, every.size))
-    for source in every:
-        alone = path[source, :, :, None] + cost.expert_s[None, :, layer]
-        best = np.where(held[None], alone, np.inf).argmin(axis=1)  # [t, E]
-        ends = np.full((every.size, used.size), source), np.tile(every[:, None], used.size)
-        slots = np.broadcast_to(patterns, (every.size, *patterns.shape))
-        delay = layer_delay_s(cost, layer, *ends, slots, best[:, patterns])
-        # Not a matrix product: threaded ones are slower than the sum at this size.
-        table[source] = (delay * share).sum(axis=1)
+    table = _expected_table(
+        cost.links,
+        layer,
+        np.ascontiguousarray(held),
+        profile.pattern_share[layer, used],
+        profile.patterns[layer, used],
+    )
     return table + cost.dense_s[:, layer, None]
+
+
+@kernels.njit
+def nearest_replicas(links, layer, held, source, destination):
+    """`best_hosts` for compiled callers, whose `held` is [M, E] of the layer; -1 = no host."""
+    servers, experts = held.shape
+    best = np.full(experts, -1)
+    for expert in range(experts):
+        least = np.inf
+        for m in range(servers):
+            if held[m, expert]:
+                path = links.transfer_s[source, m] + links.waiting_s[m]
+                alone = path + links.transfer_s[m, destination] + links.expert_s[m, layer, expert]
+                if alone < least:
+                    least = alone
+                    best[expert] = m
+    return best
+
+
+@kernels.njit
+def _expected_table(links, layer, held, share, patterns):
+    """The mean over patterns [P, k] of the slots' delay on `nearest_replicas`, shape [M, M]."""
+    servers, slots = held.shape[0], patterns.shape[1]
+    table, on = np.zeros((servers, servers)), np.empty(slots, dtype=np.int64)
+    for source in range(servers):
+        for destination in range(servers):
+            best = nearest_replicas(links, layer, held, source, destination)
+            for p in range(share.size):
+                homeless = False
+                for slot in range(slots):
+                    on[slot] = best[patterns[p, slot]]
+                    homeless |= on[slot] < 0
+                if homeless:
+                    table[source, destination] = np.inf
+                    break
+                delay = kernels.slots_delay_s(links, layer, source, destination, patterns[p], on)
+                table[source, destination] += share[p] * delay
+    return table
 
 
 def destinations(routes: IntArray) -> IntArray:

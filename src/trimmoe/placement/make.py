@@ -235,7 +235,7 @@ def make_plan(
     finished = {name: planner.finished(seed, starts) for name, seed in there.items()}
     won = min(finished, key=lambda name: finished[name].expected_s)
     record = {name: _record(seed, finished.get(name)) for name, seed in seeds.items()}
-    return _as_plan(planner, finished[won], cluster_hash, {"seed_won": won, "seeds": record})
+    return as_plan(planner, finished[won], cluster_hash, {"seed_won": won, "seeds": record})
 
 
 def make_planner(
@@ -280,7 +280,7 @@ def _record(seed: Deployment | None, finished: Deployment | None) -> dict[str, f
     return {"seed_s": seed.expected_s, "plan_s": finished.expected_s}
 
 
-def _as_plan(
+def as_plan(
     planner: Planner, deployment: Deployment, cluster_hash: str, found: dict[str, Any]
 ) -> Plan:
     header = plan_header(

@@ -1,0 +1,257 @@
+"""The planner at full length: seeds, greedy growth, local search, and the trimmed value at last.
+
+Every seed plan is evaluated and grown greedily (`make.Planner.finished`), the search goes on from
+all of these (`search`), and what wins gets the replicas that still save something in the memory
+left. With the trimmed objective the best of this and every seed are ranked anew by their trimmed
+value, and the search goes on with trimmed tables, at the price the best one pays, among routes over
+the servers that good routes use. What is returned is the best of everything evaluated, so it is
+never worse under the objective than any seed, nor than the best single server where that holds the
+model: it is one of the seeds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from trimmoe.core.errors import UserError
+from trimmoe.core.plan import Plan
+from trimmoe.core.profile import Profile
+from trimmoe.core.specs import BoolArray, ClusterSpec, IntArray, ModelSpec
+from trimmoe.placement.landscape import ExactObjective, Landscape, Objective
+from trimmoe.placement.make import (
+    Deployment,
+    Planner,
+    PlanSettings,
+    as_plan,
+    default,
+    make_planner,
+)
+from trimmoe.placement.mutate import Mutator
+from trimmoe.placement.redundancy import add_marginal_replicas
+from trimmoe.placement.search import Search
+from trimmoe.placement.seeds import SEEDS, seed_deployment
+from trimmoe.placement.trimmed import TrimmedObjective
+
+KeepGoing = Callable[[float], bool]
+"""Whether less than this share of the time has passed; asked before every step."""
+
+_EXACT_SHARE = 0.6
+"""Of the time, where the trimmed objective comes after the exact one."""
+_FINALISTS = 4
+_TRIMMED_SERVERS = 6
+"""Servers that routes of the trimmed search may use: its tables are dear."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SearchSettings:
+    """How long and for what `optimise_plan` searches."""
+
+    objective: Literal["exact", "trimmed"] = "exact"
+    budget: float = 0.02
+    """D-bar of the trimmed objective."""
+    iterations: int = 20_000
+    """Neighbours and random starts tried at most."""
+    trimmed_iterations: int = 200
+    """Neighbours tried at most with trimmed tables."""
+    seed: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Entry:
+    """A deployment that may win, by where it came from."""
+
+    name: str
+    hosts: BoolArray
+    routes: IntArray
+    value_s: float
+
+
+def optimise_plan(
+    profile: Profile,
+    model: ModelSpec,
+    cluster: ClusterSpec,
+    search: SearchSettings | None = None,
+    settings: PlanSettings | None = None,
+    *,
+    cluster_hash: str,
+    keep_going: KeepGoing = lambda share: True,
+) -> Plan:
+    """The plan of least value that was found until the iterations or the time ran out.
+
+    The header's settings say what was searched for (`search`), each seed's value and what became
+    of it greedily (`seeds`), what won and how many iterations were done.
+
+    Raises `UserError` if the profile is of another model or the experts do not fit.
+    """
+    search, settings = search or SearchSettings(), settings or default()
+    profile.require_model(model.model_hash, model.name)
+    if not 0.0 <= search.budget <= 1.0:
+        raise UserError(f"The budget is {search.budget}; give a flip rate from 0 to 1.")
+    planner = make_planner(profile, model, cluster, settings)
+    found = Optimiser(planner=planner, settings=search, keep_going=keep_going).run()
+    return as_plan(planner, found.deployment, cluster_hash, found.record)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Found:
+    """What a search came to."""
+
+    deployment: Deployment
+    record: dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Optimiser:
+    """One search; see the module docstring."""
+
+    planner: Planner
+    settings: SearchSettings
+    keep_going: KeepGoing
+
+    def run(self) -> Found:
+        """Search; the record is JSON-like."""
+        exact = self._exact()
+        seeds = self._seeds()
+        entries = [self._entry(exact, f"seed {n}", s.hosts, s.routes) for n, s in seeds.items()]
+        entries += self._grown(exact, seeds)
+        share = _EXACT_SHARE if self.settings.objective == "trimmed" else 1.0
+        entries, done = self._searched(exact, entries, share)
+        objective: Objective = exact
+        trimmed_done = 0
+        if self.settings.objective == "trimmed":
+            objective, entries, trimmed_done = self._trimmed(entries)
+        best = min(entries, key=lambda entry: entry.value_s)
+        record = {
+            "search": asdict(self.settings),
+            "objective": objective.name,
+            "value_s": best.value_s,
+            "seed_won": best.name,
+            "seeds": self._record(objective, seeds, entries),
+            "iterations": done,
+            "trimmed_iterations": trimmed_done,
+        }
+        deployment = self.planner.deployment(best.hosts, best.routes)
+        return Found(deployment=deployment, record=record)
+
+    def _seeds(self) -> dict[str, Deployment]:
+        found = {name: seed_deployment(name, self.planner) for name in SEEDS}
+        return {name: seed for name, seed in found.items() if seed is not None}
+
+    def _exact(self) -> ExactObjective:
+        share = self.planner.cluster.access_share
+        return ExactObjective(
+            cost=self.planner.cost, profile=self.planner.profile, access_share=share
+        )
+
+    def _entry(self, objective: Objective, name: str, hosts: BoolArray, routes: IntArray) -> _Entry:
+        value_s = objective.value_s(hosts, routes)
+        return _Entry(name=name, hosts=hosts, routes=routes, value_s=value_s)
+
+    def _grown(self, exact: ExactObjective, seeds: dict[str, Deployment]) -> list[_Entry]:
+        """Every seed with best routes and greedy replicas, as long as there is time."""
+        grown = []
+        for name, seed in seeds.items():
+            if not self.keep_going(_EXACT_SHARE / 2):
+                break
+            after = self.planner.finished(seed, [])
+            grown.append(self._entry(exact, f"greedy {name}", after.hosts, after.routes))
+        return grown
+
+    def _searched(
+        self, exact: ExactObjective, entries: list[_Entry], share: float
+    ) -> tuple[list[_Entry], int]:
+        """`entries` and what local search made of them, best first."""
+        landscape = self._landscape(exact)
+        search = Search(
+            landscape=landscape,
+            mutator=self._mutator(),
+            rng=np.random.default_rng(self.settings.seed),
+            iterations=self.settings.iterations,
+            keep_going=lambda: self.keep_going(share),
+        )
+        search.run({entry.name: entry.hosts for entry in entries})
+        for climber in search.pool:
+            hosts = self._filled(climber.best_hosts, landscape.routes(climber.best_hosts))
+            routes = landscape.routes(hosts)
+            entries.append(self._entry(exact, f"search from {climber.name}", hosts, routes))
+        return sorted(entries, key=lambda entry: entry.value_s), search.done
+
+    def _filled(self, hosts: BoolArray, routes: IntArray) -> BoolArray:
+        """`hosts` with what still saves something in the memory left."""
+        planner = self.planner
+        return add_marginal_replicas(
+            planner.cost,
+            planner.model,
+            planner.profile,
+            hosts,
+            planner.capacity,
+            routes,
+            planner.cluster.access_share,
+        )
+
+    def _trimmed(self, entries: list[_Entry]) -> tuple[Objective, list[_Entry], int]:
+        """All seeds and the best of the others by trimmed value, searched further."""
+        trimmed = TrimmedObjective(
+            cost=self.planner.cost,
+            profile=self.planner.profile,
+            access_share=self.planner.cluster.access_share,
+            budget=self.settings.budget,
+        )
+        others = [entry for entry in entries if not entry.name.startswith("seed ")][:_FINALISTS]
+        seeds = [entry for entry in entries if entry.name.startswith("seed ")]
+        ranked = [self._entry(trimmed, e.name, e.hosts, e.routes) for e in seeds + others]
+        ranked.sort(key=lambda entry: entry.value_s)
+        best = ranked[0]
+        _, price_s = trimmed.priced(best.hosts, best.routes)
+        landscape = self._landscape(trimmed.at(price_s, self._busiest(ranked[:_FINALISTS])))
+        search = Search(
+            landscape=landscape,
+            mutator=self._mutator(),
+            rng=np.random.default_rng(self.settings.seed),
+            iterations=self.settings.trimmed_iterations,
+            keep_going=lambda: self.keep_going(1.0),
+            draws=0,
+            climb_steps=self.settings.trimmed_iterations,
+        )
+        climber = search.run({best.name: best.hosts})
+        for name, hosts in (("", best.hosts), ("trimmed search from ", climber.best_hosts)):
+            routes = landscape.routes(hosts)
+            ranked.append(self._entry(trimmed, f"{name}{best.name}", hosts, routes))
+            filled = self._filled(hosts, routes)
+            ranked.append(self._entry(trimmed, f"{name}{best.name}", filled, routes))
+        return trimmed, ranked, search.done
+
+    def _busiest(self, entries: list[_Entry]) -> IntArray:
+        """The servers on which the routes of `entries` run most layers, ascending."""
+        share = self.planner.cluster.access_share
+        load = np.zeros(share.size)
+        for entry in entries:
+            np.add.at(load, entry.routes, np.broadcast_to(share[:, None], entry.routes.shape))
+        busiest = np.argsort(-load, kind="stable")[:_TRIMMED_SERVERS]
+        return np.sort(busiest)
+
+    def _landscape(self, objective: Objective) -> Landscape:
+        return Landscape(
+            cost=self.planner.cost,
+            access_share=self.planner.cluster.access_share,
+            table_s=objective.layer_table_s,
+        )
+
+    def _mutator(self) -> Mutator:
+        return Mutator(model=self.planner.model, capacity=self.planner.capacity)
+
+    def _record(
+        self, objective: Objective, seeds: dict[str, Deployment], entries: list[_Entry]
+    ) -> dict[str, dict[str, float | None] | None]:
+        """Value of every seed and of its greedy growth where it was tried; None: impossible."""
+        values = {entry.name: entry.value_s for entry in entries}
+        return {
+            name: None
+            if name not in seeds
+            else {"seed_s": values[f"seed {name}"], "plan_s": values.get(f"greedy {name}")}
+            for name in SEEDS
+        }

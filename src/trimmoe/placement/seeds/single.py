@@ -1,0 +1,27 @@
+"""Everything on the one best server: what anybody would do if the model fits on it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from trimmoe.placement.seeds.base import SeedPlan
+
+if TYPE_CHECKING:
+    from trimmoe.placement.make import Planner
+
+
+def single_server(planner: Planner) -> SeedPlan | None:
+    """All layers on the server of least expected exact delay; None if none holds the model."""
+    shape = (planner.cost.server_count, *planner.model.expert_bytes.shape)
+    able = np.flatnonzero(planner.capacity >= planner.model.total_expert_bytes)
+    found = []
+    for server in able:
+        hosts = np.zeros(shape, dtype=bool)
+        hosts[server] = True
+        found.append(planner.deployment(hosts, np.full(shape[:2], server)))
+    if not found:
+        return None
+    best = min(found, key=lambda deployment: deployment.expected_s)
+    return SeedPlan(hosts=best.hosts, routes=best.routes, stages=best.routes[0])
