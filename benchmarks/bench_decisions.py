@@ -45,7 +45,7 @@ def observation(policy: TrimPolicy, masses: FloatArray, rng: np.random.Generator
     access = rng.integers(policy.routes.shape[0], size=count)
     return Observation(
         layer=layer,
-        access=access,
+        route=access,
         server=policy.routes[access, layer],
         experts=experts,
         masses=chosen,
@@ -53,7 +53,7 @@ def observation(policy: TrimPolicy, masses: FloatArray, rng: np.random.Generator
         steadiness=rng.integers(policy.lookahead.space.class_count, size=count),
         allowance=rng.uniform(0.01, 0.06, count),
         exit_at=np.full(count, policy.routes.shape[1]),
-        loss_weight=0.5,
+        loss_weight=np.full(count, 0.5),
     )
 
 

@@ -70,8 +70,9 @@ def test_the_quality_budget_is_never_exceeded_at_any_prefix(world) -> None:
     even = driver.engine.settings.budget_rule is BudgetRule.EVEN
     spent: dict[int, float] = {}
     for count, trajectory in _by_sequence(driver):
-        loss = true_loss(trajectory, driver.engine.profile, driver.engine.settings)
         assert trajectory.ledger is not None
+        loss = true_loss(trajectory, driver.engine.profile, driver.engine.settings)
+        loss += exit_charge(trajectory, driver)
         assert loss == pytest.approx(trajectory.ledger.loss, abs=ROUNDING)
         spent[trajectory.sequence] = spent.get(trajectory.sequence, 0.0) + loss
         assert spent[trajectory.sequence] <= count * budget + ROUNDING
@@ -198,6 +199,19 @@ def test_feedback_moves_and_stays_in_its_range(field: str) -> None:
     low = policy.loss_weight_range[0] if field == "loss_weight" else 0.0
     assert low <= min(seen)
     assert max(seen) <= 1.0
+
+
+def exit_charge(trajectory: Trajectory, driver: SyntheticDriver) -> float:
+    """What an exit was charged: the calibrated bound of a threshold that its confidence met."""
+    settings, profile = driver.engine.settings, driver.engine.profile
+    assert trajectory.ledger is not None
+    if trajectory.exit_layer == driver.engine.cost.layer_count or not settings.exits_charged:
+        return 0.0
+    charged = trajectory.ledger.loss - true_loss(trajectory, profile, settings)
+    met = profile.exit_grid <= trajectory.visits[-1].confidence
+    known = [1.0, *profile.exit_error_upper[met]]
+    assert min(abs(charged - each) for each in known) < ROUNDING
+    return charged
 
 
 def true_loss(trajectory: Trajectory, profile: Profile, policy: PolicySettings) -> float:

@@ -123,7 +123,9 @@ class Scripted:
 
 
 def scripted(world: World, skipped: set[int], **settings) -> LocalDriver:
-    policy = replace(PRESETS["trimmoe"](), audit_share=0.0, exit_risk=None, **settings)
+    policy = replace(
+        PRESETS["trimmoe"](), audit_share=0.0, exit_risk=None, exits_charged=False, **settings
+    )
     return world.driver(policy, policy=Scripted(skipped))
 
 

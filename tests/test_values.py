@@ -24,7 +24,7 @@ from trimmoe.policy.trim import TrimPolicy
 
 UNIT = 0.01
 """Losses and levels are multiples of this, so that budget arithmetic is exact."""
-LEVELS = UNIT * np.arange(41)
+LEVELS = UNIT * np.arange(41, dtype=np.float64)
 
 
 def in_units(profile: Profile) -> Profile:
@@ -127,7 +127,7 @@ def random_observation(rng: np.random.Generator, engine: Engine, count: int = 5)
     )
     return Observation(
         layer=layer,
-        access=access,
+        route=access,
         server=access if migrates else engine.routes[access, layer],
         experts=experts,
         masses=masses,
@@ -135,13 +135,13 @@ def random_observation(rng: np.random.Generator, engine: Engine, count: int = 5)
         steadiness=rng.integers(profile.class_count, size=count),
         allowance=LEVELS[rng.integers(20, size=count)],
         exit_at=rng.integers(1, profile.layer_count + 1, size=count),
-        loss_weight=0.5,
+        loss_weight=np.full(count, 0.5),
     )
 
 
 def total_cost(policy: TrimPolicy, seen: Observation, decision: Decision, row: int) -> float:
     """Step cost plus literal cost to go of what was decided for one token."""
-    look = policy._lookahead(seen.loss_weight)
+    look = policy._lookahead(0.5)
     steadiness = min(int(seen.steadiness[row]), look.space.class_count - 1)
     step = look.weights.step_cost(decision.delay_s[[row]], decision.loss[[row]])[0]
     exit_row = int(look.exits.rows(seen.exit_at)[row])
@@ -169,7 +169,7 @@ def test_coarser_levels_only_make_tables_more_cautious(world, per_budget) -> Non
     coarse = allowance_levels(engine.settings.budget, per_budget)
     shared = (look.profile, look.weights, look.exits, policy.routes)
     cautious = build_tables(space, *shared, coarse)
-    exact = build_tables(space, *shared, UNIT * np.arange(200))
+    exact = build_tables(space, *shared, UNIT * np.arange(200, dtype=np.float64))
     layer = int(rng.integers(engine.cost.layer_count))
     for level, allowance in enumerate(coarse):
         fine = int(exact.level_of(np.array([allowance]))[0])

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from trimmoe.core.ledger import Ledger
 from trimmoe.core.specs import BoolArray, FloatArray, IntArray
+from trimmoe.core.wave import Wave
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -22,6 +23,10 @@ class SequenceOpened:
     """D-bar: quality loss credited per generated token, >= 0."""
     confidence: float
     """p_J: confidence its exits need; above 1 nothing exits."""
+    route: int | None = None
+    """Row of the engine's routes; None is the one of its access server."""
+    balance: float = 0.0
+    """Credit it brings along, if it was served before."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,6 +44,24 @@ class TokensArrived:
     sequences: tuple[int, ...]
     draws: FloatArray
     """One uniform number in [0, 1) per token: all the randomness the engine uses, [n]."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TokensImported:
+    """Tokens came from another server: about to enter `tokens.layer`, or, if `executing`, with
+    the experts of that layer running."""
+
+    wave: int
+    tokens: Wave
+    executing: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TokensExported:
+    """Rows of a wave go on elsewhere; answered with `Depart`."""
+
+    wave: int
+    rows: IntArray
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,7 +99,38 @@ class Audited:
     """Whether the prediction at the would-be exit was that of full depth, [n]."""
 
 
-Event = SequenceOpened | SequenceClosed | TokensArrived | Routed | Executed | Audited
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Receipt:
+    """What a finished token leaves to the account of its sequence."""
+
+    sequence: int
+    balance: float
+    """Credit that is left."""
+    budget: float
+    loss: float
+    delay_s: float
+    exit_confidence: float | None
+    """xi at its exit; None at full depth."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Settled:
+    """Tokens of sequences that were opened here finished on other servers."""
+
+    receipts: tuple[Receipt, ...]
+
+
+Event = (
+    SequenceOpened
+    | SequenceClosed
+    | TokensArrived
+    | TokensImported
+    | TokensExported
+    | Routed
+    | Executed
+    | Audited
+    | Settled
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -129,6 +183,25 @@ class Complete:
     """Where each row is, [n]."""
     ledgers: tuple[Ledger, ...]
     """What each row cost, one-token ledgers."""
+    receipts: tuple[Receipt, ...]
+    """Of those rows whose sequence was opened elsewhere: tell that server `Settled`."""
 
 
-Command = Attend | Execute | Probe | Complete
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Depart:
+    """Rows that left a wave, to be imported where they arrive."""
+
+    wave: int
+    tokens: Wave
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Strand:
+    """An expert of these rows has no host that is alive, and no substitute is within budget: their
+    requests cannot go on."""
+
+    wave: int
+    rows: IntArray
+
+
+Command = Attend | Execute | Probe | Complete | Depart | Strand

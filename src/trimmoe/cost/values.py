@@ -36,15 +36,15 @@ class ValueTables:
     """Per layer, [W, B, P, Q, V]; a token that exits right after the layer costs nothing more,
     which is for the reader to weigh in with `exits.goes_on`."""
     place_of: IntArray
-    """Which place a token is at after each layer, by access server (pinned) or by its own server
-    (`migrate`), [N, M]."""
+    """Which place a token is at after each layer: by route if pinned, [N, R], by the server it is
+    on under `migrate`, [N, M]."""
 
     def after_actions(
         self,
         layer: int,
         menu: Candidates,
         *,
-        access: IntArray,
+        route: IntArray,
         patterns: IntArray,
         left: FloatArray,
         steadiness: IntArray,
@@ -53,10 +53,10 @@ class ValueTables:
     ) -> FloatArray:
         """Cost to go after every action of `menu`, [n, C].
 
-        `access`, `patterns`, `steadiness`, `exit_at` [n]; `left` [n, C]: allowance after it.
+        `route`, `patterns`, `steadiness`, `exit_at` [n]; `left` [n, C]: allowance after it.
         """
         exit_row = self.exits.rows(exit_at)
-        ends = menu.destination if migrates else access[:, None]
+        ends = menu.destination if migrates else route[:, None]
         level = self.level_of(left)
         ahead = self.after[layer][
             self.place_of[layer][ends],
@@ -208,8 +208,12 @@ def _typical(
     tokens = {name: np.concatenate([kind[name] for kind in kinds]) for name in kinds[0]}
     if destination is None:
         menu = space.candidates(layer, source, None, **tokens)
-        actions = kernels.Actions(menu.slot_expert, menu.slot_server, menu.delay_s, menu.loss)
-        whole = kernels.Actions(*(np.ascontiguousarray(array) for array in actions))
+        whole = kernels.Actions(
+            np.ascontiguousarray(menu.slot_expert),
+            np.ascontiguousarray(menu.slot_server),
+            np.ascontiguousarray(menu.delay_s),
+            np.ascontiguousarray(menu.loss),
+        )
         return _Typical(
             actions=whole,
             destination=np.ascontiguousarray(menu.destination),

@@ -9,9 +9,8 @@ import numpy as np
 
 from trimmoe.core.ledger import Kind
 from trimmoe.core.specs import FloatArray, IntArray
+from trimmoe.core.wave import NOT_PROBED, Wave
 from trimmoe.engine.feedback import Feedback
-
-NOT_PROBED = -1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -19,52 +18,14 @@ class Account:
     """The quality budget of one open sequence."""
 
     access: int
+    route: int
+    """Row of the engine's routes."""
     budget: float
     """D-bar, credited per token."""
     confidence: float
     """p_J with the calibrated floor."""
     balance: float = 0.0
     """Credit left by earlier tokens; always 0 under the even split."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Wave:
-    """n tokens on their way through the layers; see the shapes of `core.ledger.Ledger`."""
-
-    layer: int
-    sequences: tuple[int, ...]
-    alive: IntArray
-    """Rows that have not completed, ascending."""
-    draws: FloatArray
-    access: IntArray
-    server: IntArray
-    confidence_needed: FloatArray
-    """p of each token, [n]."""
-    budget: FloatArray
-    allowance: FloatArray
-    """Loss each token may still incur, [n]."""
-    confidence: FloatArray
-    """xi of the last executed layer; -inf before it and after a skip, [n]."""
-    exit_at: IntArray
-    probed: IntArray
-    """Layer after which an exit was due but is being audited, or NOT_PROBED, [n]."""
-    kinds: IntArray
-    """[n, N], `Kind.EXITED` until the layer ran or was skipped."""
-    slots_run: IntArray
-    slots_dropped: IntArray
-    messages: IntArray
-    """[n, M, M]."""
-    delay_s: FloatArray
-    loss: FloatArray
-
-    def at(self, rows: IntArray, **changes: np.ndarray) -> Wave:
-        """A copy with the given columns changed in `rows`."""
-        changed = {}
-        for name, value in changes.items():
-            column = getattr(self, name).copy()
-            column[rows] = value
-            changed[name] = column
-        return replace(self, **changed)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -95,6 +56,8 @@ def new_wave(
     server: IntArray,
     allowance: FloatArray,
     confidence_needed: FloatArray,
+    loss_weight: float,
+    exit_loss: FloatArray,
     start_s: FloatArray,
     layer_count: int,
     server_count: int,
@@ -108,7 +71,10 @@ def new_wave(
         alive=np.arange(count),
         draws=draws,
         access=np.array([account.access for account in accounts], dtype=np.int64),
+        route=np.array([account.route for account in accounts], dtype=np.int64),
         server=server,
+        loss_weight=np.full(count, loss_weight),
+        exit_loss=exit_loss,
         confidence_needed=confidence_needed,
         budget=np.array([account.budget for account in accounts]),
         allowance=allowance,

@@ -15,21 +15,28 @@ from trimmoe.core.events import (
     Audited,
     Command,
     Complete,
+    Depart,
     Event,
     Execute,
     Executed,
     Probe,
+    Receipt,
     Routed,
     SequenceClosed,
     SequenceOpened,
+    Settled,
+    Strand,
     TokensArrived,
+    TokensExported,
+    TokensImported,
 )
 from trimmoe.core.ledger import Kind, Ledger, layer_kinds
 from trimmoe.core.profile import Profile
-from trimmoe.core.specs import IntArray
+from trimmoe.core.specs import BoolArray, FloatArray, IntArray
+from trimmoe.core.wave import NOT_PROBED, Wave
 from trimmoe.cost.model import Accounting, CostModel, layer_messages
 from trimmoe.engine.feedback import Feedback, observe, observe_audits
-from trimmoe.engine.state import NOT_PROBED, Account, EngineState, Wave, new_wave
+from trimmoe.engine.state import Account, EngineState, new_wave
 from trimmoe.policy.base import Observation, Policy
 from trimmoe.policy.settings import BudgetRule, PolicySettings
 
@@ -45,7 +52,7 @@ class Engine:
     profile: Profile
     cost: CostModel
     routes: IntArray
-    """kappa per access server, [M, N]."""
+    """kappa per route, the first M by access server, [R, N]."""
     reference_s: float
     """d_ref, to normalise delays (43)."""
 
@@ -63,19 +70,28 @@ class Engine:
                 return replace(state, accounts=left), ()
             case TokensArrived():
                 return self._arrived(state, event)
+            case TokensImported():
+                return self._imported(state, event)
+            case TokensExported():
+                return self._exported(state, event)
             case Routed():
                 return self._routed(state, event)
             case Executed():
                 return self._executed(state, event)
             case Audited():
-                return self._audited(state, event), ()
+                feedback = observe_audits(state.feedback, event.agrees)
+                return replace(state, feedback=feedback), ()
+            case Settled():
+                return self._settled_here(state, event.receipts), ()
 
     def _opened(self, state: EngineState, event: SequenceOpened) -> EngineState:
         assert event.budget >= 0
         account = Account(
             access=event.access,
+            route=event.access if event.route is None else event.route,
             budget=event.budget,
             confidence=self._needed(event.confidence),
+            balance=event.balance,
         )
         return state.with_accounts({event.sequence: account})
 
@@ -88,23 +104,49 @@ class Engine:
     def _arrived(self, state: EngineState, event: TokensArrived) -> Step:
         accounts = [state.accounts[sequence] for sequence in event.sequences]
         access = np.array([account.access for account in accounts], dtype=np.int64)
-        first = access if self.cost.accounting is Accounting.MIGRATE else self.routes[access, 0]
+        route = np.array([account.route for account in accounts], dtype=np.int64)
+        first = access if self.cost.accounting is Accounting.MIGRATE else self.routes[route, 0]
         needed = np.array([account.confidence for account in accounts])
+        needed = np.maximum(needed, np.minimum(needed + state.feedback.exit_raise, 1.0))
         wave = new_wave(
             event.sequences,
             accounts,
             draws=event.draws,
             server=first,
             allowance=np.array([account.balance + account.budget for account in accounts]),
-            confidence_needed=np.maximum(
-                needed, np.minimum(needed + state.feedback.exit_raise, 1.0)
-            ),
+            confidence_needed=needed,
+            loss_weight=state.feedback.loss_weight,
+            exit_loss=self._exit_loss(needed),
             start_s=self.cost.token_transfer_s[access, first],
             layer_count=self.cost.layer_count,
             server_count=self.cost.server_count,
         )
         attend = Attend(wave=event.wave, layer=0, rows=wave.alive, server=wave.server)
         return state.with_wave(event.wave, wave), (attend,)
+
+    def _exit_loss(self, needed: FloatArray) -> FloatArray:
+        """What an exit at these thresholds is charged: the bound of its conditional flip rate."""
+        if not self.settings.exits_charged:
+            return np.zeros_like(needed)
+        grid, bound = self.profile.exit_grid, self.profile.exit_error_upper
+        # Rounded to the laxer threshold of the grid, and below the grid nothing is known.
+        index = np.searchsorted(grid, needed, side="right") - 1
+        return np.where(index >= 0, bound[np.maximum(index, 0)], 1.0)
+
+    def _imported(self, state: EngineState, event: TokensImported) -> Step:
+        wave, tokens = event.wave, event.tokens
+        assert wave not in state.waves
+        state = state.with_wave(wave, tokens)
+        if event.executing:
+            return state, ()
+        attend = Attend(wave=wave, layer=tokens.layer, rows=tokens.alive, server=tokens.server)
+        return state, (attend,)
+
+    def _exported(self, state: EngineState, event: TokensExported) -> Step:
+        wave = state.waves[event.wave]
+        left = wave.without(event.rows)
+        state = state.with_wave(event.wave, left if left.alive.size else None)
+        return state, (Depart(wave=event.wave, tokens=wave.take(event.rows)),)
 
     def _routed(self, state: EngineState, event: Routed) -> Step:
         wave = state.waves[event.wave]
@@ -115,7 +157,7 @@ class Engine:
         decision = self.policy.decide(
             Observation(
                 layer=wave.layer,
-                access=wave.access[rows],
+                route=wave.route[rows],
                 server=wave.server[rows],
                 experts=event.experts,
                 masses=event.masses,
@@ -123,10 +165,13 @@ class Engine:
                 steadiness=event.steadiness,
                 allowance=allowance,
                 exit_at=wave.exit_at[rows],
-                loss_weight=state.feedback.loss_weight,
+                loss_weight=wave.loss_weight[rows],
             )
         )
         assert (decision.loss <= allowance).all(), "a policy overspent the quality budget"
+        stranded = ~np.isfinite(decision.delay_s)
+        if stranded.any():
+            return self._stranded(state, event, stranded)
         where = (decision.slot_expert, decision.slot_server)
         messages = layer_messages(self.cost, wave.server[rows], decision.destination, *where)
         kinds = wave.kinds.copy()
@@ -154,6 +199,25 @@ class Engine:
         )
         return state.with_wave(event.wave, wave), (execute,)
 
+    def _stranded(self, state: EngineState, event: Routed, stranded: BoolArray) -> Step:
+        """Give up the rows that nobody can serve and decide again for the others."""
+        wave = state.waves[event.wave]
+        lost, kept = wave.alive[stranded], ~stranded
+        wave = wave.without(lost)
+        commands: tuple[Command, ...] = (Strand(wave=event.wave, rows=lost),)
+        state = state.with_wave(event.wave, wave if wave.alive.size else None)
+        if not wave.alive.size:
+            return state, commands
+        others = Routed(
+            wave=event.wave,
+            experts=event.experts[kept],
+            masses=event.masses[kept],
+            importance=event.importance[kept],
+            steadiness=event.steadiness[kept],
+        )
+        state, more = self._routed(state, others)
+        return state, commands + more
+
     def _executed(self, state: EngineState, event: Executed) -> Step:
         wave = state.waves[event.wave]
         rows, done = wave.alive, wave.layer + 1
@@ -164,6 +228,7 @@ class Engine:
             return self._completed(state, event.wave, wave, rows)
         due = confidence >= wave.confidence_needed[rows]
         due &= self.settings.levers.exit & (wave.probed[rows] == NOT_PROBED)
+        due &= wave.exit_loss[rows] <= wave.allowance[rows]
         audit = due & (wave.draws[rows] < self.settings.audit_share)
         commands: tuple[Command, ...] = ()
         if audit.any():
@@ -177,61 +242,85 @@ class Engine:
         return state, commands + completions
 
     def _completed(self, state: EngineState, identity: int, wave: Wave, rows: IntArray) -> Step:
-        """Close the books of `rows`; drop the wave when nothing of it is left to hear of."""
-        wave = replace(wave, alive=np.setdiff1d(wave.alive, rows))
+        """Close the books of `rows`; the wave goes with its last row."""
+        wave = wave.without(rows)
         if not rows.size:
             return state.with_wave(identity, wave), ()
-        wave = self._settled(wave, rows)
-        state = state.with_accounts(self._balances(state, wave, rows))
-        state = replace(state, feedback=self._observed(state.feedback, wave, rows))
-        pending = wave.alive.size or (wave.probed != NOT_PROBED).any()
+        wave = self._closed(wave, rows)
+        receipts = tuple(self._receipt(wave, row) for row in rows.tolist())
+        here = tuple(each for each in receipts if each.sequence in state.accounts)
         complete = Complete(
             wave=identity,
             layer=wave.layer,
             rows=rows,
             server=wave.server[rows],
             ledgers=tuple(self._ledger(wave, row) for row in rows),
+            receipts=tuple(each for each in receipts if each.sequence not in state.accounts),
         )
-        return state.with_wave(identity, wave if pending else None), (complete,)
+        state = self._settled_here(state, here)
+        return state.with_wave(identity, wave if wave.alive.size else None), (complete,)
 
-    def _settled(self, wave: Wave, rows: IntArray) -> Wave:
-        """Charge the token's return to its user and the propagation of an exit state.
+    def _closed(self, wave: Wave, rows: IntArray) -> Wave:
+        """Charge an exit to the budget and, if it is one, its state's propagation; and the way of
+        the token back to its user.
 
         Propagation is off the critical path: it costs messages, not delay. Under `migrate` the
         KV cache is free by definition.
         """
         back_s = self.cost.token_transfer_s[wave.server[rows], wave.access[rows]]
         wave = wave.at(rows, delay_s=wave.delay_s[rows] + back_s)
-        if self.cost.accounting is Accounting.MIGRATE or wave.layer == self.cost.layer_count:
+        if wave.layer == self.cost.layer_count:
+            return wave
+        charged = wave.exit_loss[rows]
+        wave = wave.at(
+            rows,
+            loss=wave.loss[rows] + charged,
+            allowance=np.maximum(wave.allowance[rows] - charged, 0.0),
+        )
+        if self.cost.accounting is Accounting.MIGRATE:
             return wave
         messages = wave.messages.copy()
         for row in rows:
-            later = np.unique(self.routes[wave.access[row], wave.layer :])
+            later = np.unique(self.routes[wave.route[row], wave.layer :])
             server = wave.server[row]
             messages[row, server, later[later != server]] += 1
         return replace(wave, messages=messages)
 
-    def _balances(self, state: EngineState, wave: Wave, rows: IntArray) -> dict[int, Account]:
-        keep = self.settings.budget_rule is BudgetRule.BUCKET
-        changed = {}
-        for row in rows:
-            sequence = wave.sequences[row]
-            balance = float(wave.allowance[row]) if keep else 0.0
-            if sequence in state.accounts:
-                changed[sequence] = replace(state.accounts[sequence], balance=balance)
-        return changed
-
-    def _observed(self, feedback: Feedback, wave: Wave, rows: IntArray) -> Feedback:
-        budget, loss = wave.budget[rows], wave.loss[rows]
-        exact_s = self.reference_s * self.cost.layer_count
+    def _receipt(self, wave: Wave, row: int) -> Receipt:
         exited = wave.layer < self.cost.layer_count
-        return observe(
-            feedback,
+        return Receipt(
+            sequence=wave.sequences[row],
+            balance=float(wave.allowance[row]),
+            budget=float(wave.budget[row]),
+            loss=float(wave.loss[row]),
+            delay_s=float(wave.delay_s[row]),
+            exit_confidence=float(wave.confidence[row]) if exited else None,
+        )
+
+    def _settled_here(self, state: EngineState, receipts: tuple[Receipt, ...]) -> EngineState:
+        """Carry receipts over into the accounts and the feedback."""
+        if not receipts:
+            return state
+        keep = self.settings.budget_rule is BudgetRule.BUCKET
+        balances = {
+            each.sequence: replace(
+                state.accounts[each.sequence], balance=each.balance if keep else 0.0
+            )
+            for each in receipts
+            if each.sequence in state.accounts
+        }
+        budget = np.array([each.budget for each in receipts])
+        loss = np.array([each.loss for each in receipts])
+        exits = [each.exit_confidence for each in receipts if each.exit_confidence is not None]
+        exact_s = self.reference_s * self.cost.layer_count
+        feedback = observe(
+            state.feedback,
             self.settings,
             budget_use=np.divide(loss, budget, where=budget > 0, out=np.zeros_like(loss)),
-            relative_delay=wave.delay_s[rows] / exact_s,
-            exit_confidence=wave.confidence[rows] if exited else np.zeros(0),
+            relative_delay=np.array([each.delay_s for each in receipts]) / exact_s,
+            exit_confidence=np.array(exits),
         )
+        return replace(state.with_accounts(balances), feedback=feedback)
 
     def _ledger(self, wave: Wave, row: int) -> Ledger:
         kinds = np.zeros((self.cost.layer_count, len(Kind)), dtype=np.int64)
@@ -248,8 +337,3 @@ class Engine:
             budget=float(wave.budget[row]),
             audits=int(wave.probed[row] != NOT_PROBED),
         )
-
-    def _audited(self, state: EngineState, event: Audited) -> EngineState:
-        wave = state.waves[event.wave]
-        state = replace(state, feedback=observe_audits(state.feedback, event.agrees))
-        return state.with_wave(event.wave, wave if wave.alive.size else None)

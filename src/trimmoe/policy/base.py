@@ -13,8 +13,8 @@ class Observation:
     """n tokens that reached the same layer and passed its router, k slots each."""
 
     layer: int
-    access: IntArray
-    """Access server, and with it the route, of each token, [n]."""
+    route: IntArray
+    """Row of the policy's routes of each token, [n]."""
     server: IntArray
     """Where each token is now: kappa(layer) or, under `migrate`, wherever it went, [n]."""
     experts: IntArray
@@ -29,8 +29,8 @@ class Observation:
     """Quality loss the token may still incur, [n]; 0 forces exact execution."""
     exit_at: IntArray
     """Predicted exit layer L-hat (36), 1..N, [n]."""
-    loss_weight: float
-    """omega_D in force (43)."""
+    loss_weight: FloatArray
+    """omega_D in force (43), [n]."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,7 +44,8 @@ class Decision:
     destination: IntArray
     """Where the layer's result gathers, [n]."""
     delay_s: FloatArray
-    """Expected delay of the layer without its dense part, [n]."""
+    """Expected delay of the layer without its dense part, [n]; infinite where neither a target
+    has a host nor a substitute is within the allowance."""
     loss: FloatArray
     """Quality loss charged to the budget, [n]."""
 

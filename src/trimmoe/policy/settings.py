@@ -60,6 +60,9 @@ class PolicySettings:
     exit_risk: float | None = 0.01
     """Share of all tokens that exits may flip: p is raised to where calibration bounds it by this,
     whatever the confidence asked for, and audits steer toward it. None trusts the scores."""
+    exits_charged: bool = True
+    """Whether an exit spends the budget: the bound of its conditional flip rate. Off, exits are
+    free, as in the paper."""
     budget_rule: BudgetRule = BudgetRule.BUCKET
     weight_rule: WeightRule = WeightRule.STEER
     exit_rule: ExitRule = ExitRule.AUDITED
@@ -99,6 +102,7 @@ def paper() -> PolicySettings:
         accounting=Accounting.MIGRATE,
         importance_gate=True,
         exit_risk=None,
+        exits_charged=False,
         budget_rule=BudgetRule.EVEN,
         weight_rule=WeightRule.PAPER,
         exit_rule=ExitRule.PAPER,

@@ -15,7 +15,6 @@ import numpy as np
 from trimmoe.core.specs import FloatArray, IntArray
 from trimmoe.cost import kernels
 from trimmoe.cost.actions import Candidates, as_batch
-from trimmoe.cost.expected import destinations
 from trimmoe.cost.lookahead import LookAhead, Place, Weights
 from trimmoe.cost.model import Accounting
 from trimmoe.cost.values import ValueTables
@@ -35,7 +34,7 @@ class TrimPolicy:
     horizon: int | None
     """H of (40); None sees to the last layer."""
     routes: IntArray
-    """kappa per access server, [M, N]."""
+    """kappa per route, the first M by access server, [R, N]."""
     patterns: PatternIndex
     tables: TableBank | None
     """Needed without a horizon."""
@@ -45,15 +44,17 @@ class TrimPolicy:
         """One action per token, argmin over the feasible set of f + Phi (40)."""
         steadiness = np.minimum(observation.steadiness, self.lookahead.space.class_count - 1)
         observation = replace(observation, steadiness=steadiness)
-        if self.tables is not None and not self._migrates:
-            return self._decide_at_once(self.tables, observation)
-        groups: dict[Place, list[int]] = {}
-        for row in range(observation.experts.shape[0]):
-            groups.setdefault(self._place(observation, row), []).append(row)
+        groups: dict[tuple[float, Place | None], list[int]] = {}
+        tabled = self.tables is not None and not self._migrates
+        for row, weight in enumerate(observation.loss_weight.tolist()):
+            place = None if tabled else self._place(observation, row)
+            groups.setdefault((rounded_weight(weight), place), []).append(row)
         parts = [
-            self._decide_together(place, np.array(rows), observation)
-            for place, rows in groups.items()
+            self._decide_together(weight, place, np.array(rows), observation)
+            for (weight, place), rows in groups.items()
         ]
+        if len(parts) == 1:
+            return parts[0]
         order = np.argsort(np.concatenate([np.array(rows) for rows in groups.values()]))
         return Decision(
             **{
@@ -69,21 +70,51 @@ class TrimPolicy:
     def _place(self, observation: Observation, row: int) -> Place:
         if self._migrates:
             return Place(route=None, server=int(observation.server[row]))
-        return Place(route=tuple(self.routes[observation.access[row]].tolist()))
+        return Place(route=tuple(self.routes[observation.route[row]].tolist()))
 
-    def _decide_at_once(self, bank: TableBank, observation: Observation) -> Decision:
+    def _decide_together(
+        self, weight: float, place: Place | None, rows: IntArray, observation: Observation
+    ) -> Decision:
+        """The actions of tokens under one loss weight, and at one place if it is named."""
+        if place is None:
+            assert self.tables is not None
+            return self._decide_at_once(self.tables, weight, rows, observation)
+        layer = observation.layer
+        menu = self.lookahead.space.candidates(
+            layer,
+            place.source(layer),
+            place.destination(layer),
+            experts=observation.experts[rows],
+            masses=observation.masses[rows],
+            importance=observation.importance[rows],
+            steadiness=observation.steadiness[rows],
+        )
+        cost = self._cost(weight, place, menu, rows, observation)
+        best = cost.argmin(1)
+        # Nothing costs less than itself with a broken estimate: fall back to exact execution.
+        best = np.where(np.isfinite(cost[np.arange(rows.size), best]), best, 0)
+        at = (np.arange(rows.size), best)
+        return Decision(
+            slot_expert=menu.slot_expert[at],
+            slot_server=menu.slot_server[at],
+            destination=menu.destination[at],
+            delay_s=menu.delay_s[at],
+            loss=menu.loss[at],
+        )
+
+    def _decide_at_once(
+        self, bank: TableBank, weight: float, rows: IntArray, observation: Observation
+    ) -> Decision:
         """All tokens in one compiled loop over the value tables."""
-        layer, access = observation.layer, observation.access
-        weight = rounded_weight(observation.loss_weight)
-        tables = bank.of(weight)
-        space = self.lookahead.space
+        layer, route = observation.layer, observation.route[rows]
+        tables, space = bank.of(weight), self.lookahead.space
         batch = as_batch(
-            observation.experts,
-            observation.masses,
-            observation.importance,
-            observation.steadiness,
-            self.routes[access, layer],
-            destinations(self.routes)[access, layer],
+            observation.experts[rows],
+            observation.masses[rows],
+            observation.importance[rows],
+            observation.steadiness[rows],
+            self.routes[route, layer],
+            self.routes[route, min(layer + 1, self.routes.shape[1] - 1)],
         )
         count, slots = batch.experts.shape
         picked = (
@@ -97,9 +128,9 @@ class TrimPolicy:
             space.menu,
             layer,
             batch,
-            np.ascontiguousarray(observation.allowance, dtype=np.float64),
-            tables.exits.rows(observation.exit_at),
-            tables.place_of[layer][access],
+            np.ascontiguousarray(observation.allowance[rows], dtype=np.float64),
+            tables.exits.rows(observation.exit_at[rows]),
+            tables.place_of[layer][route],
             bank.layer_values(tables, layer, self.patterns.members),
             (weight, weights.reference_s, weights.budget),
             space.levers.skip_needs_transmission,
@@ -113,43 +144,25 @@ class TrimPolicy:
             loss=picked[3],
         )
 
-    def _decide_together(self, place: Place, rows: IntArray, observation: Observation) -> Decision:
-        """The actions of tokens at one place."""
-        layer = observation.layer
-        menu = self.lookahead.space.candidates(
-            layer,
-            place.source(layer),
-            place.destination(layer),
-            experts=observation.experts[rows],
-            masses=observation.masses[rows],
-            importance=observation.importance[rows],
-            steadiness=observation.steadiness[rows],
-        )
-        cost = self._cost(place, menu, rows, observation)
-        best = cost.argmin(1)
-        # Nothing costs less than itself with a broken estimate: fall back to exact execution.
-        best = np.where(np.isfinite(cost[np.arange(rows.size), best]), best, 0)
-        at = (np.arange(rows.size), best)
-        return Decision(
-            slot_expert=menu.slot_expert[at],
-            slot_server=menu.slot_server[at],
-            destination=menu.destination[at],
-            delay_s=menu.delay_s[at],
-            loss=menu.loss[at],
-        )
-
     def _cost(
-        self, place: Place, menu: Candidates, rows: IntArray, observation: Observation
+        self,
+        weight: float,
+        place: Place,
+        menu: Candidates,
+        rows: IntArray,
+        observation: Observation,
     ) -> FloatArray:
         """f + Phi of every action, infinite where not allowed, [n, C]."""
-        lookahead = self._lookahead(observation.loss_weight)
+        lookahead = self._lookahead(weight)
         allowance = observation.allowance[rows]
         allowed = menu.allowed(allowance)
         cost = lookahead.weights.step_cost(menu.delay_s, menu.loss)
         left = np.maximum(allowance[:, None] - menu.loss, 0.0)
         patterns = self.patterns.lookup(observation.layer, observation.experts[rows])
         if self.tables is not None:
-            cost = cost + self._tabled(self.tables, menu, rows, observation, patterns, left)
+            cost = cost + self._tabled(
+                self.tables.of(weight), menu, rows, observation, patterns, left
+            )
         elif self.horizon is not None and self.horizon > 1 and allowed.sum() > rows.size:
             cost = cost + lookahead.after(
                 observation.layer,
@@ -166,18 +179,17 @@ class TrimPolicy:
 
     def _tabled(
         self,
-        bank: TableBank,
+        tables: ValueTables,
         menu: Candidates,
         rows: IntArray,
         observation: Observation,
         patterns: IntArray,
         left: FloatArray,
     ) -> FloatArray:
-        tables: ValueTables = bank.of(rounded_weight(observation.loss_weight))
         return tables.after_actions(
             observation.layer,
             menu,
-            access=observation.access[rows],
+            route=observation.route[rows],
             patterns=patterns,
             left=left,
             steadiness=observation.steadiness[rows],
@@ -185,12 +197,11 @@ class TrimPolicy:
             migrates=self._migrates,
         )
 
-    def _lookahead(self, loss_weight: float) -> LookAhead:
-        rounded = rounded_weight(loss_weight)
-        if rounded not in self._by_weight:
-            weights: Weights = replace(self.lookahead.weights, loss_weight=rounded)
-            self._by_weight[rounded] = self.lookahead.weighted(weights)
-        return self._by_weight[rounded]
+    def _lookahead(self, weight: float) -> LookAhead:
+        if weight not in self._by_weight:
+            weights: Weights = replace(self.lookahead.weights, loss_weight=weight)
+            self._by_weight[weight] = self.lookahead.weighted(weights)
+        return self._by_weight[weight]
 
 
 def rounded_weight(loss_weight: float) -> float:

@@ -19,6 +19,7 @@ from trimmoe.core.events import (
     Audited,
     Command,
     Complete,
+    Depart,
     Event,
     Execute,
     Executed,
@@ -26,6 +27,7 @@ from trimmoe.core.events import (
     Routed,
     SequenceClosed,
     SequenceOpened,
+    Strand,
     TokensArrived,
 )
 from trimmoe.core.ledger import Ledger
@@ -36,7 +38,12 @@ from trimmoe.engine.step import Engine
 from trimmoe.models.base import EncoderDecoderView, MoEView, Routing, TokenBatch
 from trimmoe.models.cache import KVCache
 from trimmoe.models.exact import full_depth
-from trimmoe.models.exit_head import confidence, nearest_centroid
+from trimmoe.models.exit_head import (
+    confidence,
+    nearest_centroid,
+    steadiness,
+    steadiness_class,
+)
 
 WAVE = 0
 """This driver runs one wave at a time."""
@@ -85,6 +92,9 @@ class LocalDriver:
         device = view.device
         self._exit_weight = torch.from_numpy(profile.exit_weight).to(device)
         self._exit_bias = torch.from_numpy(profile.exit_bias).to(device)
+        self._steady_weight = torch.from_numpy(profile.steady_weight).to(device)
+        self._steady_bias = torch.from_numpy(profile.steady_bias).to(device)
+        self._steady_edges = torch.from_numpy(profile.steady_edges).to(device)
         self._centroids = torch.from_numpy(profile.centroids).to(device)
         self._centroid_exit = np.rint(profile.centroid_exit_layer).astype(np.int64)
         self._importance = profile.header.settings.get("importance", "softmax_mass")
@@ -157,6 +167,8 @@ class LocalDriver:
                 return ()
             case Complete():
                 return self._complete(command, wave, sequences, done)
+            case Depart() | Strand():
+                raise AssertionError("one process holds every expert, and nothing leaves it")
 
     def _batch(self, rows: IntArray, wave: _Running) -> TokenBatch:
         key = tuple(rows.tolist())
@@ -179,8 +191,12 @@ class LocalDriver:
             experts=routing.experts.cpu().numpy(),
             masses=_doubles(masses),
             importance=np.minimum(_doubles(weights).sum(1), 1.0),
-            steadiness=np.zeros(command.rows.size, dtype=np.int64),
+            steadiness=self._steadiness(command.layer, attended),
         )
+
+    def _steadiness(self, layer: int, attended: Tensor) -> IntArray:
+        scores = steadiness(attended, self._steady_weight[layer], self._steady_bias[layer])
+        return steadiness_class(scores, self._steady_edges[layer]).cpu().numpy()
 
     def _execute(self, command: Execute, wave: _Running) -> Executed:
         assert wave.routing is not None
