@@ -15,7 +15,8 @@ import factories
 from trimmoe.runtime.wire.base import PeerDown, PeerUnreachable, PeerUp
 from trimmoe.runtime.wire.emulation import EmulatedLink, LinkQueue, links_of
 from trimmoe.runtime.wire.estimates import LinkEstimator, RunningAverage, TrainMeter
-from trimmoe.runtime.wire.link import Envelope, Link, LinkSettings
+from trimmoe.runtime.wire.link import Link, LinkSettings
+from trimmoe.runtime.wire.protocol import Envelope
 
 SETTINGS = LinkSettings(window_messages=4, window_bytes=100)
 SIZE_BYTES = 10

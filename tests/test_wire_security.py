@@ -22,7 +22,7 @@ from trimmoe.runtime.wire.keys import (
     keyring_from_keys,
     keyring_from_token,
 )
-from trimmoe.runtime.wire.link import WIRE_VERSION, Envelope
+from trimmoe.runtime.wire.protocol import WIRE_VERSION, Envelope
 from trimmoe.runtime.wire.transport import LinkTransport
 from trimmoe.runtime.wire.zmq_transport import ZmqCarrier
 from wires import BRISK, NAMES, TOKEN, Note, soon, texts, until

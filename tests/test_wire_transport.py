@@ -6,14 +6,22 @@ import asyncio
 import math
 import time
 from collections.abc import AsyncIterator
+from typing import Any
 
+import msgspec
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
+import factories  # noqa: F401  (the hypothesis profile)
 from trimmoe.runtime.wire.alarm import Alarm
 from trimmoe.runtime.wire.base import PeerDown, PeerUnreachable, PeerUp, TransportClosed
-from trimmoe.runtime.wire.codec import Limits
+from trimmoe.runtime.wire.codec import Limits, encode
 from trimmoe.runtime.wire.emulation import EmulatedCarrier, EmulatedLink
+from trimmoe.runtime.wire.link import Link
+from trimmoe.runtime.wire.memory import MemoryNetwork
+from trimmoe.runtime.wire.protocol import pack
 from trimmoe.runtime.wire.transport import LinkTransport
 from wires import BRISK, NAMES, Cluster, Note, soon, texts, until
 
@@ -159,6 +167,38 @@ async def test_after_close_nothing_waits_for_ever(cluster: Cluster) -> None:
         await a.send("b", Note("too late"))
 
 
+@given(
+    st.lists(st.binary(max_size=64), max_size=4),
+    st.sampled_from([None, "b", "nobody"]),
+    st.fixed_dictionaries(
+        {},
+        optional={
+            "session": st.integers(-1, 2**64 - 1),
+            "sequence": st.integers(-(2**63), 2**64 - 1),
+            "heard": st.integers(-(2**63), 2**64 - 1) | st.none(),
+            "received": st.integers(-(2**63), 2**64 - 1),
+            "sent_s": st.floats(),
+            "is_beat": st.booleans(),
+        },
+    ),
+)
+def test_whatever_a_carrier_delivers_raises_nothing(
+    frames: list[bytes], origin: str | None, changes: dict[str, Any]
+) -> None:
+    """Behind a valid envelope, too, and one that names our present session (None)."""
+    server = LinkTransport(MemoryNetwork().carrier("a"), (Note,), settings=BRISK)
+    server.connect("b")
+    session = server._peers["b"].link.session
+    peer = Link(name="b", peer="a", settings=BRISK, new_session=lambda previous: 7)
+    changes = {key: session if value is None else value for key, value in changes.items()}
+    envelope = pack(msgspec.structs.replace(peer.message(0.0), **changes))
+    server._arrived(origin, frames)
+    server._arrived(origin, [envelope, *frames])
+    server._arrived(origin, [envelope, *encode(Note("x"))])
+    assert len(server._inbox) <= 1
+    assert server.counters.dropped or server._inbox
+
+
 async def test_what_the_limits_forbid_is_refused_before_it_is_sent(memory: Cluster) -> None:
     a, _ = await memory.add("a"), await memory.add("b")
     await memory.up()
@@ -289,7 +329,12 @@ async def test_a_dropped_connection_loses_loudly_and_mends_itself(either: Cluste
     assert sum(lost) == 1
 
 
-async def test_an_alarm_rings_once_never_early_and_can_be_moved() -> None:
+@pytest.mark.parametrize("precise", [True, False])
+async def test_an_alarm_rings_once_never_early_and_can_be_moved(
+    precise: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not precise:
+        monkeypatch.setattr("trimmoe.runtime.wire.alarm._libc", None)
     rung: list[float] = []
     alarm = Alarm(lambda: rung.append(time.monotonic()))
     due_s = time.monotonic() + 0.03

@@ -18,6 +18,9 @@ _ABSOLUTE = 1
 _NONBLOCK_CLOEXEC = os.O_NONBLOCK | getattr(os, "O_CLOEXEC", 0)
 
 
+_libc = ctypes.CDLL(None) if sys.platform == "linux" else None
+
+
 class _TimeSpec(ctypes.Structure):
     _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
 
@@ -80,9 +83,9 @@ class Alarm:
 
 def _timer_descriptor() -> int | None:
     """A timer of the monotonic clock; None where the system has none."""
-    if sys.platform != "linux":
+    if _libc is None:
         return None
-    descriptor = ctypes.CDLL(None).timerfd_create(time.CLOCK_MONOTONIC, _NONBLOCK_CLOEXEC)
+    descriptor = _libc.timerfd_create(time.CLOCK_MONOTONIC, _NONBLOCK_CLOEXEC)
     return None if descriptor < 0 else descriptor
 
 
@@ -91,5 +94,6 @@ def _set_timer(descriptor: int, due_s: float) -> None:
     due_ns = 0 if math.isinf(due_s) else max(round(due_s * 1e9), 1)
     value = _TimeSpec(due_ns // 10**9, due_ns % 10**9)
     spec = _TimerSpec(_TimeSpec(0, 0), value)
-    failed = ctypes.CDLL(None).timerfd_settime(descriptor, _ABSOLUTE, ctypes.byref(spec), None)
+    assert _libc is not None
+    failed = _libc.timerfd_settime(descriptor, _ABSOLUTE, ctypes.byref(spec), None)
     assert failed == 0, "the kernel refused a valid time"

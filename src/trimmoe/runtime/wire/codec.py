@@ -107,8 +107,9 @@ def decode(
 
 def frame_of(tensor: Tensor) -> memoryview:
     """The bytes of a tensor, row-major; a view of its memory if it is contiguous on the CPU."""
-    flat = tensor.detach().to("cpu").contiguous().reshape(-1)
-    return flat.view(torch.uint8).numpy().data
+    if not (tensor.is_cpu and tensor.is_contiguous()):
+        tensor = tensor.to("cpu").contiguous()
+    return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
 
 
 def tensor_of(

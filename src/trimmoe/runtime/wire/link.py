@@ -16,43 +16,8 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-import msgspec
-
 from trimmoe.runtime.wire.base import PeerChange, PeerDown, PeerUnreachable, PeerUp
-
-WIRE_VERSION = 1
-
-
-class Envelope(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """The first frame of everything on the wire."""
-
-    version: int
-    sender: str
-    receiver: str
-    session: int
-    """The sender's session towards the receiver."""
-    sequence: int
-    """Number of this message in the session, from 1; of the last one sent if this is a beat."""
-    heard: int
-    """The receiver's session that the sender hears; 0 if none."""
-    received: int
-    """Messages of that session that the sender has consumed."""
-    sent_s: float
-    """On the sender's clock."""
-    is_beat: bool
-
-
-class Beat(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """The second frame of a heartbeat; a third frame, if any, is padding of a probe."""
-
-    echo_s: float
-    """`sent_s` of the receiver's last beat; 0 if none."""
-    held_s: float
-    """How long ago, on the sender's clock, that beat came."""
-    rate_bytes_per_s: float
-    """Bandwidth of the link from the receiver as the sender measures it; 0 if unmeasured."""
-    train_count: int
-    """Measurements behind it so far."""
+from trimmoe.runtime.wire.protocol import WIRE_VERSION, Envelope
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

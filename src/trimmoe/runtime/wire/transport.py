@@ -31,21 +31,15 @@ from trimmoe.runtime.wire.codec import (
     Limits,
     MalformedFrame,
     MessageTypes,
-    checked_decode,
     decode,
     encode,
 )
 from trimmoe.runtime.wire.estimates import LinkEstimator, TrainMeter
-from trimmoe.runtime.wire.link import WIRE_VERSION, Beat, Envelope, Link, LinkSettings
+from trimmoe.runtime.wire.link import Link, LinkSettings
+from trimmoe.runtime.wire.protocol import Beat, Envelope, open_beat, open_envelope, pack
 
 RECONNECT_SILENCES = 4
 """A peer that is down is connected to anew after so many times `silence_s`."""
-ENVELOPE_BYTES = 512
-"""Longer first frames are refused unread."""
-
-_encoder = msgspec.msgpack.Encoder()
-_envelopes = msgspec.msgpack.Decoder(Envelope)
-_beats = msgspec.msgpack.Decoder(Beat)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -149,7 +143,7 @@ class LinkTransport:
         size_bytes = _size(frames)
         try:
             to.link.check_room(size_bytes)
-            envelope = _encoder.encode(to.link.message(self._now()))
+            envelope = pack(to.link.message(self._now()))
             if not self.carrier.post(peer, [envelope, *frames]):
                 raise PeerUnreachable(peer, "its connection is broken")
         except PeerUnreachable as error:
@@ -230,30 +224,16 @@ class LinkTransport:
 
     def _open(self, origin: str | None, frames: Sequence[Frame]) -> tuple[Envelope, _Peer]:
         """Check the envelope; `MalformedFrame` names the reason it is refused for."""
-        if len(frames) < 2 or len(frames[0]) > ENVELOPE_BYTES:
-            raise MalformedFrame("no envelope")
-        try:
-            envelope: Envelope = checked_decode(_envelopes, frames[0])
-        except MalformedFrame:
-            raise MalformedFrame("no envelope") from None
-        if envelope.version != WIRE_VERSION:
-            raise MalformedFrame("another version of the protocol")
-        if envelope.receiver != self.name:
-            raise MalformedFrame("meant for another server")
-        if origin is not None and origin != envelope.sender:
-            raise MalformedFrame("sender is not who it claims to be")
+        envelope = open_envelope(frames, self.name, origin)
         peer = self._peers.get(envelope.sender)
         if peer is None:
             raise MalformedFrame("unknown sender")
-        if envelope.session <= 0:
-            raise MalformedFrame("no envelope")
         return envelope, peer
 
     def _take(self, peer: _Peer, envelope: Envelope, frames: Sequence[Frame], now_s: float) -> None:
         size_bytes = _size(frames[1:])
         if envelope.is_beat:
-            beat: Beat = checked_decode(_beats, frames[1])
-            self._take_beat(peer, beat, now_s)
+            self._take_beat(peer, open_beat(frames[1]), now_s)
             if len(frames) == 2:  # a probe takes longer, which is its purpose
                 peer.last_beat = (envelope.sent_s, now_s)
         else:
@@ -304,7 +284,7 @@ class LinkTransport:
             rate_bytes_per_s=peer.meter.rate_bytes_per_s,
             train_count=peer.meter.count,
         )
-        frames: list[Frame] = [_encoder.encode(peer.link.beat(now_s)), _encoder.encode(beat)]
+        frames: list[Frame] = [pack(peer.link.beat(now_s)), pack(beat)]
         if padding_bytes:
             frames.append(bytes(padding_bytes))
         if not self.carrier.post(peer.link.peer, frames):

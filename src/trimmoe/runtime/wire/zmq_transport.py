@@ -174,7 +174,7 @@ class ZmqCarrier:
                 f"{self._name} cannot listen on {self._bind} ({error.strerror}); "
                 "free the port or choose another."
             ) from None
-        self._address = self._router.last_endpoint.decode().rstrip("\0")
+        self._address = self._router.getsockopt_string(zmq.LAST_ENDPOINT)
 
     def _check_address(self, address: str) -> None:
         parts = urlsplit(address)
@@ -215,7 +215,7 @@ class ZmqCarrier:
                 parts = self._monitor.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return
-            self._dropped(REFUSALS[parse_monitor_message(parts)["event"]])
+            self._dropped(REFUSALS[zmq.Event(parse_monitor_message(parts)["event"])])
 
 
 class _Authenticator(AsyncioAuthenticator):
