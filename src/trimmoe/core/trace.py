@@ -1,0 +1,95 @@
+"""A trace: what real tokens did at every layer at full depth, to replay under any policy.
+
+A replay takes routing, importance, steadiness and confidence as recorded, whatever the policy
+left out before: it measures delay and traffic; what becomes of quality is measured by running the
+model (`trimmoe compare`).
+
+Shapes: T tokens in S sequences of equal length, N MoE layers, k activated experts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from trimmoe.core.artifact import Header, arrays_hash, load_artifact, save_artifact
+from trimmoe.core.errors import UserError
+from trimmoe.core.specs import IntArray
+
+TRACE_KIND = "trace"
+TRACE_FORMAT = 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Trace:
+    """Token t belongs to sequence t // length."""
+
+    header: Header
+    length: int
+    """Tokens of each sequence."""
+    experts: IntArray
+    """Activated set, first expert first, [T, N, k]."""
+    masses: NDArray[np.float32]
+    """Softmax mass of each activated expert, [T, N, k]."""
+    importance: NDArray[np.float32]
+    """I of (4), [T, N]."""
+    steadiness: IntArray
+    """Class of the state that each router read, [T, N]."""
+    confidence: NDArray[np.float32]
+    """xi of (7) after each layer, [T, N]."""
+    exit_at: IntArray
+    """Predicted exit layer (36) after each layer, 1..N, [T, N]."""
+
+    @property
+    def token_count(self) -> int:
+        return self.experts.shape[0]
+
+    @property
+    def sequence_count(self) -> int:
+        return self.token_count // self.length
+
+    @property
+    def layer_count(self) -> int:
+        return self.experts.shape[1]
+
+    @property
+    def hash(self) -> str:
+        return arrays_hash(self.header, self._arrays())
+
+    def require_profile(self, profile_hash: str) -> None:
+        """Raise `UserError` unless the trace was recorded with the profile of this hash."""
+        if self.header.input_hashes["profile"] != profile_hash:
+            raise UserError(
+                "The trace was recorded with another profile; run `trimmoe record` with this one."
+            )
+
+    def save(self, path: Path) -> None:
+        """Write the trace to `path`, atomically."""
+        save_artifact(path, self.header, self._arrays())
+
+    def _arrays(self) -> dict[str, np.ndarray]:
+        named = {item.name: getattr(self, item.name) for item in fields(self)}
+        arrays = {name: value for name, value in named.items() if isinstance(value, np.ndarray)}
+        return arrays | {"length": np.array([self.length])}
+
+
+def load_trace(path: Path) -> Trace:
+    """Read a trace; raises `UserError` if it is missing, damaged or of another format."""
+    header, arrays = load_artifact(path, kind=TRACE_KIND, format_version=TRACE_FORMAT)
+    length = int(arrays.pop("length")[0])
+    return Trace(header=header, length=length, **arrays)
+
+
+def trace_header(*, settings: dict, input_hashes: dict[str, str], seed: int) -> Header:
+    """The header of a trace; `input_hashes` names at least `model` and `profile`."""
+    assert {"model", "profile"} <= input_hashes.keys()
+    return Header(
+        kind=TRACE_KIND,
+        format_version=TRACE_FORMAT,
+        settings=settings,
+        input_hashes=input_hashes,
+        seed=seed,
+    )

@@ -1,0 +1,87 @@
+"""Replaying a trace through the engine without load: what every token would cost.
+
+A driver without a clock: expected delays are the cost model's own, nothing queues. Sequences
+advance together, one token each, as a batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from trimmoe.core.events import (
+    Attend,
+    Audited,
+    Complete,
+    Depart,
+    Event,
+    Execute,
+    Probe,
+    SequenceClosed,
+    SequenceOpened,
+    Strand,
+    TokensArrived,
+)
+from trimmoe.core.ledger import Ledger
+from trimmoe.core.specs import IntArray
+from trimmoe.core.trace import Trace
+from trimmoe.engine.step import Engine
+from trimmoe.simulator.feed import TraceFeed
+
+WAVE = 0
+
+
+def replay(
+    engine: Engine,
+    trace: Trace,
+    access: IntArray,
+    *,
+    budget: float,
+    confidence: float,
+    seed: int = 0,
+    advance: Callable[[int], None] = lambda _: None,
+) -> list[Ledger]:
+    """The ledger of every token, in the order of the trace, [T].
+
+    `access` [S]: the server each sequence enters at. `budget` is D-bar, `confidence` p_J;
+    `advance` is told how many tokens have been done. Audited exits are taken to agree.
+    """
+    feed, draws = TraceFeed(trace=trace), np.random.default_rng(seed)
+    state, ledgers = engine.start(), dict[int, Ledger]()
+    sequences = tuple(range(trace.sequence_count))
+    for sequence in sequences:
+        opened = SequenceOpened(
+            sequence=sequence, access=int(access[sequence]), budget=budget, confidence=confidence
+        )
+        state, _ = engine.step(state, opened)
+    for position in range(trace.length):
+        tokens = np.arange(trace.sequence_count) * trace.length + position
+        event: Event = TokensArrived(
+            wave=WAVE, sequences=sequences, draws=draws.random(len(sequences))
+        )
+        pending = [event]
+        probed: set[int] = set()
+        while pending:
+            state, commands = engine.step(state, pending.pop(0))
+            for command in commands:
+                match command:
+                    case Attend():
+                        pending.append(feed.routed(WAVE, command.layer, tokens[command.rows]))
+                    case Execute():
+                        pending.append(feed.executed(WAVE, command.layer, tokens[command.rows]))
+                    case Complete():
+                        rows = command.rows.tolist()
+                        for row, ledger in zip(rows, command.ledgers, strict=True):
+                            ledgers[int(tokens[row])] = ledger
+                        checked = sum(row in probed for row in rows)
+                        if checked:
+                            pending.append(Audited(wave=WAVE, agrees=np.ones(checked, dtype=bool)))
+                    case Probe():
+                        probed |= set(command.rows.tolist())
+                    case Depart() | Strand():
+                        raise AssertionError("nothing leaves, and every expert has a host")
+        advance(len(sequences))
+    for sequence in sequences:
+        state, _ = engine.step(state, SequenceClosed(sequence=sequence))
+    return [ledgers[token] for token in range(trace.token_count)]
