@@ -26,6 +26,7 @@ from trimmoe.models.base import MoEView
 from trimmoe.models.load import load_tokenizer, open_model
 from trimmoe.policy.settings import PolicySettings, trimmoe
 from trimmoe.runtime.decoder import ExactDecoder, PlannedDecoder
+from trimmoe.runtime.local import Decoded
 from trimmoe.runtime.local_service import LocalService
 from trimmoe.runtime.service import InferenceService, ServedModel
 
@@ -93,6 +94,18 @@ def open_tiny(folder: Path) -> Tiny:
     tokenizer = load_tokenizer(folder)
     tokenizer.chat_template = TEMPLATE
     return Tiny(folder=folder, view=open_model(folder), tokenizer=tokenizer)
+
+
+class SteppedDecoder(ExactDecoder):
+    """Decodes a step only when told to, so that an answer is as far as a test wants it to be."""
+
+    def __init__(self, view: MoEView, *, slots: int) -> None:
+        super().__init__(view, slots=slots)
+        self.allowed = threading.Semaphore(0)
+
+    def decode(self, tokens: dict[int, int]) -> list[Decoded]:
+        assert self.allowed.acquire(timeout=60), "the test did not allow another step"
+        return super().decode(tokens)
 
 
 @contextmanager

@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 
 _BROKEN = "\ufffd"
 """What a tokenizer shows for bytes that are no character, or not one yet."""
-_LONGEST_TAIL = 3
-"""A character of which bytes are missing has at most so many, each shown at worst by itself."""
+_PATIENCE = 64
+"""Tokens without a whole character at their end after which they are taken for what they are."""
 
 Decode = Callable[[Sequence[int]], str]
 
@@ -32,7 +32,10 @@ class TextStream:
         """The text that this token completes; often a word, sometimes nothing."""
         self._window.append(token)
         text = self._decode(self._window)
-        whole = len(text) - _broken_tail(text)
+        # All of a broken end, not its last bytes only: some tokenizers show a run of bytes as
+        # broken, whole characters in it too, until its last character is whole.
+        patient = len(self._window) - self._since < _PATIENCE
+        whole = len(text.rstrip(_BROKEN)) if patient else len(text)
         piece = text[self._shown : whole]
         self._shown = max(self._shown, whole)
         if whole == len(text):
@@ -44,12 +47,6 @@ class TextStream:
         self._window = self._window[self._since :]
         self._since = len(self._window)
         self._shown = len(self._decode(self._window))
-
-
-def _broken_tail(text: str) -> int:
-    """Characters at the end that tokens to come may still turn into others."""
-    length = len(text) - len(text.rstrip(_BROKEN))
-    return min(length, _LONGEST_TAIL)
 
 
 class StopStrings:

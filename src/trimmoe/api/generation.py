@@ -23,11 +23,11 @@ from trimmoe.runtime.service import (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Piece:
-    """What one step adds to an answer."""
+    """A part of an answer."""
 
     text: str
+    """What may be shown now; often not that of the piece's own tokens."""
     tokens: tuple[TokenEvent, ...]
-    """Also those whose text is held back or never shown."""
     finish_reason: FinishReason | None = None
     """Set on the last piece."""
 
@@ -55,18 +55,14 @@ class Answer:
         self._stream = service.submit(request)
 
     async def pieces(self) -> AsyncGenerator[Piece]:
-        """The answer as it grows. Closing this cancels the request."""
-        held: list[TokenEvent] = []
+        """The answer as it grows, a piece per token. Closing this cancels the request."""
         try:
             async for event in self._stream:
                 self._count(event)
-                held.append(event)
                 text, reason = self._shown(event)
                 if reason is not None:
                     await self._end(reason)
-                if text or reason is not None:
-                    yield Piece(text=text, tokens=tuple(held), finish_reason=reason)
-                    held = []
+                yield Piece(text=text, tokens=(event,), finish_reason=reason)
                 if reason is not None:
                     return
         except ServiceError:

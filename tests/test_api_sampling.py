@@ -1,0 +1,98 @@
+"""Drawing tokens: greedy at temperature 0, the nucleus's mass, and numbers that come again."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
+
+from trimmoe.runtime.sampling import Sampling, choose, draw, uniform
+
+_LOGITS = arrays(np.float32, st.integers(1, 40), elements=st.floats(-20, 20, width=32))
+_SEEDS = st.integers(-(2**63), 2**63 - 1)
+_NUMBERS = st.floats(0, 1, exclude_max=True)
+
+
+def _probabilities(logits: np.ndarray) -> np.ndarray:
+    return torch.softmax(torch.from_numpy(logits).double(), dim=-1).numpy()
+
+
+@given(_LOGITS, _SEEDS, st.integers(0, 10_000))
+def test_temperature_0_takes_the_most_probable_token(
+    logits: np.ndarray, seed: int, position: int
+) -> None:
+    token = draw(torch.from_numpy(logits), Sampling(temperature=0, seed=seed), position).token
+    assert logits[token] == logits.max()
+
+
+@given(_LOGITS, st.floats(0.01, 1), _NUMBERS)
+def test_what_is_drawn_lies_in_the_smallest_set_that_holds_top_p(
+    logits: np.ndarray, top_p: float, number: float
+) -> None:
+    probabilities = _probabilities(logits)
+    token = choose(probabilities, top_p, number)
+    more_probable = probabilities[probabilities > probabilities[token]].sum()
+    assert more_probable < top_p + 1e-9
+    assert probabilities[token] > 0
+
+
+@given(_LOGITS, st.floats(0.01, 1))
+def test_a_token_of_the_nucleus_is_drawn_in_proportion_to_its_probability(
+    logits: np.ndarray, top_p: float
+) -> None:
+    """Numbers spread evenly over [0, 1) meet each token as often as it is probable."""
+    probabilities = _probabilities(logits)
+    count = 997
+    drawn = [choose(probabilities, top_p, (i + 0.5) / count) for i in range(count)]
+    share = np.bincount(drawn, minlength=probabilities.size) / count
+    kept = np.where(share > 0, probabilities, 0)
+    assert kept.sum() >= top_p - probabilities.size / count - 1e-9
+    nucleus = np.sort(probabilities)[::-1]
+    mass = nucleus[: np.searchsorted(np.cumsum(nucleus), top_p - 1e-12) + 1].sum()
+    assert np.abs(share - kept / mass).max() <= 2 / count + 1e-6
+
+
+@given(_SEEDS, st.integers(0, 100_000))
+def test_a_number_depends_on_seed_stream_and_position_only(seed: int, position: int) -> None:
+    sampling = Sampling(temperature=1.0, seed=seed)
+    number = uniform(sampling, position)
+    assert 0 <= number < 1
+    assert uniform(replace(sampling, temperature=0.5, top_p=0.3), position) == number
+    assert uniform(sampling, position + 1) != number
+    assert uniform(replace(sampling, stream=1), position) != number
+
+
+def test_numbers_of_one_seed_are_spread_evenly() -> None:
+    numbers = [uniform(Sampling(seed=7), position) for position in range(4000)]
+    share, _ = np.histogram(numbers, bins=10, range=(0, 1))
+    # Five standard deviations of a binomial share.
+    assert np.abs(share - 400).max() < 5 * np.sqrt(4000 * 0.1 * 0.9)
+
+
+def test_a_low_temperature_sharpens_and_a_high_one_flattens() -> None:
+    logits = torch.tensor([2.0, 1.0, 0.0])
+
+    def share_of_best(temperature: float) -> float:
+        sampling = Sampling(temperature=temperature, seed=1)
+        return float(np.mean([draw(logits, sampling, at).token == 0 for at in range(600)]))
+
+    cold, plain, hot = share_of_best(0.3), share_of_best(1.0), share_of_best(3.0)
+    assert cold > plain > hot > 1 / 3 - 0.05
+    assert plain == pytest.approx(float(torch.softmax(logits, 0)[0]), abs=0.07)
+
+
+def test_logprobs_are_reported_only_if_asked_for() -> None:
+    logits = torch.tensor([0.5, 2.0, 1.0, -1.0])
+    assert draw(logits, Sampling(), 0).logprob is None
+    none = draw(logits, Sampling(logprobs=0), 0)
+    assert none.top == ()
+    two = draw(logits, Sampling(logprobs=2, temperature=0.7, seed=3), 0)
+    expected = torch.log_softmax(logits, 0)
+    assert two.logprob == pytest.approx(float(expected[two.token]))
+    assert [token for token, _ in two.top] == [1, 2]
+    assert [p for _, p in two.top] == pytest.approx(expected[[1, 2]].tolist())
