@@ -231,7 +231,7 @@ def make_plan(
             f"Whole layers of {model.name} do not fit on cluster {cluster.name} one after another; "
             "plan with the `dispersed` seed or add memory."
         )
-    starts = _distinct([seed.routes for seed in there.values()])
+    starts = distinct_routes([seed.routes for seed in there.values()])
     finished = {name: planner.finished(seed, starts) for name, seed in there.items()}
     won = min(finished, key=lambda name: finished[name].expected_s)
     record = {name: _record(seed, finished.get(name)) for name, seed in seeds.items()}
@@ -266,7 +266,8 @@ def _allowed(name: SeedName, settings: PlanSettings) -> bool:
     return name != "dispersed" or settings.routes != "staircase"
 
 
-def _distinct(routes: list[IntArray]) -> list[IntArray]:
+def distinct_routes(routes: list[IntArray]) -> list[IntArray]:
+    """`routes` [M, N] each, without repetitions, in order."""
     return [
         route
         for index, route in enumerate(routes)

@@ -12,7 +12,7 @@ model: it is one of the seeds.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -21,6 +21,7 @@ from trimmoe.core.errors import UserError
 from trimmoe.core.plan import Plan
 from trimmoe.core.profile import Profile
 from trimmoe.core.specs import BoolArray, ClusterSpec, IntArray, ModelSpec
+from trimmoe.placement.bound import Bound, exact_bound
 from trimmoe.placement.landscape import ExactObjective, Landscape, Objective
 from trimmoe.placement.make import (
     Deployment,
@@ -28,6 +29,7 @@ from trimmoe.placement.make import (
     PlanSettings,
     as_plan,
     default,
+    distinct_routes,
     make_planner,
 )
 from trimmoe.placement.mutate import Mutator
@@ -57,6 +59,10 @@ class SearchSettings:
     """Neighbours and random starts tried at most."""
     trimmed_iterations: int = 200
     """Neighbours tried at most with trimmed tables."""
+    bound_seconds: float = 0.0
+    """How long the integer program may look for the optimum where it is small enough and the
+    objective exact (`bound`); 0: not at all. Its time is the solver's own, so with it the result
+    may differ from machine to machine, for the better only."""
     seed: int = 0
 
 
@@ -87,7 +93,8 @@ def optimise_plan(
 
     Raises `UserError` if the profile is of another model or the experts do not fit.
     """
-    search, settings = search or SearchSettings(), settings or default()
+    search = search or SearchSettings()
+    settings = replace(settings or default(), seed=search.seed)
     profile.require_model(model.model_hash, model.name)
     if not 0.0 <= search.budget <= 1.0:
         raise UserError(f"The budget is {search.budget}; give a flip rate from 0 to 1.")
@@ -124,6 +131,10 @@ class Optimiser:
         trimmed_done = 0
         if self.settings.objective == "trimmed":
             objective, entries, trimmed_done = self._trimmed(entries)
+        bound = self._bound() if objective is exact else None
+        if bound is not None and bound.hosts is not None:
+            routes = self._landscape(exact).routes(bound.hosts)
+            entries.append(self._entry(exact, "integer program", bound.hosts, routes))
         best = min(entries, key=lambda entry: entry.value_s)
         record = {
             "search": asdict(self.settings),
@@ -133,9 +144,15 @@ class Optimiser:
             "seeds": self._record(objective, seeds, entries),
             "iterations": done,
             "trimmed_iterations": trimmed_done,
+            "bound": None if bound is None else bound.record(best.value_s),
         }
         deployment = self.planner.deployment(best.hosts, best.routes)
         return Found(deployment=deployment, record=record)
+
+    def _bound(self) -> Bound | None:
+        if self.settings.bound_seconds <= 0:
+            return None
+        return exact_bound(self.planner, time_limit_s=self.settings.bound_seconds)
 
     def _seeds(self) -> dict[str, Deployment]:
         found = {name: seed_deployment(name, self.planner) for name in SEEDS}
@@ -154,10 +171,11 @@ class Optimiser:
     def _grown(self, exact: ExactObjective, seeds: dict[str, Deployment]) -> list[_Entry]:
         """Every seed with best routes and greedy replicas, as long as there is time."""
         grown = []
+        starts = distinct_routes([seed.routes for seed in seeds.values()])
         for name, seed in seeds.items():
             if not self.keep_going(_EXACT_SHARE / 2):
                 break
-            after = self.planner.finished(seed, [])
+            after = self.planner.finished(seed, starts)
             grown.append(self._entry(exact, f"greedy {name}", after.hosts, after.routes))
         return grown
 
