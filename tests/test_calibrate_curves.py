@@ -80,11 +80,74 @@ def test_quantile_edges_with_ties_leave_the_curve_well_formed() -> None:
     assert edges[0, -1] == 1.0
     assert (np.diff(edges[0]) >= 0).all()
     flipped = np.arange(1000) % 10 == 0
-    measured = Measured(layer=np.zeros(1000, dtype=np.int64), mass=mass, flipped=flipped)
-    curves = loss_curves(edges, measured, 0.95)
+    nothing = np.zeros(1000, dtype=np.int64)
+    measured = Measured(layer=nothing, steadiness=nothing, mass=mass, flipped=flipped)
+    curves = loss_curves(edges, measured, classes=1, neighbours=0, confidence=0.95)
     assert curves.samples.sum() == 1000
     assert curves.upper.min() >= 0.1
     assert 0 <= monotony(edges, measured)[0]["departure"] < 0.05
+
+
+def _drawn(rates: np.ndarray, each: int, seed: int) -> tuple[np.ndarray, Measured]:
+    """Edges [N, G] and what-ifs of which share `rates` [N, B, G] flipped, `each` per cell."""
+    layers, _, bins = rates.shape
+    edges = np.tile(np.arange(1, bins + 1) / bins, (layers, 1))
+    layer, steadiness, bin_index = np.indices(rates.shape).reshape(3, -1).repeat(each, axis=1)
+    flipped = np.random.default_rng(seed).random(layer.size) < rates.ravel().repeat(each)
+    mass = (bin_index + 0.5) / bins
+    return edges, Measured(layer=layer, steadiness=steadiness, mass=mass, flipped=flipped)
+
+
+@settings(deadline=None, max_examples=30)
+@given(seed=st.integers(0, 10_000), neighbours=st.integers(0, 2))
+def test_curves_rise_with_mass_and_fall_with_steadiness(seed: int, neighbours: int) -> None:
+    rng = np.random.default_rng(seed)
+    rates = rng.random((4, 3, 5)) * rng.choice([0.02, 0.5])
+    edges, measured = _drawn(rates, 20, seed)
+    curves = loss_curves(edges, measured, classes=3, neighbours=neighbours, confidence=0.95)
+    assert (np.diff(curves.upper, axis=2) >= 0).all()
+    assert (np.diff(curves.upper, axis=1) <= 0).all()
+    assert (curves.upper >= curves.mean).all()
+    assert ((curves.upper >= 0) & (curves.upper <= 1)).all()
+
+
+def test_class_bounds_hold_as_often_as_they_say_with_and_without_neighbours() -> None:
+    # Layers that are alike, flip rates that rise with mass and fall with steadiness.
+    steady, mass = np.array([0.1, 0.03, 0.005])[:, None], np.linspace(0.5, 1.5, 4)
+    rates = np.broadcast_to(steady * mass, (3, 3, 4))
+    for neighbours in (0, 1):
+        held = np.zeros(rates.shape)
+        for seed in range(100):
+            edges, measured = _drawn(rates, 60, seed)
+            curves = loss_curves(edges, measured, classes=3, neighbours=neighbours, confidence=0.9)
+            held += curves.upper >= rates
+        assert (held / 100 >= 0.9 - 3 * np.sqrt(0.09 / 100)).all()
+
+
+def test_neighbours_tighten_low_bounds_but_a_layer_apart_is_judged_alone() -> None:
+    rates = np.full((5, 1, 4), 0.01)
+    rates[2] = 0.3
+    edges, measured = _drawn(rates, 100, 0)
+    alone, together = (
+        loss_curves(edges, measured, classes=1, neighbours=n, confidence=0.95).upper[:, 0]
+        for n in (0, 1)
+    )
+    assert (together[2] == alone[2]).all()
+    assert (together[1] > 0.05).all()  # The price: it shares its bad neighbour's flips.
+    rates[2] = 0.01
+    edges, measured = _drawn(rates, 100, 0)
+    alone, together = (
+        loss_curves(edges, measured, classes=1, neighbours=n, confidence=0.95).upper[:, 0]
+        for n in (0, 1)
+    )
+    assert together[2, 0] < alone[2, 0]
+
+
+def test_a_class_that_was_not_seen_is_bounded_by_one_and_raises_nobody() -> None:
+    edges, measured = _drawn(np.full((1, 2, 3), 0.0), 200, 0)
+    curves = loss_curves(edges, measured, classes=3, neighbours=0, confidence=0.95)
+    assert (curves.upper[:, 2] == 1.0).all()
+    assert (curves.upper[:, :2] < 0.05).all()
 
 
 @st.composite

@@ -13,16 +13,23 @@ import torch
 import checkpoints
 from tiny import EXPERTS, LAYERS, TOP_K, write_tiny_checkpoint
 from trimmoe.calibrate import whatif
+from trimmoe.calibrate.exits import split_windows
 from trimmoe.calibrate.head import greedy
 from trimmoe.calibrate.record import Windows, open_windows, record, run_layer
 from trimmoe.calibrate.run import calibrate
 from trimmoe.calibrate.sampling import DROP, KEEP, Changes
 from trimmoe.calibrate.settings import CalibrationSettings
+from trimmoe.calibrate.steadiness import NO_CLASS, fit_steadiness
 from trimmoe.core.errors import UserError
 from trimmoe.core.profile import Profile, load_profile
 from trimmoe.models.base import MoEView
 from trimmoe.models.exact import exact_logits
-from trimmoe.models.exit_head import confidence, nearest_centroid
+from trimmoe.models.exit_head import (
+    confidence,
+    nearest_centroid,
+    steadiness,
+    steadiness_class,
+)
 from trimmoe.models.load import load_tokenizer, open_model
 
 _WORDS = ["the", "cat", "sat", "on", "a", "mat", "and", "saw", "one", "of", "many", "boats"]
@@ -71,6 +78,7 @@ def test_recording_is_the_exact_model(
         windows,
         importance="softmax_mass",
         least_agreement=0.0,
+        keep_attended=True,
         folder=tmp_path,
         advance=lambda _: None,
     )
@@ -170,10 +178,18 @@ def test_the_profile_is_whole(profile: Profile) -> None:
     assert profile.expert_count == EXPERTS
     assert profile.top_k == TOP_K
     for curves in (profile.skip, profile.drop):
-        assert curves.edges.shape == curves.upper.shape == (LAYERS, 1, 5)
+        assert curves.edges.shape == curves.upper.shape == (LAYERS, 4, 5)
         assert (np.diff(curves.upper, axis=2) >= 0).all()
         assert (curves.upper >= curves.mean).all()
+        assert (np.diff(curves.upper, axis=1) <= 0).all()
         assert (curves.samples.sum(axis=(1, 2)) >= 120).all()
+    assert profile.substitution_loss.shape == (LAYERS, 4, EXPERTS, EXPERTS)
+    assert (np.diff(profile.substitution_loss, axis=1) <= 0).all()
+    assert profile.steady_edges.shape == (LAYERS, 3)
+    assert (np.diff(profile.steady_edges, axis=1) > 0).all()
+    np.testing.assert_allclose(profile.class_share, [[0.5, 0.25, 0.125, 0.125]] * LAYERS, atol=0.01)
+    assert profile.exit_hazard.shape == (LAYERS + 1, LAYERS)
+    assert (profile.exit_hazard[:, -1] == 1.0).all()
     for rows in (
         profile.expert_transitions,
         profile.pattern_transitions,
@@ -209,6 +225,55 @@ def test_calibration_is_determined_by_its_seed(
     assert (tmp_path / "kept" / "hidden.bf16").is_file()
     other = calibrate(*model, texts, replace(_SETTINGS, seed=1), progress=False)
     assert other.hash != profile.hash
+
+
+def test_one_class_is_the_letter(model: tuple[MoEView, Any], texts: list[str]) -> None:
+    letter = replace(_SETTINGS, steadiness_classes=1, neighbour_layers=0)
+    found = calibrate(*model, texts, letter, progress=False)
+    assert found.class_count == 1
+    assert found.skip.upper.shape == (LAYERS, 1, 5)
+    assert (found.class_share == 1.0).all()
+    assert (found.skip.samples.sum(axis=(1, 2)) >= 120).all()
+    assert (found.skip.samples.sum(axis=(1, 2)) < 130).all()
+
+
+@torch.inference_mode()
+def test_heads_find_what_foretells_certainty_and_cut_classes_by_it(
+    model: tuple[MoEView, Any], tmp_path: Path
+) -> None:
+    view, _ = model
+    ids = np.random.default_rng(5).integers(0, 250, size=(24, 24))
+    recording = record(
+        view,
+        Windows(ids=ids),
+        importance="softmax_mass",
+        least_agreement=0.0,
+        keep_attended=True,
+        folder=tmp_path,
+        advance=lambda _: None,
+    )
+    assert recording.attended is not None
+    # A random model says nothing of how sure it will be; let what the last router reads say it.
+    direction = torch.randn(view.spec.hidden_size, generator=torch.Generator().manual_seed(0))
+    sure = steadiness(recording.attended[-1], direction, -20.0).numpy()
+    sure += np.random.default_rng(6).normal(size=sure.size, scale=sure.std() / 4)
+    recording = replace(recording, log_probability=sure.astype(np.float32))
+    splits = split_windows(24, 24, 0)
+    found = fit_steadiness(recording, splits, 4, lambda _: None)
+    assert recording.attended is not None
+    assert (found.class_of[:, splits.train] == NO_CLASS).all()
+    held = np.concatenate([splits.calibration, splits.test])
+    assert (found.class_of[:, held] >= 0).all()
+    for layer in range(LAYERS):
+        # The runtime scores one state at a time by the same function.
+        weight, bias = torch.from_numpy(found.weight[layer]), float(found.bias[layer])
+        edges = torch.from_numpy(found.edges[layer])
+        for token in held[:5]:
+            score = steadiness(recording.attended[layer, token : token + 1], weight, bias)
+            assert steadiness_class(score, edges).item() == found.class_of[layer, token]
+    assert found.explained[-1] > 0.7
+    means = [sure[held][found.class_of[-1, held] == index].mean() for index in range(4)]
+    assert (np.diff(means) > 0).all()
 
 
 def test_gates_as_importance_follow_the_letter(
@@ -276,6 +341,7 @@ def test_the_embedded_model_calibrates(texts: list[str]) -> None:
     assert found.model_hash == view.spec.model_hash
     assert found.header.extra["control_flip_rate"] < 0.005
     mean = np.average(found.skip.mean, weights=found.skip.samples)
+    assert np.median(found.header.extra["steadiness_explained"]) > 0.0
     assert 0.0 < mean < 0.3
 
 

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trimmoe.calibrate import sampling, substitution
+from trimmoe.calibrate.hazard import exit_hazard
 from trimmoe.calibrate.routing_stats import (
     codebook,
     execution_statistics,
@@ -113,12 +114,99 @@ def test_substitution_losses_rise_with_distance_and_yield_to_measured_pairs() ->
     samples = np.where(feasible, 1000, 0) * (1 - np.eye(3, dtype=np.int64))[None]
     flips = np.where(bins == bins.max(), 300, 10) * (samples > 0)
     losses = substitution.substitution_losses(
-        bins, 4, (flips, samples), pair_samples=200, confidence=0.95
+        bins, 4, (flips[:, None], samples[:, None]), pair_samples=200, confidence=0.95
     )
+    assert losses.shape == (1, 1, 3, 3)
+    losses = losses[:, 0]
     assert (losses[0][~feasible[0]] == 1.0).all()
     assert (np.diag(losses[0]) == 0.0).all()
     assert losses[0, 0, 1] < 0.03
     assert 0.25 < losses[0, 2, 1] < 0.35
+
+
+def _pair_bins(layers: int, experts: int) -> np.ndarray:
+    similarity = np.random.default_rng(0).random((layers, experts, experts))
+    feasible = substitution.feasible_sets(similarity, 0.0, experts)
+    return substitution.pair_bins(similarity, feasible, 1)
+
+
+def test_a_layer_with_few_substitutions_is_judged_with_its_nearest_neighbours() -> None:
+    bins = _pair_bins(7, 3)
+    samples = np.where(bins >= 0, 100, 0)[:, None]  # 600 a layer, enough.
+    samples[3] //= 10
+    flips = np.zeros_like(samples)
+    flips[[0, 6]] = samples[[0, 6]]  # Far layers must not touch layer 3,
+    near = substitution.substitution_losses(
+        bins, 1, (flips, samples), pair_samples=10**6, confidence=0.95
+    )
+    assert near[3, 0, 0, 1] < 0.01
+    flips[[0, 6]], flips[2] = 0, samples[2] // 2  # but a near one does.
+    far = substitution.substitution_losses(
+        bins, 1, (flips, samples), pair_samples=10**6, confidence=0.95
+    )
+    assert 0.2 < far[3, 0, 0, 1] < 0.35
+    assert far[1, 0, 0, 1] < 0.01
+
+
+def test_substitution_losses_do_not_rise_with_steadiness() -> None:
+    bins = _pair_bins(1, 3)
+    samples = np.where(bins >= 0, 400, 0)[:, None].repeat(3, axis=1)
+    flips = samples * np.array([0.1, 0.01, 0.05])[None, :, None, None]
+    losses = substitution.substitution_losses(
+        bins, 1, (flips.astype(np.int64), samples), pair_samples=10**6, confidence=0.95
+    )
+    assert (np.diff(losses, axis=1) <= 0).all()
+    assert (losses[:, 1] == losses[:, 2]).all()
+
+
+def test_more_samples_come_from_steadier_classes_and_none_from_outside() -> None:
+    rng = np.random.default_rng(0)
+    class_of = rng.integers(-1, 3, size=(6, 9000))
+    classes = sampling.Classes(class_of=class_of, count=3, apart=3)
+    bins = rng.integers(-1, 5, size=9000)
+    taken = [classes.draw(layer, bins, 5, 600, rng) for layer in range(6)]
+    for layer, tokens in enumerate(taken):
+        assert np.unique(tokens).size == tokens.size
+        assert (bins[tokens] >= 0).all()
+        found = np.bincount(class_of[layer, tokens], minlength=3)
+        assert np.abs(found - [100, 200, 300]).max() <= 5
+    for layer in range(4):
+        assert np.unique(np.concatenate(taken[layer : layer + 3])).size == sum(
+            tokens.size for tokens in taken[layer : layer + 3]
+        )
+
+
+def test_what_a_small_class_cannot_give_the_others_do() -> None:
+    class_of = np.array([[0] * 500 + [1] * 20])
+    classes = sampling.Classes(class_of=class_of, count=2)
+    drawn = classes.draw(0, np.zeros(520, dtype=np.int64), 1, 300, np.random.default_rng(0))
+    assert np.bincount(class_of[0, drawn]).tolist() == [280, 20]
+
+
+@given(seed=st.integers(0, 10_000), layers=st.integers(2, 6))
+def test_exit_hazards_are_the_shares_that_leave(seed: int, layers: int) -> None:
+    rng = np.random.default_rng(seed)
+    exits = rng.integers(1, layers + 1, size=4000)
+    # Told rightly before every layer, tokens leave where they are said to.
+    predicted = np.tile(exits, (layers, 1))
+    hazard = exit_hazard(exits, predicted)
+    assert hazard.shape == (layers + 1, layers)
+    assert (hazard[:, -1] == 1.0).all()
+    assert ((hazard >= 0) & (hazard <= 1)).all()
+    np.testing.assert_allclose(hazard[:, 0], (exits == 1).mean() if layers > 1 else 1.0)
+    for layer in range(1, layers - 1):
+        assert hazard[layer + 1, layer] > 0.9
+        assert (hazard[layer + 2 :, layer] < 0.1).all()
+    # Told nothing, all rows are the layer's own rate.
+    blind = exit_hazard(exits, np.ones_like(predicted))
+    for layer in range(layers - 1):
+        alive = exits > layer
+        np.testing.assert_allclose(blind[1:, layer], (exits[alive] == layer + 1).mean())
+
+
+def test_nothing_exits_no_hazard() -> None:
+    hazard = exit_hazard(np.full(50, 4), np.full((4, 50), 4))
+    assert (hazard[:, :-1] == 0).all()
 
 
 def test_samples_come_from_low_bins_first_and_are_never_repeated() -> None:
@@ -137,7 +225,10 @@ def test_substitution_changes_are_feasible_and_outside_the_activated_set() -> No
     similarity = np.random.default_rng(0).random((2, 6, 6))
     feasible = substitution.feasible_sets(similarity, 0.3, 3)
     bins = substitution.pair_bins(similarity, feasible, 4)
-    changes = sampling.substitution_changes(activated, feasible, bins, 4, 200, 0)
+    classes = sampling.Classes(class_of=np.zeros((2, 500), dtype=np.int64), count=1)
+    changes = sampling.substitution_changes(
+        activated, feasible, bins, 4, classes, samples=200, seed=0
+    )
     slot = changes.slots.argmax(axis=1)
     row = np.arange(changes.count)
     substitute = changes.slots[row, slot]
@@ -145,7 +236,7 @@ def test_substitution_changes_are_feasible_and_outside_the_activated_set() -> No
     assert ((changes.slots >= 0).sum(axis=1) == 1).all()
     assert feasible[changes.layer, target, substitute].all()
     assert not (activated[changes.layer, changes.token] == substitute[:, None]).any()
-    flips, samples = substitution.pair_counts(activated, changes, row % 2 == 0, 6)
+    flips, samples = substitution.pair_counts(activated, changes, row % 2 == 0, 6, classes)
     assert samples.sum() == changes.count
     assert flips.sum() == (changes.count + 1) // 2
 

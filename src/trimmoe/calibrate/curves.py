@@ -10,7 +10,7 @@ from scipy.optimize import isotonic_regression
 from scipy.stats import beta, spearmanr
 
 from trimmoe.core.profile import LossCurves
-from trimmoe.core.specs import FloatArray, IntArray
+from trimmoe.core.specs import BoolArray, FloatArray, IntArray
 
 _SPANS = (1, 4)
 """Neighbouring bins whose pooled count may bound a bin from above, besides all that follow."""
@@ -88,32 +88,79 @@ class Measured:
 
     layer: IntArray
     """[S]."""
+    steadiness: IntArray
+    """Class of the token, [S]."""
     mass: FloatArray
     """Router mass the change removed, [S]."""
     flipped: np.ndarray
     """Whether the prediction differs from the full-depth one, bool [S]."""
 
 
-def loss_curves(edges: FloatArray, measured: Measured, confidence: float) -> LossCurves:
-    """Fit one curve per layer (5) to the measured flips; `edges` [N, G]."""
+def loss_curves(
+    edges: FloatArray, measured: Measured, *, classes: int, neighbours: int, confidence: float
+) -> LossCurves:
+    """Fit one curve per layer and class (5) to the measured flips; `edges` [N, G].
+
+    With `neighbours` > 0 a layer is judged together with as many on either side, bin by bin, for
+    the bound of a low rate is little else than three over the number of samples. What is bounded
+    is then the mean rate of those layers: summed over the depth, as a budget sees it, much the
+    same. Their samples must be of different tokens. A class that flips clearly more often in its
+    layer than in that company is judged alone.
+    """
+    flips, samples = _counts(edges, measured, classes)
+    flips, samples = with_neighbours(flips, samples, neighbours, confidence)
+    mean, upper = np.ones(samples.shape), np.ones(samples.shape)
+    for cell in np.ndindex(samples.shape[:2]):
+        mean[cell] = isotonic_rates(flips[cell], samples[cell])
+        upper[cell] = monotone_upper(flips[cell], samples[cell], confidence)
+    return LossCurves(
+        edges=np.repeat(edges[:, None], classes, axis=1),
+        mean=mean,
+        upper=falling(upper, samples.sum(axis=2) > 0),
+        samples=samples,
+    )
+
+
+def _counts(edges: FloatArray, measured: Measured, classes: int) -> tuple[IntArray, IntArray]:
+    """Flips and samples of each layer, class and bin, [N, B, G] each."""
     layers, bins = edges.shape
-    flips = np.zeros((layers, bins), dtype=np.int64)
-    samples = np.zeros((layers, bins), dtype=np.int64)
+    flips, samples = np.zeros((2, layers, classes, bins), dtype=np.int64)
     for layer in range(layers):
         here = measured.layer == layer
-        bin_index = bin_of(edges[layer], measured.mass[here])
-        samples[layer] = np.bincount(bin_index, minlength=bins)
-        flips[layer] = np.bincount(bin_index[measured.flipped[here]], minlength=bins)
-    mean = np.stack([isotonic_rates(f, s) for f, s in zip(flips, samples, strict=True)])
-    upper = np.stack(
-        [monotone_upper(f, s, confidence) for f, s in zip(flips, samples, strict=True)]
-    )
-    return LossCurves(
-        edges=edges[:, None],
-        mean=mean[:, None],
-        upper=upper[:, None],
-        samples=samples[:, None],
-    )
+        cell = measured.steadiness[here], bin_of(edges[layer], measured.mass[here])
+        np.add.at(samples[layer], cell, 1)
+        np.add.at(flips[layer], cell, measured.flipped[here].astype(np.int64))
+    return flips, samples
+
+
+def with_neighbours(
+    flips: IntArray, samples: IntArray, radius: int, confidence: float
+) -> tuple[IntArray, IntArray]:
+    """Counts [N, B, G] summed over the layers within `radius`, but a class's own where its rate in
+    the layer is above that of the sum with the given confidence in both."""
+    wide_flips, wide_samples = (around(counts, radius) for counts in (flips, samples))
+    own_lower = clopper_pearson_lower(flips.sum(2), samples.sum(2), confidence)
+    wide_upper = clopper_pearson_upper(wide_flips.sum(2), wide_samples.sum(2), confidence)
+    alone = (own_lower > wide_upper)[:, :, None]
+    return np.where(alone, flips, wide_flips), np.where(alone, samples, wide_samples)
+
+
+def around(counts: IntArray, radius: int) -> IntArray:
+    """Sums over the layers, the first axis, within `radius` of each."""
+    layers = counts.shape[0]
+    spans = (slice(max(0, layer - radius), layer + radius + 1) for layer in range(layers))
+    return np.stack([counts[span].sum(axis=0) for span in spans])
+
+
+def falling(upper: FloatArray, seen: BoolArray) -> FloatArray:
+    """Bounds [N, B, ...] raised so that a steadier class is never said to lose more.
+
+    Raising keeps bounds valid, where lowering would lean on the classes being in order. A class
+    that was not seen [N, B] is bounded by 1 and raises nobody.
+    """
+    seen = seen.reshape(seen.shape + (1,) * (upper.ndim - 2))
+    raised = np.maximum.accumulate(np.where(seen, upper, 0.0)[:, ::-1], axis=1)[:, ::-1]
+    return np.where(seen, raised, 1.0)
 
 
 def monotony(edges: FloatArray, measured: Measured) -> list[dict[str, float]]:

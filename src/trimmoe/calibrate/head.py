@@ -35,6 +35,17 @@ def greedy(view: MoEView, hidden: Tensor) -> IntArray:
     return torch.cat(found).cpu().numpy()
 
 
+def most_likely(view: MoEView, hidden: Tensor) -> tuple[IntArray, np.ndarray]:
+    """The same, and the natural logarithm of its probability, float32 [n]."""
+    tokens, log_probabilities = [], []
+    for block in hidden.split(_ROWS):
+        logits = view.logits(block)
+        best = logits.max(dim=-1)
+        tokens.append(best.indices)
+        log_probabilities.append(best.values.float() - logits.float().logsumexp(dim=-1))
+    return torch.cat(tokens).cpu().numpy(), torch.cat(log_probabilities).cpu().numpy()
+
+
 class Referee:
     """Answers for one view; keeps a bfloat16 copy of its head where that is of use."""
 

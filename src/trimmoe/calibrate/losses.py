@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,7 @@ import numpy as np
 from trimmoe.calibrate import sampling, substitution
 from trimmoe.calibrate.curves import Measured, loss_curves, monotony, quantile_edges
 from trimmoe.calibrate.record import Advance, Recording
-from trimmoe.calibrate.sampling import Changes
+from trimmoe.calibrate.sampling import Changes, Classes
 from trimmoe.calibrate.settings import CalibrationSettings
 from trimmoe.calibrate.whatif import flips
 from trimmoe.core.profile import LossCurves
@@ -32,6 +33,7 @@ class Experiments:
     drop_edges: FloatArray
     substitutions: Changes
     controls: Changes
+    classes: Classes
     similarity: FloatArray
     feasible: BoolArray
     pair_bin: IntArray
@@ -59,14 +61,21 @@ class Losses:
     """What the header says about the measurements."""
 
 
-def plan_experiments(recording: Recording, settings: CalibrationSettings) -> Experiments:
+def plan_experiments(
+    recording: Recording, classes: Classes, settings: CalibrationSettings
+) -> Experiments:
     """Draw the what-ifs of all kinds."""
     top_k, bins, seed = recording.activated.shape[2], settings.bins, settings.seed
     skip_edges = np.stack([quantile_edges(row, bins) for row in recording.importance])
     skips, skip_mass = sampling.skip_changes(
-        recording.importance, skip_edges, top_k, settings.skip_samples, seed
+        recording.importance,
+        skip_edges,
+        classes,
+        top_k=top_k,
+        samples=settings.skip_samples,
+        seed=seed,
     )
-    drops, drop_mass, drop_edges = _plan_drops(recording, settings)
+    drops, drop_mass, drop_edges = _plan_drops(recording, classes, settings)
     similarity = substitution.similarities(recording.logit_gram)
     feasible = substitution.feasible_sets(
         similarity, settings.substitution_quantile, settings.substitutes
@@ -80,9 +89,16 @@ def plan_experiments(recording: Recording, settings: CalibrationSettings) -> Exp
         drop_mass=drop_mass,
         drop_edges=drop_edges,
         substitutions=sampling.substitution_changes(
-            recording.activated, feasible, pair_bin, bins, settings.substitution_samples, seed
+            recording.activated,
+            feasible,
+            pair_bin,
+            bins,
+            classes,
+            samples=settings.substitution_samples,
+            seed=seed,
         ),
         controls=sampling.control_changes(recording.token_count, top_k, _CONTROL_SAMPLES, seed),
+        classes=classes,
         similarity=similarity,
         feasible=feasible,
         pair_bin=pair_bin,
@@ -90,7 +106,7 @@ def plan_experiments(recording: Recording, settings: CalibrationSettings) -> Exp
 
 
 def _plan_drops(
-    recording: Recording, settings: CalibrationSettings
+    recording: Recording, classes: Classes, settings: CalibrationSettings
 ) -> tuple[Changes, FloatArray, FloatArray]:
     """Random proper subsets of every token's slots, a stratified sample of them; none with one
     slot, where all or nothing is dropped."""
@@ -107,7 +123,7 @@ def _plan_drops(
         edges.append(quantile_edges(masses[-1], settings.bins))
     stacked = np.stack(edges)
     changes, mass = sampling.drop_changes(
-        subsets, masses, stacked, settings.drop_samples, settings.seed
+        subsets, masses, stacked, classes, samples=settings.drop_samples, seed=settings.seed
     )
     return changes, mass, stacked
 
@@ -126,16 +142,23 @@ def measure_losses(
     bounds = np.cumsum([part.count for part in experiments.parts])[:-1]
     results = zip(np.split(flipped, bounds), np.split(measured, bounds), strict=True)
     (skip_flip, skip_ok), (drop_flip, drop_ok), (sub_flip, sub_ok), (noise, noise_ok) = results
-    skips = _measured(experiments.skips, experiments.skip_mass, skip_flip, skip_ok)
-    drops = _measured(experiments.drops, experiments.drop_mass, drop_flip, drop_ok)
-    level = settings.ucb_confidence
-    skip = loss_curves(experiments.skip_edges, skips, level)
+    classes, level = experiments.classes, settings.ucb_confidence
+    skips = _measured(experiments.skips, classes, experiments.skip_mass, skip_flip, skip_ok)
+    drops = _measured(experiments.drops, classes, experiments.drop_mass, drop_flip, drop_ok)
+    fit = partial(
+        loss_curves,
+        classes=classes.count,
+        neighbours=settings.neighbour_layers,
+        confidence=level,
+    )
+    skip = fit(experiments.skip_edges, skips)
     whole = recording.activated.shape[2] == 1
     counts = substitution.pair_counts(
         recording.activated,
         experiments.substitutions.take(sub_ok),
         sub_flip[sub_ok],
         view.spec.expert_count,
+        classes,
     )
     loss = substitution.substitution_losses(
         experiments.pair_bin,
@@ -146,7 +169,7 @@ def measure_losses(
     )
     return Losses(
         skip=skip,
-        drop=skip if whole else loss_curves(experiments.drop_edges, drops, level),
+        drop=skip if whole else fit(experiments.drop_edges, drops),
         similarity=experiments.similarity,
         substitution_loss=loss,
         substitution_samples=counts[1][:, None],
@@ -168,6 +191,15 @@ def measure_losses(
 
 
 def _measured(
-    changes: Changes, mass: FloatArray, flipped: BoolArray, measured: BoolArray
+    changes: Changes,
+    classes: Classes,
+    mass: FloatArray,
+    flipped: BoolArray,
+    measured: BoolArray,
 ) -> Measured:
-    return Measured(layer=changes.layer[measured], mass=mass[measured], flipped=flipped[measured])
+    return Measured(
+        layer=changes.layer[measured],
+        steadiness=classes.of(changes)[measured],
+        mass=mass[measured],
+        flipped=flipped[measured],
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trimmoe.calibrate.head import Referee, greedy
+from trimmoe.calibrate.head import Referee, most_likely
 from trimmoe.core.specs import BoolArray, FloatArray, IntArray
 from trimmoe.models.base import EncoderDecoderView, MoEView, Routing, TokenBatch
 from trimmoe.models.cache import KVCache
@@ -58,6 +59,8 @@ class Recording:
     windows: Windows
     hidden: Tensor
     """State after each layer, bfloat16 [N, T, d], mapped from disk."""
+    attended: Tensor | None
+    """State that each layer's router reads, the same shape and place; None if not kept."""
     activated: IntArray
     """Activated sets, most probable expert first, [N, T, k]."""
     masses: np.ndarray
@@ -66,6 +69,8 @@ class Recording:
     """I of (4) as the settings read it, float32 [N, T]."""
     predictions: IntArray
     """o*: argmax of the full-depth logits, [T]."""
+    log_probability: np.ndarray
+    """Of o* at full depth, float32 [T]."""
     agrees: np.ndarray
     """b of (22): the output head on the layer's state predicts o*, bool [N, T]; all true in the
     last row, because leaving after the last layer is full depth. Layers that rarely agree are
@@ -77,6 +82,15 @@ class Recording:
     """Layers looked at on all tokens, [N]."""
     logit_gram: np.ndarray
     """Z^T Z of the router logits Z centred per token, float64 [N, E, E]."""
+
+    maps: tuple[mmap.mmap, ...] = ()
+    """What the states are mapped by."""
+
+    def release(self) -> None:
+        """Give back the memory that states take; they stay on disk and come back when read."""
+        for mapped in self.maps:
+            if hasattr(mmap, "MADV_DONTNEED"):
+                mapped.madvise(mmap.MADV_DONTNEED)
 
     @property
     def token_count(self) -> int:
@@ -94,6 +108,7 @@ def record(
     *,
     importance: str,
     least_agreement: float,
+    keep_attended: bool,
     folder: Path,
     advance: Advance,
 ) -> Recording:
@@ -102,7 +117,7 @@ def record(
     `importance` is read as in the settings; layers whose states agree with full depth less often
     than `least_agreement` on the first windows are not looked at further.
     """
-    recording = _blank(view, windows, folder)
+    recording = _blank(view, windows, folder, keep_attended)
     referee = Referee(view)
     rows = max(1, _ROWS // windows.length)
     seen = np.zeros((2, view.spec.layer_count), dtype=np.int64)
@@ -113,30 +128,40 @@ def record(
         seen += _compare(view, referee, recording, span)
         if span.start < _PROBE_TOKENS <= span.stop:
             recording.may_exit[:-1] &= seen[0, :-1] >= least_agreement * seen[1, :-1]
+        recording.release()
         advance(part.tokens)
     recording.agreement[:] = seen[0] / seen[1]
     return recording
 
 
-def _blank(view: MoEView, windows: Windows, folder: Path) -> Recording:
+def _blank(view: MoEView, windows: Windows, folder: Path, keep_attended: bool) -> Recording:
     spec, tokens = view.spec, windows.tokens
     layers = spec.layer_count
     shape = (layers, tokens, spec.hidden_size)
-    hidden = torch.from_file(
-        str(folder / "hidden.bf16"), shared=True, size=int(np.prod(shape)), dtype=torch.bfloat16
-    ).view(shape)
+    names = ("hidden.bf16", "attended.bf16") if keep_attended else ("hidden.bf16",)
+    maps = tuple(_mapped(folder / name, 2 * int(np.prod(shape))) for name in names)
+    states = [torch.frombuffer(mapped, dtype=torch.bfloat16).view(shape) for mapped in maps]
     return Recording(
         windows=windows,
-        hidden=hidden,
+        hidden=states[0],
+        attended=states[1] if keep_attended else None,
+        maps=maps,
         activated=np.zeros((layers, tokens, spec.top_k), dtype=np.int64),
         masses=np.zeros((layers, tokens, spec.top_k), dtype=np.float32),
         importance=np.zeros((layers, tokens), dtype=np.float32),
         predictions=np.zeros(tokens, dtype=np.int64),
+        log_probability=np.zeros(tokens, dtype=np.float32),
         agrees=np.zeros((layers, tokens), dtype=bool),
         agreement=np.zeros(layers),
         may_exit=np.ones(layers, dtype=bool),
         logit_gram=np.zeros((layers, spec.expert_count, spec.expert_count)),
     )
+
+
+def _mapped(path: Path, size_bytes: int) -> mmap.mmap:
+    with path.open("wb+") as opened:
+        opened.truncate(size_bytes)
+        return mmap.mmap(opened.fileno(), size_bytes)
 
 
 def open_windows(view: MoEView, windows: Windows) -> tuple[KVCache, TokenBatch, Tensor]:
@@ -160,11 +185,14 @@ def _record_batch(
     for layer in range(view.spec.layer_count):
         flat = batch.pack(view.attend(layer, hidden, batch, cache))
         routing = view.route(layer, flat, groups=groups)
+        if recording.attended is not None:
+            recording.attended[layer, span] = flat.to(device="cpu", dtype=torch.bfloat16)
         flat = run_layer(view, layer, flat, routing, routing.experts)
         recording.hidden[layer, span] = flat.to(device="cpu", dtype=torch.bfloat16)
         _keep_routing(recording, layer, span, routing, importance)
         hidden = batch.unpack(flat)
-    recording.predictions[span] = greedy(view, batch.pack(view.tail(hidden, batch, cache)))
+    last = batch.pack(view.tail(hidden, batch, cache))
+    recording.predictions[span], recording.log_probability[span] = most_likely(view, last)
     recording.agrees[-1, span] = True
 
 

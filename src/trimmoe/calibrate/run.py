@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -15,7 +16,8 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
 from trimmoe.calibrate.centroids import fit_centroids
-from trimmoe.calibrate.exits import Exits, calibrate_exits
+from trimmoe.calibrate.exits import Exits, calibrate_exits, split_windows
+from trimmoe.calibrate.hazard import exit_hazard
 from trimmoe.calibrate.losses import Losses, measure_losses, plan_experiments
 from trimmoe.calibrate.record import Advance, Recording, Windows, record
 from trimmoe.calibrate.routing_stats import (
@@ -23,7 +25,9 @@ from trimmoe.calibrate.routing_stats import (
     expert_transitions,
     pattern_statistics,
 )
+from trimmoe.calibrate.sampling import Classes
 from trimmoe.calibrate.settings import CalibrationSettings
+from trimmoe.calibrate.steadiness import Steadiness, fit_steadiness, one_class
 from trimmoe.calibrate.text import text_hash, token_windows
 from trimmoe.core.artifact import Header
 from trimmoe.core.errors import UserError
@@ -62,18 +66,35 @@ def calibrate(
                 windows,
                 importance=settings.importance,
                 least_agreement=settings.exit_agreement,
+                keep_attended=settings.steadiness_classes > 1,
                 folder=folder,
                 advance=advance,
             )
         with phases.run("Exit heads", layers) as advance:
             exits = calibrate_exits(recording, settings, advance)
-        experiments = plan_experiments(recording, settings)
+        recording.release()
+        with phases.run("Steadiness", layers) as advance:
+            steadiness = _steadiness(recording, settings, advance)
+        recording.release()
+        classes = Classes(
+            class_of=steadiness.class_of,
+            count=steadiness.classes,
+            apart=2 * settings.neighbour_layers + 1,
+        )
+        experiments = plan_experiments(recording, classes, settings)
         with phases.run("What-ifs", experiments.count) as advance:
             losses = measure_losses(view, recording, experiments, settings, advance)
         with phases.run("Centroids", layers) as advance:
             centroids = _centroids(recording, exits, settings, advance)
         with phases.run("Statistics", 1):
-            return _profile(view, settings, text_hash(texts), recording, exits, losses, centroids)
+            measured = _Measured(
+                recording=recording,
+                exits=exits,
+                steadiness=steadiness,
+                losses=losses,
+                centroids=centroids,
+            )
+            return _profile(view, settings, text_hash(texts), measured)
 
 
 def _windows(
@@ -90,37 +111,72 @@ def _windows(
     return Windows(ids=targets, sources=sources)
 
 
+def _steadiness(
+    recording: Recording, settings: CalibrationSettings, advance: Advance
+) -> Steadiness:
+    if settings.steadiness_classes == 1:
+        return one_class(recording)
+    splits = split_windows(recording.windows.count, recording.windows.length, settings.seed)
+    return fit_steadiness(recording, splits, settings.steadiness_classes, advance)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Centroids:
+    """The centroids of (36) and what they imply about when tokens leave."""
+
+    centroids: np.ndarray
+    """float32 [N, C, d]."""
+    centroid_exit_layer: FloatArray
+    """[N, C]."""
+    exit_hazard: FloatArray
+    """[N+1, N]."""
+
+
 def _centroids(
     recording: Recording, exits: Exits, settings: CalibrationSettings, advance: Advance
-) -> tuple[np.ndarray, FloatArray]:
-    """Centroids [N, C, d] and their average exit layers [N, C] (36)."""
-    fitted = []
+) -> _Centroids:
+    layers = recording.layer_count
+    splits = split_windows(recording.windows.count, recording.windows.length, settings.seed)
+    # Exit heads are surer of tokens that they were fitted on than of any they will meet.
+    held = np.concatenate([splits.calibration, splits.test])
+    centroids, means, predicted = [], [], []
     with torch.inference_mode():
         for hidden in recording.hidden:
-            fitted.append(
-                fit_centroids(
-                    hidden, exits.layer, settings.centroids, recording.layer_count, settings.seed
-                )
+            centroid, mean, nearest = fit_centroids(
+                hidden, exits.layer, settings.centroids, layers, settings.seed
             )
+            centroids.append(centroid)
+            means.append(mean)
+            predicted.append(np.rint(mean).astype(np.int64)[nearest[held]])
             advance(1)
-    return np.stack([centroids for centroids, _ in fitted]), np.stack([mean for _, mean in fitted])
+    return _Centroids(
+        centroids=np.stack(centroids),
+        centroid_exit_layer=np.stack(means),
+        exit_hazard=exit_hazard(exits.layer[held], np.stack(predicted)),
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Measured:
+    """What the phases found."""
+
+    recording: Recording
+    exits: Exits
+    steadiness: Steadiness
+    losses: Losses
+    centroids: _Centroids
 
 
 def _profile(
-    view: MoEView,
-    settings: CalibrationSettings,
-    text: str,
-    recording: Recording,
-    exits: Exits,
-    losses: Losses,
-    centroids: tuple[np.ndarray, FloatArray],
+    view: MoEView, settings: CalibrationSettings, text: str, measured: _Measured
 ) -> Profile:
     """Everything measured, with the thresholds (24, 25) and statistics (26, 27, 38) it implies."""
+    recording, exits, losses = measured.recording, measured.exits, measured.losses
+    steadiness = measured.steadiness
     importance = recording.importance.astype(np.float64)
     experts = view.spec.expert_count
     quantiles = np.quantile(importance, np.linspace(0.0, 1.0, 101), axis=1).T.copy()
-    steadiness = _one_class(view, recording, exits)
-    skip = losses.skip.pooled(steadiness["class_share"])
+    skip = losses.skip.pooled(steadiness.share)
     theta, epsilon = thresholds(skip, quantiles, settings.budget)
     patterns = pattern_statistics(
         recording.activated, recording.masses, importance, experts, settings.max_patterns
@@ -129,7 +185,7 @@ def _profile(
         recording.activated, importance, theta, exits.layer, experts, settings.ucb_confidence
     )
     kappa = skipped_layers(skip, quantiles, epsilon)
-    extra = _report(recording, exits, losses) | {"epsilon": epsilon, "kappa": kappa}
+    extra = _report(measured) | {"epsilon": epsilon, "kappa": kappa}
     return Profile(
         header=_header(view, settings, text, extra),
         exit_weight=exits.weight,
@@ -137,7 +193,10 @@ def _profile(
         exit_grid=exits.grid,
         exit_error_upper=exits.error_upper,
         exit_rate=exits.rate,
-        **steadiness,
+        steady_weight=steadiness.weight,
+        steady_bias=steadiness.bias,
+        steady_edges=steadiness.edges,
+        class_share=steadiness.share,
         skip=losses.skip,
         drop=losses.drop,
         importance_quantiles=quantiles,
@@ -149,24 +208,8 @@ def _profile(
         expert_transitions=expert_transitions(recording.activated[:, :, 0], experts),
         **_fields(patterns),
         **_fields(execution),
-        centroids=centroids[0],
-        centroid_exit_layer=centroids[1],
+        **_fields(measured.centroids),
     )
-
-
-def _one_class(view: MoEView, recording: Recording, exits: Exits) -> dict[str, Any]:
-    """No token is steadier than another, and predicted exits do not tell tokens apart."""
-    layers = recording.layer_count
-    leaves = np.bincount(exits.layer, minlength=layers + 1)[1:]
-    alive = np.cumsum(leaves[::-1])[::-1]
-    rate = np.divide(leaves, alive, where=alive > 0, out=np.ones(layers))
-    return {
-        "steady_weight": np.zeros((layers, view.spec.hidden_size), dtype=np.float32),
-        "steady_bias": np.zeros(layers, dtype=np.float32),
-        "steady_edges": np.zeros((layers, 0)),
-        "class_share": np.ones((layers, 1)),
-        "exit_hazard": np.tile(rate, (layers + 1, 1)),
-    }
 
 
 def _fields(record: Any) -> dict[str, Any]:
@@ -186,14 +229,16 @@ def _header(
     )
 
 
-def _report(recording: Recording, exits: Exits, losses: Losses) -> dict[str, Any]:
+def _report(measured: _Measured) -> dict[str, Any]:
     """What a reader of the profile may ask about how it was made."""
+    recording, exits, losses = measured.recording, measured.exits, measured.losses
     table = zip(exits.grid, exits.error_upper, exits.rate, strict=True)
     may_exit = np.isfinite(exits.threshold)
     return {
         "tokens": recording.token_count,
         "agreement": [round(float(share), 4) for share in recording.agreement],
         "exit_threshold": exits.threshold if may_exit else None,
+        "steadiness_explained": [round(float(r2), 4) for r2 in measured.steadiness.explained],
         "exit_table": [[round(float(value), 5) for value in row] for row in table],
         **losses.report,
     }

@@ -57,16 +57,50 @@ def stratified(bins: IntArray, bin_count: int, wanted: int, rng: np.random.Gener
     by_bin = shuffled[np.argsort(bins[shuffled], kind="stable")]
     starts = np.searchsorted(bins[by_bin], np.arange(bin_count + 1))
     sizes = np.diff(starts)
-    quota = _quotas(sizes, wanted)
+    quota = _quotas(sizes, wanted, np.linspace(_LOW, _HIGH, bin_count))
     return np.concatenate(
         [by_bin[start : start + n] for start, n in zip(starts, quota, strict=False)]
     )
 
 
-def _quotas(sizes: IntArray, wanted: int) -> IntArray:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Classes:
+    """Which class every token is in; what-ifs are drawn within classes."""
+
+    class_of: IntArray
+    """[N, T]; negative: must not be drawn."""
+    count: int
+    """B."""
+    apart: int = 1
+    """Layers fewer than this apart draw different tokens: a token that one layer's change flips is
+    likely to be flipped by the next one's, so counts of both would not be independent."""
+
+    def of(self, changes: Changes) -> IntArray:
+        """The class of each change's token where it is changed, [S]."""
+        return self.class_of[changes.layer, changes.token]
+
+    def draw(
+        self, layer: int, bins: IntArray, bin_count: int, wanted: int, rng: np.random.Generator
+    ) -> IntArray:
+        """About `wanted` tokens of one layer, stratified by their `bins` [T] within each class.
+
+        More from the steadier classes, the last one B times as many as the first: their rates are
+        low, and what bounds a low rate is the number of samples.
+        """
+        drawable = (np.arange(bins.size) - layer) % self.apart == 0
+        own = np.where(drawable & (bins >= 0), self.class_of[layer], -1)
+        sizes = np.bincount(own[own >= 0], minlength=self.count)
+        quota = _quotas(sizes, wanted, np.arange(1.0, self.count + 1))
+        parts = [
+            stratified(np.where(own == index, bins, -1), bin_count, int(share), rng)
+            for index, share in enumerate(quota)
+        ]
+        return np.concatenate(parts)
+
+
+def _quotas(sizes: IntArray, wanted: int, weights: FloatArray) -> IntArray:
     """How many to take from each bin: proportional to the weights, never more than it has; what
     a small bin cannot give is asked of the others."""
-    weights = np.linspace(_LOW, _HIGH, sizes.shape[0])
     quota = np.zeros_like(sizes)
     for _ in range(sizes.shape[0]):
         open_bins = quota < sizes
@@ -80,14 +114,20 @@ def _quotas(sizes: IntArray, wanted: int) -> IntArray:
 
 
 def skip_changes(
-    importance: np.ndarray, edges: FloatArray, top_k: int, samples: int, seed: int
+    importance: np.ndarray,
+    edges: FloatArray,
+    classes: Classes,
+    *,
+    top_k: int,
+    samples: int,
+    seed: int,
 ) -> tuple[Changes, FloatArray]:
     """Skips (5): all slots dropped; the mass is the importance [N, T]. Returns changes and masses
     [S]. `edges` [N, G] are the curve's bins."""
     parts, masses = [], []
     for layer, row in enumerate(importance):
         rng = np.random.default_rng([seed, 1, layer])
-        token = stratified(bin_of(edges[layer], row), edges.shape[1], samples, rng)
+        token = classes.draw(layer, bin_of(edges[layer], row), edges.shape[1], samples, rng)
         parts.append(_at(layer, token, np.full((token.size, top_k), DROP)))
         masses.append(row[token])
     return join(parts), np.concatenate(masses).astype(np.float64)
@@ -104,6 +144,8 @@ def drop_changes(
     dropped: Sequence[BoolArray],
     masses: Sequence[FloatArray],
     edges: FloatArray,
+    classes: Classes,
+    *,
     samples: int,
     seed: int,
 ) -> tuple[Changes, FloatArray]:
@@ -111,7 +153,7 @@ def drop_changes(
     parts, kept = [], []
     for layer, (subset, mass) in enumerate(zip(dropped, masses, strict=True)):
         rng = np.random.default_rng([seed, 3, layer])
-        token = stratified(bin_of(edges[layer], mass), edges.shape[1], samples, rng)
+        token = classes.draw(layer, bin_of(edges[layer], mass), edges.shape[1], samples, rng)
         parts.append(_at(layer, token, np.where(subset[token], DROP, KEEP)))
         kept.append(mass[token])
     return join(parts), np.concatenate(kept)
@@ -122,6 +164,8 @@ def substitution_changes(
     feasible: BoolArray,
     pair_bin: IntArray,
     bin_count: int,
+    classes: Classes,
+    *,
     samples: int,
     seed: int,
 ) -> Changes:
@@ -135,7 +179,7 @@ def substitution_changes(
         slot, substitute = _random_substitutes(chosen, feasible[layer], rng)
         target = np.take_along_axis(chosen, slot[:, None], axis=1)[:, 0]
         bins = np.where(substitute >= 0, pair_bin[layer][target, substitute], -1)
-        token = stratified(bins, bin_count, samples, rng)
+        token = classes.draw(layer, bins, bin_count, samples, rng)
         slots = np.full((token.size, chosen.shape[1]), KEEP)
         slots[np.arange(token.size), slot[token]] = substitute[token]
         parts.append(_at(layer, token, slots))

@@ -38,11 +38,16 @@ class CalibrationSettings:
     """One-sided confidence of every upper bound."""
     bins: int = 16
     """G: bins of a skip or drop curve."""
-    skip_samples: int = 1000
+    steadiness_classes: int = 4
+    """B: classes of tokens by how sure their prediction is foretold to be; what an action loses
+    is measured in each. 1: all tokens alike, as in the paper."""
+    neighbour_layers: int = 1
+    """Layers on either side that a layer's curves are estimated with; 0: each by itself."""
+    skip_samples: int = 900
     """Forced skips measured per layer."""
-    drop_samples: int = 1000
+    drop_samples: int = 1200
     """Forced drops of some slots measured per layer."""
-    substitution_samples: int = 600
+    substitution_samples: int = 900
     """Forced substitutions measured per layer."""
     substitutes: int = 3
     """R: most substitutes any expert may have."""
@@ -60,9 +65,9 @@ class CalibrationSettings:
             _require(0.0 <= getattr(self, name) <= 1.0, name, "from 0 to 1")
         for name in ("confidence", "ucb_confidence"):
             _require(0.0 < getattr(self, name) < 1.0, name, "between 0 and 1")
-        for name in ("tokens", "bins", "substitutes", "pair_samples", "centroids", "max_patterns"):
+        for name in _AT_LEAST_ONE:
             _require(getattr(self, name) >= 1, name, "at least 1")
-        for name in ("skip_samples", "drop_samples", "substitution_samples", "seed"):
+        for name in _AT_LEAST_NONE:
             _require(getattr(self, name) >= 0, name, "at least 0")
         _require(self.window >= 2, "window", "at least 2")
         _require(
@@ -72,6 +77,24 @@ class CalibrationSettings:
     def as_json(self) -> dict[str, Any]:
         """Every setting by name, as plain JSON types."""
         return asdict(self)
+
+
+_AT_LEAST_ONE = (
+    "tokens",
+    "bins",
+    "steadiness_classes",
+    "substitutes",
+    "pair_samples",
+    "centroids",
+    "max_patterns",
+)
+_AT_LEAST_NONE = (
+    "skip_samples",
+    "drop_samples",
+    "substitution_samples",
+    "neighbour_layers",
+    "seed",
+)
 
 
 def _require(holds: bool, name: str, wanted: str) -> None:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from trimmoe.calibrate.curves import clopper_pearson_upper, monotone_upper
-from trimmoe.calibrate.sampling import Changes
+from trimmoe.calibrate.curves import around, clopper_pearson_upper, falling, monotone_upper
+from trimmoe.calibrate.sampling import Changes, Classes
 from trimmoe.core.specs import BoolArray, FloatArray, IntArray
 
 _MIN_LAYER_SAMPLES = 300
-"""With fewer measurements than this, a layer's phi is fitted on all layers together."""
+"""With fewer measurements than this of a class, a layer's phi is fitted on its neighbours too."""
 
 
 def similarities(logit_gram: FloatArray) -> FloatArray:
@@ -60,30 +60,44 @@ def substitution_losses(
     pair_samples: int,
     confidence: float,
 ) -> FloatArray:
-    """Upper bounds of Q_l(r, k) (3), [N, E, E]: zero on the diagonal, 1 for infeasible pairs.
+    """Upper bounds of Q_l(r, k) by class, zero on the diagonal, 1 where a pair is not feasible;
+    [N, B, E, E]. `bins` [N, E, E] are those of `pair_bins`, `counts` flips and samples of each
+    pair, [N, B, E, E] each.
 
-    phi is a non-decreasing function of the distance's bin, fitted per layer, or on all layers
-    together for layers with few measurements. A pair that was measured often enough is judged by
-    its own count if that is tighter; either bound holds at half the risk, so that the tighter of
-    them holds at `confidence`. `counts` are flips and samples per pair, [N, E, E] each.
+    phi bounds the flip rate against distance, isotonic within a class, fitted on each layer; where
+    that has few measurements, on the least number of layers around it that have enough, whose mean
+    is then bounded. A pair that was measured often enough is judged by its own count if that is
+    tighter; either bound holds at half the risk, so that the tighter of them holds at `confidence`.
     """
     flips, samples = counts
     level = 1.0 - (1.0 - confidence) / 2
-    binned_flips, binned_samples = (_by_bin(values, bins, bin_count) for values in counts)
-    pooled = monotone_upper(binned_flips.sum(axis=0), binned_samples.sum(axis=0), level)
     own = clopper_pearson_upper(flips, samples, level)
-    losses = np.ones(bins.shape)
-    for layer in range(bins.shape[0]):
-        few = binned_samples[layer].sum() < _MIN_LAYER_SAMPLES
-        fitted = monotone_upper(binned_flips[layer], binned_samples[layer], level)
-        phi = pooled if few else fitted
-        pairs = bins[layer] >= 0
-        losses[layer][pairs] = phi[bins[layer][pairs]]
-    often = (samples >= pair_samples) & (bins >= 0)
+    losses = np.ones(flips.shape)
+    pairs = bins >= 0
+    for index in range(flips.shape[1]):
+        by_bin = [_by_bin(values[:, index], bins, bin_count) for values in counts]
+        for layer, (few, many) in enumerate(zip(*_enough(*by_bin), strict=True)):
+            phi = monotone_upper(few, many, level)
+            losses[layer, index][pairs[layer]] = phi[bins[layer][pairs[layer]]]
+    often = (samples >= pair_samples) & pairs[:, None]
     losses = np.where(often, np.minimum(losses, own), losses)
+    losses = falling(losses, samples.sum(axis=(2, 3)) > 0)
     diagonal = np.arange(bins.shape[1])
-    losses[:, diagonal, diagonal] = 0.0
+    losses[..., diagonal, diagonal] = 0.0
     return losses
+
+
+def _enough(flips: IntArray, samples: IntArray) -> tuple[IntArray, IntArray]:
+    """Counts [N, G] of each layer with as few of its neighbours as give enough samples."""
+    layers = samples.shape[0]
+    found_flips, found_samples = flips.copy(), samples.copy()
+    for radius in range(1, layers):
+        few = found_samples.sum(axis=1) < _MIN_LAYER_SAMPLES
+        if not few.any():
+            break
+        found_flips[few] = around(flips, radius)[few]
+        found_samples[few] = around(samples, radius)[few]
+    return found_flips, found_samples
 
 
 def _by_bin(values: IntArray, bins: IntArray, bin_count: int) -> IntArray:
@@ -95,18 +109,19 @@ def _by_bin(values: IntArray, bins: IntArray, bin_count: int) -> IntArray:
 
 
 def pair_counts(
-    activated: IntArray, changes: Changes, flipped: BoolArray, experts: int
+    activated: IntArray, changes: Changes, flipped: BoolArray, experts: int, classes: Classes
 ) -> tuple[IntArray, IntArray]:
-    """Flips and samples of each measured pair, [N, E, E] each.
+    """Flips and samples of each measured pair by class, [N, B, E, E] each.
 
     `activated` [N, T, k] are the recorded sets that the changes (one substitute each) refer to.
     """
-    shape = (activated.shape[0], experts, experts)
+    shape = (activated.shape[0], classes.count, experts, experts)
     flips, samples = np.zeros((2, *shape), dtype=np.int64)
     row = np.arange(changes.count)
     slot = changes.slots.argmax(axis=1)  # the only entry that is an expert; the rest is KEEP
     pair = (
         changes.layer,
+        classes.of(changes),
         activated[changes.layer, changes.token, slot],
         changes.slots[row, slot],
     )

@@ -1,6 +1,6 @@
-"""What an exit head and the exit-point predictor say about a hidden state (eq. 7, 36).
+"""What exit heads, steadiness heads and the exit-point predictor say of a hidden state (eq. 7, 36).
 
-Calibration and runtime both call these, so that both compute the very same numbers. Both read
+Calibration and runtime both call these, so that both compute the very same numbers. All read
 the state's direction only: the residual stream grows with depth while the output head, behind its
 normalisation, never sees the scale.
 """
@@ -25,7 +25,24 @@ def confidence(hidden: Tensor, weight: Tensor, bias: Tensor | float) -> Tensor:
     `hidden` [n, d] of any float type, `weight` [d]; returns float32 [n] in [0, 1]. The product is
     a sum over each row alone, so a token's confidence does not depend on its batch.
     """
-    return torch.sigmoid((rms_direction(hidden) * weight.float()).sum(dim=-1) + bias)
+    return torch.sigmoid(_linear(hidden, weight, bias))
+
+
+def steadiness(hidden: Tensor, weight: Tensor, bias: Tensor | float) -> Tensor:
+    """weight . h / rms(h) + bias: larger where the prediction depends less on any one layer.
+
+    `hidden` [n, d] is what the router reads, `weight` [d]; returns float32 [n].
+    """
+    return _linear(hidden, weight, bias)
+
+
+def steadiness_class(scores: Tensor, edges: Tensor) -> Tensor:
+    """How many of the edges, float64 [B-1], each score [n] is at least; int64 [n]."""
+    return (scores.double()[:, None] >= edges).sum(dim=1)
+
+
+def _linear(hidden: Tensor, weight: Tensor, bias: Tensor | float) -> Tensor:
+    return (rms_direction(hidden) * weight.float()).sum(dim=-1) + bias
 
 
 def nearest_centroid(hidden: Tensor, centroids: Tensor) -> Tensor:
