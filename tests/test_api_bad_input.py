@@ -1,0 +1,270 @@
+"""Whatever is sent, the answer is a clear error in OpenAI's form, and the server lives on."""
+
+from __future__ import annotations
+
+import http.client
+import json
+from collections.abc import Iterator
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx
+import pytest
+import schemathesis
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from schemathesis.checks import load_all_checks, not_a_server_error
+from schemathesis.specs.openapi.checks import (
+    content_type_conformance,
+    response_schema_conformance,
+    status_code_conformance,
+)
+
+from serving import MODEL, open_tiny, served
+from tiny import CONTEXT, VOCABULARY
+from trimmoe.api.guards import BodyLimit
+
+COMPLETION = {"model": MODEL, "prompt": "x", "max_tokens": 2}
+CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "x"}], "max_tokens": 2}
+
+
+@pytest.fixture(scope="module")
+def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with served(open_tiny(tmp_path_factory.mktemp("tiny")).exact(max_waiting=64)) as url:
+        yield url
+
+
+def refused(answer: httpx.Response, status: int, says: str) -> None:
+    """The status is right, and the body is OpenAI's and says what is wrong."""
+    assert answer.status_code == status, answer.text
+    error = answer.json()["error"]
+    assert error.keys() == {"message", "type", "param", "code"}
+    assert says in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("change", "status", "says"),
+    [
+        ({"model": "gpt-9"}, 404, "gpt-9"),
+        ({"model": 3}, 400, "model"),
+        ({"prompt": ""}, 400, "prompt"),
+        ({"prompt": []}, 400, "prompt"),
+        ({"prompt": [""]}, 400, "prompt"),
+        ({"prompt": [[]]}, 400, "prompt"),
+        ({"prompt": {"text": "x"}}, 400, "prompt"),
+        ({"prompt": ["x", 3]}, 400, "prompt"),
+        ({"prompt": [1, -1]}, 400, "prompt"),
+        ({"prompt": [True]}, 400, "prompt"),
+        ({"prompt": [VOCABULARY]}, 400, f"to {VOCABULARY - 1}"),
+        ({"prompt": [10**30]}, 400, f"to {VOCABULARY - 1}"),
+        ({"prompt": "x" * CONTEXT}, 400, "context"),
+        ({"max_tokens": 0}, 400, "max_tokens"),
+        ({"max_tokens": -5}, 400, "max_tokens"),
+        ({"max_tokens": 2**31 - 1}, 400, "context"),
+        ({"max_tokens": 10**40}, 400, "max_tokens"),
+        ({"max_tokens": "7"}, 400, "max_tokens"),
+        ({"max_tokens": 1.5}, 400, "max_tokens"),
+        ({"max_tokens": True}, 400, "max_tokens"),
+        ({"temperature": -0.1}, 400, "temperature"),
+        ({"temperature": 1e9}, 400, "temperature"),
+        ({"temperature": float("nan")}, 400, "temperature"),
+        ({"temperature": float("inf")}, 400, "temperature"),
+        ({"top_p": 0}, 400, "top_p"),
+        ({"top_p": 1.01}, 400, "top_p"),
+        ({"n": 0}, 400, "`n`"),
+        ({"n": 10_000}, 400, "`n`"),
+        ({"seed": 2**70}, 400, "seed"),
+        ({"stop": ""}, 400, "stop"),
+        ({"stop": ["a"] * 17}, 400, "stop"),
+        ({"stop": [None]}, 400, "stop"),
+        ({"logprobs": 1000}, 400, "logprobs"),
+        ({"logprobs": -1}, 400, "logprobs"),
+        ({"logprobs": 1, "echo": True}, 400, "echo"),
+        ({"stream": "yes"}, 400, "stream"),
+        ({"stream_options": {"include_usage": True}}, 400, "stream_options"),
+        ({"quality_budget": -0.01}, 400, "quality_budget"),
+        ({"quality_budget": 1.5}, 400, "quality_budget"),
+        ({"confidence": -1}, 400, "confidence"),
+        ({"exact": 1}, 400, "exact"),
+        ({"frequency_penalty": 0.5}, 400, "frequency_penalty"),
+        ({"suffix": "end"}, 400, "suffix"),
+        ({"no_such_option": 1}, 400, "no_such_option"),
+    ],
+)
+def test_wrong_values_are_named(url: str, change: dict[str, Any], status: int, says: str) -> None:
+    # json.dumps writes NaN and Infinity, as careless clients do.
+    body = json.dumps(COMPLETION | change)
+    headers = {"content-type": "application/json"}
+    refused(httpx.post(f"{url}/v1/completions", content=body, headers=headers), status, says)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"messages": []}, "messages"),
+        ({"messages": "hi"}, "messages"),
+        ({"messages": [{"role": "user"}]}, "messages"),
+        ({"messages": [{"role": "wizard", "content": "x"}]}, "messages"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages"),
+        ({"top_logprobs": 3}, "logprobs"),
+        ({"max_completion_tokens": 3}, "max_tokens"),
+        ({"tools": [{"type": "function"}]}, "tools"),
+        ({"messages": [{"role": "user", "content": "x" * CONTEXT}]}, "context"),
+    ],
+)
+def test_wrong_chats_are_refused(url: str, change: dict[str, Any], says: str) -> None:
+    refused(httpx.post(f"{url}/v1/chat/completions", json=CHAT | change), 400, says)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"temperature": None, "stop": None, "logprobs": None},
+        {"frequency_penalty": 0, "presence_penalty": 0.0, "logit_bias": {}, "user": "me"},
+        {"best_of": 1, "repetition_penalty": 1.0, "top_k": -1},
+        {"confidence": 2, "temperature": 1, "top_p": 1, "seed": -1},
+    ],
+)
+def test_what_changes_nothing_is_accepted(url: str, change: dict[str, Any]) -> None:
+    answer = httpx.post(f"{url}/v1/completions", json=COMPLETION | change)
+    assert answer.status_code == 200, answer.text
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"{",
+        b"not json",
+        b"[]",
+        b"3",
+        b"null",
+        b'"x"',
+        b'{"model": "tiny", "prompt": "\xff\xfe"}',
+        b'{"model": "tiny", "prompt": "\\ud800"}',
+        b'{"model": "tiny", "prompt": "x", "max_tokens": ' + b"9" * 5000 + b"}",
+        b'{"a":' * 20_000 + b"1" + b"}" * 20_000,
+        b"[" * 100_000,
+    ],
+    ids=lambda body: body[:24].decode(errors="replace"),
+)
+def test_bodies_that_are_no_request(url: str, body: bytes) -> None:
+    for path in ("/v1/completions", "/v1/chat/completions"):
+        for kind in ("application/json", "text/plain"):
+            answer = httpx.post(url + path, content=body, headers={"content-type": kind})
+            refused(answer, 400, "")
+
+
+def test_unknown_paths_and_methods(url: str) -> None:
+    refused(httpx.get(f"{url}/v2/everything"), 404, "")
+    refused(httpx.get(f"{url}/v1/completions"), 405, "")
+    refused(httpx.delete(f"{url}/v1/models"), 405, "")
+
+
+def test_a_body_of_ten_megabytes_is_413_declared_or_not(url: str) -> None:
+    big = b"x" * 10_000_000
+    refused(httpx.post(f"{url}/v1/completions", content=big), 413, "1000000 bytes")
+
+    def in_chunks() -> Iterator[bytes]:
+        for start in range(0, len(big), 100_000):
+            yield big[start : start + 100_000]
+
+    refused(httpx.post(f"{url}/v1/completions", content=in_chunks()), 413, "1000000 bytes")
+    just_fits = json.dumps(COMPLETION | {"prompt": "x" * 999_900})
+    refused(httpx.post(f"{url}/v1/completions", content=just_fits), 400, "")
+
+
+async def test_nothing_of_a_large_body_is_kept() -> None:
+    """The app behind the limit never sees more than the limit."""
+    seen = 0
+
+    async def app(_scope: Any, receive: Any, _send: Any) -> None:
+        nonlocal seen
+        while True:
+            message = await receive()
+            seen += len(message["body"])
+            if not message["more_body"]:
+                return
+
+    chunks = [{"type": "http.request", "body": b"x" * 300, "more_body": True} for _ in range(9)]
+    chunks.append({"type": "http.request", "body": b"", "more_body": False})
+
+    async def receive() -> Any:
+        return chunks.pop(0)
+
+    async def send(_message: Any) -> None:
+        raise AssertionError("the app's error handler answers")
+
+    with pytest.raises(Exception, match="larger than 1000 bytes"):
+        await BodyLimit(app, max_bytes=1000)({"type": "http", "headers": []}, receive, send)
+    assert seen == 900
+    assert chunks == []
+
+
+@pytest.mark.parametrize("length", ["-1", "banana"])
+def test_a_content_length_that_is_none(url: str, length: str) -> None:
+    """No HTTP client would send it, so this talks to the socket."""
+    connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=60)
+    connection.putrequest("POST", "/v1/completions")
+    connection.putheader("Content-Length", length)
+    connection.endheaders()
+    assert connection.getresponse().status == 400
+    connection.close()
+
+
+def test_the_server_still_answers(url: str) -> None:
+    """Run after all of the above: each was refused without a trace."""
+    assert httpx.get(f"{url}/health").json() == {"status": "ok", "reason": ""}
+    assert httpx.post(f"{url}/v1/completions", json=COMPLETION).status_code == 200
+    assert "trimmoe:num_requests_running{" in httpx.get(f"{url}/metrics").text
+
+
+def test_any_request_that_the_document_allows_or_not_is_answered_as_it_says(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    """Schemathesis against the OpenAPI document, the service answering for real."""
+    load_all_checks()
+    tiny = open_tiny(tmp_path_factory.mktemp("fuzzed"))
+    with served(tiny.exact(slots=8, max_waiting=512)) as url:
+        schema = schemathesis.openapi.from_dict(httpx.get(f"{url}/openapi.json").json())
+        operations = [result.ok() for result in schema.get_all_operations()]
+        assert {f"{one.method} {one.path}" for one in operations} == {
+            "post /v1/completions",
+            "post /v1/chat/completions",
+            "get /v1/models",
+            "get /v1/models/{name}",
+            "get /health",
+            "get /metrics",
+        }
+        for operation in operations:
+            _fuzz(operation, schemathesis.GenerationMode.POSITIVE, url)
+            if operation.method == "post":
+                _fuzz(operation, schemathesis.GenerationMode.NEGATIVE, url)
+        assert httpx.get(f"{url}/health").status_code == 200
+        # Some of it was answered, not only refused.
+        assert "trimmoe:generation_tokens_total{" in httpx.get(f"{url}/metrics").text
+
+
+def _fuzz(operation: Any, mode: schemathesis.GenerationMode, url: str) -> None:
+    cases = operation.as_strategy(generation_mode=mode)
+
+    @settings(
+        max_examples=25, derandomize=True, deadline=None, database=None,
+        suppress_health_check=list(HealthCheck),
+    )  # fmt: skip
+    @given(cases, st.booleans())
+    def check(case: Any, our_model: bool) -> None:
+        # Of random model names none is ours.
+        if our_model and isinstance(case.body, dict):
+            case.body = case.body | {"model": MODEL}
+        case.call_and_validate(
+            base_url=url,
+            checks=[
+                not_a_server_error,
+                status_code_conformance,
+                content_type_conformance,
+                response_schema_conformance,
+            ],
+        )
+
+    check()
