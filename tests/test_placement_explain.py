@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import io
 from dataclasses import replace
+from itertools import pairwise, product
 from pathlib import Path
 
 import numpy as np
@@ -13,8 +14,20 @@ from trimmoe.core.errors import UserError
 from trimmoe.core.plan import Plan
 from trimmoe.core.profile import Profile
 from trimmoe.core.specs import ModelSpec
-from trimmoe.experiments.explain import explain_plan, plan_figures, plot_plan, route_text
+from trimmoe.cost.expected import expected_layer_delay_s
+from trimmoe.cost.model import cost_model
+from trimmoe.experiments.explain import (
+    explain_plan,
+    hosts_text,
+    plan_figures,
+    plan_reasons,
+    plot_plan,
+    route_text,
+)
+from trimmoe.placement.alternatives import other_routes
 from trimmoe.placement.make import make_plan
+from trimmoe.placement.optimise import SearchSettings, optimise_plan
+from trimmoe.placement.routes import route_delay_s
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +57,16 @@ def test_everything_is_printed(made: tuple[Plan, Profile, ModelSpec]) -> None:
     text = console.file.getvalue()  # type: ignore[attr-defined]
     for name in plan.cluster.server_names:
         assert text.count(name) >= 3
-    for word in ("Servers", "Experts held", "Routes", "ms expected per token"):
+    for word in (
+        "Servers",
+        "more saves",
+        "Experts held",
+        "Hosts by layer",
+        "Routes",
+        "Why these routes",
+        "one switch",
+        "ms expected per token",
+    ):
         assert word in text
     assert route_text(plan.routes[0], plan.cluster.server_names) in text
 
@@ -76,3 +98,70 @@ def test_the_heat_map_is_written_whole(
     assert [path.name for path in tmp_path.iterdir()] == ["plan.png"]
     with pytest.raises(UserError, match="folder"):
         plot_plan(made[0], tmp_path / "nowhere" / "plan.png")
+
+
+def test_the_reasons_add_up(made: tuple[Plan, Profile, ModelSpec]) -> None:
+    plan, profile, model = made
+    figures, reasons = plan_figures(plan, profile, model), plan_reasons(plan, profile, model)
+    parts = reasons.parts
+    whole = parts.moves_s + parts.dense_s + parts.experts_s
+    np.testing.assert_allclose(whole, figures.route_s)
+    assert (parts.experts_s > 0).all()
+    others = reasons.others_s
+    np.testing.assert_allclose(others["home"], figures.home_s)
+    for less, more in pairwise(("best", "one switch", "one server", "home")):
+        assert (others[less] <= others[more] * (1 + 1e-12)).all()
+    np.testing.assert_allclose(figures.route_s, others["best"])
+
+
+def test_simple_routes_by_trying_them_all(made: tuple[Plan, Profile, ModelSpec]) -> None:
+    plan, profile, model = made
+    cost = cost_model(model, plan.cluster)
+    tables = expected_layer_delay_s(cost, plan.hosts, profile)
+    servers, layers = plan.routes.shape
+    tried = []
+    for first, second in product(range(servers), repeat=2):
+        for switch in range(1, layers + 1):
+            route = np.where(np.arange(layers) < switch, first, second)
+            tried.append(route_delay_s(cost, tables, np.tile(route, (servers, 1))))
+    np.testing.assert_allclose(other_routes(cost, tables)["one switch"], np.min(tried, axis=0))
+    alone = [route_delay_s(cost, tables, np.full((servers, layers), m)) for m in range(servers)]
+    np.testing.assert_allclose(other_routes(cost, tables)["one server"], np.min(alone, axis=0))
+
+
+def test_more_memory_saves_where_it_was_short() -> None:
+    rng = np.random.default_rng(2)
+    model = random_model_spec(rng, layers=4, experts=4, top_k=2)
+    cluster = random_cluster(rng, memory_ratio=1.4)
+    profile = random_profile(rng, model)
+    plan = make_plan(profile, model, cluster, cluster_hash="c")
+    reasons = plan_reasons(plan, profile, model)
+    assert (reasons.gain_s >= 0).all()
+    assert reasons.gain_s.max() > 0
+    plenty = replace(plan, expert_capacity_bytes=np.full(4, 10 * model.total_expert_bytes))
+    assert plan_reasons(plenty, profile, model).gain_s.max() == 0.0
+    none = plan_reasons(plan, profile, model, keep_going=lambda: False)
+    assert np.isnan(none.gain_s).all()
+
+
+def test_hosts_text() -> None:
+    held = np.array([[1, 1, 1], [0, 0, 0], [1, 0, 1]], dtype=bool)
+    assert hosts_text(held, ("a", "b", "c")) == "a; c: 0 2"
+
+
+def test_an_optimised_plan_says_how_near_the_optimum_it_is() -> None:
+    rng = np.random.default_rng(0)
+    model = random_model_spec(rng, layers=2, experts=2, top_k=1)
+    profile = random_profile(rng, model)
+    search = SearchSettings(iterations=200, bound_seconds=30.0)
+    plan = optimise_plan(
+        profile, model, random_cluster(rng, servers=2, memory_ratio=1.6), search, cluster_hash="c"
+    )
+    bound = plan.header.settings["bound"]
+    assert bound["optimal"]
+    assert bound["gap"] == pytest.approx(0.0, abs=1e-5)
+    console = Console(file=io.StringIO(), width=140)
+    explain_plan(plan, profile, model, console)
+    text = " ".join(console.file.getvalue().split())  # type: ignore[attr-defined]
+    assert "optimum" in text
+    assert "200 iterations" in text

@@ -67,9 +67,7 @@ def test_never_worse_than_any_seed(
         return
     assert_valid(plan, model)
     planner = make_planner(profile, model, cluster, default())
-    measure = ExactObjective(
-        cost=planner.cost, profile=profile, access_share=cluster.access_share
-    )
+    measure = ExactObjective(cost=planner.cost, profile=profile, access_share=cluster.access_share)
     if objective == "trimmed":
         measure = TrimmedObjective(
             cost=planner.cost,

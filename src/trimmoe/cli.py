@@ -1,4 +1,4 @@
-"""The command line: `trimmoe calibrate | plan | generate | compare | fetch | sample-text`.
+"""The command line: `trimmoe calibrate | plan | generate | compare | serve-local | bench | ...`.
 
 Everything heavy is imported inside the command that needs it, so that `--help` answers at once.
 """
@@ -16,6 +16,8 @@ from rich.console import Console
 from rich.markup import escape
 
 from trimmoe.core.errors import UserError
+from trimmoe.experiments.commands import app as experiments
+from trimmoe.experiments.serve_commands import app as bench
 
 if TYPE_CHECKING:
     from trimmoe.models.base import MoEView
@@ -29,6 +31,8 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
+app.add_typer(experiments, name="experiment")
+app.add_typer(bench, name="bench")
 console = Console()
 
 Model = Annotated[
@@ -125,7 +129,29 @@ def plan(
         Literal["best", "dispersed", "pipeline", "compact_pipeline"] | None,
         typer.Option(help="The first deployment; `best` tries all."),
     ] = None,
-    explain: Annotated[bool, typer.Option(help="Show who holds what, and the routes.")] = False,
+    optimise: Annotated[
+        bool, typer.Option("--optimise", help="Search from every seed for the least value.")
+    ] = False,
+    seconds: Annotated[
+        float | None, typer.Option(min=1.0, help="How long to search; default: 60.")
+    ] = None,
+    iterations: Annotated[
+        int | None,
+        typer.Option(min=1, help="End the search after so many steps: the same plan every time."),
+    ] = None,
+    objective: Annotated[
+        Literal["exact", "trimmed"] | None,
+        typer.Option(help="Least delay of exact execution (default) or within the budget."),
+    ] = None,
+    budget: Annotated[
+        float | None,
+        typer.Option(min=0.0, max=1.0, help="Flip rate of `--objective trimmed`; default: 0.02."),
+    ] = None,
+    seed: Annotated[int | None, typer.Option(min=0, help="Of the search; default: 0.")] = None,
+    explain: Annotated[
+        bool,
+        typer.Option("--explain", help="Show hosts and routes, why, and what more memory saves."),
+    ] = False,
     picture: Annotated[Path | None, typer.Option(help="Write a heat map as PNG.")] = None,
 ) -> None:
     """Place the experts and choose the routes (Algorithm 1, lines 9-14)."""
@@ -133,23 +159,36 @@ def plan(
     from trimmoe.core.cluster_file import load_cluster
     from trimmoe.core.profile import load_profile
     from trimmoe.experiments.explain import explain_plan, plot_plan
+    from trimmoe.experiments.planning import Countdown, optimise_for, search_settings
     from trimmoe.models.load import model_spec
     from trimmoe.placement import make
 
     _require_folder(output)
+    wanted = {"objective": objective, "budget": budget, "iterations": iterations, "seed": seed}
+    given = {name: value for name, value in wanted.items() if value is not None}
+    if not optimise and (given or seconds is not None):
+        raise UserError("Searching is asked for with --optimise; add it or leave its options out.")
+    if optimise and (preset == "paper" or seed_plan is not None):
+        raise UserError("--optimise starts from every seed; leave out --preset and --seed-plan.")
     calibrated = load_profile(profile)
     machines = load_cluster(cluster)
     settings = make.paper() if preset == "paper" else make.default()
     if seed_plan is not None:
         settings = replace(settings, seed_plan=seed_plan)
     spec = model_spec(_model_path(model), hashed=True)
-    made = make.make_plan(calibrated, spec, machines, settings, cluster_hash=file_hash(cluster))
+    inputs, hashed = (calibrated, spec, machines), file_hash(cluster)
+    if optimise:
+        search = search_settings(given, seconds=seconds)
+        made = optimise_for(seconds, *inputs, search, cluster_hash=hashed)
+    else:
+        made = make.make_plan(*inputs, settings, cluster_hash=hashed)
     made.save(output)
     console.print(f"Wrote {escape(str(output))} ({made.hash[:12]}).")
     if picture is not None:
         plot_plan(made, picture)
     if explain:
-        explain_plan(made, calibrated, spec, console)
+        with Countdown(20.0, "Explaining") as countdown:
+            explain_plan(made, calibrated, spec, console, countdown.keep_going)
 
 
 @app.command()
@@ -284,6 +323,71 @@ def compare(
         comparison.write_json(json_path, content)
     if picture is not None:
         plot_layers(picture, content)
+
+
+@app.command("serve-local")
+def serve_local(
+    model: ModelOption = "embedded",
+    profile: Annotated[
+        Path | None, typer.Option(help="Made by `trimmoe calibrate`; without it, exact.")
+    ] = None,
+    plan: Annotated[Path | None, typer.Option(help="Made by `trimmoe plan`.")] = None,
+    method: Annotated[str, typer.Option(help="The policy: see `trimmoe compare`.")] = "trimmoe",
+    budget: Budget = 0.02,
+    confidence: Confidence = 0.9,
+    access: Annotated[str | None, typer.Option(help="The server the users talk to.")] = None,
+    host: str = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 8000,
+    api_key: Annotated[
+        list[str] | None, typer.Option(envvar="TRIMMOE_API_KEY", help="Repeatable; default: none.")
+    ] = None,
+    served_model_name: Annotated[
+        str | None, typer.Option(help="What requests call the model; default: its own name.")
+    ] = None,
+    max_num_seqs: Annotated[int, typer.Option(min=1, help="Requests decoded together.")] = 8,
+    max_waiting: Annotated[int, typer.Option(min=0, help="Requests that may wait.")] = 64,
+    seed: int = 0,
+    dtype: Dtype = "auto",
+    device: Device = "cpu",
+) -> None:
+    """Serve a model in this process behind OpenAI's HTTP interface; links are only charged."""
+    from trimmoe.api.settings import ApiSettings
+    from trimmoe.core.plan import load_plan
+    from trimmoe.core.profile import load_profile
+    from trimmoe.experiments import serve_local as local
+    from trimmoe.experiments.methods import configured, find_method, plan_for
+    from trimmoe.models.load import load_tokenizer
+    from trimmoe.runtime.decoder import ExactDecoder
+    from trimmoe.runtime.local_service import LocalService
+
+    chosen = find_method(method)
+    if (profile is None) != (plan is None):
+        raise UserError("Give --profile and --plan together, or neither to serve the exact model.")
+    if any(not key for key in api_key or ()):
+        raise UserError("An empty --api-key would let everybody in; leave it out or give a key.")
+    listener = local.listen(host, port)
+    path = _model_path(model)
+    tokenizer = load_tokenizer(path)
+    calibrated = None if profile is None else load_profile(profile)
+    placed = None if plan is None else load_plan(plan)
+    view = _open_view(path, dtype, device)
+    if calibrated is None or placed is None:
+        decoder = ExactDecoder(view, slots=max_num_seqs)
+    else:
+        decoder = local.planned_decoder(
+            view,
+            calibrated,
+            plan_for(chosen, placed, calibrated, view.spec),
+            configured(chosen, budget=budget, confidence=confidence),
+            slots=max_num_seqs,
+            access=_server(placed.cluster.server_names, access),
+            seed=seed,
+        )
+    served = local.served_model(path, view, tokenizer, served_model_name)
+    shown_port = listener.getsockname()[1]
+    console.print(f"Serving {escape(served.id)} on http://{host}:{shown_port}/v1, Ctrl-C to stop.")
+    service = LocalService(decoder, served, max_waiting=max_waiting)
+    local.serve(service, ApiSettings(api_keys=tuple(api_key or ())), listener)
 
 
 def _model_path(model: str) -> str:

@@ -1,4 +1,5 @@
-"""A plan for people: who holds what, where each access server's tokens run, and what that saves.
+"""A plan for people: who holds what, where each access server's tokens run and why, what that
+saves, and what more memory would.
 
 Delays are expected delays per token of exact nearest-replica execution without load, the same
 figures the planner minimises (`placement.routes`).
@@ -6,9 +7,11 @@ figures the planner minimises (`placement.routes`).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -21,12 +24,14 @@ from trimmoe.core.artifact import written_whole
 from trimmoe.core.errors import UserError
 from trimmoe.core.plan import Plan
 from trimmoe.core.profile import Profile
-from trimmoe.core.specs import FloatArray, IntArray, ModelSpec
+from trimmoe.core.specs import BoolArray, FloatArray, IntArray, ModelSpec
 from trimmoe.cost.expected import expected_layer_delay_s, reference_layer_delay_s
 from trimmoe.cost.model import cost_model
+from trimmoe.placement.alternatives import MemoryGains, RouteParts, other_routes, route_parts
 from trimmoe.placement.capacity import human_bytes, used_bytes
 from trimmoe.placement.pipeline import pipeline_stages, stage_hosts, staircase_routes
 from trimmoe.placement.routes import execution_share, home_routes, route_delay_s
+from trimmoe.progress import track
 
 _SHADES = "·░▒▓█"
 
@@ -48,6 +53,48 @@ class PlanFigures:
     """A memory-proportional pipeline over all servers; None if whole layers do not fit."""
     reference_layer_s: float
     """d_ref: the mean per-layer delay on the plan's routes."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Reasons:
+    """Why the routes are what they are; delays in seconds per token, of shape [M]."""
+
+    parts: RouteParts
+    others_s: dict[str, FloatArray]
+    """Other routes on the same hosts, by name."""
+    extra_bytes: int
+    """Memory added to one server at a time."""
+    gain_s: FloatArray
+    """What that saves over all users; NaN where there was no time to find out."""
+
+
+_LARGEST_EXTRA_BYTES = 10**9
+_EXTRA_SHARE = 0.1
+"""Of all experts, where these are so small that a gigabyte would hold most of them."""
+
+
+def plan_reasons(
+    plan: Plan, profile: Profile, model: ModelSpec, keep_going: Callable[[], bool] = lambda: True
+) -> Reasons:
+    """Compare the routes with others and add memory to each server while `keep_going`."""
+    cost = cost_model(model, plan.cluster)
+    tables = expected_layer_delay_s(cost, plan.hosts, profile)
+    gains = MemoryGains(
+        cost=cost,
+        model=model,
+        profile=profile,
+        hosts=plan.hosts,
+        capacity=plan.expert_capacity_bytes,
+        access_share=plan.cluster.access_share,
+    )
+    extra_bytes = min(_LARGEST_EXTRA_BYTES, int(_EXTRA_SHARE * model.total_expert_bytes))
+    servers = track(range(plan.cluster.server_count), "More memory")
+    return Reasons(
+        parts=route_parts(cost, tables, plan.routes),
+        others_s=other_routes(cost, tables),
+        extra_bytes=extra_bytes,
+        gain_s=gains.of_each(extra_bytes, servers=servers, keep_going=keep_going),
+    )
 
 
 def plan_figures(plan: Plan, profile: Profile, model: ModelSpec) -> PlanFigures:
@@ -76,13 +123,26 @@ def plan_figures(plan: Plan, profile: Profile, model: ModelSpec) -> PlanFigures:
     )
 
 
-def explain_plan(plan: Plan, profile: Profile, model: ModelSpec, console: Console) -> None:
-    """Print servers, heat map and routes of a plan; raises `UserError` like `plan_figures`."""
+def explain_plan(
+    plan: Plan,
+    profile: Profile,
+    model: ModelSpec,
+    console: Console,
+    keep_going: Callable[[], bool] = lambda: True,
+) -> None:
+    """Print servers, heat map, layers and routes of a plan, and what more memory would save.
+
+    The last is left out for servers that `keep_going` gives no time for. Raises `UserError` like
+    `plan_figures`.
+    """
     figures = plan_figures(plan, profile, model)
+    reasons = plan_reasons(plan, profile, model, keep_going)
     console.print(_headline(plan, model, figures))
-    console.print(_server_table(plan, figures))
+    console.print(_server_table(plan, figures, reasons))
     console.print(_heat_map(plan))
+    console.print(_layer_table(plan))
     console.print(_route_table(plan, figures))
+    console.print(_reason_table(plan, figures, reasons))
 
 
 def _headline(plan: Plan, model: ModelSpec, figures: PlanFigures) -> str:
@@ -94,14 +154,30 @@ def _headline(plan: Plan, model: ModelSpec, figures: PlanFigures) -> str:
         text += f", pipeline {_ms(share @ figures.pipeline_s)} ms"
     text += f"); {_ms(figures.reference_layer_s)} ms per layer"
     won = plan.header.settings.get("seed_won")
-    return text + (f"; grown from the {escape(str(won))} seed" if won else "")
+    text += f"; grown from: {escape(str(won))}" if won else ""
+    return text + _search_text(plan.header.settings)
 
 
-def _server_table(plan: Plan, figures: PlanFigures) -> Table:
+def _search_text(settings: dict[str, Any]) -> str:
+    """What an optimised plan was searched for and how near the optimum it is proved to be."""
+    if "search" not in settings:
+        return ""
+    text = f"; {settings['objective']} value {_ms(settings['value_s'])} ms after "
+    text += f"{settings['iterations'] + settings['trimmed_iterations']} iterations"
+    bound = settings["bound"]
+    if bound is None:
+        return text
+    if bound["optimal"]:
+        return f"{text}; optimum {_ms(bound['lower_s'])} ms, gap {bound['gap']:.2%}"
+    return f"{text}; the optimum is at least {_ms(bound['lower_s'])} ms, gap {bound['gap']:.1%}"
+
+
+def _server_table(plan: Plan, figures: PlanFigures, reasons: Reasons) -> Table:
     table = Table(title="Servers")
     table.add_column("server")
     for name in ("used", "free", "experts", "layers", "users", "routes through", "executions"):
         table.add_column(name, justify="right")
+    table.add_column(f"{human_bytes(reasons.extra_bytes)} more saves", justify="right")
     held = plan.hosts.sum(axis=2)
     for m, name in enumerate(plan.cluster.server_names):
         used, capacity = int(figures.used[m]), int(plan.expert_capacity_bytes[m])
@@ -114,6 +190,7 @@ def _server_table(plan: Plan, figures: PlanFigures) -> Table:
             f"{plan.cluster.access_share[m]:.0%}",
             str(int(figures.visitors[m])),
             f"{figures.executions[m]:.1%}",
+            "?" if np.isnan(reasons.gain_s[m]) else f"{_ms(reasons.gain_s[m])} ms",
         )
     return table
 
@@ -129,6 +206,60 @@ def _heat_map(plan: Plan) -> Table:
     for name, row in zip(plan.cluster.server_names, shade, strict=True):
         table.add_row(escape(name), "".join(_SHADES[level] for level in row))
     return table
+
+
+def _layer_table(plan: Plan) -> Table:
+    """Who holds what of every layer; consecutive layers with the same hosts share a row."""
+    table = Table(title="Hosts by layer")
+    table.add_column("layers", justify="right")
+    table.add_column("servers, and which experts where not all")
+    layers = range(plan.hosts.shape[1])
+    for _, run in groupby(layers, key=lambda layer: plan.hosts[:, layer].tobytes()):
+        same = list(run)
+        label = f"{same[0]}-{same[-1]}" if len(same) > 1 else str(same[0])
+        table.add_row(label, escape(hosts_text(plan.hosts[:, same[0]], plan.cluster.server_names)))
+    return table
+
+
+def hosts_text(held: BoolArray, names: tuple[str, ...]) -> str:
+    """The hosts [M, E] of one layer: `s1; s4: 0 3 7`."""
+    parts = [
+        name if row.all() else f"{name}: {' '.join(map(str, np.flatnonzero(row)))}"
+        for name, row in zip(names, held, strict=True)
+        if row.any()
+    ]
+    return "; ".join(parts)
+
+
+def _reason_table(plan: Plan, figures: PlanFigures, reasons: Reasons) -> Table:
+    """What the route's delay is made of, and what other routes on the same hosts would take."""
+    table = Table(title="Why these routes (expected ms per token, same hosts)")
+    table.add_column("access")
+    for name in ("plan", "moves", "dense", "experts", *reasons.others_s):
+        table.add_column(name, justify="right")
+    table.add_column("because")
+    parts = reasons.parts
+    for m, name in enumerate(plan.cluster.server_names):
+        others = {other: float(delay[m]) for other, delay in reasons.others_s.items()}
+        shown = (figures.route_s, parts.moves_s, parts.dense_s, parts.experts_s)
+        table.add_row(
+            escape(name),
+            *(_ms(delay[m]) for delay in shown),
+            *(_ms(delay) for delay in others.values()),
+            _because(float(figures.route_s[m]), others),
+        )
+    return table
+
+
+def _because(route_s: float, others_s: dict[str, float]) -> str:
+    """The plan's route against the simple ones, in words."""
+    simple = {name: delay for name, delay in others_s.items() if name != "best"}
+    name, delay_s = min(simple.items(), key=lambda item: item[1])
+    if route_s > others_s["best"] * (1 + 1e-9):
+        return f"{_ms(route_s - others_s['best'])} ms over the least exact delay"
+    if delay_s <= route_s * (1 + 1e-9):
+        return f"{name} is best"
+    return f"saves {_ms(delay_s - route_s)} ms over {name}"
 
 
 def _route_table(plan: Plan, figures: PlanFigures) -> Table:

@@ -57,7 +57,9 @@ class TrimmedObjective:
     """Where routes may go in `layer_table_s`; None: everywhere. Fewer are quicker."""
     levers: Levers = PLANNING_LEVERS
     name: str = "trimmed"
-    _curves: dict[tuple[int, bytes, int, int], FloatArray] = field(default_factory=dict)
+    _curves: dict[tuple[int, bytes, int, int], FloatArray] = field(
+        init=False, default_factory=dict
+    )
 
     @property
     def alive(self) -> FloatArray:
@@ -73,7 +75,9 @@ class TrimmedObjective:
 
     def at(self, price_s: float, servers: IntArray | None = None) -> TrimmedObjective:
         """The same objective with tables at another price; what is known is shared."""
-        return replace(self, price_s=price_s, servers=servers)
+        other = replace(self, price_s=price_s, servers=servers)
+        object.__setattr__(other, "_curves", self._curves)
+        return other
 
     def layer_table_s(self, layer: int, held: BoolArray) -> FloatArray:
         """T_lambda of one layer at `price_s`, infinite off `servers`, [M, M]."""
