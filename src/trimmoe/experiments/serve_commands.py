@@ -1,0 +1,109 @@
+"""`trimmoe bench`: load a server and measure it.
+
+Everything heavy is imported inside the command, so that `--help` answers at once.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+from trimmoe.core.errors import UserError
+
+app = typer.Typer(help="Measure a server under load.", no_args_is_help=True)
+console = Console()
+
+
+@app.callback()
+def measure() -> None:
+    """Measure a server under load."""
+
+
+@app.command()
+def serve(
+    model: Annotated[str, typer.Option(help="The model's name at the server.")],
+    base_url: Annotated[str | None, typer.Option(help="Instead of --host and --port.")] = None,
+    host: str = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=1, max=65535)] = 8000,
+    endpoint: Annotated[str, typer.Option(help="Or /v1/chat/completions.")] = "/v1/completions",
+    num_prompts: Annotated[int, typer.Option(min=1)] = 1000,
+    request_rate: Annotated[float, typer.Option(help="Per second; inf: all at once.")] = math.inf,
+    burstiness: Annotated[float, typer.Option(help="1: Poisson; less: in bursts.")] = 1.0,
+    max_concurrency: Annotated[int | None, typer.Option(min=1)] = None,
+    dataset_name: Annotated[Literal["random", "text"], typer.Option()] = "random",
+    dataset_path: Annotated[Path | None, typer.Option(help="UTF-8 text or .jsonl[.gz].")] = None,
+    random_input_len: Annotated[int, typer.Option(min=1, help="Tokens; else words.")] = 1024,
+    random_output_len: Annotated[int, typer.Option(min=1, help="Tokens.")] = 128,
+    tokenizer: Annotated[
+        str | None, typer.Option(help="Checkpoint folder or hub id, to count prompt tokens by.")
+    ] = None,
+    temperature: Annotated[float, typer.Option(min=0.0)] = 0.0,
+    ignore_eos: Annotated[bool, typer.Option(help="Answers go on to their full length.")] = False,
+    extra_body: Annotated[
+        str, typer.Option(help="JSON put into each request, e.g. '{\"quality_budget\": 0.02}'.")
+    ] = "{}",
+    api_key: Annotated[str | None, typer.Option(envvar="OPENAI_API_KEY")] = None,
+    percentile_metrics: Annotated[str, typer.Option(help="Of ttft,tpot,itl,e2el.")] = (
+        "ttft,tpot,itl"
+    ),
+    metric_percentiles: str = "99",
+    goodput: Annotated[
+        list[str] | None, typer.Option(help="METRIC:MILLISECONDS of ttft, tpot, e2el; repeatable.")
+    ] = None,
+    seed: int = 0,
+    save_result: Annotated[bool, typer.Option("--save-result", help="Write the JSON.")] = False,
+    result_filename: Annotated[Path | None, typer.Option(help="Where; default: named by date.")] = (
+        None
+    ),
+) -> None:
+    """Load any OpenAI-compatible server; options and JSON are those of `vllm bench serve`."""
+    import asyncio
+    from datetime import datetime
+
+    from trimmoe.experiments import serve_bench, serve_prompts, serve_report
+
+    metrics = serve_prompts.parse_names(
+        percentile_metrics, serve_bench.METRICS, "--percentile-metrics"
+    )
+    percentiles = serve_prompts.parse_percentiles(metric_percentiles)
+    limits_ms = serve_prompts.parse_goodput(goodput or ())
+    date = datetime.now().strftime("%Y%m%d-%H%M%S")
+    result = result_filename or Path(f"bench-serve-{date}.json")
+    if save_result and not result.parent.is_dir():
+        raise UserError(f"The folder {result.parent} does not exist; create it or write elsewhere.")
+    load = serve_bench.Load(
+        base_url=base_url or f"http://{host}:{port}",
+        endpoint=endpoint,
+        model=model,
+        prompts=serve_prompts.make_prompts(
+            dataset_name,
+            dataset_path,
+            num_prompts,
+            random_input_len,
+            seed=seed,
+            model=tokenizer,
+        ),
+        output_tokens=random_output_len,
+        request_rate=serve_prompts.positive(request_rate, "--request-rate"),
+        burstiness=serve_prompts.positive(burstiness, "--burstiness"),
+        max_concurrency=max_concurrency,
+        temperature=temperature,
+        ignore_eos=ignore_eos,
+        extra_body=serve_prompts.parse_object(extra_body, "--extra-body"),
+        api_key=api_key,
+        seed=seed,
+    )
+    sent, duration_s = asyncio.run(serve_bench.run_load(load))
+    figures = serve_bench.summarise(
+        sent, duration_s, metrics=metrics, percentiles=percentiles, goodput_ms=limits_ms
+    )
+    content = serve_report.result_json(load, figures, date=date, tokenizer_id=tokenizer)
+    serve_report.print_result(console, content, metrics=metrics, percentiles=percentiles)
+    if save_result:
+        serve_report.save_result(result, content)
+        console.print(f"Wrote {escape(str(result))}.")

@@ -1,0 +1,96 @@
+"""One process behind the API: a plan under a policy, or just the exact model."""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+
+from trimmoe.api.app import create_app
+from trimmoe.api.settings import ApiSettings
+from trimmoe.core.errors import UserError
+from trimmoe.core.plan import Plan
+from trimmoe.core.profile import Profile
+from trimmoe.experiments.methods import make_engine, require_fitting
+from trimmoe.models.base import MoEView
+from trimmoe.models.checkpoint import resolve
+from trimmoe.policy.settings import PolicySettings
+from trimmoe.runtime.decoder import PlannedDecoder
+from trimmoe.runtime.service import InferenceService, ServedModel
+
+GRACE_S = 10
+"""How long answers may take to end after Ctrl-C."""
+
+
+def served_model(path: str, view: MoEView, tokenizer: Any, name: str | None) -> ServedModel:
+    """The model as the API shows it; `name` None takes the checkpoint's."""
+    return ServedModel(
+        id=name or view.spec.name,
+        tokenizer=tokenizer,
+        context_length=view.spec.context_length,
+        vocab_size=view.spec.vocab_size,
+        created=int(time.time()),
+        stop_ids=_stop_ids(resolve(path), tokenizer),
+    )
+
+
+def _stop_ids(folder: Path, tokenizer: Any) -> frozenset[int]:
+    """The tokenizer's end of text, and those that the model's own settings add (ends of turns)."""
+    ids = set() if tokenizer.eos_token_id is None else {tokenizer.eos_token_id}
+    file = folder / "generation_config.json"
+    if file.is_file():
+        try:
+            named = json.loads(file.read_text()).get("eos_token_id")
+        except ValueError as error:
+            raise UserError(f"{file} is not valid JSON; fetch the checkpoint again.") from error
+        ids |= set(named if isinstance(named, list) else [] if named is None else [named])
+    return frozenset(ids)
+
+
+def planned_decoder(
+    view: MoEView,
+    profile: Profile,
+    plan: Plan,
+    settings: PolicySettings,
+    *,
+    slots: int,
+    access: int,
+    seed: int,
+) -> PlannedDecoder:
+    """The plan under the policy; raises `UserError` if profile, plan and model do not fit."""
+    require_fitting(profile, plan, view.spec)
+    return PlannedDecoder(
+        view,
+        profile,
+        make_engine(plan, profile, view.spec, settings),
+        slots=slots,
+        server_names=plan.cluster.server_names,
+        access=access,
+        seed=seed,
+    )
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """The socket to serve on; raises `UserError` if it cannot be had."""
+    try:
+        return socket.create_server((host, port))
+    except (OSError, OverflowError) as error:
+        raise UserError(
+            f"Cannot listen on {host}:{port} ({error}); choose another --host or --port."
+        ) from error
+
+
+def serve(service: InferenceService, settings: ApiSettings, listener: socket.socket) -> None:
+    """Serve until Ctrl-C or SIGTERM; answers under way get `GRACE_S` to end."""
+    config = uvicorn.Config(
+        create_app(service, settings),
+        log_level="warning",
+        timeout_graceful_shutdown=GRACE_S,
+    )
+    with listener, suppress(KeyboardInterrupt):
+        uvicorn.Server(config).run(sockets=[listener])
