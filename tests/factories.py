@@ -303,15 +303,20 @@ def _centroid_fields(rng: np.random.Generator, model: ModelSpec, centroids: int)
 
 @st.composite
 def model_specs(
-    draw: st.DrawFn, *, max_layers: int = 5, max_experts: int = 8, unequal: bool | None = None
+    draw: st.DrawFn,
+    *,
+    max_layers: int = 5,
+    max_experts: int = 8,
+    unequal: bool | None = None,
+    min_experts: int = 2,
 ) -> ModelSpec:
     """Models of any small geometry, top-1 to all experts, equal or unequal expert sizes."""
-    experts = draw(st.integers(2, max_experts))
+    experts = draw(st.integers(min_experts, max_experts))
     return random_model_spec(
         np.random.default_rng(draw(st.integers(0, 2**32 - 1))),
         layers=draw(st.integers(1, max_layers)),
         experts=experts,
-        top_k=draw(st.integers(1, min(experts, 4))),
+        top_k=draw(st.integers(1, min(experts, 8))),
         unequal=draw(st.booleans()) if unequal is None else unequal,
     )
 
@@ -331,10 +336,22 @@ def clusters(
 
 @st.composite
 def models_with_profiles(
-    draw: st.DrawFn, *, max_layers: int = 5, max_experts: int = 8, unequal: bool | None = None
+    draw: st.DrawFn,
+    *,
+    max_layers: int = 5,
+    max_experts: int = 8,
+    unequal: bool | None = None,
+    min_experts: int = 2,
 ) -> tuple[ModelSpec, Profile]:
     """A model and a profile of it."""
-    model = draw(model_specs(max_layers=max_layers, max_experts=max_experts, unequal=unequal))
+    model = draw(
+        model_specs(
+            max_layers=max_layers,
+            max_experts=max_experts,
+            unequal=unequal,
+            min_experts=min_experts,
+        )
+    )
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     patterns, classes = draw(st.integers(1, 12)), draw(st.integers(1, 3))
     return model, random_profile(rng, model, patterns=patterns, classes=classes)

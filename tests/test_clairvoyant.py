@@ -49,14 +49,14 @@ def test_no_policy_is_faster_than_the_bound(seed, budget, confidence, horizon, c
     engine = make_engine(world.plan, world.profile, world.model, policy)
     assert isinstance(engine.policy, TrimPolicy)
     ledgers = replay(engine, world.trace, access, budget=budget, confidence=confidence)
-    charge = float(engine._exit_loss(np.array([confidence]))[0])
+    needed, charge = engine.exit_terms(confidence)
     bound = clairvoyant_bound(
         engine.policy.lookahead.space,
         world.trace,
         engine.routes,
         access,
         budget=budget,
-        exits=Exits(threshold=confidence, loss=charge),
+        exits=Exits(threshold=needed, loss=charge),
     )
     reached = sum(ledger.delay_s for ledger in ledgers) / len(ledgers)
     assert bound.delay_s <= reached * (1 + 1e-9)

@@ -5,7 +5,7 @@ Property 1 and (c.1)-(c.3) are about placement and tested there.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import numpy as np
 import pytest
@@ -23,9 +23,12 @@ from synthetic import SyntheticDriver, Trajectory, hostile, random_plan
 from trimmoe.core.ledger import Kind
 from trimmoe.core.plan import Plan
 from trimmoe.core.profile import LossCurves, Profile
+from trimmoe.cost.actions import ActionSpace
 from trimmoe.cost.model import Accounting
 from trimmoe.experiments.methods import make_engine
+from trimmoe.policy.base import Policy
 from trimmoe.policy.settings import PRESETS, BudgetRule, PolicySettings
+from trimmoe.policy.trim import TrimPolicy
 
 TOKENS = 6
 ROUNDING = 1e-12
@@ -34,7 +37,7 @@ ROUNDING = 1e-12
 @st.composite
 def worlds(draw: st.DrawFn) -> tuple[SyntheticDriver, Plan, float, float]:
     """A random deployment under a random policy, after some tokens of some sequences."""
-    model, profile = draw(models_with_profiles(max_layers=4, max_experts=6))
+    model, profile = draw(models_with_profiles(max_layers=4, max_experts=8, min_experts=1))
     cluster = draw(clusters(max_servers=4))
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     if draw(st.booleans()):
@@ -51,7 +54,10 @@ def worlds(draw: st.DrawFn) -> tuple[SyntheticDriver, Plan, float, float]:
         importance_gate=draw(st.booleans()),
     )
     plan = random_plan(rng, model, cluster, density=draw(st.sampled_from([0.0, 0.3, 1.0])))
-    driver = SyntheticDriver(engine=make_engine(plan, profile, model, policy), rng=rng)
+    engine = make_engine(plan, profile, model, policy)
+    if draw(st.booleans()):
+        engine = replace(engine, policy=misled(rng, engine.policy))
+    driver = SyntheticDriver(engine=engine, rng=rng)
     driver.importance_scale = draw(st.sampled_from([0.01, 1.0]))
     sequences = tuple(range(draw(st.integers(1, 3))))
     for sequence in sequences:
@@ -60,6 +66,30 @@ def worlds(draw: st.DrawFn) -> tuple[SyntheticDriver, Plan, float, float]:
     for _ in range(TOKENS):
         driver.decode(sequences)
     return driver, plan, budget, confidence
+
+
+def misled(rng: np.random.Generator, policy: Policy) -> Policy:
+    """The same policy deciding by links and machines that are up to ten times off."""
+    assert isinstance(policy, TrimPolicy)
+    space = policy.lookahead.space
+    cost = space.cost
+
+    def lying(true: np.ndarray) -> np.ndarray:
+        return true * 10.0 ** rng.uniform(-1.0, 1.0, true.shape)
+
+    cost = replace(
+        cost,
+        transfer_s=lying(cost.transfer_s),
+        expert_s=lying(cost.expert_s),
+        waiting_s=rng.exponential(0.01, cost.waiting_s.shape),
+    )
+    space = ActionSpace(
+        **{item.name: getattr(space, item.name) for item in fields(space) if item.name != "cost"},
+        cost=cost,
+    )
+    tables = policy.tables and replace(policy.tables, space=space, _tables={})
+    lookahead = replace(policy.lookahead, space=space, _menus={}, _values={})
+    return replace(policy, lookahead=lookahead, tables=tables, _by_weight={})
 
 
 @settings(deadline=None, max_examples=120)

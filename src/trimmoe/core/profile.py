@@ -10,7 +10,7 @@ curve, P patterns (activated sets), C centroids, T grid of exit thresholds.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +41,11 @@ class LossCurves:
     """Upper confidence bound of the same, non-decreasing, shape [N, B, G], in [0, 1]."""
     samples: IntArray
     """Measurements behind each bin, shape [N, B, G]."""
+
+    def inflated(self, factor: float) -> LossCurves:
+        """The same curves with every bound `factor` times as large, at most 1."""
+        assert factor >= 1.0
+        return replace(self, upper=np.minimum(self.upper * factor, 1.0))
 
     def pooled(self, class_share: FloatArray) -> LossCurves:
         """The curves of tokens whose class is not looked at, B = 1; `class_share` [N, B]."""

@@ -124,6 +124,12 @@ class Engine:
         attend = Attend(wave=event.wave, layer=0, rows=wave.alive, server=wave.server)
         return state.with_wave(event.wave, wave), (attend,)
 
+    def exit_terms(self, confidence: float) -> tuple[float, float]:
+        """The threshold p that a request's confidence amounts to before any feedback, and what an
+        exit at it is charged."""
+        needed = self._needed(confidence)
+        return needed, float(self._exit_loss(np.array([needed]))[0])
+
     def _exit_loss(self, needed: FloatArray) -> FloatArray:
         """What an exit at these thresholds is charged: the bound of its conditional flip rate."""
         if not self.settings.exits_charged:
@@ -131,7 +137,8 @@ class Engine:
         grid, bound = self.profile.exit_grid, self.profile.exit_error_upper
         # Rounded to the laxer threshold of the grid, and below the grid nothing is known.
         index = np.searchsorted(grid, needed, side="right") - 1
-        return np.where(index >= 0, bound[np.maximum(index, 0)], 1.0)
+        known = np.where(index >= 0, bound[np.maximum(index, 0)], 1.0)
+        return np.minimum(known * self.settings.inflation, 1.0)
 
     def _imported(self, state: EngineState, event: TokensImported) -> Step:
         wave, tokens = event.wave, event.tokens

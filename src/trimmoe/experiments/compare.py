@@ -68,7 +68,7 @@ def compare(
         )
     except ValueError as error:
         raise UserError(f"The held-out text is too short: {error}; give more text.") from error
-    access = _access_servers(plan, passages.token_ids.shape[0], settings.seed)
+    access = access_servers(plan, passages.token_ids.shape[0], settings.seed)
     outcomes = []
     for name, policy in _policies(settings):
         method = find_method(name)
@@ -96,7 +96,7 @@ def _policies(settings: CompareSettings) -> Iterator[tuple[str, PolicySettings]]
             yield name, configured(method, budget=budget, confidence=settings.confidence)
 
 
-def _access_servers(plan: Plan, count: int, seed: int) -> IntArray:
+def access_servers(plan: Plan, count: int, seed: int) -> IntArray:
     """Access server of each passage: shares of users as evenly as whole passages allow."""
     share = plan.cluster.access_share
     exact = share * count

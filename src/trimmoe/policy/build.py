@@ -94,6 +94,8 @@ def action_space(deployment: Deployment, profile: Profile, settings: PolicySetti
     if not settings.steadiness:
         skip, drop = pooled
         substitution = (share[:, :, None, None] * substitution).sum(1, keepdims=True)
+    skip, drop = skip.inflated(settings.inflation), drop.inflated(settings.inflation)
+    substitution = np.minimum(substitution * settings.inflation, 1.0)
     return ActionSpace(
         cost=deployment.cost,
         hosts=deployment.plan.hosts,

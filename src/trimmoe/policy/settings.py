@@ -60,6 +60,9 @@ class PolicySettings:
     exit_risk: float | None = 0.01
     """Share of all tokens that exits may flip: p is raised to where calibration bounds it by this,
     whatever the confidence asked for, and audits steer toward it. None trusts the scores."""
+    inflation: float = 1.0
+    """gamma >= 1: every loss counts this much more than it was measured alone, for approximations
+    that act together."""
     exits_charged: bool = True
     """Whether an exit spends the budget: the bound of its conditional flip rate. Off, exits are
     free, as in the paper."""

@@ -1,0 +1,147 @@
+"""`trimmoe experiment ...`: the experiments as commands.
+
+Everything heavy is imported inside the command that needs it.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from trimmoe.core.errors import UserError
+
+app = typer.Typer(
+    help="Experiments: what each reading, policy and baseline is worth.", no_args_is_help=True
+)
+
+ProfileOption = Annotated[Path, typer.Option("--profile", help="Made by `trimmoe calibrate`.")]
+PlanOption = Annotated[Path, typer.Option("--plan", help="Made by `trimmoe plan`.")]
+TraceOption = Annotated[Path, typer.Option("--trace", help="Made by `trimmoe record`.")]
+ModelOption = Annotated[
+    str, typer.Option("--model", help="A checkpoint folder, a hub id, or `embedded`.")
+]
+JsonOption = Annotated[Path | None, typer.Option("--json", help="Write the figures.")]
+
+
+@app.command()
+def readings(
+    text: Annotated[list[Path], typer.Option("--text", help="Held-out text; repeatable.")],
+    profile: ProfileOption,
+    plan: PlanOption,
+    model: ModelOption = "embedded",
+    variant: Annotated[
+        list[str] | None, typer.Option(help="Readings to take back; repeatable; default: all.")
+    ] = None,
+    budget: Annotated[
+        list[float] | None, typer.Option(min=0.0, max=1.0, help="Repeatable.")
+    ] = None,
+    at_flips: Annotated[float, typer.Option(help="Flip rate at which delays compare.")] = 0.02,
+    confidence: float = 0.9,
+    passages: int = 32,
+    context: int = 64,
+    steps: int = 32,
+    seed: int = 0,
+    json_path: JsonOption = None,
+    device: str = "cpu",
+) -> None:
+    """What each reading of the paper contributes, at equal measured quality."""
+    from rich.console import Console
+
+    from trimmoe.calibrate.text import read_texts, text_hash
+    from trimmoe.core.plan import load_plan
+    from trimmoe.core.profile import load_profile
+    from trimmoe.evaluate.teacher import cut_passages
+    from trimmoe.experiments import readings as experiment
+    from trimmoe.experiments.compare import access_servers, write_json
+    from trimmoe.experiments.methods import require_fitting
+    from trimmoe.experiments.opening import open_view, resolved
+    from trimmoe.experiments.variants import VARIANTS, find_variants
+    from trimmoe.models.load import load_tokenizer
+    from trimmoe.policy.settings import exact
+
+    try:
+        chosen = find_variants(variant)
+    except KeyError as error:
+        names = ", ".join(each.name for each in VARIANTS)
+        raise UserError(f"There is no reading {error}; choose from {names}.") from None
+    settings = experiment.ReadingsSettings(
+        variants=tuple(each.name for each in chosen),
+        budgets=tuple(budget or (0.01, 0.02, 0.04)),
+        at_flips=at_flips,
+        confidence=confidence,
+        passages=passages,
+        context=context,
+        steps=steps,
+        seed=seed,
+    )
+    calibrated, placed, texts = load_profile(profile), load_plan(plan), read_texts(text)
+    path = resolved(model)
+    view = open_view(path, "auto", device)
+    require_fitting(calibrated, placed, view.spec)
+    ids = load_tokenizer(path)("\n\n".join(texts), verbose=False)["input_ids"]
+    try:
+        cut = cut_passages(view, ids, count=passages, context=context, steps=steps)
+    except ValueError as error:
+        raise UserError(f"The held-out text is too short: {error}; give more text.") from error
+    access = access_servers(placed, cut.token_ids.shape[0], seed)
+    reference = experiment.run_policy(
+        view, calibrated, placed, cut, access, exact(), label="exact", seed=seed
+    )
+    points = experiment.measure_readings(view, calibrated, placed, cut, access, chosen, settings)
+    inputs = {"profile": calibrated.hash, "plan": placed.hash, "text": text_hash(texts)}
+    content = experiment.readings_json(settings, points, reference, inputs)
+    Console().print(experiment.readings_table(content, chosen))
+    if json_path is not None:
+        write_json(json_path, content)
+
+
+@app.command()
+def regret(
+    profile: ProfileOption,
+    trace: TraceOption,
+    model: ModelOption = "embedded",
+    clusters: Annotated[int, typer.Option(min=1, help="Random clusters.")] = 10,
+    servers: Annotated[int, typer.Option(min=1)] = 10,
+    budget: Annotated[float, typer.Option(min=0.0, max=1.0)] = 0.02,
+    confidence: float = 0.9,
+    placement: Annotated[
+        Literal["default", "paper"],
+        typer.Option(help="`paper`: the paper's placement, all layers at home."),
+    ] = "default",
+    seed: int = 0,
+    json_path: JsonOption = None,
+) -> None:
+    """How near each policy comes to a clairvoyant on random clusters."""
+    from rich.console import Console
+
+    from trimmoe.core.profile import load_profile
+    from trimmoe.core.trace import load_trace
+    from trimmoe.experiments import regret as experiment
+    from trimmoe.experiments.compare import write_json
+    from trimmoe.experiments.opening import resolved
+    from trimmoe.models.load import model_spec
+    from trimmoe.progress import track
+
+    calibrated, recorded = load_profile(profile), load_trace(trace)
+    recorded.require_profile(calibrated.hash)
+    spec = model_spec(resolved(model), hashed=True)
+    calibrated.require_model(spec.model_hash, spec.name)
+    settings = experiment.RegretSettings(
+        clusters=clusters,
+        servers=servers,
+        budget=budget,
+        confidence=confidence,
+        placement=placement,
+        seed=seed,
+    )
+    seeds = range(seed, seed + clusters)
+    outcomes = experiment.measure_regret(
+        calibrated, spec, recorded, settings, track(seeds, "Clusters")
+    )
+    inputs = {"profile": calibrated.hash, "trace": recorded.hash, "model": spec.model_hash}
+    content = experiment.regret_json(settings, outcomes, inputs)
+    Console().print(experiment.regret_table(content))
+    if json_path is not None:
+        write_json(json_path, content)
