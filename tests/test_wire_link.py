@@ -150,14 +150,19 @@ def test_the_window_is_bounded_in_messages_and_in_bytes() -> None:
     assert right.up
 
 
-def test_what_is_consumed_makes_room() -> None:
+@pytest.mark.parametrize("size_bytes", [1, SETTINGS.window_bytes // 2])
+def test_what_is_consumed_makes_room_before_the_window_is_full(size_bytes: int) -> None:
     left, right = pair()
     for _ in range(3 * SETTINGS.window_messages):
-        assert right.hear(sent(left), SIZE_BYTES, 0.0)
-        right.consume(SIZE_BYTES)
+        left.check_room(size_bytes)
+        envelope = left.message(0.0)
+        left.sent(size_bytes)
+        assert right.hear(envelope, size_bytes, 0.0)
+        right.consume(size_bytes)
         if right.answer_due:
             left.hear(right.beat(0.0), SIZE_BYTES, 0.0)
     assert kinds(left, right) == []
+    assert not right.answer_due
 
 
 def test_a_peer_that_ignores_the_window_is_cut() -> None:

@@ -11,9 +11,11 @@ from dataclasses import replace
 import msgspec
 import numpy as np
 import pytest
+import torch
 import zmq
 
 from trimmoe.core.errors import UserError
+from trimmoe.runtime.wire.codec import DEFAULT_LIMITS
 from trimmoe.runtime.wire.keys import (
     Keyring,
     derive_keys,
@@ -22,10 +24,11 @@ from trimmoe.runtime.wire.keys import (
     keyring_from_keys,
     keyring_from_token,
 )
+from trimmoe.runtime.wire.link import LinkSettings
 from trimmoe.runtime.wire.protocol import WIRE_VERSION, Envelope
 from trimmoe.runtime.wire.transport import LinkTransport
-from trimmoe.runtime.wire.zmq_transport import ZmqCarrier
-from wires import BRISK, NAMES, TOKEN, Note, soon, texts, until
+from trimmoe.runtime.wire.zmq_transport import SocketSettings, ZmqCarrier
+from wires import BRISK, NAMES, PATIENCE_S, TOKEN, Note, soon, texts, until
 
 
 class Pair:
@@ -35,10 +38,13 @@ class Pair:
         self.stack = AsyncExitStack()
 
     async def start(
-        self, keyring_a: Keyring | None = None, keyring_b: Keyring | None = None
+        self,
+        keyring_a: Keyring | None = None,
+        keyring_b: Keyring | None = None,
+        settings: LinkSettings = BRISK,
     ) -> tuple[LinkTransport, LinkTransport]:
-        a = LinkTransport(ZmqCarrier("a", keyring=keyring_a), (Note,), settings=BRISK)
-        b = LinkTransport(ZmqCarrier("b", keyring=keyring_b), (Note,), settings=BRISK)
+        a = LinkTransport(ZmqCarrier("a", keyring=keyring_a), (Note,), settings=settings)
+        b = LinkTransport(ZmqCarrier("b", keyring=keyring_b), (Note,), settings=settings)
         for server in (a, b):
             await self.stack.enter_async_context(server)
         a.connect("b", b.address)
@@ -113,6 +119,40 @@ async def test_raw_bytes_on_the_port_are_dropped_and_counted(pair: Pair, encrypt
     await b.send("a", Note("same here"))
     assert await texts(b, 1) == ["unimpressed"]
     assert await texts(a, 1) == ["same here"]
+
+
+async def test_a_frame_beyond_the_limit_never_arrives() -> None:
+    arrived: list[int] = []
+    carrier = ZmqCarrier("a", settings=SocketSettings(largest_frame_bytes=1000))
+    context = zmq.Context()
+    await carrier.start(lambda origin, frames: arrived.append(len(frames[0])), lambda reason: None)
+    try:
+        dealer = context.socket(zmq.DEALER)
+        dealer.reconnect_ivl = 10
+        dealer.connect(carrier.address)
+        dealer.send(b"x" * 1001)
+
+        def small_arrived() -> bool:
+            dealer.send(b"x" * 1000)
+            return bool(arrived)
+
+        await until(small_arrived)
+    finally:
+        context.destroy(linger=0)
+        await carrier.close()
+    assert set(arrived) == {1000}
+
+
+async def test_the_largest_tensor_passes_encrypted(pair: Pair) -> None:
+    rings = [keyring_from_token(TOKEN, name, NAMES) for name in "ab"]
+    # Nothing else is heard while it passes: encrypting alone takes longer than brisk links wait.
+    patient = LinkSettings(silence_s=PATIENCE_S)
+    a, b = await pair.start(*rings, settings=patient)
+    await soon(a.wait_up("b"))
+    largest = torch.zeros(DEFAULT_LIMITS.tensor_bytes, dtype=torch.uint8)
+    await a.send("b", Note("large"), [largest])
+    received = await soon(b.receive())
+    assert received.tensors[0].shape == largest.shape
 
 
 def envelope(**changes: object) -> bytes:

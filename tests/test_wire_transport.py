@@ -222,8 +222,10 @@ async def test_a_long_stall_is_a_clean_cut_on_both_sides(memory: Cluster) -> Non
     a, b = await memory.add("a"), await memory.add("b")
     await memory.up()
     memory.network.stall("a", "b")
-    await a.send("b", Note("never delivered"))
+    await a.send("b", Note("never delivered"), [torch.ones(1)])
     await until(lambda: not a.peers_up() and not b.peers_up())
+    held = memory.network._stalled["a", "b"]
+    assert all(len(frames) == 2 for frames in held), "beats only: the tensor was given up"
     memory.network.resume("a", "b")
     await memory.up()
     await a.send("b", Note("anew"))

@@ -63,7 +63,7 @@ class LinkQueue:
     """When the last byte accepted so far will have left."""
     _stalled_until_s: float = -math.inf
     _under_way: deque[tuple[float, list[bytes]]] = field(default_factory=deque)
-    """Arrival times, which never decrease, and frames."""
+    """Arrival times and frames; one that is due waits for those before it."""
 
     def __len__(self) -> int:
         return len(self._under_way)
@@ -74,8 +74,6 @@ class LinkQueue:
         self._free_s = max(self._free_s, now_s) + size_bytes / self.link.bandwidth_bytes_per_s
         longer = self.link.jitter_share and self.link.jitter_share * self.rng.uniform()
         due_s = self._free_s + self.link.delay_s * (1.0 + longer)
-        if self._under_way:
-            due_s = max(due_s, self._under_way[-1][0])
         self._under_way.append((due_s, [bytes(frame) for frame in frames]))
 
     def due_s(self) -> float:

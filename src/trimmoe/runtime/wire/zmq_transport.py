@@ -41,8 +41,9 @@ class SocketSettings:
 
     queue_messages: int = 4096
     """What ZeroMQ holds per peer; beyond, `post` refuses. More than any window."""
-    largest_frame_bytes: int = 64 << 20
-    """A connection that announces more is closed before anything is allocated."""
+    largest_frame_bytes: int = 65 << 20
+    """A connection that announces more is closed before anything is allocated. Above the largest
+    tensor by what encryption adds."""
     reconnect_s: float = 0.05
     slowest_reconnect_s: float = 1.0
     handshake_s: float = 10.0
