@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from trimmoe.calibrate.head import Referee, _Screen, greedy
+from trimmoe.calibrate.head import Referee, _Duel, _Screen, greedy
 
 
 class _Head:
@@ -41,7 +41,7 @@ def _drawn(seed: int, *, vocabulary: int = 3000, width: int = 24) -> tuple[Any, 
     return _Head(rows), torch.randn(200, width, generator=generator) * 5
 
 
-@settings(max_examples=20)
+@settings(max_examples=20, deadline=None)
 @given(seed=st.integers(0, 2**31), nearness=st.sampled_from([0.0, 1e-6, 1e-3, 0.1]))
 def test_the_screen_never_changes_an_answer(seed: int, nearness: float) -> None:
     view, hidden = _drawn(seed)
@@ -60,14 +60,36 @@ def test_the_screen_never_changes_an_answer(seed: int, nearness: float) -> None:
 
 
 @given(seed=st.integers(0, 2**31))
-@settings(max_examples=20)
+@settings(max_examples=20, deadline=None)
 def test_what_the_screen_is_certain_of_is_so_in_double_precision(seed: int) -> None:
     view, hidden = _drawn(seed)
     logits = hidden.double() @ view.rows.double().T
     for rank in (0, 1, 5):
         tokens = logits.topk(6, dim=1).indices[:, rank]
-        agrees, certain = _Screen(view).judge(hidden, tokens)
-        assert (agrees[certain] == (rank == 0)).all()
+        duel = _Duel(view)
+        sure, rivals = _Screen(duel).search(hidden, tokens)
+        assert not (sure & (rank > 0)).any()
+        ahead = logits.gather(1, rivals[:, None]) > logits.gather(1, tokens[:, None])
+        assert ahead[:, 0][duel.won(hidden, rivals, tokens)].all()
+
+
+@given(seed=st.integers(0, 2**31), screen=st.booleans())
+@settings(max_examples=20, deadline=None)
+def test_rivals_only_save_work(seed: int, screen: bool) -> None:
+    view, hidden = _drawn(seed)
+    best = greedy(view, hidden)
+    tokens = np.where(np.arange(best.size) % 2 == 0, best, np.roll(best, 1))
+    referee = Referee(view, screen=screen)
+    rivals = np.random.default_rng(seed).integers(0, 3000, best.size)
+    first = referee.agrees(hidden, tokens, rivals)
+    assert np.array_equal(first, best == tokens)
+    # What was found to win settles every "no" the next time, without the head.
+    refuted = ~first
+    view.asked = 0
+    assert not referee.agrees(
+        hidden[torch.from_numpy(refuted)], tokens[refuted], rivals[refuted]
+    ).any()
+    assert view.asked <= 0.05 * refuted.sum()
 
 
 def test_clear_cases_do_not_meet_the_whole_head() -> None:

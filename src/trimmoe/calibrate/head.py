@@ -1,10 +1,10 @@
 """Whether the output head predicts a given token: exact, mostly at a fraction of the head's cost.
 
 Calibration asks this of every token after many layers and of every what-if, and the head is as
-large as a dozen layers of a small model. It never needs the prediction itself, so logits in
-bfloat16, several times quicker on processors that multiply it, decide wherever their error bound
-lets them; the rest meet the whole head in the view's own precision. The answers are those of the
-whole head throughout.
+large as a dozen layers of a small model. It never needs the prediction itself: one token that
+wins is enough to say no, and logits in bfloat16, several times quicker on processors that multiply
+it, decide wherever their error bound lets them. The rest meet the whole head in the view's own
+precision. The answers are those of the whole head throughout.
 """
 
 from __future__ import annotations
@@ -52,32 +52,66 @@ class Referee:
     def __init__(self, view: MoEView, *, screen: bool | None = None) -> None:
         """`screen`: use bfloat16 first; None: where it is quicker."""
         self._view = view
-        self._screen = _Screen(view) if (_quick(view) if screen is None else screen) else None
+        plain = view.dtype != torch.float32 or view.device.type != "cpu"
+        self._duel = None if plain else _Duel(view)
+        wanted = _multiplies_bf16() if screen is None else screen
+        self._screen = _Screen(self._duel) if self._duel is not None and wanted else None
 
-    def agrees(self, hidden: Tensor, tokens: IntArray) -> BoolArray:
-        """Whether the prediction from states [n, d] is `tokens` [n]; bool [n]."""
-        expected = torch.from_numpy(tokens)
-        blocks = zip(hidden.split(_ROWS), expected.split(_ROWS), strict=True)
-        found = [self._block(states, wanted) for states, wanted in blocks]
-        return np.concatenate(found) if found else np.zeros(0, dtype=bool)
+    def agrees(self, hidden: Tensor, tokens: IntArray, rivals: IntArray | None = None) -> BoolArray:
+        """Whether the prediction from states [n, d] is `tokens` [n]; bool [n].
 
-    def _block(self, hidden: Tensor, tokens: Tensor) -> BoolArray:
-        if self._screen is None:
-            return greedy(self._view, hidden) == tokens.numpy()
-        agrees, certain = self._screen.judge(self._view.head(hidden)[0], tokens)
-        open_rows = torch.nonzero(~certain)[:, 0]
-        if len(open_rows):
-            exact = greedy(self._view, hidden[open_rows]) == tokens[open_rows].numpy()
-            agrees[open_rows] = torch.from_numpy(exact)
-        return agrees.numpy()
+        `rivals` [n] are guesses of what else it might be, such as what another layer predicts:
+        one that wins saves the search. What is found instead of `tokens` is written to it.
+        """
+        guesses = tokens.copy() if rivals is None else rivals
+        if not len(tokens):
+            return np.zeros(0, dtype=bool)
+        parts = (torch.from_numpy(array).split(_ROWS) for array in (tokens, guesses))
+        blocks = zip(hidden.split(_ROWS), *parts, strict=True)
+        return torch.cat([self._block(*block) for block in blocks]).numpy()
+
+    def _block(self, hidden: Tensor, tokens: Tensor, rivals: Tensor) -> Tensor:
+        agrees = torch.zeros(len(tokens), dtype=torch.bool)
+        left = torch.arange(len(tokens))
+        if self._duel is not None:
+            states = self._view.head(hidden)[0]
+            left = left[~self._duel.won(states, rivals, tokens)]
+        if self._screen is not None and len(left):
+            sure, rivals[left] = self._screen.search(states[left], tokens[left])
+            agrees[left] = sure
+            lost = self._duel.won(states[left], rivals[left], tokens[left])
+            left = left[~(sure | lost)]
+        if len(left):
+            best = torch.from_numpy(greedy(self._view, hidden[left]))
+            agrees[left] = best == tokens[left]
+            rivals[left] = torch.where(agrees[left], rivals[left], best)
+        return agrees
 
 
-def _quick(view: MoEView) -> bool:
-    """Whether the processor multiplies bfloat16 by itself and the view does not use it already."""
-    if view.dtype != torch.float32 or view.device.type != "cpu":
-        return False
-    capabilities = getattr(torch.cpu, "get_capabilities", dict)()
-    return bool(capabilities.get("amx_bf16"))
+def _multiplies_bf16() -> bool:
+    """Whether the processor has matrix units for bfloat16."""
+    return bool(getattr(torch.cpu, "get_capabilities", dict)().get("amx_bf16"))
+
+
+class _Duel:
+    """Which of two tokens has the larger logit, in float32, beyond what rounding could turn."""
+
+    def __init__(self, view: MoEView) -> None:
+        self.head = view.head(torch.zeros(1, view.spec.hidden_size))[1].detach()
+        self.norm = self.head.norm(dim=1)
+        self.step = 4 * (self.head.shape[1] + 2) * _FLOAT32_STEP
+        """Times the two norms: the most that float32 sums err, with room to spare."""
+
+    def won(self, states: Tensor, tokens: Tensor, others: Tensor) -> Tensor:
+        """Whether `tokens` [n] surely beat `others` [n] from normed states [n, d]; bool [n]."""
+        ahead = self.logit(states, tokens) - self.logit(states, others)
+        return ahead > self.error(states, tokens) + self.error(states, others)
+
+    def logit(self, states: Tensor, tokens: Tensor) -> Tensor:
+        return (states * self.head[tokens]).sum(dim=1)
+
+    def error(self, states: Tensor, tokens: Tensor) -> Tensor:
+        return self.step * states.norm(dim=1) * self.norm[tokens]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -94,43 +128,36 @@ class _Screen:
 
     With x = a + e and w = b + f, a and b rounded: x.w <= a.b + |e||b| + |x||f|. The two last terms
     are a product too, so they ride along as two more columns, and the largest entry bounds every
-    logit. What float32 sums add is covered by a few of its steps per term.
+    logit.
     """
 
-    def __init__(self, view: MoEView) -> None:
-        self._head = view.head(torch.zeros(1, view.spec.hidden_size))[1].detach()
-        self._step = 4 * (self._head.shape[1] + 2) * _FLOAT32_STEP
-        self._norm = self._head.norm(dim=1)
-        self._slices = [self._rounded(first) for first in range(0, len(self._head), _COLUMNS)]
+    def __init__(self, duel: _Duel) -> None:
+        self._duel = duel
+        tokens = torch.arange(len(duel.head))
+        self._slices = [self._rounded(part) for part in tokens.split(_COLUMNS)]
 
-    def _rounded(self, first: int) -> _Slice:
-        exact = self._head[first : first + _COLUMNS]
-        norm = self._norm[first : first + _COLUMNS]
+    def _rounded(self, tokens: Tensor) -> _Slice:
+        exact = self._duel.head[tokens]
         rounded = exact.bfloat16()
-        error = (exact - rounded.float()).norm(dim=1) + self._step * norm
+        error = (exact - rounded.float()).norm(dim=1) + self._duel.step * self._duel.norm[tokens]
         bounds = _rounded_up(torch.stack([rounded.float().norm(dim=1), error], dim=1))
-        return _Slice(first=first, rows=torch.cat([rounded, bounds], dim=1))
+        return _Slice(first=int(tokens[0]), rows=torch.cat([rounded, bounds], dim=1))
 
-    def judge(self, states: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Whether the largest logit of each normed state [n, d] is that of `tokens` [n], and
-        whether that is certain; both bool [n]."""
-        own = (states * self._head[tokens]).sum(dim=1)
-        length = states.norm(dim=1)
-        slack = self._step * length
-        bound, rival = self._highest(states, length, tokens)
-        agrees = own - slack * self._norm[tokens] > bound
-        rival_logit = (states * self._head[rival]).sum(dim=1)
-        refuted = rival_logit - own > slack * (self._norm[rival] + self._norm[tokens])
-        return agrees, agrees | refuted
+    def search(self, states: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """Whether `tokens` [n] surely have the largest logits from normed states [n, d], bool [n],
+        and the likeliest to beat them [n]."""
+        bound, rival = self._highest(states, tokens)
+        own = self._duel.logit(states, tokens) - self._duel.error(states, tokens)
+        return own > bound, rival
 
-    def _highest(self, states: Tensor, length: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    def _highest(self, states: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """Bound of all logits but those of `tokens` [n], and which token's it is; both [n]."""
         rounded = states.bfloat16()
         error = (states - rounded.float()).norm(dim=1)
-        bounds = _rounded_up(torch.stack([error, length], dim=1))
+        bounds = _rounded_up(torch.stack([error, states.norm(dim=1)], dim=1))
         rows = torch.cat([rounded, bounds], dim=1)
-        best = torch.full_like(length, -torch.inf)
-        token = torch.zeros_like(tokens)
+        best = torch.full_like(error, -torch.inf)
+        rival = tokens.clone()
         for part in self._slices:
             logits = F.linear(rows, part.rows)
             here = torch.nonzero((tokens >= part.first) & (tokens < part.first + len(part.rows)))
@@ -138,9 +165,9 @@ class _Screen:
             top = logits.max(dim=1)
             higher = top.values.float() > best
             best = torch.where(higher, top.values.float(), best)
-            token = torch.where(higher, top.indices + part.first, token)
+            rival = torch.where(higher, top.indices + part.first, rival)
         # The product itself was rounded to bfloat16 at the end.
-        return best + (2 * _BF16_STEP) * best.abs(), token
+        return best + (2 * _BF16_STEP) * best.abs(), rival
 
 
 def _rounded_up(values: Tensor) -> Tensor:

@@ -200,9 +200,11 @@ def _compare(view: MoEView, referee: Referee, recording: Recording, span: slice)
     """Fill in b of (22); returns how many tokens agreed and were looked at, [2, N]."""
     counts = np.zeros((2, view.spec.layer_count), dtype=np.int64)
     counts[:, -1] = span.stop - span.start
+    # What one layer predicts is a good guess of what the next one does.
+    rivals = recording.predictions[span].copy()
     for layer in np.flatnonzero(recording.may_exit[:-1]):
         state = recording.hidden[layer, span].to(device=view.device, dtype=view.dtype)
-        agrees = referee.agrees(state, recording.predictions[span])
+        agrees = referee.agrees(state, recording.predictions[span], rivals)
         recording.agrees[layer, span] = agrees
         counts[:, layer] = agrees.sum(), agrees.size
     return counts
