@@ -365,50 +365,97 @@ def serve_local(
         raise UserError("Give --profile and --plan together, or neither to serve the exact model.")
     if any(not key for key in api_key or ()):
         raise UserError("An empty --api-key would let everybody in; leave it out or give a key.")
-    listener = local.listen(host, port)
-    path = _model_path(model)
-    tokenizer = load_tokenizer(path)
-    calibrated = None if profile is None else load_profile(profile)
-    placed = None if plan is None else load_plan(plan)
-    view = _open_view(path, dtype, device)
-    if calibrated is None or placed is None:
-        decoder = ExactDecoder(view, slots=max_num_seqs)
-    else:
-        decoder = local.planned_decoder(
-            view,
-            calibrated,
-            plan_for(chosen, placed, calibrated, view.spec),
-            configured(chosen, budget=budget, confidence=confidence),
-            slots=max_num_seqs,
-            access=_server(placed.cluster.server_names, access),
-            seed=seed,
+    with local.listen(host, port) as listener:
+        path = _model_path(model)
+        tokenizer = load_tokenizer(path)
+        calibrated = None if profile is None else load_profile(profile)
+        placed = None if plan is None else load_plan(plan)
+        view = _open_view(path, dtype, device)
+        if calibrated is None or placed is None:
+            decoder = ExactDecoder(view, slots=max_num_seqs)
+        else:
+            decoder = local.planned_decoder(
+                view,
+                calibrated,
+                plan_for(chosen, placed, calibrated, view.spec),
+                configured(chosen, budget=budget, confidence=confidence),
+                slots=max_num_seqs,
+                access=_server(placed.cluster.server_names, access),
+                seed=seed,
+            )
+        served = local.served_model(path, view, tokenizer, served_model_name)
+        shown_port = listener.getsockname()[1]
+        console.print(
+            f"Serving {escape(served.id)} on http://{host}:{shown_port}/v1, Ctrl-C to stop."
         )
-    served = local.served_model(path, view, tokenizer, served_model_name)
-    shown_port = listener.getsockname()[1]
-    console.print(f"Serving {escape(served.id)} on http://{host}:{shown_port}/v1, Ctrl-C to stop.")
-    service = LocalService(decoder, served, max_waiting=max_waiting)
-    local.serve(service, ApiSettings(api_keys=tuple(api_key or ())), listener)
+        service = LocalService(decoder, served, max_waiting=max_waiting)
+        local.serve(service, ApiSettings(api_keys=tuple(api_key or ())), listener)
+
+
+@app.command()
+def tune(
+    text: Texts,
+    profile: ProfileOption,
+    plan: PlanOption,
+    output: Output,
+    model: ModelOption = "embedded",
+    budget: Annotated[
+        list[float] | None,
+        typer.Option(min=0.0, max=1.0, help="Repeatable; default: 0.01 to 0.03."),
+    ] = None,
+    confidence: Confidence = 0.9,
+    passages: Annotated[int, typer.Option(min=1)] = 32,
+    context: Annotated[int, typer.Option(min=1)] = 64,
+    steps: Annotated[int, typer.Option(min=1)] = 32,
+    seed: int = 0,
+    dtype: Dtype = "auto",
+    device: Device = "cpu",
+) -> None:
+    """Measure how much more approximations flip together than alone; notes it in the plan."""
+    from trimmoe.calibrate.text import read_texts
+    from trimmoe.core.plan import load_plan
+    from trimmoe.core.profile import load_profile
+    from trimmoe.experiments.methods import require_fitting
+    from trimmoe.experiments.tune import tune as run
+    from trimmoe.models.load import load_tokenizer
+
+    _require_folder(output)
+    calibrated, placed, texts = load_profile(profile), load_plan(plan), read_texts(text)
+    path = _model_path(model)
+    view = _open_view(path, dtype, device)
+    require_fitting(calibrated, placed, view.spec)
+    tuned, scores = run(
+        view,
+        calibrated,
+        placed,
+        load_tokenizer(path)("\n\n".join(texts), verbose=False)["input_ids"],
+        budgets=budget or (0.01, 0.02, 0.03),
+        confidence=confidence,
+        passages=passages,
+        context=context,
+        steps=steps,
+        seed=seed,
+    )
+    tuned.save(output)
+    for each, score in scores.items():
+        console.print(
+            f"budget {each:g}: charged {score.ledger.loss / score.tokens:.2%}, flipped "
+            f"{score.flips / score.tokens:.2%} of {score.tokens} tokens, gamma "
+            f"{tuned.inflation(each):.2f}"
+        )
+    console.print(f"Wrote {escape(str(output))} ({tuned.hash[:12]}).")
 
 
 def _model_path(model: str) -> str:
-    if model != "embedded":
-        return model
-    from trimmoe.models.embedded import ensure_embedded_model
+    from trimmoe.experiments.opening import resolved
 
-    return str(ensure_embedded_model())
+    return resolved(model)
 
 
 def _open_view(path: str, dtype: str, device: str) -> MoEView:
-    import torch
+    from trimmoe.experiments.opening import open_view
 
-    from trimmoe.models.load import open_model
-
-    if dtype == "auto":
-        # In bfloat16 the mere shape of a batch flips some per cent of a small model's predictions,
-        # which would drown what is to be measured.
-        dtype = "float32" if device == "cpu" else "checkpoint"
-    wanted = None if dtype == "checkpoint" else getattr(torch, dtype)
-    return open_model(path, dtype=wanted, device=device, hashed=True)
+    return open_view(path, dtype, device)
 
 
 def _prompt_ids(tokenizer, prompt: str, chat: bool) -> list[int]:

@@ -92,5 +92,5 @@ def serve(service: InferenceService, settings: ApiSettings, listener: socket.soc
         log_level="warning",
         timeout_graceful_shutdown=GRACE_S,
     )
-    with listener, suppress(KeyboardInterrupt):
+    with suppress(KeyboardInterrupt):
         uvicorn.Server(config).run(sockets=[listener])
