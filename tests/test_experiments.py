@@ -8,11 +8,14 @@ import numpy as np
 import pytest
 
 from trimmoe.core.ledger import Ledger
+from trimmoe.core.plan import load_plan
 from trimmoe.evaluate.teacher import Score
+from trimmoe.experiments.methods import make_engine
 from trimmoe.experiments.random_clusters import paper_cluster
 from trimmoe.experiments.readings import Point, delay_at, joint_inflation
 from trimmoe.experiments.regret import RegretSettings, measure_cluster, policies, regret_json
 from trimmoe.experiments.variants import VARIANTS, base_policy, find_variants
+from trimmoe.simulator.replay import replay
 from worlds import small_world
 
 
@@ -76,3 +79,29 @@ def test_regret_is_never_negative_and_the_gap_is_closed_by_no_more_than_all_of_i
         assert content["mean_captured"][name] <= 1 + 1e-9
     assert outcome.spent["exact"] == 0.0
     assert content["regret"]["ours, full depth"] <= content["regret"]["exact"]
+
+
+def test_a_plan_remembers_the_inflation_measured_for_the_nearest_budget(tmp_path) -> None:
+    plan = small_world(1).plan
+    assert plan.inflation(0.02) == 1.0
+    tuned = plan.with_inflation({0.01: 1.5, 0.03: 2.0})
+    tuned.save(tmp_path / "plan.trim")
+    loaded = load_plan(tmp_path / "plan.trim")
+    assert (loaded.inflation(0.012), loaded.inflation(0.5), loaded.inflation(0.0)) == (
+        1.5,
+        2.0,
+        1.0,
+    )
+
+
+def test_inflated_losses_are_charged_and_held_to_the_same_budget() -> None:
+    world = small_world(4)
+    access = np.zeros(3, dtype=int)
+    spent = {}
+    for gamma in (1.0, 3.0):
+        policy = replace(base_policy(budget=0.2, confidence=0.9), inflation=gamma)
+        engine = make_engine(world.plan, world.profile, world.model, policy)
+        ledgers = replay(engine, world.trace, access, budget=0.2, confidence=0.9)
+        spent[gamma] = sum(ledger.loss for ledger in ledgers) / len(ledgers)
+        assert spent[gamma] <= 0.2
+        assert engine.settings.inflation == gamma

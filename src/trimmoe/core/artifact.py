@@ -100,7 +100,7 @@ def load_artifact(
         ) from error
 
 
-_MAKER = {"profile": "trimmoe calibrate", "plan": "trimmoe plan", "trace": "trimmoe calibrate"}
+_MAKER = {"profile": "trimmoe calibrate", "plan": "trimmoe plan", "trace": "trimmoe record"}
 
 
 def _load_header(path: Path, kind: str) -> Header:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -31,6 +31,21 @@ class Plan:
     def save(self, path: Path) -> None:
         """Write the plan to `path`, atomically."""
         save_artifact(path, self.header, self._arrays())
+
+    def inflation(self, budget: float) -> float:
+        """gamma: how much more than its parts a policy's approximations flip together, as measured
+        with the budget nearest to this one; 1 if it was never measured."""
+        measured: dict[str, float] = self.header.settings.get("inflation", {})
+        if not measured or budget <= 0:
+            return 1.0
+        nearest = min(measured, key=lambda known: abs(float(known) - budget))
+        return float(measured[nearest])
+
+    def with_inflation(self, measured: dict[float, float]) -> Plan:
+        """The same plan with gamma measured at some budgets."""
+        known = {str(budget): gamma for budget, gamma in measured.items()}
+        settings = self.header.settings | {"inflation": known}
+        return replace(self, header=replace(self.header, settings=settings))
 
     @property
     def hash(self) -> str:

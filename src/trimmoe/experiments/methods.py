@@ -76,7 +76,7 @@ def plan_for(method: Method, plan: Plan, profile: Profile, model: ModelSpec) -> 
 def make_engine(plan: Plan, profile: Profile, model: ModelSpec, settings: PolicySettings) -> Engine:
     """The engine of a policy on a plan."""
     deployment = deploy(plan, profile, model, settings.accounting)
-    settings = priced(deployment, profile, settings)
+    settings = priced(deployment, profile, inflated(plan, settings))
     return Engine(
         policy=make_policy(deployment, profile, settings),
         settings=settings,
@@ -85,6 +85,13 @@ def make_engine(plan: Plan, profile: Profile, model: ModelSpec, settings: Policy
         routes=deployment.routes,
         reference_s=deployment.reference_s,
     )
+
+
+def inflated(plan: Plan, settings: PolicySettings) -> PolicySettings:
+    """`settings` with the joint inflation measured for the plan, unless they name their own."""
+    if settings.inflation > 1.0 or not settings.inflate:
+        return settings
+    return replace(settings, inflation=plan.inflation(settings.budget))
 
 
 def require_fitting(profile: Profile, plan: Plan, model: ModelSpec) -> None:

@@ -128,23 +128,6 @@ def joint_inflation(measured: Score, confidence: float = 0.95) -> float:
     return max(1.0, upper / charged)
 
 
-def measured_inflation(
-    view: MoEView,
-    profile: Profile,
-    plan: Plan,
-    passages: Passages,
-    access: IntArray,
-    policy: PolicySettings,
-    *,
-    seed: int,
-) -> float:
-    """gamma of a policy acting on all tokens at once, on these passages."""
-    free = replace(policy, inflation=1.0)
-    return joint_inflation(
-        run_policy(view, profile, plan, passages, access, free, label="gamma", seed=seed)
-    )
-
-
 def delay_at(points: Sequence[Point], flip_rate: float, exact_ms: float) -> float | None:
     """Least delay of a variant at a measured flip rate, interpolated between its points.
 

@@ -92,6 +92,11 @@ VARIANTS = (
             policy, exits_charged=False, exit_risk=None, exit_rule=ExitRule.PAPER
         ),
     ),
+    Variant(
+        name="no-inflation",
+        what="losses add up as measured alone, gamma = 1",
+        change=lambda policy: replace(policy, inflate=False),
+    ),
     Variant(name="no-exits", what="every token runs to full depth", change=_levers(exit=False)),
     Variant(name="letter", what="the paper to the letter, tokens pinned", change=_letter),
 )

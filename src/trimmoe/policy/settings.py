@@ -63,6 +63,8 @@ class PolicySettings:
     inflation: float = 1.0
     """gamma >= 1: every loss counts this much more than it was measured alone, for approximations
     that act together."""
+    inflate: bool = True
+    """Take gamma from the plan, where `trimmoe tune` has measured it."""
     exits_charged: bool = True
     """Whether an exit spends the budget: the bound of its conditional flip rate. Off, exits are
     free, as in the paper."""
@@ -105,6 +107,7 @@ def paper() -> PolicySettings:
         accounting=Accounting.MIGRATE,
         importance_gate=True,
         exit_risk=None,
+        inflate=False,
         exits_charged=False,
         budget_rule=BudgetRule.EVEN,
         weight_rule=WeightRule.PAPER,
