@@ -187,7 +187,7 @@ def test_the_profile_is_whole(profile: Profile) -> None:
     assert (np.diff(profile.substitution_loss, axis=1) <= 0).all()
     assert profile.steady_edges.shape == (LAYERS, 3)
     assert (np.diff(profile.steady_edges, axis=1) > 0).all()
-    np.testing.assert_allclose(profile.class_share, [[0.5, 0.25, 0.125, 0.125]] * LAYERS, atol=0.01)
+    np.testing.assert_allclose(profile.class_share, [[0.6, 0.24, 0.096, 0.064]] * LAYERS, atol=0.01)
     assert profile.exit_hazard.shape == (LAYERS + 1, LAYERS)
     assert (profile.exit_hazard[:, -1] == 1.0).all()
     for rows in (

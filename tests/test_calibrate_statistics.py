@@ -114,7 +114,7 @@ def test_substitution_losses_rise_with_distance_and_yield_to_measured_pairs() ->
     samples = np.where(feasible, 1000, 0) * (1 - np.eye(3, dtype=np.int64))[None]
     flips = np.where(bins == bins.max(), 300, 10) * (samples > 0)
     losses = substitution.substitution_losses(
-        bins, 4, (flips[:, None], samples[:, None]), pair_samples=200, confidence=0.95
+        bins, 4, (flips[:, None], samples[:, None]), pair_samples=200, neighbours=0, confidence=0.95
     )
     assert losses.shape == (1, 1, 3, 3)
     losses = losses[:, 0]
@@ -137,12 +137,12 @@ def test_a_layer_with_few_substitutions_is_judged_with_its_nearest_neighbours() 
     flips = np.zeros_like(samples)
     flips[[0, 6]] = samples[[0, 6]]  # Far layers must not touch layer 3,
     near = substitution.substitution_losses(
-        bins, 1, (flips, samples), pair_samples=10**6, confidence=0.95
+        bins, 1, (flips, samples), pair_samples=10**6, neighbours=0, confidence=0.95
     )
     assert near[3, 0, 0, 1] < 0.01
     flips[[0, 6]], flips[2] = 0, samples[2] // 2  # but a near one does.
     far = substitution.substitution_losses(
-        bins, 1, (flips, samples), pair_samples=10**6, confidence=0.95
+        bins, 1, (flips, samples), pair_samples=10**6, neighbours=0, confidence=0.95
     )
     assert 0.2 < far[3, 0, 0, 1] < 0.35
     assert far[1, 0, 0, 1] < 0.01
@@ -153,7 +153,12 @@ def test_substitution_losses_do_not_rise_with_steadiness() -> None:
     samples = np.where(bins >= 0, 400, 0)[:, None].repeat(3, axis=1)
     flips = samples * np.array([0.1, 0.01, 0.05])[None, :, None, None]
     losses = substitution.substitution_losses(
-        bins, 1, (flips.astype(np.int64), samples), pair_samples=10**6, confidence=0.95
+        bins,
+        1,
+        (flips.astype(np.int64), samples),
+        pair_samples=10**6,
+        neighbours=0,
+        confidence=0.95,
     )
     assert (np.diff(losses, axis=1) <= 0).all()
     assert (losses[:, 1] == losses[:, 2]).all()

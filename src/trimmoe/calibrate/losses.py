@@ -97,7 +97,7 @@ def plan_experiments(
             samples=settings.substitution_samples,
             seed=seed,
         ),
-        controls=sampling.control_changes(recording.token_count, top_k, _CONTROL_SAMPLES, seed),
+        controls=sampling.control_changes(classes, top_k, _CONTROL_SAMPLES, seed),
         classes=classes,
         similarity=similarity,
         feasible=feasible,
@@ -165,6 +165,7 @@ def measure_losses(
         settings.bins,
         counts,
         pair_samples=settings.pair_samples,
+        neighbours=settings.neighbour_layers,
         confidence=level,
     )
     return Losses(

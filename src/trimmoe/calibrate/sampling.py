@@ -203,10 +203,11 @@ def _random_substitutes(
     return best // experts, np.where(found, best % experts, -1)
 
 
-def control_changes(tokens: int, top_k: int, samples: int, seed: int) -> Changes:
+def control_changes(classes: Classes, top_k: int, samples: int, seed: int) -> Changes:
     """What-ifs that change nothing from the first layer on: what they flip is numerical noise."""
     rng = np.random.default_rng([seed, 5])
-    token = rng.choice(tokens, size=min(samples, tokens), replace=False)
+    tokens = np.flatnonzero(classes.class_of[0] >= 0)
+    token = rng.choice(tokens, size=min(samples, tokens.size), replace=False)
     return _at(0, token, np.full((token.size, top_k), KEEP))
 
 

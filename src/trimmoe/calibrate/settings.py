@@ -43,11 +43,11 @@ class CalibrationSettings:
     is measured in each. 1: all tokens alike, as in the paper."""
     neighbour_layers: int = 1
     """Layers on either side that a layer's curves are estimated with; 0: each by itself."""
-    skip_samples: int = 900
+    skip_samples: int = 750
     """Forced skips measured per layer."""
-    drop_samples: int = 1200
+    drop_samples: int = 900
     """Forced drops of some slots measured per layer."""
-    substitution_samples: int = 900
+    substitution_samples: int = 800
     """Forced substitutions measured per layer."""
     substitutes: int = 3
     """R: most substitutes any expert may have."""

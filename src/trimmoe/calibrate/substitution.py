@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 
-from trimmoe.calibrate.curves import around, clopper_pearson_upper, falling, monotone_upper
+from trimmoe.calibrate.curves import (
+    around,
+    clopper_pearson_upper,
+    falling,
+    monotone_upper,
+    with_neighbours,
+)
 from trimmoe.calibrate.sampling import Changes, Classes
 from trimmoe.core.specs import BoolArray, FloatArray, IntArray
 
@@ -58,27 +64,31 @@ def substitution_losses(
     counts: tuple[IntArray, IntArray],
     *,
     pair_samples: int,
+    neighbours: int,
     confidence: float,
 ) -> FloatArray:
     """Upper bounds of Q_l(r, k) by class, zero on the diagonal, 1 where a pair is not feasible;
     [N, B, E, E]. `bins` [N, E, E] are those of `pair_bins`, `counts` flips and samples of each
     pair, [N, B, E, E] each.
 
-    phi bounds the flip rate against distance, isotonic within a class, fitted on each layer; where
-    that has few measurements, on the least number of layers around it that have enough, whose mean
-    is then bounded. A pair that was measured often enough is judged by its own count if that is
-    tighter; either bound holds at half the risk, so that the tighter of them holds at `confidence`.
+    phi bounds the flip rate against distance, isotonic within a class, fitted on each layer and its
+    `neighbours` as `loss_curves` is; where those have few measurements, on as few layers around it
+    as have enough. What is bounded is the mean of the layers. A pair that was measured often enough
+    is judged by its own count if that is tighter; either bound holds at half the risk, so that the
+    tighter of them holds at `confidence`.
     """
     flips, samples = counts
     level = 1.0 - (1.0 - confidence) / 2
     own = clopper_pearson_upper(flips, samples, level)
     losses = np.ones(flips.shape)
     pairs = bins >= 0
-    for index in range(flips.shape[1]):
-        by_bin = [_by_bin(values[:, index], bins, bin_count) for values in counts]
-        for layer, (few, many) in enumerate(zip(*_enough(*by_bin), strict=True)):
-            phi = monotone_upper(few, many, level)
-            losses[layer, index][pairs[layer]] = phi[bins[layer][pairs[layer]]]
+    by_bin = [_by_bin(values, bins, bin_count) for values in counts]
+    wide = with_neighbours(*by_bin, neighbours, confidence)
+    fitted_flips, fitted_samples = _enough(*by_bin, *wide)
+    for cell in np.ndindex(samples.shape[:2]):
+        phi = monotone_upper(fitted_flips[cell], fitted_samples[cell], level)
+        at = pairs[cell[0]]
+        losses[cell][at] = phi[bins[cell[0]][at]]
     often = (samples >= pair_samples) & pairs[:, None]
     losses = np.where(often, np.minimum(losses, own), losses)
     losses = falling(losses, samples.sum(axis=(2, 3)) > 0)
@@ -87,12 +97,14 @@ def substitution_losses(
     return losses
 
 
-def _enough(flips: IntArray, samples: IntArray) -> tuple[IntArray, IntArray]:
-    """Counts [N, G] of each layer with as few of its neighbours as give enough samples."""
-    layers = samples.shape[0]
-    found_flips, found_samples = flips.copy(), samples.copy()
-    for radius in range(1, layers):
-        few = found_samples.sum(axis=1) < _MIN_LAYER_SAMPLES
+def _enough(
+    flips: IntArray, samples: IntArray, wide_flips: IntArray, wide_samples: IntArray
+) -> tuple[IntArray, IntArray]:
+    """The wide counts [N, B, G], where they are of few samples those of as few layers around as
+    give enough."""
+    found_flips, found_samples = wide_flips.copy(), wide_samples.copy()
+    for radius in range(1, samples.shape[0]):
+        few = found_samples.sum(axis=2) < _MIN_LAYER_SAMPLES
         if not few.any():
             break
         found_flips[few] = around(flips, radius)[few]
@@ -101,10 +113,10 @@ def _enough(flips: IntArray, samples: IntArray) -> tuple[IntArray, IntArray]:
 
 
 def _by_bin(values: IntArray, bins: IntArray, bin_count: int) -> IntArray:
-    """Sum of pair values [N, E, E] by bin, [N, bin_count]."""
-    result = np.zeros((bins.shape[0], bin_count), dtype=np.int64)
-    layer, _, _ = where = np.nonzero(bins >= 0)
-    np.add.at(result, (layer, bins[where]), values[where])
+    """Sum of pair values [N, B, E, E] by the pairs' bin, [N, B, bin_count]."""
+    result = np.zeros((*values.shape[:2], bin_count), dtype=np.int64)
+    layer, target, substitute = where = np.nonzero(bins >= 0)
+    np.add.at(result, (layer, slice(None), bins[where]), values[layer, :, target, substitute])
     return result
 
 
