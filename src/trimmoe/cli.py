@@ -401,7 +401,7 @@ def tune(
     model: ModelOption = "embedded",
     budget: Annotated[
         list[float] | None,
-        typer.Option(min=0.0, max=1.0, help="Repeatable; default: 0.01 to 0.03."),
+        typer.Option(min=0.0, max=1.0, help="Repeatable."),
     ] = None,
     confidence: Confidence = 0.9,
     passages: Annotated[int, typer.Option(min=1)] = 32,
