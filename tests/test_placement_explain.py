@@ -20,10 +20,10 @@ from trimmoe.experiments.explain import (
     explain_plan,
     hosts_text,
     plan_figures,
-    plan_reasons,
     plot_plan,
     route_text,
 )
+from trimmoe.experiments.reasons import plan_reasons
 from trimmoe.placement.alternatives import other_routes
 from trimmoe.placement.make import make_plan
 from trimmoe.placement.optimise import SearchSettings, optimise_plan
@@ -65,6 +65,7 @@ def test_everything_is_printed(made: tuple[Plan, Profile, ModelSpec]) -> None:
         "Routes",
         "Why these routes",
         "one switch",
+        "simple route",
         "ms expected per token",
     ):
         assert word in text

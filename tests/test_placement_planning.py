@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
+from typer.testing import CliRunner
 
 from factories import random_cluster, random_model_spec, random_profile
+from trimmoe.cli import app
+from trimmoe.core.errors import UserError
 from trimmoe.experiments.planning import Countdown, optimise_for, search_settings
 
 
@@ -59,3 +63,22 @@ def test_seconds_end_a_search() -> None:
     plan = optimise_for(1.0, *inputs, search, cluster_hash="c")
     assert plan.header.settings["iterations"] < sys.maxsize
     assert plan.header.settings["value_s"] == pytest.approx(plan.header.settings["expected_s"])
+
+
+@pytest.mark.parametrize(
+    ("options", "advice"),
+    [
+        (["--seconds", "5"], "--optimise"),
+        (["--objective", "trimmed"], "--optimise"),
+        (["--seed", "1"], "--optimise"),
+        (["--optimise", "--preset", "paper"], "--preset"),
+        (["--optimise", "--seed-plan", "pipeline"], "--seed-plan"),
+    ],
+)
+def test_options_are_never_silently_dropped(
+    options: list[str], advice: str, tmp_path: Path
+) -> None:
+    arguments = ["plan", "profile", "cluster", "-o", str(tmp_path / "plan"), *options]
+    refused = CliRunner().invoke(app, arguments).exception
+    assert isinstance(refused, UserError)
+    assert advice in str(refused)

@@ -73,22 +73,38 @@ def nearest_replicas(links, layer, held, source, destination):
 
 @kernels.njit
 def _expected_table(links, layer, held, share, patterns):
-    """The mean over patterns [P, k] of the slots' delay on `nearest_replicas`, shape [M, M]."""
-    servers, slots = held.shape[0], patterns.shape[1]
-    table, on = np.zeros((servers, servers)), np.empty(slots, dtype=np.int64)
+    """The mean over patterns [P, k] of `kernels.slots_delay_s` on `nearest_replicas`, [M, M].
+
+    All patterns of a pair of servers share the ways and hosts, so that a slot is two additions.
+    """
+    servers = held.shape[0]
+    table, work = np.zeros((servers, servers)), np.zeros(servers)
+    path, alone = np.empty(servers), np.empty(held.shape[1])
     for source in range(servers):
         for destination in range(servers):
             best = nearest_replicas(links, layer, held, source, destination)
+            for m in range(servers):
+                there = links.transfer_s[source, m] + links.waiting_s[m]
+                path[m] = there + links.transfer_s[m, destination]
+            for expert in range(best.size):
+                alone[expert] = links.expert_s[best[expert], layer, expert]
+            direct, total = links.transfer_s[source, destination], 0.0
             for p in range(share.size):
-                homeless = False
-                for slot in range(slots):
-                    on[slot] = best[patterns[p, slot]]
-                    homeless |= on[slot] < 0
-                if homeless:
-                    table[source, destination] = np.inf
-                    break
-                delay = kernels.slots_delay_s(links, layer, source, destination, patterns[p], on)
-                table[source, destination] += share[p] * delay
+                delay = direct
+                for slot in patterns[p]:
+                    if best[slot] < 0:
+                        delay = np.inf
+                        break
+                    work[best[slot]] += alone[slot]
+                for slot in patterns[p]:
+                    m = best[slot]
+                    if m >= 0:
+                        delay = max(delay, path[m] + work[m])
+                for slot in patterns[p]:
+                    if best[slot] >= 0:
+                        work[best[slot]] = 0.0
+                total += share[p] * delay
+            table[source, destination] = total
     return table
 
 

@@ -27,11 +27,16 @@ from trimmoe.core.profile import Profile
 from trimmoe.core.specs import BoolArray, FloatArray, IntArray, ModelSpec
 from trimmoe.cost.expected import expected_layer_delay_s, reference_layer_delay_s
 from trimmoe.cost.model import cost_model
-from trimmoe.placement.alternatives import MemoryGains, RouteParts, other_routes, route_parts
+from trimmoe.experiments.reasons import (
+    Reasons,
+    because_lines,
+    milliseconds,
+    plan_reasons,
+    reason_table,
+)
 from trimmoe.placement.capacity import human_bytes, used_bytes
 from trimmoe.placement.pipeline import pipeline_stages, stage_hosts, staircase_routes
 from trimmoe.placement.routes import execution_share, home_routes, route_delay_s
-from trimmoe.progress import track
 
 _SHADES = "·░▒▓█"
 
@@ -53,48 +58,6 @@ class PlanFigures:
     """A memory-proportional pipeline over all servers; None if whole layers do not fit."""
     reference_layer_s: float
     """d_ref: the mean per-layer delay on the plan's routes."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Reasons:
-    """Why the routes are what they are; delays in seconds per token, of shape [M]."""
-
-    parts: RouteParts
-    others_s: dict[str, FloatArray]
-    """Other routes on the same hosts, by name."""
-    extra_bytes: int
-    """Memory added to one server at a time."""
-    gain_s: FloatArray
-    """What that saves over all users; NaN where there was no time to find out."""
-
-
-_LARGEST_EXTRA_BYTES = 10**9
-_EXTRA_SHARE = 0.1
-"""Of all experts, where these are so small that a gigabyte would hold most of them."""
-
-
-def plan_reasons(
-    plan: Plan, profile: Profile, model: ModelSpec, keep_going: Callable[[], bool] = lambda: True
-) -> Reasons:
-    """Compare the routes with others and add memory to each server while `keep_going`."""
-    cost = cost_model(model, plan.cluster)
-    tables = expected_layer_delay_s(cost, plan.hosts, profile)
-    gains = MemoryGains(
-        cost=cost,
-        model=model,
-        profile=profile,
-        hosts=plan.hosts,
-        capacity=plan.expert_capacity_bytes,
-        access_share=plan.cluster.access_share,
-    )
-    extra_bytes = min(_LARGEST_EXTRA_BYTES, int(_EXTRA_SHARE * model.total_expert_bytes))
-    servers = track(range(plan.cluster.server_count), "More memory")
-    return Reasons(
-        parts=route_parts(cost, tables, plan.routes),
-        others_s=other_routes(cost, tables),
-        extra_bytes=extra_bytes,
-        gain_s=gains.of_each(extra_bytes, servers=servers, keep_going=keep_going),
-    )
 
 
 def plan_figures(plan: Plan, profile: Profile, model: ModelSpec) -> PlanFigures:
@@ -142,17 +105,18 @@ def explain_plan(
     console.print(_heat_map(plan))
     console.print(_layer_table(plan))
     console.print(_route_table(plan, figures))
-    console.print(_reason_table(plan, figures, reasons))
+    console.print(reason_table(plan, reasons))
+    console.print(because_lines(plan, figures.route_s, reasons))
 
 
 def _headline(plan: Plan, model: ModelSpec, figures: PlanFigures) -> str:
     share = plan.cluster.access_share
     text = f"{escape(model.name)} on {escape(plan.cluster.name)}: "
-    text += f"{_ms(share @ figures.route_s)} ms expected per token, exact and without load"
-    text += f" (home routes {_ms(share @ figures.home_s)} ms"
+    text += f"{milliseconds(share @ figures.route_s)} ms expected per token, exact and without load"
+    text += f" (home routes {milliseconds(share @ figures.home_s)} ms"
     if figures.pipeline_s is not None:
-        text += f", pipeline {_ms(share @ figures.pipeline_s)} ms"
-    text += f"); {_ms(figures.reference_layer_s)} ms per layer"
+        text += f", pipeline {milliseconds(share @ figures.pipeline_s)} ms"
+    text += f"); {milliseconds(figures.reference_layer_s)} ms per layer"
     won = plan.header.settings.get("seed_won")
     text += f"; grown from: {escape(str(won))}" if won else ""
     return text + _search_text(plan.header.settings)
@@ -162,14 +126,13 @@ def _search_text(settings: dict[str, Any]) -> str:
     """What an optimised plan was searched for and how near the optimum it is proved to be."""
     if "search" not in settings:
         return ""
-    text = f"; {settings['objective']} value {_ms(settings['value_s'])} ms after "
+    text = f"; {settings['objective']} value {milliseconds(settings['value_s'])} ms after "
     text += f"{settings['iterations'] + settings['trimmed_iterations']} iterations"
     bound = settings["bound"]
     if bound is None:
         return text
-    if bound["optimal"]:
-        return f"{text}; optimum {_ms(bound['lower_s'])} ms, gap {bound['gap']:.2%}"
-    return f"{text}; the optimum is at least {_ms(bound['lower_s'])} ms, gap {bound['gap']:.1%}"
+    known = "the optimum is" if bound["optimal"] else "the optimum is at least"
+    return f"{text}; {known} {milliseconds(bound['lower_s'])} ms, gap {bound['gap']:.2%}"
 
 
 def _server_table(plan: Plan, figures: PlanFigures, reasons: Reasons) -> Table:
@@ -190,7 +153,7 @@ def _server_table(plan: Plan, figures: PlanFigures, reasons: Reasons) -> Table:
             f"{plan.cluster.access_share[m]:.0%}",
             str(int(figures.visitors[m])),
             f"{figures.executions[m]:.1%}",
-            "?" if np.isnan(reasons.gain_s[m]) else f"{_ms(reasons.gain_s[m])} ms",
+            "?" if np.isnan(reasons.gain_s[m]) else f"{milliseconds(reasons.gain_s[m])} ms",
         )
     return table
 
@@ -231,37 +194,6 @@ def hosts_text(held: BoolArray, names: tuple[str, ...]) -> str:
     return "; ".join(parts)
 
 
-def _reason_table(plan: Plan, figures: PlanFigures, reasons: Reasons) -> Table:
-    """What the route's delay is made of, and what other routes on the same hosts would take."""
-    table = Table(title="Why these routes (expected ms per token, same hosts)")
-    table.add_column("access")
-    for name in ("plan", "moves", "dense", "experts", *reasons.others_s):
-        table.add_column(name, justify="right")
-    table.add_column("because")
-    parts = reasons.parts
-    for m, name in enumerate(plan.cluster.server_names):
-        others = {other: float(delay[m]) for other, delay in reasons.others_s.items()}
-        shown = (figures.route_s, parts.moves_s, parts.dense_s, parts.experts_s)
-        table.add_row(
-            escape(name),
-            *(_ms(delay[m]) for delay in shown),
-            *(_ms(delay) for delay in others.values()),
-            _because(float(figures.route_s[m]), others),
-        )
-    return table
-
-
-def _because(route_s: float, others_s: dict[str, float]) -> str:
-    """The plan's route against the simple ones, in words."""
-    simple = {name: delay for name, delay in others_s.items() if name != "best"}
-    name, delay_s = min(simple.items(), key=lambda item: item[1])
-    if route_s > others_s["best"] * (1 + 1e-9):
-        return f"{_ms(route_s - others_s['best'])} ms over the least exact delay"
-    if delay_s <= route_s * (1 + 1e-9):
-        return f"{name} is best"
-    return f"saves {_ms(delay_s - route_s)} ms over {name}"
-
-
 def _route_table(plan: Plan, figures: PlanFigures) -> Table:
     table = Table(title="Routes (expected ms per token)")
     table.add_column("access")
@@ -272,9 +204,9 @@ def _route_table(plan: Plan, figures: PlanFigures) -> Table:
         table.add_row(
             escape(name),
             f"{plan.cluster.access_share[m]:.0%}",
-            _ms(figures.route_s[m]),
-            _ms(figures.home_s[m]),
-            "-" if figures.pipeline_s is None else _ms(figures.pipeline_s[m]),
+            milliseconds(figures.route_s[m]),
+            milliseconds(figures.home_s[m]),
+            "-" if figures.pipeline_s is None else milliseconds(figures.pipeline_s[m]),
             escape(route_text(plan.routes[m], plan.cluster.server_names)),
         )
     return table
@@ -284,10 +216,6 @@ def route_text(route: IntArray, names: tuple[str, ...]) -> str:
     """A route in runs: `s1 x12 > s4 x18`."""
     runs = [(int(server), len(list(run))) for server, run in groupby(route)]
     return " > ".join(f"{names[server]} x{count}" for server, count in runs)
-
-
-def _ms(seconds: float | FloatArray) -> str:
-    return f"{float(seconds) * 1e3:.2f}"
 
 
 def plot_plan(plan: Plan, path: Path) -> None:

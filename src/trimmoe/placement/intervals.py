@@ -28,9 +28,15 @@ class IntervalStarts:
     cost: CostModel
     mutator: Mutator
     _groupings: list[IntArray] = field(init=False)
+    _apart: list[list[float]] = field(init=False)
+    _ends: IntArray = field(init=False)
+    """Bytes of the layers before each, and of all, [N + 1]."""
 
     def __post_init__(self) -> None:
         self._groupings = groupings(self.cost)
+        self._apart = self.cost.transfer_s.tolist()
+        sizes = self.mutator.model.expert_bytes.sum(axis=1)
+        self._ends = np.concatenate([[0], np.cumsum(sizes)])
 
     def draw(self, rng: np.random.Generator) -> BoolArray | None:
         """One random placement, or None if the layers left over found no room."""
@@ -43,27 +49,26 @@ class IntervalStarts:
 
     def _chain(self, servers: IntArray, rng: np.random.Generator) -> list[int]:
         """The servers from a random one on, each the closest to the last."""
-        chain = [int(rng.choice(servers))]
-        while len(chain) < servers.size:
-            others = np.setdiff1d(servers, chain)
-            chain.append(int(others[self.cost.transfer_s[chain[-1], others].argmin()]))
+        left = servers.tolist()
+        chain = [left.pop(int(rng.integers(len(left))))]
+        while left:
+            from_last = self._apart[chain[-1]]
+            chain.append(left.pop(min(range(len(left)), key=lambda at: from_last[left[at]])))
         return chain
 
     def _fill(self, hosts: BoolArray, chain: list[int], rng: np.random.Generator) -> None:
         """Consecutive layers from a random one on, each server filled before the next."""
-        sizes, capacity = self.mutator.model.expert_bytes.sum(axis=1), self.mutator.capacity
+        capacity, ends = self.mutator.capacity, self._ends
         layer = self._first_layer(int(capacity[chain].sum()), rng)
         for server in chain:
-            room = int(capacity[server])
-            while layer < sizes.size and sizes[layer] <= room:
-                hosts[server, layer] = True
-                room -= int(sizes[layer])
-                layer += 1
+            full = np.searchsorted(ends, ends[layer] + capacity[server], side="right")
+            hosts[server, layer : int(full) - 1] = True
+            layer = int(full) - 1
 
     def _first_layer(self, room: int, rng: np.random.Generator) -> int:
-        sizes = self.mutator.model.expert_bytes.sum(axis=1)
-        last = sizes.size - int((np.cumsum(sizes[::-1]) <= room).sum())
-        return int(rng.choice([0, last, rng.integers(last + 1)]))
+        """The front, where the interval ends at the back, or anything between."""
+        last = int(np.searchsorted(self._ends, self._ends[-1] - room))
+        return int((0, last, rng.integers(last + 1))[int(rng.integers(3))])
 
 
 def groupings(cost: CostModel) -> list[IntArray]:

@@ -41,7 +41,9 @@ from trimmoe.placement.trimmed import TrimmedObjective
 KeepGoing = Callable[[float], bool]
 """Whether less than this share of the time has passed; asked before every step."""
 
-_EXACT_SHARE = 0.6
+_GREEDY_SHARE = 0.3
+"""Of the time, after which no further seed is grown; the better ones go first."""
+_EXACT_SHARE = 0.5
 """Of the time, where the trimmed objective comes after the exact one."""
 _FINALISTS = 4
 _TRIMMED_SERVERS = 6
@@ -172,8 +174,8 @@ class Optimiser:
         """Every seed with best routes and greedy replicas, as long as there is time."""
         grown = []
         starts = distinct_routes([seed.routes for seed in seeds.values()])
-        for name, seed in seeds.items():
-            if not self.keep_going(_EXACT_SHARE / 2):
+        for name, seed in sorted(seeds.items(), key=lambda item: item[1].expected_s):
+            if not self.keep_going(_GREEDY_SHARE):
                 break
             after = self.planner.finished(seed, starts)
             grown.append(self._entry(exact, f"greedy {name}", after.hosts, after.routes))

@@ -57,9 +57,7 @@ class TrimmedObjective:
     """Where routes may go in `layer_table_s`; None: everywhere. Fewer are quicker."""
     levers: Levers = PLANNING_LEVERS
     name: str = "trimmed"
-    _curves: dict[tuple[int, bytes, int, int], FloatArray] = field(
-        init=False, default_factory=dict
-    )
+    _curves: dict[tuple[int, bytes, int, int], FloatArray] = field(init=False, default_factory=dict)
 
     @property
     def alive(self) -> FloatArray:
