@@ -41,6 +41,7 @@ class Pair:
         self,
         keyring_a: Keyring | None = None,
         keyring_b: Keyring | None = None,
+        *,
         settings: LinkSettings = BRISK,
     ) -> tuple[LinkTransport, LinkTransport]:
         a = LinkTransport(ZmqCarrier("a", keyring=keyring_a), (Note,), settings=settings)

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 import factories  # noqa: F401  (the hypothesis profile)
 from trimmoe.runtime.wire.alarm import Alarm
-from trimmoe.runtime.wire.base import PeerDown, PeerUnreachable, PeerUp, TransportClosed
+from trimmoe.runtime.wire.base import PeerChange, PeerDown, PeerUnreachable, PeerUp, TransportClosed
 from trimmoe.runtime.wire.codec import Limits, encode
 from trimmoe.runtime.wire.emulation import EmulatedCarrier, EmulatedLink
 from trimmoe.runtime.wire.link import Link
@@ -232,6 +232,26 @@ async def test_a_long_stall_is_a_clean_cut_on_both_sides(memory: Cluster) -> Non
     assert await texts(b, 1) == ["anew"]
     lost = [change.lost_messages for change in memory.changes["a"] if isinstance(change, PeerDown)]
     assert sum(lost) == 1
+
+
+async def test_a_callback_that_fails_ends_nothing_but_itself(memory: Cluster) -> None:
+    a = await memory.add("a")
+    failed: list[dict[str, Any]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda loop, context: failed.append(context))
+
+    def fail(change: PeerChange) -> None:
+        raise RuntimeError("the layer above")
+
+    a.on_peer_change(fail)
+    b = await memory.add("b")
+    await memory.up()
+    memory.network.kill("b")
+    await until(lambda: not a.peers_up())
+    await b.close()
+    await memory.add("b")
+    await memory.up()
+    assert [type(change) for change in memory.changes["a"]][:3] == [PeerUp, PeerDown, PeerUp]
+    assert len(failed) == len(memory.changes["a"])
 
 
 async def test_what_was_not_consumed_before_a_cut_is_void(memory: Cluster) -> None:

@@ -10,7 +10,7 @@ from typing import TypeVar
 
 import msgspec
 
-from trimmoe.runtime.wire.base import Carrier, PeerChange
+from trimmoe.runtime.wire.base import Carrier, PeerChange, Transport
 from trimmoe.runtime.wire.keys import keyring_from_token
 from trimmoe.runtime.wire.link import LinkSettings
 from trimmoe.runtime.wire.memory import MemoryNetwork
@@ -77,6 +77,6 @@ async def until(condition: Callable[[], object]) -> None:
         await asyncio.sleep(0.005)
 
 
-async def texts(server: LinkTransport, count: int) -> list[str]:
+async def texts(server: Transport, count: int) -> list[str]:
     received = [await soon(server.receive()) for _ in range(count)]
     return [each.message.text for each in received if isinstance(each.message, Note)]

@@ -261,7 +261,8 @@ class LinkTransport:
         for change in changes:
             self._changed.set()
             for callback in self._callbacks:
-                callback(change)
+                # Not from here: what a callback raises must not end the heartbeats.
+                asyncio.get_running_loop().call_soon(callback, change)
 
     def _begin_anew(self, peer: _Peer) -> None:
         """After a cut: nothing queued in either direction is delivered."""

@@ -1,8 +1,8 @@
 """Servers on ZeroMQ: one ROUTER bound per server to hear all, one DEALER per peer to speak to it.
 
-The sockets are read from the event loop by their descriptors, which takes less time per hop than
-`zmq.asyncio` or a thread of their own (benchmarks/bench_hop.py); ZeroMQ's own thread moves the
-bytes, so that one stalled peer does not hold up another. With a keyring everything is encrypted
+The event loop reads the sockets by their descriptors, several messages a turn; that is as fast as
+`zmq.asyncio` and a thread of our own is no faster (benchmarks/bench_hop.py). ZeroMQ's thread moves
+the bytes, so that one stalled peer does not hold up another. With a keyring everything is encrypted
 and only the cluster's public keys are admitted; without one, only loopback is allowed unless
 `allow_plain` says otherwise.
 """
