@@ -407,5 +407,5 @@ def test_a_failure_in_mid_stream_is_an_error_event(tiny: Tiny) -> None:
         assert refused.status_code == 503
 
 
-def _fail(_tokens: dict[int, int]) -> list[Decoded]:
-    raise RuntimeError("broken on purpose")
+def _fail(tokens: dict[int, int]) -> list[Decoded]:
+    raise RuntimeError(f"broken on purpose with {tokens}")

@@ -13,6 +13,7 @@ from fastapi.responses import JSONResponse
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
+from trimmoe.api.schemas import MAX_PROMPTS
 from trimmoe.runtime.service import Overloaded, RequestTooLong, ServiceError, Unavailable
 
 _log = logging.getLogger(__name__)
@@ -99,9 +100,10 @@ def from_validation(error: RequestValidationError) -> ApiError:
 
 def _said(path: list[str], first: Mapping[str, Any]) -> str:
     if path[0] == "prompt":
-        return "give a string, a list of strings, token ids or a list of token ids; none empty"
-    if first["type"] == "extra_forbidden":
-        return "this server knows no such option; leave it out"
+        return (
+            "give a string, token ids, or a list of either, of up to "
+            f"{MAX_PROMPTS} prompts; none empty"
+        )
     return first["msg"].removeprefix("Value error, ")
 
 

@@ -32,10 +32,16 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 """Values with which options that we do not have change nothing."""
 
+MAX_PROMPTS = 256
+"""In one request."""
+
+# Lists stop at their first fault: a megabyte of them would make as many error records.
 NonEmpty = Annotated[str, Field(min_length=1)]
 Stop = Annotated[str, Field(min_length=1, max_length=256)]
 TokenId = Annotated[int, Field(ge=0)]
-Ids = Annotated[list[TokenId], Field(min_length=1)]
+Ids = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
+Prompts = Annotated[list[NonEmpty], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)]
+ManyIds = Annotated[list[Ids], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)]
 
 
 class _Body(BaseModel):
@@ -52,8 +58,11 @@ class _Body(BaseModel):
         kept = {}
         for name, value in data.items():
             neutral = name in _NEUTRAL and value in _NEUTRAL[name]
-            if value is not None and not neutral:
-                kept[name] = value
+            if value is None or neutral:
+                continue
+            if name not in cls.model_fields:
+                raise ValueError(f"This server has no option `{name[:64]}`; leave it out.")
+            kept[name] = value
         return kept
 
 
@@ -72,7 +81,7 @@ class Sampled(_Body):
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     n: Annotated[int, Field(ge=1, le=16)] = 1
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
-    stop: Stop | Annotated[list[Stop], Field(max_length=16)] | None = None
+    stop: Stop | Annotated[list[Stop], Field(max_length=16, fail_fast=True)] | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None
     user: str | None = None
@@ -104,12 +113,7 @@ class Sampled(_Body):
 class CompletionRequest(Sampled):
     """`POST /v1/completions`."""
 
-    prompt: (
-        NonEmpty
-        | Annotated[list[NonEmpty], Field(min_length=1)]
-        | Ids
-        | Annotated[list[Ids], Field(min_length=1)]
-    )
+    prompt: NonEmpty | Prompts | Ids | ManyIds
     max_tokens: Annotated[int, Field(ge=1, lt=2**31)] = 16
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     echo: bool = False
@@ -133,7 +137,7 @@ class Message(_Body):
     """One turn of a chat."""
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | Annotated[list[TextPart], Field(min_length=1)]
+    content: str | Annotated[list[TextPart], Field(min_length=1, fail_fast=True)]
     name: str | None = None
 
     @property
@@ -146,7 +150,7 @@ class Message(_Body):
 class ChatRequest(Sampled):
     """`POST /v1/chat/completions`."""
 
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
     max_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
     max_completion_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
     """The newer name of `max_tokens`; without either, as much as the context holds."""

@@ -12,6 +12,7 @@ import itertools
 import logging
 import threading
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -203,14 +204,14 @@ class LocalService:
             self._shared.waiting.clear()
         self._deliver([(job, Unavailable(reason)) for job in jobs])
 
-    def _deliver(self, items: list[tuple[_Job, Item]]) -> None:
+    def _deliver(self, items: Sequence[tuple[_Job, Item]]) -> None:
         """Hand items over to the event loop, all in one go."""
         assert self._loop is not None
         if items:
             self._loop.call_soon_threadsafe(_put, items)
 
 
-def _put(items: list[tuple[_Job, Item]]) -> None:
+def _put(items: Sequence[tuple[_Job, Item]]) -> None:
     for job, item in items:
         job.out.put_nowait(item)
 
