@@ -126,8 +126,19 @@ def plan(
         typer.Option(help="`paper`: Algorithm 1 to the letter, everything starts at home."),
     ] = "default",
     seed_plan: Annotated[
-        Literal["best", "dispersed", "pipeline", "compact_pipeline"] | None,
-        typer.Option(help="The first deployment; `best` tries all."),
+        Literal[
+            "best",
+            "dispersed",
+            "pipeline",
+            "compact_pipeline",
+            "edgeshard_latency",
+            "edgeshard_throughput",
+            "activation_aware",
+            "load_balanced",
+            "single_server",
+        ]
+        | None,
+        typer.Option(help="The first deployment; `best` tries the first three."),
     ] = None,
     optimise: Annotated[
         bool, typer.Option("--optimise", help="Search from every seed for the least value.")
@@ -383,7 +394,8 @@ def serve_local(
                 access=_server(placed.cluster.server_names, access),
                 seed=seed,
             )
-        served = local.served_model(path, view, tokenizer, served_model_name)
+        name = served_model_name or ("embedded" if model == "embedded" else None)
+        served = local.served_model(path, view, tokenizer, name)
         shown_port = listener.getsockname()[1]
         console.print(
             f"Serving {escape(served.id)} on http://{host}:{shown_port}/v1, Ctrl-C to stop."
@@ -444,6 +456,122 @@ def tune(
             f"{tuned.inflation(each):.2f}"
         )
     console.print(f"Wrote {escape(str(output))} ({tuned.hash[:12]}).")
+
+
+@app.command()
+def serve(
+    cluster: Annotated[
+        Path | None, typer.Option(help="A cluster file, see clusters/; or give --plan.")
+    ] = None,
+    config: Annotated[
+        Path | None, typer.Option(help="YAML with these options as keys; options given win.")
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option(help="A checkpoint folder, a hub id, or `embedded` (default).")
+    ] = None,
+    profile: Annotated[
+        Path | None, typer.Option(help="Made by `trimmoe calibrate`; without it, made and kept.")
+    ] = None,
+    plan: Annotated[
+        Path | None, typer.Option(help="Made by `trimmoe plan`; without it, made and kept.")
+    ] = None,
+    text: Annotated[
+        list[Path] | None, typer.Option(help="What to calibrate on without a profile; repeatable.")
+    ] = None,
+    policy: Annotated[str | None, typer.Option(help="trimmoe, substitute-only or exact.")] = None,
+    budget: Annotated[
+        float | None, typer.Option(help="Flip rate a token may lose; default 0.02.")
+    ] = None,
+    confidence: Annotated[
+        float | None, typer.Option(help="Confidence an early exit needs; default 0.9.")
+    ] = None,
+    api_key: Annotated[
+        list[str] | None, typer.Option(envvar="TRIMMOE_API_KEY", help="Repeatable; default: none.")
+    ] = None,
+    served_name: Annotated[
+        str | None, typer.Option(help="What requests call the model; default: its own name.")
+    ] = None,
+    host: Annotated[
+        str | None, typer.Option(help="Where HTTP listens; default: this machine only.")
+    ] = None,
+    port_base: Annotated[
+        int | None, typer.Option(help="HTTP port of the first server; default 8000.")
+    ] = None,
+    wire_port_base: Annotated[
+        int | None, typer.Option(help="First port of the links; default: 100 above --port-base.")
+    ] = None,
+    emulate: Annotated[
+        bool | None,
+        typer.Option(
+            "--emulate/--no-emulate",
+            help="Slow links and computing down to the cluster file; default: on one machine.",
+        ),
+    ] = None,
+    encrypt: Annotated[
+        bool | None,
+        typer.Option("--encrypt/--no-encrypt", help="Links; default: unless all are loopback."),
+    ] = None,
+    kv_slots: Annotated[
+        int | None, typer.Option(help="Sequences a server admits at once; default 16.")
+    ] = None,
+    max_waiting: Annotated[
+        int | None, typer.Option(help="Requests that may wait at a server; default 64.")
+    ] = None,
+    head: Annotated[bool, typer.Option("--head", help="Wait for other machines to join.")] = False,
+    join: Annotated[str | None, typer.Option(help="Join the head at this host[:port].")] = None,
+    server: Annotated[
+        list[str] | None,
+        typer.Option(help="With --head or --join: which servers this machine is; repeatable."),
+    ] = None,
+    address: Annotated[
+        str | None, typer.Option(help="With --head: this machine's address for the others.")
+    ] = None,
+    ray_port: Annotated[
+        int | None, typer.Option(help="First of the ports between machines; default 6379.")
+    ] = None,
+    token_file: Annotated[
+        Path | None, typer.Option(help="Holds the cluster token; default: $TRIMMOE_TOKEN.")
+    ] = None,
+) -> None:
+    """Serve a model on a cluster, one process per server; calibrates and plans if need be."""
+    from trimmoe.experiments import serve_cluster as launcher
+    from trimmoe.runtime.launch.config import serve_config
+
+    if head and join is not None:
+        raise UserError("A machine is either the --head or joins one; give one of the two.")
+    if not (head or join) and (server or address or ray_port or token_file):
+        raise UserError(
+            "--server, --address, --ray-port and --token-file are for several machines; give "
+            "--head or --join too, or leave them out."
+        )
+    if join is not None:
+        launcher.serve_as_joined(
+            join, _say, ray_port=ray_port, servers=server or (), token_file=token_file
+        )
+        return
+    given = {
+        "cluster": cluster, "model": model, "profile": profile, "plan": plan, "text": text or None,
+        "policy": policy, "budget": budget, "confidence": confidence,
+        "api_keys": api_key or None, "served_name": served_name, "host": host,
+        "port_base": port_base, "wire_port_base": wire_port_base, "emulate": emulate,
+        "encrypt": encrypt, "kv_slots": kv_slots, "max_waiting": max_waiting,
+    }  # fmt: skip
+    chosen = serve_config(config, given)
+    if head:
+        launcher.serve_as_head(
+            chosen,
+            _say,
+            address=address,
+            ray_port=ray_port,
+            servers=server or (),
+            token_file=token_file,
+        )
+    else:
+        launcher.serve_here(chosen, _say)
+
+
+def _say(line: str) -> None:
+    console.print(escape(line), highlight=False, soft_wrap=True)
 
 
 def _model_path(model: str) -> str:
