@@ -19,7 +19,7 @@ from trimmoe.core.errors import UserError
 from trimmoe.core.profile import Profile
 from trimmoe.core.specs import ClusterSpec, ModelSpec
 from trimmoe.placement.capacity import used_bytes
-from trimmoe.placement.make import default, make_planner
+from trimmoe.placement.make import PlanSettings, default, make_plan, make_planner
 from trimmoe.placement.seeds import SEEDS, seed_deployment, seed_plan
 from trimmoe.placement.seeds.activation import layer_entropy, preferred_hosts
 from trimmoe.placement.seeds.balanced import balanced_layer, replica_counts
@@ -55,12 +55,14 @@ def test_seeds_by_name() -> None:
     rng = np.random.default_rng(0)
     model = random_model_spec(rng)
     planner = make_planner(random_profile(rng, model), model, random_cluster(rng), default())
-    for name in ("dispersed", "pipeline", "compact_pipeline"):
-        made, old = seed_deployment(name, planner), planner.seed(name)  # type: ignore[arg-type]
-        assert made is not None
-        assert old is not None
-        np.testing.assert_array_equal(made.hosts, old.hosts)
-        np.testing.assert_array_equal(made.routes, old.routes)
+    for name in SEEDS:
+        made, plain = seed_deployment(name, planner), seed_plan(name, planner)
+        assert (made is None) == (plain is None) == (name == "single_server")
+        if made is None or plain is None:
+            continue
+        np.testing.assert_array_equal(made.hosts, plain.hosts)
+        np.testing.assert_array_equal(made.routes, plain.routes)
+        assert made.expected_s == planner.deployment(plain.hosts, plain.routes).expected_s
     with pytest.raises(UserError, match="load_balanced"):
         seed_plan("nonesuch", planner)
 
@@ -162,3 +164,27 @@ def test_covering_gives_up_spare_replicas_only() -> None:
     assert whole.any(axis=0).all()
     assert whole.sum() == 3
     assert covered(hosts[:1], model, np.array([2 * size])) is None
+
+
+@pytest.mark.parametrize("name", SEEDS)
+def test_every_seed_can_be_planned_as_it_is(name: str) -> None:
+    rng = np.random.default_rng(0)
+    model = random_model_spec(rng)
+    profile = random_profile(rng, model)
+    cluster = random_cluster(rng)
+    bare = PlanSettings(
+        seed_plan=name,  # type: ignore[arg-type]
+        routes="home"
+        if name in ("dispersed", "activation_aware", "load_balanced")
+        else "staircase",
+        redundancy=False,
+    )
+    if name == "single_server":
+        with pytest.raises(UserError, match="No server"):
+            make_plan(profile, model, cluster, bare, cluster_hash="c")
+        cluster = replace(cluster, memory_ratio=None, memory_bytes=np.full(4, 10**13))
+    plan = make_plan(profile, model, cluster, bare, cluster_hash="c")
+    seed = seed_plan(name, make_planner(profile, model, cluster, default()))
+    assert seed is not None
+    np.testing.assert_array_equal(plan.hosts, seed.hosts)
+    np.testing.assert_array_equal(plan.routes, seed.routes)

@@ -21,24 +21,30 @@ from trimmoe.core.profile import Profile
 from trimmoe.core.specs import BoolArray, ClusterSpec, FloatArray, IntArray, ModelSpec
 from trimmoe.cost.expected import layer_table_s
 from trimmoe.cost.model import Accounting, CostModel, cost_model
-from trimmoe.placement.baseline import dispersed_hosts
 from trimmoe.placement.blocks import add_blocks
 from trimmoe.placement.capacity import expert_capacity_bytes
-from trimmoe.placement.pipeline import (
-    compact_stages,
-    pipeline_stages,
-    stage_hosts,
-    staircase_routes,
-)
 from trimmoe.placement.redundancy import (
     add_marginal_replicas,
     add_paper_replicas,
     migrating_residence,
 )
 from trimmoe.placement.routes import best_routes, expected_delay_s, home_routes
+from trimmoe.placement.seeds import seed_plan
 
-SeedName = Literal["dispersed", "pipeline", "compact_pipeline"]
+SeedName = Literal[
+    "dispersed",
+    "pipeline",
+    "compact_pipeline",
+    "edgeshard_latency",
+    "edgeshard_throughput",
+    "activation_aware",
+    "load_balanced",
+    "single_server",
+]
 SEED_NAMES: tuple[SeedName, ...] = ("dispersed", "pipeline", "compact_pipeline")
+"""What `best` tries; `optimise` starts from all seeds there are."""
+_AT_HOME: tuple[SeedName, ...] = ("dispersed", "activation_aware", "load_balanced")
+"""Seeds without stages."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,7 +52,7 @@ class PlanSettings:
     """How a plan is made; `default()` and `paper()` are the presets."""
 
     seed_plan: SeedName | Literal["best"] = "best"
-    """The first deployment; `best` tries all and keeps the best result."""
+    """The first deployment; `best` tries `SEED_NAMES` and keeps the best result."""
     benefit: Literal["marginal", "paper"] = "marginal"
     """What a replica is worth, see `redundancy`."""
     routes: Literal["best", "home", "staircase"] = "best"
@@ -99,25 +105,12 @@ class Planner:
     """Layer tables already computed, by layer and its hosts: candidates share most of them."""
 
     def seed(self, name: SeedName) -> Deployment | None:
-        """A seed plan with routes of its own: home or staircase; None if layers do not fit.
+        """A seed plan with routes of its own, see `seeds`; None if it cannot serve the model.
 
         Raises `UserError` if the experts themselves do not fit.
         """
-        servers = self.cluster.server_count
-        if name == "dispersed":
-            groups = self.settings.groups
-            if groups is None:
-                groups = max(1, round(self.model.expert_count**0.5))
-            hosts = dispersed_hosts(self.cluster, self.model, self.profile, self.capacity, groups)
-            return self.deployment(hosts, home_routes(servers, self.model.layer_count))
-        if name == "pipeline":
-            stages = pipeline_stages(self.model, self.capacity)
-        else:
-            stages = compact_stages(self.model, self.capacity, self.cost)
-        if stages is None:
-            return None
-        hosts = stage_hosts(self.model, servers, stages)
-        return self.deployment(hosts, staircase_routes(servers, stages))
+        found = seed_plan(name, self)
+        return None if found is None else self.deployment(found.hosts, found.routes)
 
     def deployment(self, hosts: BoolArray, routes: IntArray | None) -> Deployment:
         """`hosts` with `routes`, or with the best ones, evaluated."""
@@ -227,10 +220,7 @@ def make_plan(
     seeds = {name: planner.seed(name) for name in names if _allowed(name, settings)}
     there = {name: seed for name, seed in seeds.items() if seed is not None}
     if not there:
-        raise UserError(
-            f"Whole layers of {model.name} do not fit on cluster {cluster.name} one after another; "
-            "plan with the `dispersed` seed or add memory."
-        )
+        raise _cannot_serve(model, cluster, settings)
     starts = distinct_routes([seed.routes for seed in there.values()])
     finished = {name: planner.finished(seed, starts) for name, seed in there.items()}
     won = min(finished, key=lambda name: finished[name].expected_s)
@@ -246,10 +236,10 @@ def make_planner(
         value = getattr(settings, name)
         if value is not None and value < least:
             raise UserError(f"The plan setting {name} is {value}; give at least {least}.")
-    if settings.seed_plan == "dispersed" and settings.routes == "staircase":
+    if settings.seed_plan in _AT_HOME and settings.routes == "staircase":
         raise UserError(
-            "The dispersed seed has no stages to route along; choose routes `best` or `home`, or "
-            "a pipeline seed."
+            f"The {settings.seed_plan} seed has no stages to route along; choose routes `best` or "
+            "`home`, or a pipeline seed."
         )
     capacity = expert_capacity_bytes(cluster, model, kv_reserve_bytes=settings.kv_reserve_bytes)
     return Planner(
@@ -262,8 +252,18 @@ def make_planner(
     )
 
 
+def _cannot_serve(model: ModelSpec, cluster: ClusterSpec, settings: PlanSettings) -> UserError:
+    remedy = "plan with the `dispersed` seed or add memory."
+    if settings.seed_plan == "single_server":
+        return UserError(f"No server of cluster {cluster.name} holds all of {model.name}; {remedy}")
+    return UserError(
+        f"Whole layers of {model.name} do not fit on cluster {cluster.name} one after another; "
+        f"{remedy}"
+    )
+
+
 def _allowed(name: SeedName, settings: PlanSettings) -> bool:
-    return name != "dispersed" or settings.routes != "staircase"
+    return name not in _AT_HOME or settings.routes != "staircase"
 
 
 def distinct_routes(routes: list[IntArray]) -> list[IntArray]:
