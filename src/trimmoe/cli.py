@@ -198,7 +198,7 @@ def plan(
     if picture is not None:
         plot_plan(made, picture)
     if explain:
-        with Countdown(20.0, "Explaining") as countdown:
+        with Countdown(20.0, None) as countdown:
             explain_plan(made, calibrated, spec, console, countdown.keep_going)
 
 

@@ -21,14 +21,15 @@ _BOUND_SHARE = 0.25
 
 
 class Countdown:
-    """Answers whether there is time left, and moves a bar along; use as a context manager."""
+    """Answers whether there is time left, and moves a bar along if it has a label; use as a
+    context manager."""
 
     def __init__(
-        self, seconds: float, label: str, clock: Callable[[], float] = time.monotonic
+        self, seconds: float, label: str | None, clock: Callable[[], float] = time.monotonic
     ) -> None:
         assert seconds > 0
         self._seconds, self._clock = seconds, clock
-        self._bar: Iterator[int] = track(range(_TICKS), label)
+        self._bar: Iterator[int] = iter(()) if label is None else track(range(_TICKS), label)
         self._ticks = 0
 
     def __enter__(self) -> Countdown:
