@@ -1,0 +1,417 @@
+"""The compiled event loop: queues, links and servers under what the engine decided.
+
+Nothing is decided here. Priorities put the starts of an instant after everything that becomes
+ready in it, so that what is ready at one server for one layer at one instant is one batch.
+"""
+
+from __future__ import annotations
+
+from trimmoe.simulator.heap import njit, pop, push
+from trimmoe.simulator.world import (
+    AREA,
+    DENSE,
+    DISPATCH,
+    EVENTS,
+    EXPERTS,
+    FIRST,
+    FREE_ENTRIES,
+    FREE_MESSAGES,
+    HEAP_SIZE,
+    IDS,
+    IN_FLIGHT,
+    LAYER,
+    LOG_REQUEST,
+    LOG_ROW,
+    LOGGED,
+    NEXT_REQUEST,
+    NONE,
+    NOW,
+    OWNER,
+    PART,
+    ROLE,
+    RUNNING,
+    SOURCE,
+    STATE,
+    TARGET,
+    TICKET,
+    TOKEN_BACK,
+    TOKEN_IN,
+    VECTORS,
+)
+
+# Kinds of events; the first two happen before the others of the same instant, starts last.
+DONE, MESSAGE, TOKEN, REQUEST, START = range(5)
+# Why the loop stopped.
+TIME_UP, STARVED, NEEDS_ROOM, NEEDS_REQUESTS, LOG_FULL = range(5)
+
+
+@njit
+def run_until(world, rows, asked, state, end_s):
+    """Handle all events before `end_s`, unless something is missing; says why it stopped."""
+    servers = world.delay_s.shape[0]
+    numbers = state.numbers
+    while numbers[HEAP_SIZE] > 0 and state.heap_time[0] < end_s:
+        kind, what, now = state.heap_kind[0], state.heap_what[0], state.heap_time[0]
+        if kind == TOKEN and asked.first[what] == NONE:
+            return STARVED
+        if kind == REQUEST and what >= asked.access.size:
+            return NEEDS_REQUESTS
+        room = (numbers[IN_FLIGHT] + 2) * (servers + 4) + 4 * servers
+        if min(numbers[FREE_ENTRIES], numbers[FREE_MESSAGES]) < room:
+            return NEEDS_ROOM
+        if numbers[HEAP_SIZE] + room > state.heap_time.size:
+            return NEEDS_ROOM
+        if numbers[LOGGED] + numbers[IN_FLIGHT] + 2 > state.log.shape[0]:
+            return LOG_FULL
+        pop(state)
+        state.clock[AREA] += numbers[IN_FLIGHT] * (now - state.clock[NOW])
+        state.clock[NOW] = now
+        numbers[EVENTS] += 1
+        if kind == DONE:
+            _done(world, rows, asked, state, what)
+        elif kind == MESSAGE:
+            _delivered(world, rows, asked, state, what)
+        elif kind == TOKEN:
+            _begun(world, rows, asked, state, what)
+        elif kind == REQUEST:
+            _requested(world, asked, state, what)
+        else:
+            _started(world, rows, asked, state, what)
+    state.clock[AREA] += numbers[IN_FLIGHT] * (end_s - state.clock[NOW])
+    state.clock[NOW] = end_s
+    return TIME_UP
+
+
+@njit
+def _requested(world, asked, state, request):
+    """A request enters; in the open loop it brings the next one's arrival."""
+    state.numbers[RUNNING] += 1
+    asked.running[request] = True
+    asked.arrival_s[request] = state.clock[NOW]
+    push(state, state.clock[NOW], 1, TOKEN, request)
+    if not world.closed and request + 1 < asked.access.size:
+        push(state, asked.arrival_s[request + 1], 1, REQUEST, request + 1)
+
+
+@njit
+def _begun(world, rows, asked, state, request):
+    """The next unit of a request leaves its access server for the first layer's."""
+    row = asked.first[request]
+    asked.first[request] = rows.after[row]
+    asked.ahead[request] -= 1
+    asked.row[request], asked.layer[request] = row, 0
+    asked.began_s[request] = state.clock[NOW]
+    state.numbers[IN_FLIGHT] += 1
+    source, target = asked.access[request], int(rows.place[row, 0])
+    if source == target:
+        _ready(state, target, DENSE, 0, request)
+    else:
+        _send(world, state, TOKEN_IN, source, target, 0, NONE, 0, 0, _size(rows, row), request)
+
+
+@njit
+def _size(rows, row):
+    """Rows of a unit."""
+    count = 0
+    while row != NONE:
+        count += 1
+        row = rows.sibling[row]
+    return count
+
+
+@njit
+def _ready(state, server, kind, layer, unit):
+    """Queue a unit at a server."""
+    state.numbers[FREE_ENTRIES] -= 1
+    entry = state.free_entries[state.numbers[FREE_ENTRIES]]
+    state.entry_unit[entry], state.entry_next[entry] = unit, NONE
+    state.entry_ready_s[entry] = state.clock[NOW]
+    state.entry_ticket[entry] = state.numbers[TICKET]
+    state.numbers[TICKET] += 1
+    last = state.queue_last[server, kind, layer]
+    if last == NONE:
+        state.queue_first[server, kind, layer] = entry
+    else:
+        state.entry_next[last] = entry
+    state.queue_last[server, kind, layer] = entry
+    _wake(state, server)
+
+
+@njit
+def _wake(state, server):
+    """Let an idle server start at the end of this instant."""
+    if state.batch_first[server] == NONE and not state.starting[server]:
+        state.starting[server] = True
+        push(state, state.clock[NOW], 2, START, server)
+
+
+@njit
+def _started(world, rows, asked, state, server):
+    """Take what waits for the layer of the unit that has waited longest, as one batch."""
+    state.starting[server] = False
+    oldest, chosen, at = -1, DENSE, 0
+    for kind in range(2):
+        for layer in range(state.queue_first.shape[2]):
+            entry = state.queue_first[server, kind, layer]
+            if entry != NONE and (oldest < 0 or state.entry_ticket[entry] < oldest):
+                oldest, chosen, at = state.entry_ticket[entry], kind, layer
+    if oldest < 0:
+        return
+    now, first = state.clock[NOW], state.queue_first[server, chosen, at]
+    entry, last, taken = first, first, 0
+    while entry != NONE and taken < world.max_batch:
+        state.waited_s[server, chosen] += now - state.entry_ready_s[entry]
+        taken += 1
+        last, entry = entry, state.entry_next[entry]
+    state.entry_next[last] = NONE
+    state.queue_first[server, chosen, at] = entry
+    if entry == NONE:
+        state.queue_last[server, chosen, at] = NONE
+    state.batch_first[server] = first
+    state.batch_kind[server], state.batch_layer[server] = chosen, at
+    service_s = _service_s(world, rows, asked, state, server)
+    state.served[server, chosen, 0] += 1
+    state.served[server, chosen, 1] += taken
+    state.busy_s[server] += service_s
+    state.serving_until_s[server] = now + service_s
+    push(state, now + service_s, 0, DONE, server)
+
+
+@njit
+def _service_s(world, rows, asked, state, server):
+    """Time of a batch: what one token takes, of which weights are read once per batch (dense) or
+    per expert."""
+    kind, layer = state.batch_kind[server], state.batch_layer[server]
+    entry, tokens, counts = state.batch_first[server], 0, state.per_expert
+    if kind == EXPERTS:
+        counts[:] = 0
+    while entry != NONE:
+        row = asked.row[state.entry_unit[entry]]
+        while row != NONE:
+            tokens += 1
+            if kind == EXPERTS:
+                for slot in range(rows.expert.shape[2]):
+                    expert = int(rows.expert[row, layer, slot])
+                    if expert >= 0 and rows.server[row, layer, slot] == server:
+                        counts[expert] += 1
+            row = rows.sibling[row]
+        entry = state.entry_next[entry]
+    share = world.batch_share
+    if kind == DENSE:
+        return world.dense_s[server, layer] * (share + (1.0 - share) * tokens)
+    total = 0.0
+    for expert in range(counts.size):
+        if counts[expert] > 0:
+            each = share + (1.0 - share) * counts[expert]
+            total += world.expert_s[server, layer, expert] * each
+    return total
+
+
+@njit
+def _done(world, rows, asked, state, server):
+    """A batch is through: its units go where the engine sends them."""
+    entry, kind = state.batch_first[server], state.batch_kind[server]
+    layer = state.batch_layer[server]
+    state.batch_first[server] = NONE
+    state.group_first[:] = NONE
+    state.group_vectors[:] = 0
+    while entry != NONE:
+        unit, following = state.entry_unit[entry], state.entry_next[entry]
+        _free(state, entry)
+        if kind == DENSE:
+            _fan_out(world, rows, asked, state, server, unit)
+        else:
+            _gather(world, rows, asked, state, server, unit)
+        entry = following
+    for target in range(world.delay_s.shape[0]):
+        for group in range(2):
+            first = state.group_first[group, target]
+            if first != NONE:
+                role = DISPATCH if group == 0 else PART
+                taking = state.group_vectors[0, group, target]
+                counted = state.group_vectors[1, group, target]
+                _send(world, state, role, server, target, layer, first, taking, counted, 0, NONE)
+    _wake(state, server)
+
+
+@njit
+def _free(state, entry):
+    state.free_entries[state.numbers[FREE_ENTRIES]] = entry
+    state.numbers[FREE_ENTRIES] += 1
+
+
+@njit
+def _join(state, group, target, unit, taking, counted):
+    """Add a unit to the message of this moment to `target`."""
+    state.numbers[FREE_ENTRIES] -= 1
+    entry = state.free_entries[state.numbers[FREE_ENTRIES]]
+    state.entry_unit[entry] = unit
+    state.entry_next[entry] = state.group_first[group, target]
+    state.group_first[group, target] = entry
+    state.group_vectors[0, group, target] += taking
+    state.group_vectors[1, group, target] += counted
+
+
+@njit
+def _uses(rows, row, layer, server):
+    """Whether a row runs a slot on a server."""
+    for slot in range(rows.expert.shape[2]):
+        if rows.expert[row, layer, slot] >= 0 and rows.server[row, layer, slot] == server:
+            return True
+    return False
+
+
+@njit
+def _fan_out(world, rows, asked, state, server, unit):
+    """After attention and router: dispatches, work here, and the residual; see
+    `cost.model.layer_messages` for which of them are one message."""
+    row, layer, used = asked.row[unit], asked.layer[unit], state.used
+    target = int(rows.place[row, layer + 1])
+    used[:] = 0
+    residuals = 0
+    while row != NONE:
+        for slot in range(rows.expert.shape[2]):
+            if rows.expert[row, layer, slot] < 0:
+                continue
+            place, seen = int(rows.server[row, layer, slot]), False
+            for earlier in range(slot):
+                if rows.expert[row, layer, earlier] >= 0:
+                    seen = seen or rows.server[row, layer, earlier] == place
+            if not seen:
+                used[place] += 1
+        apart = not _uses(rows, row, layer, server) and not _uses(rows, row, layer, target)
+        if server != target and apart:
+            residuals += 1
+        row = rows.sibling[row]
+    parts = 1 if residuals > 0 else 0
+    for place in range(used.size):
+        if used[place] > 0:
+            parts += 1
+    asked.pending[unit] = parts
+    for place in range(used.size):
+        if used[place] > 0:
+            if place == server:
+                _ready(state, server, EXPERTS, layer, unit)
+            else:
+                _join(state, 0, place, unit, used[place], used[place])
+    if residuals > 0:
+        _join(state, 1, target, unit, residuals, residuals)
+    elif parts == 0:
+        _gathered(world, rows, asked, state, target, unit)
+
+
+@njit
+def _gather(world, rows, asked, state, server, unit):
+    """After the experts here: their sum goes to where the layer gathers."""
+    row, layer = asked.row[unit], asked.layer[unit]
+    target, source = int(rows.place[row, layer + 1]), int(rows.place[row, layer])
+    if server == target:
+        _part(world, rows, asked, state, target, unit)
+        return
+    taking, counted = 0, 0
+    while row != NONE:
+        if _uses(rows, row, layer, server):
+            taking += 1
+            # The paper's ledger counts one vector where dispatch and residual meet.
+            if not (world.migrates and server == source and _uses(rows, row, layer, target)):
+                counted += 1
+        row = rows.sibling[row]
+    _join(state, 1, target, unit, taking, counted)
+
+
+@njit
+def _part(world, rows, asked, state, server, unit):
+    asked.pending[unit] -= 1
+    if asked.pending[unit] == 0:
+        _gathered(world, rows, asked, state, server, unit)
+
+
+@njit
+def _gathered(world, rows, asked, state, server, unit):
+    """A layer's result is whole: on to the next layer, or back to the user."""
+    asked.layer[unit] += 1
+    layer, row, access = asked.layer[unit], asked.row[unit], asked.access[unit]
+    if layer < rows.layers[row]:
+        _ready(state, server, DENSE, layer, unit)
+        return
+    if server == access:
+        _finished(world, asked, state, unit)
+    else:
+        _send(world, state, TOKEN_BACK, server, access, layer, NONE, 0, 0, 1, unit)
+    if not world.migrates:
+        # After full depth no layer is left to propagate to.
+        _propagate(world, asked, state, server, unit)
+
+
+@njit
+def _propagate(world, asked, state, server, unit):
+    """The state of an exited token goes to the later servers of its route."""
+    layer = asked.layer[unit]
+    for place in range(world.delay_s.shape[0]):
+        if place != server and world.later[asked.access[unit], layer, place]:
+            _send(world, state, STATE, server, place, layer, NONE, 1, 1, 0, unit)
+
+
+@njit
+def _finished(world, asked, state, unit):
+    """The token is with its user; the next one may begin."""
+    numbers, now = state.numbers, state.clock[NOW]
+    at = numbers[LOGGED]
+    state.log[at, LOG_REQUEST], state.log[at, LOG_ROW] = unit, asked.row[unit]
+    state.log_time[at, 0], state.log_time[at, 1] = asked.began_s[unit], now
+    numbers[LOGGED] += 1
+    numbers[IN_FLIGHT] -= 1
+    asked.done[unit] += 1
+    asked.row[unit] = NONE
+    if asked.done[unit] < asked.units[unit]:
+        push(state, now, 1, TOKEN, unit)
+        return
+    asked.running[unit] = False
+    numbers[RUNNING] -= 1
+    if world.closed:
+        push(state, now, 1, REQUEST, numbers[NEXT_REQUEST])
+        numbers[NEXT_REQUEST] += 1
+
+
+@njit
+def _send(world, state, role, source, target, layer, first, taking, counted, ids, owner):
+    """Put a message on a link: first in, first out, one after another, then the way."""
+    state.numbers[FREE_MESSAGES] -= 1
+    at = state.free_messages[state.numbers[FREE_MESSAGES]]
+    message = state.message[at]
+    message[ROLE], message[SOURCE], message[TARGET] = role, source, target
+    message[LAYER], message[FIRST], message[OWNER] = layer, first, owner
+    message[VECTORS], message[IDS] = counted, ids
+    state.sent[0, source, target] += counted
+    state.sent[1, source, target] += ids
+    takes_s = taking * world.vector_s[source, target] + ids * world.id_s[source, target]
+    start_s = state.clock[NOW]
+    if world.link_queues:
+        start_s = max(start_s, state.link_free_s[source, target])
+        state.link_free_s[source, target] = start_s + takes_s
+    state.link_busy_s[source, target] += takes_s
+    push(state, start_s + takes_s + world.delay_s[source, target], 0, MESSAGE, at)
+
+
+@njit
+def _delivered(world, rows, asked, state, at):
+    """A message is there."""
+    message = state.message[at]
+    role, server, owner = message[ROLE], message[TARGET], message[OWNER]
+    state.received[0, message[SOURCE], server] += message[VECTORS]
+    state.received[1, message[SOURCE], server] += message[IDS]
+    entry, layer = message[FIRST], message[LAYER]
+    state.free_messages[state.numbers[FREE_MESSAGES]] = at
+    state.numbers[FREE_MESSAGES] += 1
+    if role == TOKEN_IN:
+        _ready(state, server, DENSE, 0, owner)
+    elif role == TOKEN_BACK:
+        _finished(world, asked, state, owner)
+    while entry != NONE:
+        unit, following = state.entry_unit[entry], state.entry_next[entry]
+        _free(state, entry)
+        if role == DISPATCH:
+            _ready(state, server, EXPERTS, layer, unit)
+        else:
+            _part(world, rows, asked, state, server, unit)
+        entry = following

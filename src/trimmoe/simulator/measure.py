@@ -1,0 +1,297 @@
+"""What a run showed, over the tokens that finished after the warm-up, and its spread over seeds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+from scipy import stats
+
+from trimmoe.core.ledger import Ledger
+from trimmoe.core.specs import FloatArray, IntArray
+from trimmoe.simulator.settings import SimulationSettings
+from trimmoe.simulator.tables import RequestTable
+from trimmoe.simulator.world import AREA, EVENTS, IN_FLIGHT, RUNNING, State
+
+
+@dataclass(kw_only=True)
+class Tally:
+    """Sums of ledgers, added in place: millions of them come one by one."""
+
+    kinds: IntArray
+    messages: IntArray
+    numbers: FloatArray
+    """Tokens, slots run and dropped, delay, loss, budget, audits."""
+    hidden_bytes: int
+
+    @staticmethod
+    def empty(layers: int, servers: int, hidden_bytes: int) -> Tally:
+        """Nothing yet."""
+        blank = Ledger.empty(layers, servers, hidden_bytes)
+        return Tally(
+            kinds=blank.kinds,
+            messages=blank.messages,
+            numbers=np.zeros(7),
+            hidden_bytes=hidden_bytes,
+        )
+
+    def add(self, one: Ledger) -> None:
+        """Count one ledger."""
+        self.kinds += one.kinds
+        self.messages += one.messages
+        self.numbers += (
+            one.tokens,
+            one.slots_run,
+            one.slots_dropped,
+            one.delay_s,
+            one.loss,
+            one.budget,
+            one.audits,
+        )
+
+    @property
+    def ledger(self) -> Ledger:
+        """The sum."""
+        tokens, run, dropped, delay_s, loss, budget, audits = self.numbers.tolist()
+        return Ledger(
+            tokens=int(tokens),
+            kinds=self.kinds,
+            slots_run=int(run),
+            slots_dropped=int(dropped),
+            messages=self.messages,
+            hidden_bytes=self.hidden_bytes,
+            delay_s=delay_s,
+            loss=loss,
+            budget=budget,
+            audits=int(audits),
+        )
+
+
+@dataclass(kw_only=True)
+class Units:
+    """Everything that finished in a run."""
+
+    decoded: Tally
+    """Decoded tokens that finished after the warm-up."""
+    everything: Tally
+    """All tokens that finished, warm-up and prompts included."""
+    _parts: list[tuple[IntArray, FloatArray, np.ndarray]] = field(default_factory=list)
+
+    @staticmethod
+    def empty(layers: int, servers: int, hidden_bytes: int) -> Units:
+        """Nothing yet."""
+        size = (layers, servers, hidden_bytes)
+        return Units(decoded=Tally.empty(*size), everything=Tally.empty(*size))
+
+    def count(self, ledgers: list[Ledger], *, measured: bool) -> None:
+        """Add the books of finished tokens."""
+        for ledger in ledgers:
+            self.everything.add(ledger)
+            if measured:
+                self.decoded.add(ledger)
+
+    def keep(self, requests: IntArray, times: FloatArray, decoded: np.ndarray) -> None:
+        """Add n finished units: request [n], began and finished [n, 2], whether decoded [n]."""
+        self._parts.append((requests, times, decoded))
+
+    @property
+    def log(self) -> tuple[IntArray, FloatArray, np.ndarray]:
+        """Request [U], began and finished [U, 2], whether decoded [U], in order of finishing."""
+        if not self._parts:
+            return np.zeros(0, dtype=np.int64), np.zeros((0, 2)), np.zeros(0, dtype=bool)
+        requests, times, decoded = zip(*self._parts, strict=True)
+        return np.concatenate(requests), np.concatenate(times), np.concatenate(decoded)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Snapshot:
+    """Running sums at one instant."""
+
+    time_s: float
+    area: float
+    """Units in flight, integrated over time."""
+    in_flight: int
+    running: int
+    events: int
+    server_busy_s: FloatArray
+    """[M]."""
+    link_busy_s: FloatArray
+    """[M, M]."""
+    sent: IntArray
+    """Hidden vectors and token ids, [2, M, M]."""
+    received: IntArray
+    served: IntArray
+    """Batches and units, [M, kind, 2]."""
+    waited_s: FloatArray
+    """[M, kind]."""
+
+    @staticmethod
+    def of(state: State, time_s: float) -> Snapshot:
+        """The sums at `time_s`, which the event loop has reached."""
+        # Service and serialisation are counted when they begin, so what is left of them is not
+        # of this time yet.
+        serving_s = np.maximum(state.serving_until_s - time_s, 0.0)
+        sending_s = np.maximum(state.link_free_s - time_s, 0.0)
+        return Snapshot(
+            time_s=time_s,
+            area=float(state.clock[AREA]),
+            in_flight=int(state.numbers[IN_FLIGHT]),
+            running=int(state.numbers[RUNNING]),
+            events=int(state.numbers[EVENTS]),
+            server_busy_s=state.busy_s - serving_s,
+            link_busy_s=state.link_busy_s - sending_s,
+            sent=state.sent.copy(),
+            received=state.received.copy(),
+            served=state.served.copy(),
+            waited_s=state.waited_s.copy(),
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sample:
+    """One seed's run. Times are in virtual seconds; figures without `all_` leave out the
+    warm-up."""
+
+    token_s: FloatArray
+    """Time of each decoded token, from begin to its arrival at the user, [n]."""
+    first_token_s: FloatArray
+    """Time to first token of each request that got it, [m]."""
+    request_s: FloatArray
+    """Time of each request that finished, [r]."""
+    ledger: Ledger
+    """What was executed, sent and spent for those tokens."""
+    all_ledger: Ledger
+    """The same for everything that finished since the start, prompts included."""
+    before: Snapshot
+    after: Snapshot
+    all_units: tuple[IntArray, FloatArray, np.ndarray]
+    """Request, began and finished, whether decoded, of every unit that finished."""
+    output_tokens: int
+    """Tokens that users got, those out of prompts included."""
+
+    @property
+    def duration_s(self) -> float:
+        return self.after.time_s - self.before.time_s
+
+    @property
+    def server_use(self) -> FloatArray:
+        """Share of the time each server is at work, [M]."""
+        return (self.after.server_busy_s - self.before.server_busy_s) / self.duration_s
+
+    @property
+    def link_use(self) -> FloatArray:
+        """Share of the time each link sends, [M, M]."""
+        return (self.after.link_busy_s - self.before.link_busy_s) / self.duration_s
+
+    @property
+    def link_bytes(self) -> IntArray:
+        """Hidden vectors' bytes put on each link, prompts included, [M, M]."""
+        return (self.after.sent[0] - self.before.sent[0]) * self.ledger.hidden_bytes
+
+    @property
+    def waiting_s(self) -> FloatArray:
+        """Mean wait of an expert's work for its server, [M]."""
+        served = (self.after.served - self.before.served)[:, 1, 1]
+        waited_s = (self.after.waited_s - self.before.waited_s)[:, 1]
+        return waited_s / np.maximum(served, 1)
+
+    @property
+    def mean_in_flight(self) -> float:
+        """Units in flight on average."""
+        return (self.after.area - self.before.area) / self.duration_s
+
+
+def sample(
+    settings: SimulationSettings,
+    table: RequestTable,
+    units: Units,
+    before: Snapshot,
+    after: Snapshot,
+) -> Sample:
+    """The figures of a run that has ended."""
+    requests, times, decoded = units.log
+    asked = table.asked
+    measured = times[:, 1] >= settings.warm_up_s
+    number = _numbers(requests)
+    # The first token comes out of the last chunk of the prompt, or is the first one decoded.
+    first = number == np.maximum(table.prefills[requests] - 1, 0)
+    last = number == asked.units[requests] - 1
+    gives = decoded | (number == table.prefills[requests] - 1)
+    since_s = times[:, 1] - asked.arrival_s[requests]
+    token_s = (times[:, 1] - times[:, 0])[measured & decoded]
+    return Sample(
+        token_s=token_s,
+        first_token_s=since_s[measured & first],
+        request_s=since_s[measured & last],
+        ledger=units.decoded.ledger,
+        all_ledger=units.everything.ledger,
+        before=before,
+        after=after,
+        all_units=(requests, times, decoded),
+        output_tokens=int((measured & gives).sum()),
+    )
+
+
+def _numbers(requests: IntArray) -> IntArray:
+    """The how-manieth unit of its request each finished unit is, [U]."""
+    order = np.argsort(requests, kind="stable")
+    ordered = requests[order]
+    starts = np.flatnonzero(np.r_[True, ordered[1:] != ordered[:-1]]) if ordered.size else order
+    counts = np.diff(np.r_[starts, ordered.size])
+    numbers = np.empty_like(requests)
+    numbers[order] = np.arange(ordered.size) - np.repeat(starts, counts)
+    return numbers
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Estimate:
+    """A mean over seeds with its two-sided 95 % t-interval; no interval from one seed alone."""
+
+    mean: float
+    low_95: float
+    high_95: float
+
+
+def estimate(values: list[float]) -> Estimate:
+    """Mean and interval of one figure per seed; seeds without the figure (NaN) do not count."""
+    known = np.array([value for value in values if np.isfinite(value)])
+    if not known.size:
+        return Estimate(mean=np.nan, low_95=np.nan, high_95=np.nan)
+    mean = float(known.mean())
+    if known.size == 1:
+        return Estimate(mean=mean, low_95=np.nan, high_95=np.nan)
+    half = float(stats.t.ppf(0.975, known.size - 1) * known.std(ddof=1) / np.sqrt(known.size))
+    return Estimate(mean=mean, low_95=mean - half, high_95=mean + half)
+
+
+def figures(one: Sample, sla_s: float) -> dict[str, float]:
+    """The figures of one seed, in units named by their keys."""
+    ledger, tokens = one.ledger, max(one.ledger.tokens, 1)
+    return {
+        "token_ms": _mean(one.token_s) * 1e3,
+        "token_p50_ms": _quantile(one.token_s, 0.5) * 1e3,
+        "token_p99_ms": _quantile(one.token_s, 0.99) * 1e3,
+        "expected_token_ms": ledger.mean_delay_s * 1e3,
+        "first_token_ms": _mean(one.first_token_s) * 1e3,
+        "first_token_p99_ms": _quantile(one.first_token_s, 0.99) * 1e3,
+        "tokens_per_s": one.output_tokens / one.duration_s,
+        "requests_per_s": one.request_s.size / one.duration_s,
+        "requests_running": float(one.after.running),
+        "server_use_mean": float(one.server_use.mean()),
+        "server_use_max": float(one.server_use.max()),
+        "link_use_max": float(one.link_use.max()),
+        "sent_mb_per_s": float(one.link_bytes.sum()) / one.duration_s / 1e6,
+        "hops_per_token": ledger.hops / tokens,
+        "remote_share": ledger.remote_share,
+        "budget_per_token": ledger.budget / tokens,
+        "budget_spent_per_token": ledger.loss / tokens,
+        "sla_share": _mean((one.token_s <= sla_s).astype(np.float64)),
+    }
+
+
+def _mean(values: FloatArray) -> float:
+    return float(values.mean()) if values.size else np.nan
+
+
+def _quantile(values: FloatArray, level: float) -> float:
+    return float(np.quantile(values, level)) if values.size else np.nan

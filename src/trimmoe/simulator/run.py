@@ -1,0 +1,295 @@
+"""Driver B: the engine on a virtual clock, with queues at servers and links.
+
+A run alternates between deciding tokens ahead (`ahead.Ahead`, the engine's own steps) and letting
+the compiled event loop find out when what was decided happens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from trimmoe.core.errors import UserError
+from trimmoe.core.events import Receipt
+from trimmoe.core.specs import ClusterSpec, FloatArray, IntArray
+from trimmoe.core.trace import Trace
+from trimmoe.cost.model import Accounting
+from trimmoe.engine.step import Engine
+from trimmoe.policy.build import Deployment, make_policy
+from trimmoe.simulator import loop
+from trimmoe.simulator.ahead import Ahead
+from trimmoe.simulator.arrivals import Source
+from trimmoe.simulator.feed import TraceFeed
+from trimmoe.simulator.heap import push
+from trimmoe.simulator.measure import Sample, Snapshot, Units, sample
+from trimmoe.simulator.settings import Prefill, SimulationSettings
+from trimmoe.simulator.tables import RequestTable, RowPool
+from trimmoe.simulator.world import (
+    EXPERTS,
+    IN_FLIGHT,
+    LOGGED,
+    NEXT_REQUEST,
+    NONE,
+    NOW,
+    State,
+    make_state,
+    make_world,
+    with_room,
+)
+
+AHEAD = 2
+"""Tokens of a request that are decided before they begin."""
+_PREFILL_ROWS = 4096
+"""Prompt tokens decided at once."""
+
+Advance = Callable[[float], None]
+"""Told how many virtual seconds have passed."""
+
+
+def simulate(
+    engine: Engine,
+    deployment: Deployment,
+    trace: Trace,
+    settings: SimulationSettings,
+    advance: Advance = lambda _: None,
+) -> list[Sample]:
+    """One sample per seed; the same arguments always give the same samples.
+
+    Raises `UserError` if prompts are to be simulated under `migrate` accounting, where a chunk has
+    no one place.
+    """
+    load = settings.load
+    migrates = engine.cost.accounting is Accounting.MIGRATE
+    if migrates and load.prefill is not Prefill.EXCLUDED:
+        raise UserError("`migrate` accounting has no prompts; exclude the prefill.")
+    return [
+        _Run(engine, deployment, trace, settings, seed).to_the_end(advance)
+        for seed in settings.seeds
+    ]
+
+
+def with_waiting(engine: Engine, deployment: Deployment, waiting_s: FloatArray) -> Engine:
+    """The same engine expecting these waiting times, [M]."""
+    cost = engine.cost.with_waiting(waiting_s)
+    policy = make_policy(replace(deployment, cost=cost), engine.profile, engine.settings)
+    return replace(engine, policy=policy, cost=cost)
+
+
+class _Run:
+    """One seed."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        deployment: Deployment,
+        trace: Trace,
+        settings: SimulationSettings,
+        seed: int,
+    ) -> None:
+        cluster: ClusterSpec = deployment.plan.cluster
+        load, cost = settings.load, engine.cost
+        self.settings, self.trace, self.deployment = settings, trace, deployment
+        self.closed = load.concurrency is not None
+        self.world = make_world(
+            cost,
+            cluster,
+            engine.routes,
+            batch_share=settings.batch_share,
+            max_batch=settings.max_batch,
+            link_queues=settings.link_queues,
+            closed=self.closed,
+        )
+        self.decider = Ahead(
+            engine=engine,
+            feed=TraceFeed(trace=trace),
+            seed=seed,
+            budget=settings.budget,
+            confidence=settings.confidence,
+        )
+        self.source = Source(
+            load,
+            cluster.access_share,
+            sequences=trace.sequence_count,
+            length=trace.length,
+            seed=seed,
+        )
+        first = self.source.draw(4 * (load.concurrency or 0) + 256) if self.closed else None
+        requests = first or self.source.until(settings.end_s)
+        self.table = RequestTable.of(requests, load.prefill_chunk)
+        self.pool = RowPool.of(cost.layer_count, trace.experts.shape[2])
+        self.state = make_state(cost.server_count, cost.layer_count, cost.expert_s.shape[2])
+        self.waiting_s = np.zeros(cost.server_count)
+        self.waited = np.zeros((2, cost.server_count))
+        self.finished: list[int] = []
+        self.units = Units.empty(cost.layer_count, cost.server_count, cost.hidden_bytes)
+        self.until_s = 0.0
+        self._start()
+
+    def _start(self) -> None:
+        count = min(self.settings.load.concurrency or 1, self.table.requests.count)
+        for request in range(count):
+            at_s = 0.0 if self.closed else float(self.table.asked.arrival_s[0])
+            push(self.state, at_s, 1, loop.REQUEST, request)
+        self.state.numbers[NEXT_REQUEST] = count
+
+    def to_the_end(self, advance: Advance) -> Sample:
+        """Run and measure."""
+        settings, before = self.settings, None
+        marks = np.arange(1, int(settings.end_s / settings.control_s) + 1) * settings.control_s
+        marks = np.unique(np.concatenate([marks, [settings.warm_up_s, settings.end_s]]))
+        if settings.warm_up_s == 0:
+            before = Snapshot.of(self.state, 0.0)
+        for mark in marks[marks > 0].tolist():
+            advance(mark - self.until_s)
+            self._run_until(mark)
+            if mark == settings.warm_up_s:
+                before = Snapshot.of(self.state, mark)
+        assert before is not None
+        after = Snapshot.of(self.state, settings.end_s)
+        return sample(settings, self.table, self.units, before, after)
+
+    def _run_until(self, end_s: float) -> None:
+        self.until_s = end_s
+        while True:
+            stopped = loop.run_until(
+                self.world, self.pool.rows, self.table.asked, self.state, end_s
+            )
+            if stopped == loop.TIME_UP:
+                break
+            if stopped == loop.STARVED:
+                self._decide()
+            elif stopped == loop.NEEDS_ROOM:
+                self.state = with_room(self.state, self.state.entry_unit.size)
+            elif stopped == loop.NEEDS_REQUESTS:
+                self.table.extend(self.source.draw(self.table.requests.count))
+            else:
+                self._drain()
+        self._drain()
+        self._control()
+
+    def _drain(self) -> None:
+        """Read the log of finished units."""
+        state, pool = self.state, self.pool
+        logged = int(state.numbers[LOGGED])
+        log, times = state.log[:logged].copy(), state.log_time[:logged].copy()
+        state.numbers[LOGGED] = 0
+        decoded = np.zeros(logged, dtype=bool)
+        for at, (request, row) in enumerate(log.tolist()):
+            decoded[at] = pool.receipts[row] is not None
+            in_time = times[at, 1] >= self.settings.warm_up_s
+            ledgers = [pool.ledgers[each] for each in pool.unit(row)]
+            self.units.count(ledgers, measured=bool(in_time and decoded[at]))
+            if decoded[at]:
+                self.finished.append(row)
+            else:
+                pool.free(row)
+            if self.table.asked.done[request] == self.table.asked.units[request]:
+                self.table.closing.add(request)
+        self.units.keep(log[:, 0], times, decoded)
+        if 2 * (state.numbers[IN_FLIGHT] + 2) > state.log.shape[0]:
+            self.state = _with_log(state, 2 * state.log.shape[0])
+
+    def _control(self) -> None:
+        """What was learnt reaches the decisions."""
+        receipts = self._receipts(self.finished)
+        audits = sum(self.pool.ledgers[row].audits for row in self.finished)
+        stale = self.decider.control(receipts, audits, self._engine())
+        for row in self.finished:
+            self.pool.free(row)
+        self.finished = []
+        for request in self.table.closing:
+            self.decider.close(request)
+        self.table.closing.clear()
+        if stale:
+            self.table.drop_ahead(self.pool)
+            flying = self.table.asked.row[self.table.asked.row != NONE].tolist()
+            self.decider.rewind(self._receipts(flying))
+
+    def _receipts(self, rows: list[int]) -> list[Receipt]:
+        """Those of decoded tokens; prompts have none."""
+        found = (self.pool.receipts[row] for row in rows)
+        return [receipt for receipt in found if receipt is not None]
+
+    def _engine(self) -> Engine:
+        """The engine of the next interval."""
+        if not self.settings.waiting_feedback:
+            return self.decider.engine
+        state = self.state
+        totals = np.stack([state.waited_s[:, EXPERTS], state.served[:, EXPERTS, 1]])
+        waited_s, served = totals - self.waited
+        self.waited = totals
+        memory = self.settings.waiting_memory
+        mean_s = waited_s / np.maximum(served, 1)
+        new_s = memory * self.waiting_s + (1.0 - memory) * mean_s
+        # A server that nobody asked has not become slower or faster.
+        self.waiting_s = np.where(served > 0, new_s, self.waiting_s)
+        return with_waiting(self.decider.engine, self.deployment, self.waiting_s)
+
+    def _decide(self) -> None:
+        """Decide tokens of all requests that run or come soon, until each has enough ahead."""
+        table, asked = self.table, self.table.asked
+        requests = self._soon()
+        self._admit(requests[~table.admitted[requests]])
+        decoded = table.requests.decoded
+        while True:
+            wanting = requests[
+                (asked.ahead[requests] < AHEAD) & (table.decided[requests] < decoded[requests])
+            ]
+            if not wanting.size:
+                return
+            numbers = table.decided[wanting]
+            tokens = table.tokens(
+                wanting, table.requests.prompt[wanting] + numbers, self.trace.length
+            )
+            journey = self.decider.decide(wanting, numbers, tokens)
+            for request, row in zip(
+                wanting.tolist(), self.pool.add(journey, decoded=True).tolist(), strict=True
+            ):
+                table.append(self.pool.rows, request, row)
+            table.decided[wanting] += 1
+
+    def _soon(self) -> IntArray:
+        """Requests that run, and those that will arrive before the next control instant."""
+        asked, following = self.table.asked, int(self.state.numbers[NEXT_REQUEST])
+        running = np.flatnonzero(asked.running)
+        if self.closed:
+            last = min(following + 8 + running.size // 8, asked.access.size)
+        else:
+            following = int(np.searchsorted(asked.arrival_s, self.state.clock[NOW], side="right"))
+            last = int(np.searchsorted(asked.arrival_s, self.until_s))
+        return np.union1d(running, np.arange(following, max(last, following)))
+
+    def _admit(self, requests: IntArray) -> None:
+        """Open accounts and decide the prompts."""
+        table = self.table
+        for request in requests.tolist():
+            self.decider.open(request, int(table.requests.access[request]))
+        table.admitted[requests] = True
+        lengths = table.requests.prompt[requests]
+        owners = np.repeat(requests, lengths)
+        numbers = np.arange(owners.size) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+        tokens = table.tokens(owners, numbers, self.trace.length)
+        rows = []
+        for first in range(0, owners.size, _PREFILL_ROWS):
+            part = slice(first, first + _PREFILL_ROWS)
+            access = table.requests.access[owners[part]]
+            journey = self.decider.prefill(owners[part], access, tokens[part])
+            rows.append(self.pool.add(journey, decoded=False))
+        if rows:
+            self._chain_chunks(owners, numbers, np.concatenate(rows))
+
+    def _chain_chunks(self, owners: IntArray, numbers: IntArray, rows: IntArray) -> None:
+        chunk, siblings = self.settings.load.prefill_chunk, self.pool.rows.sibling
+        opens = numbers % chunk == 0
+        inside = np.flatnonzero(~opens)
+        siblings[rows[inside - 1]] = rows[inside]
+        for at in np.flatnonzero(opens).tolist():
+            self.table.append(self.pool.rows, int(owners[at]), int(rows[at]))
+
+
+def _with_log(state: State, size: int) -> State:
+    return state._replace(
+        log=np.zeros((size, 2), dtype=np.int64), log_time=np.zeros((size, 2))
+    )

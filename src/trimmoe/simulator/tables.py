@@ -1,0 +1,161 @@
+"""The requests and decided tokens of a run, as the event loop reads them and as Python needs them.
+
+Rows of decided tokens are reused once their unit is through; requests are only ever added.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from trimmoe.core.ledger import Ledger
+from trimmoe.core.events import Receipt
+from trimmoe.core.specs import IntArray
+from trimmoe.simulator.ahead import Itinerary
+from trimmoe.simulator.arrivals import Requests, join_requests
+from trimmoe.simulator.world import NONE, Asked, Rows, make_rows
+
+
+_UNUSED = Ledger.empty(0, 0, 0)
+
+
+@dataclass(kw_only=True)
+class RowPool:
+    """Rows of decided tokens with the books of those that are decoded."""
+
+    rows: Rows
+    ledgers: list[Ledger] = field(default_factory=list)
+    receipts: list[Receipt | None] = field(default_factory=list)
+    """None for prompt tokens."""
+    _free: list[int] = field(default_factory=list)
+
+    @staticmethod
+    def of(layers: int, slots: int) -> RowPool:
+        """An empty pool."""
+        return RowPool(rows=make_rows(0, layers, slots))
+
+    def add(self, journey: Itinerary, *, decoded: bool) -> IntArray:
+        """Store n tokens; their rows, [n]."""
+        count = journey.layers.size
+        if len(self._free) < count:
+            self._grow(max(count, len(self.ledgers), 1024))
+        taken, self._free = self._free[-count:], self._free[:-count]
+        at = np.array(taken, dtype=np.int64)
+        self.rows.expert[at], self.rows.server[at] = journey.expert, journey.server
+        self.rows.place[at], self.rows.layers[at] = journey.place, journey.layers
+        self.rows.sibling[at] = self.rows.after[at] = NONE
+        for row, ledger, receipt in zip(taken, journey.ledgers, journey.receipts, strict=True):
+            self.ledgers[row] = ledger
+            self.receipts[row] = receipt if decoded else None
+        return at
+
+    def unit(self, row: int) -> list[int]:
+        """All rows of the unit that begins with `row`."""
+        found = []
+        while row != NONE:
+            found.append(row)
+            row = int(self.rows.sibling[row])
+        return found
+
+    def free(self, row: int) -> None:
+        """Give back a unit's rows."""
+        self._free += self.unit(row)
+
+    def _grow(self, more: int) -> None:
+        before = len(self.ledgers)
+        layers, slots = self.rows.expert.shape[1:]
+        pairs = zip(self.rows, make_rows(more, layers, slots), strict=True)
+        self.rows = Rows(*(np.concatenate(pair) for pair in pairs))
+        self.ledgers += [_UNUSED] * more
+        self.receipts += [None] * more
+        self._free += range(before + more - 1, before - 1, -1)
+
+
+@dataclass(kw_only=True)
+class RequestTable:
+    """Requests with the chains of their decided units."""
+
+    requests: Requests
+    asked: Asked
+    prefills: IntArray
+    """Units of each prompt, [R]."""
+    admitted: np.ndarray
+    """Whether it has an account and its prompt has been decided, bool [R]."""
+    decided: IntArray
+    """Decoded tokens decided so far, [R]."""
+    chunk: int
+    closing: set[int] = field(default_factory=set)
+    """Requests that finished since the last control instant."""
+
+    @staticmethod
+    def of(requests: Requests, chunk: int) -> RequestTable:
+        """None of them has arrived."""
+        count, zeros = requests.count, np.zeros(requests.count, dtype=np.int64)
+        prefills = -(-requests.prompt // chunk)
+        return RequestTable(
+            requests=requests,
+            asked=Asked(
+                arrival_s=requests.arrival_s.copy(),
+                access=requests.access,
+                units=prefills + requests.decoded,
+                done=zeros.copy(),
+                first=np.full(count, NONE),
+                last=np.full(count, NONE),
+                ahead=zeros.copy(),
+                row=np.full(count, NONE),
+                layer=zeros.copy(),
+                pending=zeros.copy(),
+                began_s=np.zeros(count),
+                running=np.zeros(count, dtype=bool),
+            ),
+            prefills=prefills,
+            admitted=np.zeros(count, dtype=bool),
+            decided=zeros.copy(),
+            chunk=chunk,
+        )
+
+    def extend(self, more: Requests) -> None:
+        """Add requests at the end."""
+        other = RequestTable.of(more, self.chunk)
+        self.requests = join_requests([self.requests, more])
+        self.asked = Asked(
+            *(np.concatenate(pair) for pair in zip(self.asked, other.asked, strict=True))
+        )
+        for name in ("prefills", "admitted", "decided"):
+            setattr(self, name, np.concatenate([getattr(self, name), getattr(other, name)]))
+
+    def append(self, rows: Rows, request: int, row: int) -> None:
+        """Chain a decided unit to its request's others."""
+        asked = self.asked
+        if asked.first[request] == NONE:
+            asked.first[request] = row
+        else:
+            rows.after[asked.last[request]] = row
+        asked.last[request] = row
+        asked.ahead[request] += 1
+
+    def tokens(self, requests: IntArray, numbers: IntArray, length: int) -> IntArray:
+        """Rows of the trace of the `numbers`-th tokens [n] of requests [n], prompts included."""
+        asked = self.requests
+        at = (asked.offset[requests] + numbers) % length
+        return asked.sequence[requests] * length + at
+
+    def drop_ahead(self, pool: RowPool) -> None:
+        """Forget decoded tokens that were decided and have not begun; prompts stay."""
+        asked = self.asked
+        for request in np.flatnonzero(asked.ahead).tolist():
+            row, last, kept = int(asked.first[request]), NONE, 0
+            while row != NONE and pool.receipts[row] is None:
+                last, row, kept = row, int(pool.rows.after[row]), kept + 1
+            if last == NONE:
+                asked.first[request] = NONE
+            else:
+                pool.rows.after[last] = NONE
+            asked.last[request] = last
+            self.decided[request] -= asked.ahead[request] - kept
+            asked.ahead[request] = kept
+            while row != NONE:
+                following = int(pool.rows.after[row])
+                pool.free(row)
+                row = following
