@@ -71,11 +71,11 @@ class Referee:
         return torch.cat([self._block(*block) for block in blocks]).numpy()
 
     def _block(self, hidden: Tensor, tokens: Tensor, rivals: Tensor) -> Tensor:
+        if self._duel is None:
+            return torch.from_numpy(greedy(self._view, hidden)) == tokens
         agrees = torch.zeros(len(tokens), dtype=torch.bool)
-        left = torch.arange(len(tokens))
-        if self._duel is not None:
-            states = self._view.head(hidden)[0]
-            left = left[~self._duel.won(states, rivals, tokens)]
+        states = self._view.head(hidden)[0]
+        left = torch.nonzero(~self._duel.won(states, rivals, tokens))[:, 0]
         if self._screen is not None and len(left):
             sure, rivals[left] = self._screen.search(states[left], tokens[left])
             agrees[left] = sure
@@ -133,15 +133,15 @@ class _Screen:
 
     def __init__(self, duel: _Duel) -> None:
         self._duel = duel
-        tokens = torch.arange(len(duel.head))
-        self._slices = [self._rounded(part) for part in tokens.split(_COLUMNS)]
+        firsts = range(0, len(duel.head), _COLUMNS)
+        parts = zip(firsts, duel.head.split(_COLUMNS), duel.norm.split(_COLUMNS), strict=True)
+        self._slices = [self._rounded(*part) for part in parts]
 
-    def _rounded(self, tokens: Tensor) -> _Slice:
-        exact = self._duel.head[tokens]
+    def _rounded(self, first: int, exact: Tensor, norm: Tensor) -> _Slice:
         rounded = exact.bfloat16()
-        error = (exact - rounded.float()).norm(dim=1) + self._duel.step * self._duel.norm[tokens]
+        error = (exact - rounded.float()).norm(dim=1) + self._duel.step * norm
         bounds = _rounded_up(torch.stack([rounded.float().norm(dim=1), error], dim=1))
-        return _Slice(first=int(tokens[0]), rows=torch.cat([rounded, bounds], dim=1))
+        return _Slice(first=first, rows=torch.cat([rounded, bounds], dim=1))
 
     def search(self, states: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """Whether `tokens` [n] surely have the largest logits from normed states [n, d], bool [n],

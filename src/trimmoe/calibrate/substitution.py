@@ -82,9 +82,9 @@ def substitution_losses(
     own = clopper_pearson_upper(flips, samples, level)
     losses = np.ones(flips.shape)
     pairs = bins >= 0
-    by_bin = [_by_bin(values, bins, bin_count) for values in counts]
-    wide = with_neighbours(*by_bin, neighbours, confidence)
-    fitted_flips, fitted_samples = _enough(*by_bin, *wide)
+    binned = _by_bin(flips, bins, bin_count), _by_bin(samples, bins, bin_count)
+    wide = with_neighbours(*binned, neighbours, confidence)
+    fitted_flips, fitted_samples = _enough(*binned, *wide)
     for cell in np.ndindex(samples.shape[:2]):
         phi = monotone_upper(fitted_flips[cell], fitted_samples[cell], level)
         at = pairs[cell[0]]
@@ -114,10 +114,11 @@ def _enough(
 
 def _by_bin(values: IntArray, bins: IntArray, bin_count: int) -> IntArray:
     """Sum of pair values [N, B, E, E] by the pairs' bin, [N, B, bin_count]."""
-    result = np.zeros((*values.shape[:2], bin_count), dtype=np.int64)
-    layer, target, substitute = where = np.nonzero(bins >= 0)
-    np.add.at(result, (layer, slice(None), bins[where]), values[layer, :, target, substitute])
-    return result
+    layers, classes = values.shape[:2]
+    result = np.zeros((layers, bin_count, classes), dtype=np.int64)
+    layer, _, _ = where = np.nonzero(bins >= 0)
+    np.add.at(result, (layer, bins[where]), values.transpose(0, 2, 3, 1)[where])
+    return result.transpose(0, 2, 1)
 
 
 def pair_counts(
