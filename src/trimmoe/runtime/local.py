@@ -32,18 +32,13 @@ from trimmoe.core.events import (
 )
 from trimmoe.core.ledger import Ledger
 from trimmoe.core.profile import Profile
-from trimmoe.core.specs import FloatArray, IntArray
+from trimmoe.core.specs import IntArray
 from trimmoe.engine.state import EngineState
 from trimmoe.engine.step import Engine
 from trimmoe.models.base import EncoderDecoderView, MoEView, Routing, TokenBatch
 from trimmoe.models.cache import KVCache
 from trimmoe.models.exact import full_depth
-from trimmoe.models.exit_head import (
-    confidence,
-    nearest_centroid,
-    steadiness,
-    steadiness_class,
-)
+from trimmoe.runtime.observe import Observer
 
 WAVE = 0
 """This driver runs one wave at a time."""
@@ -89,15 +84,7 @@ class LocalDriver:
         self._slot_of: dict[int, int] = {}
         self._length_of: dict[int, int] = {}
         self._draws = np.random.default_rng(seed)
-        device = view.device
-        self._exit_weight = torch.from_numpy(profile.exit_weight).to(device)
-        self._exit_bias = torch.from_numpy(profile.exit_bias).to(device)
-        self._steady_weight = torch.from_numpy(profile.steady_weight).to(device)
-        self._steady_bias = torch.from_numpy(profile.steady_bias).to(device)
-        self._steady_edges = torch.from_numpy(profile.steady_edges).to(device)
-        self._centroids = torch.from_numpy(profile.centroids).to(device)
-        self._centroid_exit = np.rint(profile.centroid_exit_layer).astype(np.int64)
-        self._importance = profile.header.settings.get("importance", "softmax_mass")
+        self._observer = Observer(profile, view.device)
 
     @torch.inference_mode()
     def open(
@@ -184,19 +171,7 @@ class LocalDriver:
         attended = batch.pack(self.view.attend(command.layer, hidden, batch, self._cache))
         routing = self.view.route(command.layer, attended)
         wave.layer, wave.attended, wave.routing = command.layer, attended, routing
-        masses = routing.probabilities.gather(1, routing.experts)
-        weights = routing.gates if self._importance == "gates" else masses
-        return Routed(
-            wave=WAVE,
-            experts=routing.experts.cpu().numpy(),
-            masses=_doubles(masses),
-            importance=np.minimum(_doubles(weights).sum(1), 1.0),
-            steadiness=self._steadiness(command.layer, attended),
-        )
-
-    def _steadiness(self, layer: int, attended: Tensor) -> IntArray:
-        scores = steadiness(attended, self._steady_weight[layer], self._steady_bias[layer])
-        return steadiness_class(scores, self._steady_edges[layer]).cpu().numpy()
+        return self._observer.routed(WAVE, command.layer, attended, routing)
 
     def _execute(self, command: Execute, wave: _Running) -> Executed:
         assert wave.routing is not None
@@ -211,13 +186,7 @@ class LocalDriver:
             )
         output = self.view.finish(layer, wave.attended, shared, routed)
         wave.hidden[_index(command.rows)] = output
-        scores = confidence(output, self._exit_weight[layer], self._exit_bias[layer])
-        nearest = nearest_centroid(output, self._centroids[layer])
-        return Executed(
-            wave=WAVE,
-            confidence=_doubles(scores),
-            exit_at=self._centroid_exit[layer][nearest.cpu().numpy()],
-        )
+        return self._observer.executed(WAVE, layer, output)
 
     def _complete(
         self,
@@ -251,7 +220,3 @@ class LocalDriver:
 
 def _index(rows: IntArray) -> Tensor:
     return torch.from_numpy(rows)
-
-
-def _doubles(tensor: Tensor) -> FloatArray:
-    return tensor.double().cpu().numpy()

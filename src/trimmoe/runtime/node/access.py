@@ -1,0 +1,398 @@
+"""The users' side of a server: admission, streaming, and going on elsewhere when servers die.
+
+A request is answered in *attempts*. Each has a sequence number, a route and a place on every
+server of it. When an attempt is lost the next one begins from the prompt and the tokens that were
+already sent: sampling depends on the position only and the credit is what those tokens left, so
+the answer goes on as if nothing had happened.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+
+from trimmoe.core.events import Receipt, SequenceOpened
+from trimmoe.core.ledger import Ledger
+from trimmoe.policy.settings import BudgetRule
+from trimmoe.runtime.node.executor import Arrival
+from trimmoe.runtime.node.messages import (
+    ANY_POSITION,
+    Message,
+    Parcel,
+    Prompt,
+    Release,
+    Reserve,
+    SamplingSpec,
+    Token,
+)
+from trimmoe.runtime.node.passengers import unpack_ledger, unpack_receipt
+from trimmoe.runtime.node.planner import Planner
+from trimmoe.runtime.service import (
+    GenerationRequest,
+    Health,
+    Overloaded,
+    ServedModel,
+    ServiceStats,
+    TokenEvent,
+    TokenStream,
+    Unavailable,
+    check_length,
+    quality,
+)
+
+RETRY_AFTER_S = 1.0
+MOST_RESTARTS = 12
+"""Attempts in a row without a new token, after which a request is given up."""
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.02, 1.0
+STRANDED = (
+    "An expert that this request needs is on a server that cannot be reached, and no substitute "
+    "is within its quality budget; try again when the server is back."
+)
+GIVEN_UP = "Servers were lost again and again while this request was answered; try again shortly."
+STOPPING = "The server is stopping."
+LOST, NO_EXPERT = "lost", "no expert"
+
+Item = TokenEvent | Unavailable
+
+
+@dataclass(eq=False, kw_only=True, slots=True)
+class Attempt:
+    """One sequence under way."""
+
+    sequence: int
+    route: tuple[int, ...]
+    trouble: asyncio.Future[str]
+    """Why it is over; empty if the answer is complete."""
+    grants: dict[int, asyncio.Future[bool]] = field(default_factory=dict)
+    position: int = 0
+    """Of the token that is awaited."""
+    fed: int = 0
+    """First position of what is under way."""
+
+    @property
+    def servers(self) -> list[int]:
+        return sorted(set(self.route))
+
+    def fail(self, reason: str) -> None:
+        """It cannot go on."""
+        if not self.trouble.done():
+            self.trouble.set_result(reason)
+        for grant in self.grants.values():
+            if not grant.done():
+                grant.set_result(False)
+
+
+@dataclass(eq=False, kw_only=True, slots=True)
+class Job:
+    """A request on its way."""
+
+    request: GenerationRequest
+    out: asyncio.Queue[Item] = field(default_factory=asyncio.Queue)
+    tokens: list[int] = field(default_factory=list)
+    """Made and handed out so far."""
+    credit: float = 0.0
+    """What those tokens left of their budget."""
+    attempt: Attempt | None = None
+    seated: bool = False
+    task: asyncio.Task[None] | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Backroom:
+    """What the desk needs of its server."""
+
+    server: int
+    kv_slots: int
+    max_waiting: int
+    patience_s: float
+    planner: Planner
+    post: Callable[[Parcel], None]
+    control: Callable[[Callable[[], None]], None]
+    """Run something in the worker, before its next batch."""
+    open_account: Callable[[SequenceOpened, tuple[int, ...]], None]
+    close_account: Callable[[int], None]
+    settle: Callable[[tuple[Receipt, ...], list[bool]], None]
+    arrive: Callable[[Arrival], None]
+    health: Callable[[], Health]
+    stats: Callable[[int, int], ServiceStats]
+    ledger_shape: dict[str, int]
+
+
+class Desk:
+    """An `InferenceService` on one server of a cluster."""
+
+    def __init__(self, model: ServedModel, backroom: Backroom, first_sequence: int) -> None:
+        self.model = model
+        self._room = backroom
+        self._sequences = itertools.count(first_sequence)
+        self._jobs: set[Job] = set()
+        self._by_sequence: dict[int, Job] = {}
+        self._turn = asyncio.Lock()
+        """Places are asked for by one request at a time, in order."""
+        self._blocked = False
+        """Whether the one whose turn it is had to queue for a place."""
+        self.restarts = 0
+
+    async def start(self) -> None:
+        """The node starts its desk; nothing is left to do."""
+
+    async def close(self) -> None:
+        """End all streams."""
+        for job in list(self._jobs):
+            self._end(job, Unavailable(STOPPING))
+
+    def submit(self, request: GenerationRequest) -> TokenStream:
+        check_length(request, self.model.context_length)
+        if not (health := self.health()).ok:
+            raise Unavailable(health.reason)
+        waiting, room = self._waiting, self._room
+        if len(self._jobs) >= room.kv_slots + room.max_waiting or (
+            self._blocked and waiting > room.max_waiting
+        ):
+            raise Overloaded(RETRY_AFTER_S)
+        job = Job(request=request)
+        self._jobs.add(job)
+        job.task = asyncio.create_task(self._serve(job), name=f"request {request.request_id}")
+        return _Stream(self, job)
+
+    def health(self) -> Health:
+        return self._room.health()
+
+    def stats(self) -> ServiceStats:
+        waiting = self._waiting
+        return self._room.stats(len(self._jobs) - waiting, waiting)
+
+    def cancel(self, job: Job) -> None:
+        """Its reader went away: free everything now."""
+        self._end(job, None)
+
+    def granted(self, server: int, sequence: int, ok: bool) -> None:
+        """A server answered a reservation."""
+        attempt = self._attempt(sequence)
+        grant = attempt.grants.get(server) if attempt else None
+        if grant is not None and not grant.done():
+            grant.set_result(ok)
+
+    def lost(self, sequence: int, position: int) -> None:
+        """Work for a position may be lost; old news if that token has come."""
+        attempt = self._attempt(sequence)
+        if attempt and (position == ANY_POSITION or position >= attempt.fed):
+            attempt.fail(LOST)
+
+    def stranded(self, sequence: int) -> None:
+        """An expert has no host for a sequence."""
+        if attempt := self._attempt(sequence):
+            attempt.fail(NO_EXPERT)
+
+    def server_lost(self, server: int) -> None:
+        """What crosses a server cannot go on as it is."""
+        for job in self._by_sequence.values():
+            if job.attempt and server in job.attempt.route:
+                job.attempt.fail(LOST)
+
+    def received(self, tokens: list[Token]) -> None:
+        """Tokens of this server's users came."""
+        receipts = tuple(
+            unpack_receipt(token.receipt, token.sequence)
+            for token in tokens
+            if token.receipt is not None and token.sequence in self._by_sequence
+        )
+        agrees = [token.agrees for token in tokens if token.agrees is not None]
+        if receipts or agrees:
+            self._room.control(lambda: self._room.settle(receipts, agrees))
+        for token in tokens:
+            job = self._by_sequence.get(token.sequence)
+            if job and job.attempt and job.attempt.position == token.position:
+                self._advance(job, job.attempt, token)
+
+    @property
+    def _waiting(self) -> int:
+        return sum(not job.seated for job in self._jobs)
+
+    def _attempt(self, sequence: int) -> Attempt | None:
+        job = self._by_sequence.get(sequence)
+        return job.attempt if job else None
+
+    def _advance(self, job: Job, attempt: Attempt, token: Token) -> None:
+        """Hand out a token; the next one is predicted from it unless it is the last."""
+        ledger: Ledger | None = None
+        if token.ledger is not None:
+            ledger = unpack_ledger(token.ledger, **self._room.ledger_shape)
+            job.credit += ledger.budget - ledger.loss
+        job.tokens.append(token.token)
+        reason = None
+        if token.token in job.request.stop_ids:
+            reason = "stop"
+        elif len(job.tokens) == job.request.max_new_tokens:
+            reason = "length"
+        event = TokenEvent(
+            token=token.token,
+            logprob=token.logprob,
+            top_logprobs=tuple((each, value) for each, value in token.top),
+            ledger=ledger,
+            finish_reason=reason,
+        )
+        job.out.put_nowait(event)
+        if reason is not None:
+            attempt.trouble.set_result("") if not attempt.trouble.done() else None
+            self._end(job, None)
+            return
+        attempt.fed, attempt.position = token.position, token.position + 1
+        self._room.arrive(
+            Arrival(sequence=token.sequence, position=token.position, token=token.token)
+        )
+
+    async def _serve(self, job: Job) -> None:
+        """One attempt after the other until one ends well."""
+        made, restarts = -1, 0
+        while True:
+            trouble = await self._attempted(job)
+            if not trouble:
+                return
+            self._forget(job)
+            self.restarts += 1
+            restarts = 0 if len(job.tokens) > made else restarts + 1
+            made = len(job.tokens)
+            if trouble == NO_EXPERT and not await self._help_comes():
+                self._end(job, Unavailable(STRANDED))
+            elif restarts > MOST_RESTARTS:
+                self._end(job, Unavailable(GIVEN_UP))
+            await asyncio.sleep(min(FIRST_PAUSE_S * 2**restarts, LONGEST_PAUSE_S))
+
+    async def _help_comes(self) -> bool:
+        """Whether, within the patience there is, the cluster changes while servers are lost."""
+        planner = self._room.planner
+        if not planner.lost:
+            return False
+        try:
+            await asyncio.wait_for(planner.next_change(), self._room.patience_s)
+        except TimeoutError:
+            return False
+        return True
+
+    async def _attempted(self, job: Job) -> str:
+        """Run one attempt; why it ended."""
+        planner = self._room.planner
+        async with self._turn:
+            await planner.until_settled()
+            route = planner.in_force.route_of(self._room.server)
+            attempt = Attempt(
+                sequence=next(self._sequences),
+                route=route,
+                trouble=asyncio.get_running_loop().create_future(),
+            )
+            job.attempt = attempt
+            self._by_sequence[attempt.sequence] = job
+            if not await self._seat(job, attempt):
+                return LOST
+        job.seated = True
+        self._send_off(job, attempt)
+        return await attempt.trouble
+
+    async def _seat(self, job: Job, attempt: Attempt) -> bool:
+        """Get a place on every server of the route; False if one of them is lost meanwhile."""
+        grants = [self._reserve(job, attempt, server, waits=False) for server in attempt.servers]
+        if all(await asyncio.gather(*grants)):
+            return not attempt.trouble.done()
+        if attempt.trouble.done():
+            return False
+        self._blocked = True
+        try:
+            self._release(attempt)
+            # Released under the old number, asked for under a new one: no answer is mistaken.
+            del self._by_sequence[attempt.sequence]
+            attempt.sequence = next(self._sequences)
+            self._by_sequence[attempt.sequence] = job
+            for server in attempt.servers:
+                if not await self._reserve(job, attempt, server, waits=True):
+                    return False
+            return not attempt.trouble.done()
+        finally:
+            self._blocked = False
+
+    def _reserve(
+        self, job: Job, attempt: Attempt, server: int, *, waits: bool
+    ) -> asyncio.Future[bool]:
+        grant: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        attempt.grants[server] = grant
+        sampling = job.request.sampling
+        spec = SamplingSpec(
+            sampling.temperature, sampling.top_p, sampling.seed, sampling.stream, sampling.logprobs
+        )
+        self._post(server, Reserve(attempt.sequence, list(attempt.route), spec, waits))
+        return grant
+
+    def _send_off(self, job: Job, attempt: Attempt) -> None:
+        """The prompt, with what was made of the answer, enters the route."""
+        request, room = job.request, self._room
+        settings, profile = room.planner.in_force.engine.settings, room.planner.profile
+        budget, confidence = quality(request, settings, profile)
+        opened = SequenceOpened(
+            sequence=attempt.sequence,
+            access=room.server,
+            budget=budget,
+            confidence=confidence,
+            balance=max(job.credit, 0.0) if settings.budget_rule is BudgetRule.BUCKET else 0.0,
+        )
+        room.control(lambda: room.open_account(opened, attempt.route))
+        ids = [*request.prompt_ids, *job.tokens]
+        attempt.position = len(ids)
+        tokens = (torch.tensor(ids, dtype=torch.int32),)
+        room.post(Parcel(to=attempt.route[0], message=Prompt(attempt.sequence), tensors=tokens))
+
+    def _post(self, server: int, message: Message) -> None:
+        self._room.post(Parcel(to=server, message=message))
+
+    def _release(self, attempt: Attempt) -> None:
+        for server in attempt.servers:
+            self._post(server, Release([attempt.sequence]))
+
+    def _forget(self, job: Job) -> None:
+        """Free what the job's attempt holds on every server."""
+        attempt, job.attempt, job.seated = job.attempt, None, False
+        if attempt is None:
+            return
+        sequence = attempt.sequence
+        self._by_sequence.pop(sequence, None)
+        self._release(attempt)
+        self._room.control(lambda: self._room.close_account(sequence))
+
+    def _end(self, job: Job, error: Unavailable | None) -> None:
+        """The job is over: complete, cancelled or failed."""
+        if job not in self._jobs:
+            return
+        self._jobs.remove(job)
+        self._forget(job)
+        if error is not None:
+            job.out.put_nowait(error)
+        if job.task is not None:
+            job.task.cancel()
+
+
+class _Stream:
+    """The reader's end of a job."""
+
+    def __init__(self, desk: Desk, job: Job) -> None:
+        self._desk, self._job, self._ended = desk, job, False
+
+    def __aiter__(self) -> _Stream:
+        return self
+
+    async def __anext__(self) -> TokenEvent:
+        if self._ended:
+            raise StopAsyncIteration
+        item = await self._job.out.get()
+        if isinstance(item, Unavailable):
+            self._ended = True
+            raise item
+        self._ended = item.finish_reason is not None
+        return item
+
+    async def aclose(self) -> None:
+        if not self._ended:
+            self._ended = True
+            self._desk.cancel(self._job)

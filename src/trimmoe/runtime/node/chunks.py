@@ -1,0 +1,159 @@
+"""Work without decisions: prompts, experts for others, state propagation."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from trimmoe.core.specs import FloatArray, IntArray
+from trimmoe.runtime.node.completion import to_users, token_of
+from trimmoe.runtime.node.executor import Executor, Outcome
+from trimmoe.runtime.node.messages import Parcel, Partial, Rows
+from trimmoe.runtime.node.shipping import Cargo, Split, shipped
+from trimmoe.runtime.node.units import Unit
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Slots:
+    """Slots of some rows that run here."""
+
+    rows: Rows
+    destinations: tuple[int, ...]
+    """Where each unit gathers."""
+    hidden: Tensor
+    """Before the experts, [n, d]."""
+    experts: Tensor
+    """int32 [n, k], -1 where a slot runs elsewhere."""
+    gates: Tensor
+    """float32 [n, k]."""
+    raw: bool
+    """Whether the rows came raw: the shared expert is run too."""
+    decoding: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Passage:
+    """Hosts of least delay for exact execution, [N, M, M, E] by source and destination."""
+
+    server: IntArray
+    delay_s: FloatArray
+    """Infinite where nobody holds the expert."""
+
+
+@torch.inference_mode()
+def pass_layer(worker: Executor, passage: Passage, layer: int, unit: Unit) -> Outcome:
+    """One chunk through a layer, every expert exact, at the hosts of least delay."""
+    view, here = worker.view, worker.server
+    batch = worker.batch([unit])
+    if layer == 0:
+        hidden = view.embed(batch.pad([unit.tokens]), batch)
+    else:
+        hidden = batch.unpack(unit.states())
+    attended = batch.pack(view.attend(layer, hidden, batch, worker.cache))
+    routing = view.route(layer, attended)
+    outcome = Outcome(written=[(unit, layer)])
+    destination = unit.seat.route[min(layer + 1, len(unit.seat.route) - 1)]
+    experts = routing.experts.cpu().numpy()
+    if not np.isfinite(passage.delay_s[layer, here, destination][experts]).all():
+        outcome.stranded.append(unit)
+        return outcome
+    split = Split.of(
+        experts,
+        passage.server[layer, here, destination][experts],
+        np.full(unit.count, destination),
+        here=here,
+        server_count=passage.server.shape[1],
+    )
+    output = worker.run_here(layer, attended, split.at(here), routing.gates, routing.normed)
+    if not split.leaves.any():
+        unit.hidden, unit.parts, unit.layer = output, (), layer + 1
+        outcome.ready.append(unit)
+        return outcome
+    cargo = Cargo(
+        layer=layer,
+        units=[unit],
+        unit_of=np.zeros(unit.count, dtype=np.int64),
+        offset=np.arange(unit.count),
+        attended=attended,
+        output=output,
+        gates=routing.gates,
+    )
+    outcome.parcels = shipped(cargo, split, np.arange(unit.count), None)
+    return outcome
+
+
+@torch.inference_mode()
+def end_chunk(worker: Executor, unit: Unit) -> Outcome:
+    """After the last layer: dense blocks, and the first token if this was the last chunk."""
+    batch, view = worker.batch([unit]), worker.view
+    hidden = view.tail(batch.unpack(unit.states()), batch, worker.cache)
+    outcome = Outcome(written=[(unit, view.spec.layer_count)])
+    if unit.last:
+        logits = view.logits(batch.last(hidden))[0]
+        outcome.parcels = to_users([unit], [token_of(unit, logits)])
+    return outcome
+
+
+@torch.inference_mode()
+def run_slots(worker: Executor, layer: int, items: Sequence[Slots]) -> Outcome:
+    """Experts that live here for rows from anywhere; partial sums to where they gather."""
+    view = worker.view
+    hidden = torch.cat([item.hidden for item in items]).to(view.device)
+    experts = torch.cat([item.experts for item in items]).long()
+    sums = view.experts(layer, hidden, experts, torch.cat([item.gates for item in items]))
+    outcome, at = Outcome(), 0
+    for item in items:
+        part = sums[at : at + item.rows.total]
+        if item.raw:
+            shared = view.shared(layer, item.hidden)
+            part = part if shared is None else part + shared
+        at += item.rows.total
+        outcome.parcels += _returned(layer, item, part)
+    return outcome
+
+
+def _returned(layer: int, item: Slots, part: Tensor) -> list[Parcel]:
+    """One message to each destination of the item's units."""
+    rows, pieces = item.rows, [where for _, where in item.rows.split()]
+    parcels = []
+    for destination in dict.fromkeys(item.destinations):
+        units = [u for u, to in enumerate(item.destinations) if to == destination]
+        kept = [row for u in units for row in range(pieces[u].start, pieces[u].stop)]
+        message = Partial(
+            layer=layer,
+            rows=Rows(
+                [rows.sequences[u] for u in units],
+                [rows.starts[u] for u in units],
+                [rows.counts[u] for u in units],
+                [rows.offsets[row] for row in kept] if rows.offsets else [],
+            ),
+            decoding=item.decoding,
+            raw=item.raw,
+        )
+        whole = len(kept) == rows.total
+        states = part if whole else part[torch.tensor(kept)]
+        parcels.append(Parcel(to=destination, message=message, tensors=(states,)))
+    return parcels
+
+
+@torch.inference_mode()
+def propagate(worker: Executor, layer: int, units: Sequence[Unit]) -> Outcome:
+    """Keys and values of exited tokens in this server's layers from `layer` on."""
+    outcome = Outcome()
+    layer_count = worker.view.spec.layer_count
+    for later in range(layer, layer_count + 1):
+        here = [unit for unit in units if later in unit.seat.written]
+        if not here:
+            continue
+        batch = worker.batch(here)
+        hidden = batch.unpack(torch.cat([unit.states() for unit in here]))
+        if later == layer_count:
+            worker.view.propagate_tail(hidden, batch, worker.cache)
+        else:
+            worker.view.propagate(later, hidden, batch, worker.cache)
+        outcome.written += [(unit, later) for unit in here]
+    return outcome

@@ -1,0 +1,226 @@
+"""What a server decides with, rebuilt when servers come and go or links and load have changed.
+
+Building takes value tables, so it happens in a thread of its own; the engine is exchanged between
+two batches. Routes only ever get more: a row keeps its meaning from engine to engine.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from itertools import chain, pairwise
+
+import numpy as np
+
+from trimmoe.core.errors import UserError
+from trimmoe.core.plan import Plan
+from trimmoe.core.profile import Profile
+from trimmoe.core.specs import BoolArray, FloatArray, IntArray, ModelSpec
+from trimmoe.cost.actions import nearest_hosts
+from trimmoe.cost.expected import expected_layer_delay_s
+from trimmoe.cost.model import Accounting, CostModel, cost_model
+from trimmoe.engine.step import Engine
+from trimmoe.placement.routes import best_routes
+from trimmoe.policy.build import Deployment, deploy, make_policy, priced
+from trimmoe.policy.settings import PolicySettings, WeightRule
+from trimmoe.policy.trim import WEIGHT_GRID, rounded_weight
+from trimmoe.runtime.node.chunks import Passage
+
+Route = tuple[int, ...]
+CUT_DELAY_S = 60.0
+"""What a link that is down is taken to cost: nobody uses it who has a choice."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Conditions:
+    """What is known of the cluster beyond the plan."""
+
+    lost: frozenset[int]
+    """Servers that cannot be reached from here."""
+    cut: frozenset[tuple[int, int]]
+    """Pairs of other servers that do not reach each other."""
+    delay_s: FloatArray
+    """Measured, [M, M]; NaN where the plan's figure stands."""
+    bandwidth_bytes_per_s: FloatArray
+    """Likewise, [M, M]."""
+    waiting_s: FloatArray
+    """[M]."""
+
+    @staticmethod
+    def planned(server_count: int) -> Conditions:
+        """As the plan has it."""
+        unknown = np.full((server_count, server_count), np.nan)
+        return Conditions(
+            lost=frozenset(),
+            cut=frozenset(),
+            delay_s=unknown,
+            bandwidth_bytes_per_s=unknown,
+            waiting_s=np.zeros(server_count),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Basis:
+    """What does not change while a server lives."""
+
+    plan: Plan
+    profile: Profile
+    model: ModelSpec
+    settings: PolicySettings
+    """With the loss weight that decisions start from."""
+    planned: Deployment
+
+    @staticmethod
+    def of(plan: Plan, profile: Profile, model: ModelSpec, settings: PolicySettings) -> Basis:
+        """Raises `UserError` for a policy that no real system can run."""
+        if settings.accounting is Accounting.MIGRATE:
+            raise UserError(
+                f"The policy `{settings.name}` lets tokens migrate without their cache, which no "
+                f"real server can do; choose another one."
+            )
+        planned = deploy(plan, profile, model, settings.accounting)
+        settings = priced(planned, profile, settings)
+        return Basis(plan=plan, profile=profile, model=model, settings=settings, planned=planned)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Built:
+    """An engine with what else follows from the same conditions."""
+
+    engine: Engine
+    passage: Passage
+    conditions: Conditions
+    detours: dict[int, Route]
+    """By access server: the route instead of its own, which crosses lost servers."""
+    known: frozenset[Route]
+
+    def route_of(self, access: int) -> Route:
+        """The route that new sequences of an access server take."""
+        if access in self.detours:
+            return self.detours[access]
+        return tuple(self.engine.routes[access].tolist())
+
+
+def build(basis: Basis, conditions: Conditions, extra: tuple[Route, ...]) -> Built:
+    """The engine for these conditions; `extra` are the routes to know beyond the plan's.
+
+    d_ref stays the plan's, so that the price of quality means the same throughout.
+    """
+    cost = measured_cost(basis, conditions)
+    hosts = live_hosts(basis.plan.hosts, conditions.lost)
+    found = detours(basis, conditions)
+    planned = basis.planned.routes
+    rows = [tuple(route) for route in planned.tolist()]
+    rows += [route for route in dict.fromkeys(chain(extra, found.values())) if route not in rows]
+    deployment = Deployment(
+        cost=cost,
+        routes=np.array(rows),
+        reference_s=basis.planned.reference_s,
+        plan=replace(basis.plan, hosts=hosts),
+    )
+    policy = make_policy(deployment, basis.profile, basis.settings)
+    _ = policy.lookahead.space.menu  # Made here rather than at the first decision.
+    server, delay_s = nearest_hosts(cost, hosts)
+    return Built(
+        engine=Engine(
+            policy=policy,
+            settings=basis.settings,
+            profile=basis.profile,
+            cost=cost,
+            routes=deployment.routes,
+            reference_s=deployment.reference_s,
+        ),
+        passage=Passage(server=server, delay_s=delay_s),
+        conditions=conditions,
+        detours=found,
+        known=frozenset(rows),
+    )
+
+
+def prepare(engine: Engine, loss_weight: float) -> None:
+    """Make the value tables of a loss weight; from then on decisions never make any."""
+    tables = getattr(engine.policy, "tables", None)
+    if tables is not None:
+        tables.prepare([rounded_weight(loss_weight)])
+        tables.on_demand = False
+
+
+def prepare_all(engine: Engine) -> None:
+    """Make the tables of every weight that feedback may come to."""
+    settings = engine.settings
+    if settings.weight_rule is not WeightRule.FIXED and settings.budget > 0:
+        low, high = settings.loss_weight_range
+        for step in range(round(low / WEIGHT_GRID), round(high / WEIGHT_GRID) + 1):
+            prepare(engine, step * WEIGHT_GRID)
+
+
+def measured_cost(basis: Basis, conditions: Conditions) -> CostModel:
+    """The cost model with measured links and waiting in place of the plan's."""
+    cluster = basis.plan.cluster
+
+    def measured(values: FloatArray, planned: FloatArray) -> FloatArray:
+        merged = np.where(np.isnan(values), planned, values)
+        np.fill_diagonal(merged, planned.diagonal())
+        return merged
+
+    delay_s = measured(conditions.delay_s, cluster.delay_s)
+    for a, b in conditions.cut:
+        delay_s[a, b] = delay_s[b, a] = CUT_DELAY_S
+    bandwidth = measured(conditions.bandwidth_bytes_per_s, cluster.bandwidth_bytes_per_s)
+    cluster = replace(cluster, delay_s=delay_s, bandwidth_bytes_per_s=bandwidth)
+    cost = cost_model(basis.model, cluster, basis.settings.accounting)
+    return cost.with_waiting(conditions.waiting_s)
+
+
+def live_hosts(hosts: BoolArray, lost: frozenset[int]) -> BoolArray:
+    """The plan's hosts without those of lost servers, [M, N, E]."""
+    live = hosts.copy()
+    live[sorted(lost)] = False
+    return live
+
+
+def detours(basis: Basis, conditions: Conditions) -> dict[int, Route]:
+    """The best live route of every access server whose own crosses a lost server or a cut link.
+
+    Priced by the plan, not by measurements, so that all servers come to the same routes.
+    """
+    lost, routes = conditions.lost, basis.planned.routes
+    broken = [
+        access
+        for access, route in enumerate(routes.tolist())
+        if access not in lost and _is_broken(access, route, conditions)
+    ]
+    if not broken:
+        return {}
+    unmeasured = Conditions.planned(routes.shape[0])
+    cost = measured_cost(basis, replace(unmeasured, cut=conditions.cut))
+    hosts = live_hosts(basis.plan.hosts, lost)
+    # An expert without a live host makes no route better or worse than another.
+    orphans = ~hosts.any(0)
+    alive = np.ones(routes.shape[0], dtype=bool)
+    alive[sorted(lost)] = False
+    tables = expected_layer_delay_s(
+        cost, hosts | (orphans[None] & alive[:, None, None]), basis.profile
+    )
+    tables[:, ~alive, :] = np.inf
+    tables[:, :, ~alive] = np.inf
+    best: IntArray = best_routes(cost, tables)
+    return {access: tuple(best[access].tolist()) for access in broken}
+
+
+def _is_broken(access: int, route: list[int], conditions: Conditions) -> bool:
+    way = [access, *route, access]
+    hops = {frozenset(hop) for hop in pairwise(way)}
+    cut = {frozenset(pair) for pair in conditions.cut}
+    return bool(conditions.lost.intersection(route)) or bool(hops & cut)
+
+
+def changed_much(now: Conditions, then: Conditions, basis: Basis, share: float) -> bool:
+    """Whether a link's or a server's expected time differs by more than `share` of what decisions
+    are made with, and by more than a thousandth of a token's."""
+    floor_s = basis.planned.reference_s * basis.model.layer_count / 1000
+    old, new = measured_cost(basis, then), measured_cost(basis, now)
+    for before, after in ((old.transfer_s, new.transfer_s), (old.waiting_s, new.waiting_s)):
+        difference = np.abs(after - before)
+        if ((difference > share * before) & (difference > floor_s)).any():
+            return True
+    return False

@@ -1,0 +1,316 @@
+"""The worker's side of a server: the only code that touches the model, the cache and the engine.
+
+It runs in one thread, one batch at a time. Between two batches no wave is in the engine: every
+row has left it as a `Wave` row of its own, so that the engine can be exchanged there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from trimmoe.core.events import (
+    Attend,
+    Audited,
+    Command,
+    Complete,
+    Depart,
+    Event,
+    Execute,
+    Probe,
+    Receipt,
+    SequenceClosed,
+    SequenceOpened,
+    Settled,
+    Strand,
+    TokensArrived,
+    TokensExported,
+    TokensImported,
+)
+from trimmoe.core.profile import Profile
+from trimmoe.core.specs import IntArray
+from trimmoe.core.wave import Wave
+from trimmoe.engine.step import Engine
+from trimmoe.models.base import MoEView, Routing, TokenBatch
+from trimmoe.runtime.counters import ExpertCounter
+from trimmoe.runtime.node.completion import completed
+from trimmoe.runtime.node.messages import Parcel, Rows, Start
+from trimmoe.runtime.node.shipping import Cargo, Split, shipped
+from trimmoe.runtime.node.units import Unit, boarded
+from trimmoe.runtime.observe import Observer
+
+_KEPT_BATCHES = 16
+
+
+@dataclass(kw_only=True, slots=True)
+class Outcome:
+    """What follows from a batch."""
+
+    parcels: list[Parcel] = field(default_factory=list)
+    ready: list[Unit] = field(default_factory=list)
+    """Units about to enter a layer on this server."""
+    written: list[tuple[Unit, int]] = field(default_factory=list)
+    """Units with the layer whose keys and values are there now."""
+    stranded: list[Unit] = field(default_factory=list)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Arrival:
+    """A token of a user of this server that predicts the next one."""
+
+    sequence: int
+    position: int
+    token: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LogEntry:
+    """One step of the engine."""
+
+    engine: int
+    """Which of the engines so far, from 0."""
+    event: Event
+    commands: tuple[Command, ...]
+
+
+class Executor:
+    """See the module's docstring. `server` is this server's index."""
+
+    def __init__(
+        self,
+        view: MoEView,
+        profile: Profile,
+        engine: Engine,
+        *,
+        server: int,
+        slots: int,
+        seed: int = 0,
+        log_events: bool = False,
+    ) -> None:
+        self.view, self.server = view, server
+        self.cache = view.new_cache(slots=slots)
+        self.engines = [engine]
+        self.state = engine.start()
+        self.log: list[LogEntry] | None = [] if log_events else None
+        self.counter = ExpertCounter(view.spec.layer_count, view.spec.expert_count)
+        self.observer = Observer(profile, view.device)
+        self.route_rows: dict[tuple[int, ...], int] = {}
+        self._draws = np.random.default_rng(seed)
+        self._wave = 0
+        self._batches: dict[tuple[tuple[int, ...], tuple[int, ...]], TokenBatch] = {}
+        self.index_routes()
+
+    @property
+    def engine(self) -> Engine:
+        """The one in force."""
+        return self.engines[-1]
+
+    def swap(self, engine: Engine) -> None:
+        """Decide with another engine from now on; rows of routes keep their meaning."""
+        assert not self.state.waves
+        if self.log is None:
+            self.engines[-1] = engine
+        else:
+            self.engines.append(engine)
+        self.index_routes()
+
+    def index_routes(self) -> None:
+        """Look up rows of the engine's routes by route."""
+        rows = enumerate(self.engine.routes.tolist())
+        self.route_rows = {tuple(route): row for row, route in reversed(list(rows))}
+
+    def tell(self, event: Event) -> tuple[Command, ...]:
+        """One step of the engine."""
+        self.state, commands = self.engine.step(self.state, event)
+        self.counter.absorb([(event, commands)])
+        if self.log is not None:
+            entry = LogEntry(engine=len(self.engines) - 1, event=event, commands=commands)
+            self.log.append(entry)
+        return commands
+
+    def open(self, opened: SequenceOpened, route: tuple[int, ...]) -> None:
+        """Open the account of a sequence on a route."""
+        self.tell(replace(opened, route=self.route_rows[route]))
+
+    def close(self, sequence: int) -> None:
+        """Close an account if there is one."""
+        if sequence in self.state.accounts:
+            self.tell(SequenceClosed(sequence=sequence))
+
+    def settle(self, receipts: tuple[Receipt, ...], agrees: list[bool]) -> None:
+        """Tokens of this server's users finished elsewhere, or were audited anywhere."""
+        if receipts:
+            self.tell(Settled(receipts=receipts))
+        if agrees:
+            self.tell(Audited(wave=self._new_wave(), agrees=np.array(agrees)))
+
+    def arrive(self, arrivals: Sequence[Arrival]) -> Outcome:
+        """The next tokens of this server's users set out."""
+        going = [one for one in arrivals if one.sequence in self.state.accounts]
+        if not going:
+            return Outcome()
+        wave = self._new_wave()
+        sequences = tuple(one.sequence for one in going)
+        draws = self._draws.random(len(going))
+        self.tell(TokensArrived(wave=wave, sequences=sequences, draws=draws))
+        tokens = self._departed(wave, np.arange(len(going)))
+        parcels = []
+        for first in np.unique(tokens.server).tolist():
+            which = np.flatnonzero(tokens.server == first)
+            chosen = [going[i] for i in which.tolist()]
+            rows = Rows(
+                [one.sequence for one in chosen],
+                [one.position for one in chosen],
+                [1] * len(chosen),
+                [],
+            )
+            start = Start(rows=rows, tokens=[one.token for one in chosen])
+            parcels.append(Parcel(to=first, message=start, wave=tokens.take(which)))
+        return Outcome(parcels=parcels)
+
+    @torch.inference_mode()
+    def attend(self, layer: int, units: Sequence[Unit]) -> Outcome:
+        """Attention, router, decision and the slots that run here, of generated tokens."""
+        ordered, wave = self._boarded(units)
+        batch = self.batch(ordered)
+        if layer == 0:
+            ids = batch.pad([unit.tokens for unit in ordered])
+            hidden = self.view.embed(ids, batch)
+        else:
+            hidden = batch.unpack(torch.cat([unit.states() for unit in ordered]))
+        identity = self._new_wave()
+        self.tell(TokensImported(wave=identity, tokens=wave, executing=False))
+        attended = batch.pack(self.view.attend(layer, hidden, batch, self.cache))
+        routing = self.view.route(layer, attended)
+        outcome = Outcome(written=[(unit, layer) for unit in ordered])
+        for command in self.tell(self.observer.routed(identity, layer, attended, routing)):
+            if isinstance(command, Strand):
+                outcome.stranded += [ordered[row] for row in command.rows.tolist()]
+            else:
+                assert isinstance(command, Execute)
+                self._execute(command, ordered, attended, routing, outcome)
+        return outcome
+
+    @torch.inference_mode()
+    def finish(self, layer: int, units: Sequence[Unit]) -> Outcome:
+        """A layer gathered here: exits are due, or the next layer."""
+        ordered, wave = self._boarded(units)
+        identity = self._new_wave()
+        self.tell(TokensImported(wave=identity, tokens=wave, executing=True))
+        outcome = Outcome()
+        output = torch.cat([unit.states() for unit in ordered])
+        self._executed(identity, layer, np.arange(len(ordered)), output, ordered, outcome)
+        return outcome
+
+    def batch(self, units: Sequence[Unit]) -> TokenBatch:
+        """The units' rows as one step; the same units pass many layers together."""
+        slots = tuple(unit.seat.slot for unit in units)
+        key = (slots, tuple(unit.start for unit in units))
+        if any(unit.count > 1 for unit in units):
+            return self.view.batch(self.cache, slots, [unit.positions for unit in units])
+        if key not in self._batches:
+            if len(self._batches) >= _KEPT_BATCHES:
+                self._batches.clear()
+            self._batches[key] = self.view.batch(
+                self.cache, slots, [unit.positions for unit in units]
+            )
+        return self._batches[key]
+
+    def run_here(
+        self, layer: int, attended: Tensor, experts: IntArray, gates: Tensor, normed: Tensor
+    ) -> Tensor:
+        """The layer's output as far as this server gives it, [n, d]."""
+        shared = self.view.shared(layer, attended, normed=normed)
+        routed = None
+        if (experts >= 0).any():
+            chosen = torch.from_numpy(experts).to(self.view.device)
+            routed = self.view.experts(layer, attended, chosen, gates, normed=normed)
+        return self.view.finish(layer, attended, shared, routed)
+
+    def _execute(
+        self,
+        command: Execute,
+        units: list[Unit],
+        attended: Tensor,
+        routing: Routing,
+        outcome: Outcome,
+    ) -> None:
+        layer, rows = command.layer, torch.from_numpy(command.rows)
+        split = Split.of(
+            command.slot_expert,
+            command.slot_server,
+            command.destination,
+            here=self.server,
+            server_count=self.engine.cost.server_count,
+        )
+        attended, gates = attended[rows], routing.gates[rows]
+        normed = routing.normed[rows]
+        output = self.run_here(layer, attended, split.at(self.server), gates, normed)
+        leaves = split.leaves
+        leaving, staying = np.flatnonzero(leaves), np.flatnonzero(~leaves)
+        if leaving.size:
+            cargo = Cargo(
+                layer=layer,
+                units=[units[row] for row in command.rows.tolist()],
+                unit_of=np.arange(command.rows.size),
+                offset=np.zeros(command.rows.size, dtype=np.int64),
+                attended=attended,
+                output=output,
+                gates=gates,
+            )
+            tokens = self._departed(command.wave, command.rows[leaving])
+            outcome.parcels += shipped(cargo, split, leaving, tokens)
+        if staying.size:
+            kept = output[torch.from_numpy(staying)]
+            self._executed(command.wave, layer, command.rows[staying], kept, units, outcome)
+
+    def _executed(
+        self,
+        wave: int,
+        layer: int,
+        rows: IntArray,
+        output: Tensor,
+        units: list[Unit],
+        outcome: Outcome,
+    ) -> None:
+        """Tell the engine what came out, [rows, d], and do what it says."""
+        at = {row: index for index, row in enumerate(rows.tolist())}
+
+        def states(chosen: IntArray) -> Tensor:
+            return output[torch.tensor([at[row] for row in chosen.tolist()])]
+
+        for command in self.tell(self.observer.executed(wave, layer, output)):
+            which = [units[row] for row in command.rows.tolist()]
+            hidden = states(command.rows)
+            if isinstance(command, Probe):
+                predicted = self.view.logits(hidden).argmax(-1).tolist()
+                for unit, token in zip(which, predicted, strict=True):
+                    unit.probe = token
+            elif isinstance(command, Complete):
+                outcome.parcels += completed(self, command, which, hidden)
+            else:
+                assert isinstance(command, Attend)
+                tokens = self._departed(wave, command.rows)
+                for row, unit in enumerate(which):
+                    unit.layer, unit.wave, unit.row = command.layer, tokens, row
+                    unit.hidden, unit.parts = hidden[row : row + 1], ()
+                outcome.ready += which
+
+    def _boarded(self, units: Sequence[Unit]) -> tuple[list[Unit], Wave]:
+        """One wave, with this server's numbers of their routes."""
+        ordered, wave = boarded(units)
+        route = np.array([self.route_rows[unit.seat.route] for unit in ordered], dtype=np.int64)
+        return ordered, replace(wave, route=route)
+
+    def _departed(self, wave: int, rows: IntArray) -> Wave:
+        (depart,) = self.tell(TokensExported(wave=wave, rows=rows))
+        assert isinstance(depart, Depart)
+        return depart.tokens
+
+    def _new_wave(self) -> int:
+        self._wave += 1
+        return self._wave

@@ -1,0 +1,280 @@
+"""Where rows wait: what comes in from other servers becomes work, in the order it can be done."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from trimmoe.core.wave import Wave
+from trimmoe.runtime.node.chunks import Slots
+from trimmoe.runtime.node.executor import Arrival, Outcome
+from trimmoe.runtime.node.messages import (
+    Dispatch,
+    Message,
+    Onward,
+    Partial,
+    Prompt,
+    Propagate,
+    Rows,
+    Start,
+)
+from trimmoe.runtime.node.passengers import MalformedPassengers, unpack_wave
+from trimmoe.runtime.node.scheduler import Scheduler, Step
+from trimmoe.runtime.node.sequences import Seat, Seats
+from trimmoe.runtime.node.units import OWN_RAW, Gather, Part, Unit
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Geometry:
+    """What messages are checked against."""
+
+    layer_count: int
+    server_count: int
+    hidden_size: int
+    top_k: int
+    dtype: torch.dtype
+
+
+class Floor:
+    """Turns messages about rows into scheduled work; used by the event loop only.
+
+    Rows of sequences without a seat here are dropped: their request is over.
+    """
+
+    def __init__(
+        self, geometry: Geometry, seats: Seats, scheduler: Scheduler, *, server: int, chunk: int
+    ) -> None:
+        self.seats, self.scheduler = seats, scheduler
+        self.gather = Gather()
+        self._geometry, self._server, self._chunk = geometry, server, chunk
+        self._take: dict[type, Callable[..., None]] = {
+            Prompt: self._prompt,
+            Start: self._start,
+            Dispatch: self._dispatch,
+            Partial: self._partial,
+            Onward: self._onward,
+            Propagate: self._propagate,
+        }
+
+    def take(
+        self, sender: int, message: Message, tensors: Sequence[Tensor], wave: Wave | None = None
+    ) -> None:
+        """A message came; raises `MalformedPassengers` if it makes no sense."""
+        self._check(message, tensors)
+        self._take[type(message)](sender, message, tuple(tensors), wave)
+
+    def absorb(self, outcome: Outcome) -> None:
+        """A batch ran: more may be ready now."""
+        for unit, layer in outcome.written:
+            seat = unit.seat
+            seat.written[layer].mark(unit.start, unit.count)
+            self._wake(seat, layer)
+        for unit in outcome.ready:
+            self.enter(unit)
+
+    def enter(self, unit: Unit) -> None:
+        """A unit is about to enter a layer; it waits for the states that it attends to."""
+        seat, layer = unit.seat, unit.layer
+        if not seat.open:
+            return
+        if not seat.is_next(layer, unit.start):
+            seat.parked.setdefault(layer, []).append(unit)
+            return
+        step = Step.ATTEND if unit.decoding else Step.CHUNK
+        if layer == self._geometry.layer_count:
+            step = Step.CHUNK_END
+        self.scheduler.put(step, layer, unit, rows=unit.count)
+
+    def release(self, sequences: Iterable[int]) -> None:
+        """These sequences are over: free their places and forget their work."""
+        gone = set(sequences)
+        self.seats.release(gone)
+        self.gather.drop(gone)
+        self.scheduler.drop(lambda item: _belongs(item, gone))
+
+    def _wake(self, seat: Seat, layer: int) -> None:
+        parked = seat.parked.pop(layer, [])
+        for unit in parked:
+            self.enter(unit)
+
+    def _check(self, message: Message, tensors: Sequence[Tensor]) -> None:
+        if isinstance(message, Prompt):
+            good = len(tensors) == 1 and tensors[0].ndim == 1 and tensors[0].dtype == torch.int32
+            good = good and tensors[0].numel() > 0
+        else:
+            assert isinstance(message, (Start, Dispatch, Partial, Onward, Propagate))
+            good = message.rows.well_formed() and self._fits(message, tensors)
+        if not good:
+            raise MalformedPassengers(type(message).__name__)
+
+    def _fits(
+        self, message: Start | Dispatch | Partial | Onward | Propagate, tensors: Sequence[Tensor]
+    ) -> bool:
+        if isinstance(message, Start):
+            return len(message.tokens) == message.rows.total
+        total, width = message.rows.total, self._geometry.hidden_size
+        layers = self._geometry.layer_count
+        if not tensors or tensors[0].shape != (total, width) or not 0 <= message.layer < layers:
+            return False
+        if tensors[0].dtype != self._geometry.dtype:
+            return False
+        slots = 0
+        if isinstance(message, Dispatch):
+            slots = total
+            if len(message.destinations) != len(message.rows.sequences):
+                return False
+        elif isinstance(message, Onward):
+            slots = len(message.raw)
+            units = len(message.rows.sequences)
+            if len(message.awaited) != units or len(message.probes) != units:
+                return False
+        if not slots:
+            return len(tensors) == 1
+        shape = (slots, self._geometry.top_k)
+        return len(tensors) == 3 and all(tensor.shape == shape for tensor in tensors[1:])
+
+    def _prompt(self, sender: int, message: Prompt, tensors: tuple[Tensor], wave: None) -> None:
+        seat = self.seats.get(message.sequence)
+        if seat is None:
+            return
+        ids = tensors[0].tolist()
+        for start in range(0, len(ids), self._chunk):
+            tokens = tuple(ids[start : start + self._chunk])
+            self.enter(
+                Unit(
+                    seat=seat,
+                    layer=0,
+                    start=start,
+                    count=len(tokens),
+                    tokens=tokens,
+                    last=start + len(tokens) == len(ids),
+                )
+            )
+
+    def _start(self, sender: int, message: Start, tensors: tuple, wave: Wave | None) -> None:
+        wave = wave or self._unpacked(message.wave, 0, message.rows)
+        for row, ((sequence, start), _) in enumerate(message.rows.split()):
+            if (seat := self.seats.get(sequence)) is not None:
+                self.enter(
+                    Unit(
+                        seat=seat,
+                        layer=0,
+                        start=start,
+                        tokens=(message.tokens[row],),
+                        wave=wave,
+                        row=row,
+                    )
+                )
+
+    def _dispatch(self, sender: int, message: Dispatch, tensors: tuple, wave: None) -> None:
+        hidden, experts, gates = tensors
+        self._put_slots(
+            message.layer,
+            Slots(
+                rows=message.rows,
+                destinations=tuple(message.destinations),
+                hidden=hidden,
+                experts=experts,
+                gates=gates,
+                raw=False,
+                decoding=message.decoding,
+            ),
+        )
+
+    def _put_slots(self, layer: int, slots: Slots) -> None:
+        step = Step.SLOTS if slots.decoding else Step.CHUNK_SLOTS
+        self.scheduler.put(step, layer, slots, rows=slots.rows.total)
+
+    def _partial(self, sender: int, message: Partial, tensors: tuple[Tensor], wave: None) -> None:
+        rows, server = message.rows, OWN_RAW if message.raw else sender
+        for (sequence, start), where in rows.split():
+            seat = self.seats.get(sequence)
+            if seat is not None:
+                part = Part(offsets=tuple(rows.offsets[where]), states=tensors[0][where])
+                self._gathered(self.gather.add(seat, start, message.layer, server, part))
+
+    def _onward(
+        self, sender: int, message: Onward, tensors: tuple[Tensor, ...], wave: Wave | None
+    ) -> None:
+        rows = message.rows
+        if message.decoding and wave is None:
+            wave = self._unpacked(message.wave, message.layer, rows)
+        raw = set(message.raw)
+        for index, ((sequence, start), where) in enumerate(rows.split()):
+            seat = self.seats.get(sequence)
+            if seat is None:
+                continue
+            unit = Unit(
+                seat=seat,
+                layer=message.layer,
+                start=start,
+                count=rows.counts[index],
+                hidden=tensors[0][where],
+                wave=wave,
+                row=index,
+                probe=message.probes[index],
+                last=message.last,
+            )
+            own = {OWN_RAW} if raw.intersection(range(where.start, where.stop)) else set()
+            self._gathered(self.gather.expect(unit, own.union(message.awaited[index])))
+        if raw:
+            self._put_slots(message.layer, self._raw_slots(message, tensors))
+
+    def _raw_slots(self, message: Onward, tensors: tuple[Tensor, ...]) -> Slots:
+        rows, which = message.rows, np.array(message.raw)
+        unit_of = np.repeat(np.arange(len(rows.counts)), rows.counts)[which]
+        first = np.cumsum([0, *rows.counts])[unit_of]
+        units, counts = np.unique(unit_of, return_counts=True)
+        whole = message.decoding or which.size == rows.total
+        return Slots(
+            rows=Rows(
+                [rows.sequences[u] for u in units.tolist()],
+                [rows.starts[u] for u in units.tolist()],
+                counts.tolist(),
+                [] if whole else (which - first).tolist(),
+            ),
+            destinations=(self._server,) * units.size,
+            hidden=tensors[0][torch.from_numpy(which)],
+            experts=tensors[1],
+            gates=tensors[2],
+            raw=True,
+            decoding=message.decoding,
+        )
+
+    def _propagate(self, sender: int, message: Propagate, tensors: tuple, wave: None) -> None:
+        for (sequence, start), where in message.rows.split():
+            if (seat := self.seats.get(sequence)) is not None:
+                unit = Unit(seat=seat, layer=message.layer, start=start, hidden=tensors[0][where])
+                self.scheduler.put(Step.PROPAGATE, message.layer, unit)
+
+    def _gathered(self, unit: Unit | None) -> None:
+        if unit is None:
+            return
+        if unit.decoding:
+            self.scheduler.put(Step.FINISH, unit.layer, unit)
+        else:
+            unit.layer += 1
+            self.enter(unit)
+
+    def _unpacked(self, packed: bytes, layer: int, rows: Rows) -> Wave:
+        return unpack_wave(
+            packed,
+            layer=layer,
+            sequences=rows.sequences,
+            layer_count=self._geometry.layer_count,
+            server_count=self._geometry.server_count,
+        )
+
+
+def _belongs(item: Unit | Slots | Arrival, gone: set[int]) -> bool:
+    match item:
+        case Unit():
+            return item.seat.sequence in gone
+        case Slots():
+            return gone.issuperset(item.rows.sequences)
+        case Arrival():
+            return item.sequence in gone

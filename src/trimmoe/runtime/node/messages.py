@@ -1,0 +1,266 @@
+"""Everything servers tell each other about sequences and the rows of their tokens.
+
+A *unit* is what is gathered as one: the row of a generated token, or the rows of a prompt's chunk.
+It is named by its sequence and the position of its first row. Hidden states travel as tensors
+beside the message; how many rows of which unit they are, `Rows` says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import msgspec
+from torch import Tensor
+
+from trimmoe.core.wave import Wave
+
+ANY_POSITION = -1
+NO_TOKEN = -1
+_ACCESS_SHIFT = 48
+
+
+def access_of(sequence: int) -> int:
+    """The server whose user a sequence belongs to: part of its number."""
+    return sequence >> _ACCESS_SHIFT
+
+
+def first_sequence(access: int, incarnation: int) -> int:
+    """Where an access server's sequence numbers begin; `incarnation` tells its lives apart."""
+    return (access << _ACCESS_SHIFT) + ((incarnation & 0xFFFF_FFFF) << 16)
+
+
+class Rows(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Which rows the tensors beside a message hold, unit by unit."""
+
+    sequences: list[int]
+    starts: list[int]
+    """Position of each unit's first row."""
+    counts: list[int]
+    """Rows of each unit in this message."""
+    offsets: list[int]
+    """Offset of every row in its unit; empty if the units are complete."""
+
+    @property
+    def total(self) -> int:
+        return sum(self.counts)
+
+    def split(self) -> Iterator[tuple[tuple[int, int], slice]]:
+        """(sequence, start) of each unit and where its rows are."""
+        at = 0
+        for sequence, start, count in zip(self.sequences, self.starts, self.counts, strict=True):
+            yield (sequence, start), slice(at, at + count)
+            at += count
+
+    def well_formed(self) -> bool:
+        units = len(self.sequences)
+        return (
+            len(self.starts) == len(self.counts) == units > 0
+            and all(count > 0 for count in self.counts)
+            and all(start >= 0 for start in self.starts)
+            and len(self.offsets) in (0, self.total)
+        )
+
+
+class SamplingSpec(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """`runtime.sampling.Sampling` on the wire."""
+
+    temperature: float
+    top_p: float
+    seed: int
+    stream: int
+    logprobs: int | None
+
+
+class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
+    """Any of the messages below."""
+
+
+class Reserve(Message, tag="reserve"):
+    """Access server to every server of a route: keep a place for this sequence."""
+
+    sequence: int
+    route: list[int]
+    """Server of each layer."""
+    sampling: SamplingSpec
+    waits: bool
+    """Whether to wait for a place or to be refused if there is none."""
+
+
+class Granted(Message, tag="granted"):
+    """The answer, to the access server."""
+
+    sequence: int
+    ok: bool
+
+
+class Release(Message, tag="release"):
+    """Access server to every server of a route: these sequences are over."""
+
+    sequences: list[int]
+
+
+class Prompt(Message, tag="prompt"):
+    """Access server to kappa(0); beside it the token ids, int32 [T]."""
+
+    sequence: int
+
+
+class Start(Message, tag="start"):
+    """Access server to kappa(0): generated tokens enter the first layer."""
+
+    rows: Rows
+    tokens: list[int]
+    wave: bytes = b""
+
+
+class Dispatch(Message, tag="dispatch"):
+    """To a server of some slots; beside it the states before the experts [n, d], the experts
+    int32 [n, k], -1 where a slot runs elsewhere, and the gates float32 [n, k]."""
+
+    layer: int
+    rows: Rows
+    destinations: list[int]
+    """Where each unit gathers."""
+    decoding: bool
+
+
+class Partial(Message, tag="partial"):
+    """A server's slots' sum, to where the layer gathers; beside it [n, d]."""
+
+    layer: int
+    rows: Rows
+    decoding: bool
+    raw: bool = False
+    """Whether it is the server's own share of rows that came raw, which never travels."""
+
+
+class Onward(Message, tag="onward"):
+    """kappa(l) to kappa(l+1); beside it one vector per row, [n, d].
+
+    For most rows that is the residual with the shared expert and the slots that ran at kappa(l).
+    For those in `raw` it is the state before the experts: the receiver runs the shared expert and
+    its own slots, whose experts and gates are the second and third tensor.
+    """
+
+    layer: int
+    rows: Rows
+    awaited: list[list[int]]
+    """Servers whose partial sums each unit has to wait for."""
+    raw: list[int]
+    """Rows, ascending."""
+    probes: list[int]
+    """Token each unit would have exited with, being audited; NO_TOKEN otherwise."""
+    decoding: bool
+    """Whether these are generated tokens; otherwise one chunk of a prompt."""
+    last: bool
+    """Whether the chunk is the prompt's last."""
+    wave: bytes = b""
+
+
+class Propagate(Message, tag="propagate"):
+    """Exited tokens' last states [n, d], for the layers from `layer` on."""
+
+    layer: int
+    rows: Rows
+
+
+class LedgerSpec(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """A one-token ledger, and what is left of the sequence's credit."""
+
+    kinds: bytes
+    """One `Kind` per layer."""
+    slots_run: int
+    slots_dropped: int
+    messages: bytes
+    """uint16 [M, M]."""
+    delay_s: float
+    loss: float
+    budget: float
+    audits: int
+
+
+class ReceiptSpec(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """`core.events.Receipt` on the wire, without what the message says anyway."""
+
+    balance: float
+    budget: float
+    loss: float
+    delay_s: float
+    exit_confidence: float | None
+
+
+class Token(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """The token that goes to `position` of a sequence."""
+
+    sequence: int
+    position: int
+    token: int
+    logprob: float | None
+    top: list[tuple[int, float]]
+    ledger: LedgerSpec | None
+    receipt: ReceiptSpec | None
+    """None if the account was settled where it is kept."""
+    agrees: bool | None
+    """Whether full depth agreed with an audited exit."""
+
+
+class Tokens(Message, tag="tokens"):
+    """To the access server: tokens of its users."""
+
+    tokens: list[Token]
+
+
+class Lost(Message, tag="lost"):
+    """To the access server: what was under way for a position may have been lost."""
+
+    sequence: int
+    position: int
+    """ANY_POSITION: cached states may be lost too."""
+
+
+class Stranded(Message, tag="stranded"):
+    """To the access server: an expert has no live host and no substitute within budget."""
+
+    sequence: int
+    layer: int
+
+
+class Weather(Message, tag="weather"):
+    """What a server measures, told to all now and then."""
+
+    delay_s: list[float | None]
+    """To each server."""
+    bandwidth_bytes_per_s: list[float | None]
+    waiting_s: float
+    kv_usage: float
+    unreachable: list[int]
+
+
+MESSAGE_TYPES: tuple[type[msgspec.Struct], ...] = (
+    Reserve,
+    Granted,
+    Release,
+    Prompt,
+    Start,
+    Dispatch,
+    Partial,
+    Onward,
+    Propagate,
+    Tokens,
+    Lost,
+    Stranded,
+    Weather,
+)
+"""What a node's transport has to be made for."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Parcel:
+    """A message on its way to a server, perhaps this one."""
+
+    to: int
+    message: Message
+    tensors: tuple[Tensor, ...] = ()
+    wave: Wave | None = None
+    """What `message.wave` holds, not packed yet."""

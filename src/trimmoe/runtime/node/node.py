@@ -1,0 +1,410 @@
+"""One server process: messages in, batches through the worker, messages out.
+
+The event loop owns everything but the model, the cache's contents and the engine, which belong to
+the worker thread; it hands the worker one batch at a time and spreads what comes back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections import Counter, deque
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+
+from trimmoe.core.errors import UserError
+from trimmoe.core.plan import Plan
+from trimmoe.core.profile import Profile
+from trimmoe.models.base import EncoderDecoderView, MoEView
+from trimmoe.policy.settings import PolicySettings
+from trimmoe.runtime.node.access import Backroom, Desk
+from trimmoe.runtime.node.deployments import Basis, Built
+from trimmoe.runtime.node.executor import Arrival, Executor, Outcome
+from trimmoe.runtime.node.floor import Floor, Geometry
+from trimmoe.runtime.node.messages import (
+    ANY_POSITION,
+    Granted,
+    Lost,
+    Message,
+    Parcel,
+    Release,
+    Reserve,
+    Stranded,
+    Tokens,
+    Weather,
+    access_of,
+    first_sequence,
+)
+from trimmoe.runtime.node.passengers import MalformedPassengers, sealed
+from trimmoe.runtime.node.perform import perform
+from trimmoe.runtime.node.planner import Planner
+from trimmoe.runtime.node.reports import NodeSnapshot, Reporter, affected, vectors_of
+from trimmoe.runtime.node.scheduler import Scheduler, Step, Work
+from trimmoe.runtime.node.sequences import Seats
+from trimmoe.runtime.node.settings import NodeSettings
+from trimmoe.runtime.service import Health, InferenceService, ServedModel
+from trimmoe.runtime.wire.base import (
+    PeerChange,
+    PeerDown,
+    PeerUnreachable,
+    Transport,
+    TransportClosed,
+)
+
+_log = logging.getLogger(__name__)
+Control = Callable[[], None]
+
+
+class Node:
+    """A server of the plan's cluster.
+
+    `view` holds the dense part and this server's experts. `transport` speaks `MESSAGE_TYPES`; its
+    peers are named as in the plan. Whoever made it starts it before the node and closes it after.
+    """
+
+    def __init__(
+        self,
+        *,
+        view: MoEView,
+        profile: Profile,
+        plan: Plan,
+        policy: PolicySettings,
+        transport: Transport,
+        settings: NodeSettings,
+        model: ServedModel,
+    ) -> None:
+        if isinstance(view, EncoderDecoderView):
+            raise UserError("A model with an encoder runs in one process only; use `generate`.")
+        self.settings, self.model = settings, model
+        self._view, self._transport = view, transport
+        self._basis = Basis.of(plan, profile, view.spec, policy)
+        self._names = plan.cluster.server_names
+        self._index = {name: index for index, name in enumerate(self._names)}
+        assert self._names[settings.server] == transport.name
+        self._pool = ThreadPoolExecutor(
+            1, thread_name_prefix="trimmoe-work", initializer=torch.set_num_threads, initargs=(1,)
+        )
+        self._planning = ThreadPoolExecutor(1, thread_name_prefix="trimmoe-plan")
+        self._outbox: deque[Parcel] = deque()
+        self._to_send, self._to_do = asyncio.Event(), asyncio.Event()
+        self._controls: list[Control] = []
+        self._tasks: list[asyncio.Task[None]] = []
+        self._admissions: set[asyncio.Task[None]] = set()
+        self._unseated: dict[int, Reserve] = {}
+        """Reservations that wait until the engine knows their route."""
+        self._failure = "The server is starting."
+        self.malformed: Counter[str] = Counter()
+        self.vectors_sent: Counter[int] = Counter()
+        """Hidden vectors of generated tokens sent to each server."""
+        self.batches: list[tuple[str, int, int]] = []
+        """Step, layer and items of every batch, if events are logged."""
+        self.batch_counts: Counter[str] = Counter()
+        self.row_counts: Counter[str] = Counter()
+
+    @property
+    def service(self) -> InferenceService:
+        """What this server's users talk to; there once `start` has returned."""
+        return self.desk
+
+    async def start(self) -> None:
+        """Build the engine and begin to serve; servers that are not up count as lost for now."""
+        settings, loop = self.settings, asyncio.get_running_loop()
+        self.planner = Planner(
+            self._basis,
+            server=settings.server,
+            pool=self._planning,
+            apply=self._apply,
+            loss_weight=lambda: self.executor.state.feedback.loss_weight,
+            delay_s=settings.gather_news_s,
+            changed_share=settings.changed_share if settings.measures else None,
+        )
+        self.planner.want_lost(self._lost())
+        self._transport.on_peer_change(self._peer_changed)
+        await self.planner.build_first()
+        self.reporter = Reporter(self._transport, self._names, loop.time)
+        spec = self._view.spec
+        seats = Seats(self.executor.cache, settings.server)
+        scheduler = Scheduler(
+            max_rows=settings.max_batch, now=loop.time, waited=self.reporter.waited
+        )
+        geometry = Geometry(
+            layer_count=spec.layer_count,
+            server_count=len(self._names),
+            hidden_size=spec.hidden_size,
+            top_k=spec.top_k,
+            dtype=self._view.dtype,
+        )
+        self.floor = Floor(
+            geometry, seats, scheduler, server=settings.server, chunk=settings.prefill_chunk
+        )
+        self.desk = Desk(
+            self.model, self._backroom(), first_sequence(settings.server, time.time_ns() >> 20)
+        )
+        self._failure = ""
+        for work in (self._pump, self._listen, self._send_all, self.planner.run, self._report):
+            task = asyncio.create_task(work(), name=f"{work.__name__} of {self._transport.name}")
+            task.add_done_callback(self._task_ended)
+            self._tasks.append(task)
+
+    async def close(self) -> None:
+        """Stop; open streams raise `Unavailable`."""
+        self._failure = "The server is stopping."
+        if hasattr(self, "desk"):
+            await self.desk.close()
+        tasks = [*self._tasks, *self._admissions]
+        self._tasks.clear()
+        for task in tasks:
+            task.cancel()
+        for task in tasks:
+            with contextlib.suppress(asyncio.CancelledError):
+                await task
+        for pool in (self._pool, self._planning):
+            pool.shutdown(wait=False, cancel_futures=True)
+        await asyncio.to_thread(self._pool.shutdown)
+        await asyncio.to_thread(self._planning.shutdown)
+
+    def health(self) -> Health:
+        """Whether users of this server can be served."""
+        return Health(ok=not self._failure, reason=self._failure)
+
+    def snapshot(self) -> NodeSnapshot:
+        """What there is to say about this server now."""
+        return self.reporter.snapshot(self)
+
+    def post(self, parcel: Parcel) -> None:
+        """Send a message; to this server itself it is delivered at once."""
+        if parcel.to == self.settings.server:
+            self._deliver(parcel.to, parcel.message, parcel)
+        else:
+            self._outbox.append(parcel)
+            self._to_send.set()
+
+    def control(self, control: Control) -> None:
+        """Run something in the worker before its next batch."""
+        self._controls.append(control)
+        self._to_do.set()
+
+    def _backroom(self) -> Backroom:
+        settings, worker = self.settings, self.executor
+        return Backroom(
+            server=settings.server,
+            kv_slots=settings.kv_slots,
+            max_waiting=settings.max_waiting,
+            patience_s=settings.patience_s,
+            planner=self.planner,
+            post=self.post,
+            control=self.control,
+            open_account=worker.open,
+            close_account=worker.close,
+            settle=worker.settle,
+            arrive=self._arrive,
+            health=self.health,
+            stats=lambda running, waiting: self.reporter.stats(self, running, waiting),
+            ledger_shape={
+                "layer_count": self._view.spec.layer_count,
+                "server_count": len(self._names),
+                "hidden_bytes": self._view.spec.hidden_bytes,
+            },
+        )
+
+    def _apply(self, built: Built) -> None:
+        """Another engine; the first one comes with the worker."""
+        if not hasattr(self, "executor"):
+            self.executor = Executor(
+                self._view,
+                self._basis.profile,
+                built.engine,
+                server=self.settings.server,
+                slots=self.settings.kv_slots,
+                seed=self.settings.seed,
+                log_events=self.settings.log_events,
+            )
+        else:
+            self.control(lambda: self.executor.swap(built.engine))
+
+    # Work.
+
+    async def _pump(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            work = self.floor.scheduler.next()
+            controls, self._controls = self._controls, []
+            if work is None and not controls:
+                self._to_do.clear()
+                await self._to_do.wait()
+                continue
+            outcome = await loop.run_in_executor(self._pool, self._compute, controls, work)
+            if work is not None:
+                self._count(work)
+            self.floor.absorb(outcome)
+            for parcel in outcome.parcels:
+                self.post(parcel)
+            for unit in outcome.stranded:
+                message = Stranded(unit.seat.sequence, unit.layer)
+                self.post(Parcel(to=unit.seat.access, message=message))
+
+    def _compute(self, controls: list[Control], work: Work | None) -> Outcome:
+        """In the worker."""
+        for control in controls:
+            control()
+        if work is None:
+            return Outcome()
+        return perform(
+            self.executor, self.planner.in_force.passage, work, slowdown=self.settings.slowdown
+        )
+
+    def _count(self, work: Work) -> None:
+        self.batch_counts[work.step.name] += 1
+        self.row_counts[work.step.name] += len(work.items)
+        if self.settings.log_events:
+            self.batches.append((work.step.name, work.layer, len(work.items)))
+
+    def _arrive(self, arrival: Arrival) -> None:
+        self.floor.scheduler.put(Step.ARRIVE, 0, arrival)
+        self._to_do.set()
+
+    def _task_ended(self, task: asyncio.Task[None]) -> None:
+        """A loop that ends by an error takes the whole server out of service."""
+        if task.cancelled() or (error := task.exception()) is None:
+            return
+        if isinstance(error, TransportClosed) and self._failure:
+            return
+        _log.error("%s failed", task.get_name(), exc_info=error)
+        self._failure = "This server failed; see its log and restart it."
+        self._ending = asyncio.ensure_future(self.desk.close())
+
+    # Messages.
+
+    async def _listen(self) -> None:
+        while True:
+            received = await self._transport.receive()
+            message = received.message
+            assert isinstance(message, Message)
+            parcel = Parcel(to=self.settings.server, message=message, tensors=received.tensors)
+            self._deliver(self._index[received.peer], message, parcel)
+
+    def _deliver(self, sender: int, message: Message, parcel: Parcel) -> None:
+        """Hand a message to whom it concerns; nonsense is counted and dropped."""
+        try:
+            match message:
+                case Reserve():
+                    self._admit(message)
+                case Granted():
+                    self.desk.granted(sender, message.sequence, message.ok)
+                case Release():
+                    self._release(message.sequences)
+                case Tokens():
+                    self.desk.received(message.tokens)
+                case Lost():
+                    self.desk.lost(message.sequence, message.position)
+                case Stranded():
+                    self.desk.stranded(message.sequence)
+                case Weather():
+                    self._check_weather(message)
+                    self.planner.note(sender, message)
+                    self.reporter.kv_usage[sender] = message.kv_usage
+                case _:
+                    self.floor.take(sender, message, parcel.tensors, parcel.wave)
+        except MalformedPassengers as error:
+            self.malformed[str(error)] += 1
+        self._to_do.set()
+
+    def _admit(self, asked: Reserve) -> None:
+        """Keep a place for a sequence, once its route is known to the engine here."""
+        if len(asked.route) != self._view.spec.layer_count:
+            raise MalformedPassengers("Reserve")
+        self.planner.want_route(tuple(asked.route))
+
+        def answer(ok: bool) -> None:
+            to = access_of(asked.sequence)
+            self.post(Parcel(to=to, message=Granted(asked.sequence, ok)))
+
+        if self.planner.settled:
+            self.floor.seats.reserve(asked, answer)
+            return
+
+        async def later() -> None:
+            await self.planner.until_settled()
+            if self._unseated.pop(asked.sequence, None) is not None:
+                self.floor.seats.reserve(asked, answer)
+
+        self._unseated[asked.sequence] = asked
+        task = asyncio.create_task(later())
+        self._admissions.add(task)
+        task.add_done_callback(self._admissions.discard)
+
+    def _release(self, sequences: list[int]) -> None:
+        for sequence in sequences:
+            self._unseated.pop(sequence, None)
+        self.floor.release(sequences)
+
+    def _check_weather(self, weather: Weather) -> None:
+        count = len(self._names)
+        if len(weather.delay_s) != count or len(weather.bandwidth_bytes_per_s) != count:
+            raise MalformedPassengers("Weather")
+
+    async def _send_all(self) -> None:
+        while True:
+            while self._outbox:
+                await self._send(self._outbox.popleft())
+            self._to_send.clear()
+            await self._to_send.wait()
+
+    async def _send(self, parcel: Parcel) -> None:
+        peer = self._names[parcel.to]
+        try:
+            await self._transport.send(peer, sealed(parcel), parcel.tensors)
+            self.vectors_sent[parcel.to] += vectors_of(parcel)
+        except PeerUnreachable as error:
+            if isinstance(parcel.message, Release) and error.reason != "not up":
+                # A peer that is up would keep the places for ever; one that is down frees them.
+                await asyncio.sleep(0.01)
+                self._outbox.append(parcel)
+                return
+            for sequence in affected(parcel.message):
+                self._tell_lost(sequence, ANY_POSITION)
+
+    def _tell_lost(self, sequence: int, position: int) -> None:
+        self.post(Parcel(to=access_of(sequence), message=Lost(sequence, position)))
+
+    # Peers.
+
+    def _lost(self) -> frozenset[int]:
+        up = {self._index[peer] for peer in self._transport.peers_up() if peer in self._index}
+        return frozenset(range(len(self._names))) - up - {self.settings.server}
+
+    def _peer_changed(self, change: PeerChange) -> None:
+        self.planner.want_lost(self._lost())
+        if hasattr(self, "desk"):
+            if isinstance(change, PeerDown):
+                self._peer_down(self._index[change.peer])
+            self._tell_weather()
+
+    def _peer_down(self, server: int) -> None:
+        """Everything under way between that server and this one may be lost: say whose it was."""
+        seats = self.floor.seats
+        unseated = [each for each in self._unseated if access_of(each) == server]
+        self._release([*seats.of_access(server), *unseated])
+        for sequence, start in self.floor.gather.awaiting(server):
+            self._tell_lost(sequence, start)
+        for seat in seats:
+            if seat.crosses(server):
+                self._tell_lost(seat.sequence, ANY_POSITION)
+            elif server in seat.dispatched:
+                self._tell_lost(seat.sequence, seat.dispatched[server])
+        self.desk.server_lost(server)
+
+    async def _report(self) -> None:
+        while True:
+            self._tell_weather()
+            await asyncio.sleep(self.settings.weather_s)
+
+    def _tell_weather(self) -> None:
+        weather = self.reporter.weather(self.floor.seats.usage, self._lost())
+        self.planner.note(self.settings.server, weather)
+        for server in set(range(len(self._names))) - self._lost() - {self.settings.server}:
+            self.post(Parcel(to=server, message=weather))

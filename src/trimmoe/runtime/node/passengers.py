@@ -1,0 +1,158 @@
+"""What travels with a token, as bytes: its `Wave` row, its ledger, its receipt.
+
+Every row is a fixed record, so packing many rows is one copy per column.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+
+import msgspec
+import numpy as np
+
+from trimmoe.core.events import Receipt
+from trimmoe.core.ledger import Kind, Ledger
+from trimmoe.core.wave import Wave
+from trimmoe.runtime.node.messages import LedgerSpec, Onward, Parcel, ReceiptSpec, Start
+
+_FLOATS = (
+    "draws",
+    "loss_weight",
+    "exit_loss",
+    "confidence_needed",
+    "budget",
+    "allowance",
+    "confidence",
+    "delay_s",
+    "loss",
+)
+_SHORTS = ("access", "server", "exit_at", "probed")
+_INTS = ("slots_run", "slots_dropped")
+
+
+class MalformedPassengers(ValueError):
+    """Bytes that are no rows of a wave."""
+
+
+@cache
+def row_type(layer_count: int, server_count: int) -> np.dtype:
+    """The record of one row; little-endian everywhere."""
+    return np.dtype(
+        [
+            *((name, "<f8") for name in _FLOATS),
+            *((name, "<i2") for name in _SHORTS),
+            *((name, "<i4") for name in _INTS),
+            ("kinds", "u1", (layer_count,)),
+            ("messages", "<u2", (server_count, server_count)),
+        ]
+    )
+
+
+def pack_wave(wave: Wave) -> bytes:
+    """All rows of a wave. Its route does not travel: every server numbers routes for itself."""
+    servers, layers = wave.messages.shape[1], wave.kinds.shape[1]
+    records = np.empty(len(wave.sequences), dtype=row_type(layers, servers))
+    for name in records.dtype.names or ():
+        records[name] = getattr(wave, name)
+    return records.tobytes()
+
+
+def unpack_wave(
+    packed: bytes,
+    *,
+    layer: int,
+    sequences: Sequence[int],
+    layer_count: int,
+    server_count: int,
+) -> Wave:
+    """The rows at `layer`, on route 0 until somebody knows better; `MalformedPassengers`."""
+    kind = row_type(layer_count, server_count)
+    if len(packed) != len(sequences) * kind.itemsize:
+        raise MalformedPassengers(f"{len(packed)} bytes for {len(sequences)} rows")
+    records = np.frombuffer(packed, dtype=kind)
+    if (records["kinds"] > max(Kind)).any() or (records["server"] >= server_count).any():
+        raise MalformedPassengers("a layer of no kind, or no such server")
+    columns = {name: records[name].astype(np.float64) for name in _FLOATS}
+    whole = (*_SHORTS, *_INTS, "kinds", "messages")
+    columns |= {name: records[name].astype(np.int64) for name in whole}
+    count = len(sequences)
+    return Wave(
+        layer=layer,
+        sequences=tuple(sequences),
+        alive=np.arange(count),
+        route=np.zeros(count, dtype=np.int64),
+        **columns,
+    )
+
+
+def sealed(parcel: Parcel) -> msgspec.Struct:
+    """The parcel's message with its wave packed."""
+    if parcel.wave is None:
+        return parcel.message
+    assert isinstance(parcel.message, (Start, Onward))
+    return msgspec.structs.replace(parcel.message, wave=pack_wave(parcel.wave))
+
+
+def pack_ledger(ledger: Ledger) -> LedgerSpec:
+    """A one-token ledger."""
+    assert ledger.tokens == 1
+    return LedgerSpec(
+        kinds=ledger.kinds.argmax(1).astype(np.uint8).tobytes(),
+        slots_run=ledger.slots_run,
+        slots_dropped=ledger.slots_dropped,
+        messages=ledger.messages.astype("<u2").tobytes(),
+        delay_s=ledger.delay_s,
+        loss=ledger.loss,
+        budget=ledger.budget,
+        audits=ledger.audits,
+    )
+
+
+def unpack_ledger(
+    packed: LedgerSpec, *, layer_count: int, server_count: int, hidden_bytes: int
+) -> Ledger:
+    """The ledger; raises `MalformedPassengers`."""
+    which = np.frombuffer(packed.kinds, dtype=np.uint8)
+    if which.size != layer_count or (which > max(Kind)).any():
+        raise MalformedPassengers("kinds")
+    messages = np.frombuffer(packed.messages, dtype="<u2")
+    if messages.size != server_count**2:
+        raise MalformedPassengers("messages")
+    kinds = np.zeros((layer_count, len(Kind)), dtype=np.int64)
+    kinds[np.arange(layer_count), which] = 1
+    return Ledger(
+        tokens=1,
+        kinds=kinds,
+        slots_run=packed.slots_run,
+        slots_dropped=packed.slots_dropped,
+        messages=messages.reshape(server_count, server_count).astype(np.int64),
+        hidden_bytes=hidden_bytes,
+        delay_s=packed.delay_s,
+        loss=packed.loss,
+        budget=packed.budget,
+        audits=packed.audits,
+    )
+
+
+def pack_receipt(receipt: Receipt) -> ReceiptSpec:
+    """A receipt; its sequence is named by the token it belongs to."""
+    return ReceiptSpec(
+        balance=receipt.balance,
+        budget=receipt.budget,
+        loss=receipt.loss,
+        delay_s=receipt.delay_s,
+        exit_confidence=receipt.exit_confidence,
+    )
+
+
+def unpack_receipt(packed: ReceiptSpec, sequence: int) -> Receipt:
+    """The receipt of a token of `sequence`."""
+    return Receipt(
+        sequence=sequence,
+        balance=packed.balance,
+        budget=packed.budget,
+        loss=packed.loss,
+        delay_s=packed.delay_s,
+        exit_confidence=packed.exit_confidence,
+    )

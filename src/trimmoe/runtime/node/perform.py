@@ -1,0 +1,37 @@
+"""Running one batch of work, whatever its step."""
+
+from __future__ import annotations
+
+import time
+
+from trimmoe.runtime.node.chunks import Passage, end_chunk, pass_layer, propagate, run_slots
+from trimmoe.runtime.node.executor import Executor, Outcome
+from trimmoe.runtime.node.scheduler import Step, Work
+
+
+def perform(worker: Executor, passage: Passage, work: Work, *, slowdown: float = 1.0) -> Outcome:
+    """In the worker thread; takes `slowdown` times as long as it would."""
+    began_s = time.perf_counter()
+    outcome = _performed(worker, passage, work)
+    if slowdown > 1.0:
+        time.sleep((time.perf_counter() - began_s) * (slowdown - 1.0))
+    return outcome
+
+
+def _performed(worker: Executor, passage: Passage, work: Work) -> Outcome:
+    layer, items = work.layer, work.items
+    match work.step:
+        case Step.ARRIVE:
+            return worker.arrive(items)
+        case Step.ATTEND:
+            return worker.attend(layer, items)
+        case Step.FINISH:
+            return worker.finish(layer, items)
+        case Step.SLOTS | Step.CHUNK_SLOTS:
+            return run_slots(worker, layer, items)
+        case Step.PROPAGATE:
+            return propagate(worker, layer, items)
+        case Step.CHUNK:
+            return pass_layer(worker, passage, layer, items[0])
+        case Step.CHUNK_END:
+            return end_chunk(worker, items[0])

@@ -1,0 +1,164 @@
+"""Keeps the engine up with what is known of the cluster, off the decision path."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import Executor as Pool
+from dataclasses import replace
+
+import numpy as np
+
+from trimmoe.core.profile import Profile
+from trimmoe.runtime.node.deployments import (
+    Basis,
+    Built,
+    Conditions,
+    Route,
+    build,
+    changed_much,
+    prepare,
+    prepare_all,
+)
+from trimmoe.runtime.node.messages import Weather
+
+
+class Planner:
+    """Wishes come in from the event loop; `apply` is called there with every new engine."""
+
+    def __init__(
+        self,
+        basis: Basis,
+        *,
+        server: int,
+        pool: Pool,
+        apply: Callable[[Built], None],
+        loss_weight: Callable[[], float],
+        delay_s: float,
+        changed_share: float | None,
+    ) -> None:
+        self._basis, self._server, self._pool = basis, server, pool
+        self._apply, self._loss_weight = apply, loss_weight
+        self._delay_s, self._changed_share = delay_s, changed_share
+        count = basis.plan.cluster.server_count
+        self._wanted = Conditions.planned(count)
+        self._extra: dict[Route, None] = {}
+        self._weather: dict[int, Weather] = {}
+        self._news, self._changed = asyncio.Event(), asyncio.Event()
+        self.built: Built | None = None
+        self.builds = 0
+
+    @property
+    def profile(self) -> Profile:
+        return self._basis.profile
+
+    @property
+    def in_force(self) -> Built:
+        """What is decided with now."""
+        assert self.built is not None, "built before anything is served"
+        return self.built
+
+    @property
+    def settled(self) -> bool:
+        """Whether what is in force knows who is alive and every route that is wanted."""
+        if self.built is None:
+            return False
+        now, wanted = self.built.conditions, self._wanted
+        alive = (now.lost, now.cut) == (wanted.lost, wanted.cut)
+        return alive and self.built.known.issuperset(self._extra)
+
+    @property
+    def lost(self) -> frozenset[int]:
+        """Servers that cannot be reached from here."""
+        return self._wanted.lost
+
+    async def until_settled(self) -> None:
+        """Return once `settled`."""
+        while not self.settled:
+            await self.next_change()
+
+    async def next_change(self) -> None:
+        """Return when another engine is in force."""
+        self._changed.clear()
+        await self._changed.wait()
+
+    def want_lost(self, lost: frozenset[int]) -> None:
+        """These servers cannot be reached."""
+        for server in lost:
+            self._weather.pop(server, None)
+        self._want(replace(self._wanted, lost=lost))
+
+    def want_route(self, route: Route) -> None:
+        """A sequence came on a route; know it."""
+        if route not in self._extra:
+            self._extra[route] = None
+            self._news.set()
+
+    def note(self, server: int, weather: Weather) -> None:
+        """What a server, perhaps this one, measures."""
+        self._weather[server] = weather
+        self._want(self._wanted)
+
+    def _want(self, wanted: Conditions) -> None:
+        self._wanted = self._measured(wanted)
+        if self._is_due():
+            self._news.set()
+
+    def _is_due(self) -> bool:
+        if self.built is None or not self.settled:
+            return True
+        share = self._changed_share
+        return share is not None and changed_much(
+            self._wanted, self.built.conditions, self._basis, share
+        )
+
+    def _measured(self, wanted: Conditions) -> Conditions:
+        """With everybody's measurements entered."""
+        count = wanted.waiting_s.size
+        clean = Conditions.planned(count)
+        cut: set[tuple[int, int]] = set()
+        for server, weather in self._weather.items():
+            for other in weather.unreachable:
+                if server != self._server and not {server, other} & (wanted.lost | {self._server}):
+                    cut.add((min(server, other), max(server, other)))
+            if self._changed_share is None:
+                continue
+            clean.delay_s[server] = _row(weather.delay_s)
+            clean.bandwidth_bytes_per_s[server] = _row(weather.bandwidth_bytes_per_s)
+            clean.waiting_s[server] = weather.waiting_s
+        return replace(clean, lost=wanted.lost, cut=frozenset(cut))
+
+    async def build_first(self) -> None:
+        """The first engine, before anything is served."""
+        await self._build()
+
+    async def run(self) -> None:
+        """Build whenever something is due; ends when cancelled."""
+        while True:
+            await self._news.wait()
+            # What belongs together comes in together.
+            await asyncio.sleep(self._delay_s)
+            self._news.clear()
+            if self._is_due() or not self.settled:
+                await self._build()
+
+    async def _build(self) -> None:
+        loop = asyncio.get_running_loop()
+        wanted, extra = self._wanted, tuple(self._extra)
+        weight = self._basis.settings.loss_weight if self.built is None else self._loss_weight()
+
+        def made() -> Built:
+            built = build(self._basis, wanted, extra)
+            prepare(built.engine, weight)
+            return built
+
+        built = await loop.run_in_executor(self._pool, made)
+        self.built = built
+        self.builds += 1
+        self._apply(built)
+        self._changed.set()
+        self._pool.submit(prepare_all, built.engine)
+
+
+def _row(values: list[float | None]) -> np.ndarray:
+    return np.array([np.nan if value is None else value for value in values])

@@ -1,0 +1,110 @@
+"""What a server computes next: all that is ready for the same step of the same layer together.
+
+Steps of generated tokens and steps of prompts take turns, so that neither starves: between two
+chunks of a long prompt everybody else's tokens move on. On either side the step whose first item
+has waited longest comes first.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import Any
+
+
+class Step(IntEnum):
+    """Kinds of work."""
+
+    ARRIVE = 0
+    """Tokens of this server's users set out."""
+    ATTEND = 1
+    FINISH = 2
+    """A layer gathered; the engine decides whether tokens exit."""
+    SLOTS = 3
+    """Experts for other servers' rows, or for raw ones."""
+    PROPAGATE = 4
+    CHUNK = 5
+    """A prompt's chunk passes a layer."""
+    CHUNK_SLOTS = 6
+    CHUNK_END = 7
+    """After the last layer: the prediction that follows the prompt."""
+
+
+_ONE_AT_A_TIME = frozenset({Step.CHUNK, Step.CHUNK_END})
+_PROMPTS = frozenset({Step.CHUNK, Step.CHUNK_SLOTS, Step.CHUNK_END})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Work:
+    """One batch."""
+
+    step: Step
+    layer: int
+    items: list[Any]
+
+
+@dataclass(frozen=True, slots=True)
+class _Queued:
+    ticket: int
+    rows: int
+    queued_s: float
+    item: Any
+
+
+@dataclass(kw_only=True, slots=True)
+class Scheduler:
+    """Ready work; used by the event loop only."""
+
+    max_rows: int
+    """Rows of one batch, unless a single item has more."""
+    now: Callable[[], float]
+    waited: Callable[[float], None]
+    """Told how long slots waited before they were begun, seconds."""
+    _queues: dict[tuple[Step, int], deque[_Queued]] = field(default_factory=dict)
+    _ticket: int = 0
+    _prompts_turn: bool = False
+
+    def __len__(self) -> int:
+        return sum(len(queue) for queue in self._queues.values())
+
+    def put(self, step: Step, layer: int, item: Any, rows: int = 1) -> None:
+        """Something is ready."""
+        self._ticket += 1
+        queue = self._queues.setdefault((step, layer), deque())
+        queue.append(_Queued(self._ticket, rows, self.now(), item))
+
+    def next(self) -> Work | None:
+        """The batch to run now, None if there is nothing to do."""
+        if not self._queues:
+            return None
+        of_prompts = {key for key in self._queues if key[0] in _PROMPTS}
+        others = self._queues.keys() - of_prompts
+        prompts = bool(of_prompts) and (self._prompts_turn or not others)
+        self._prompts_turn = not prompts
+        among = of_prompts if prompts else others
+        key = min(among, key=lambda key: self._queues[key][0].ticket)
+        return Work(step=key[0], layer=key[1], items=self._take(key))
+
+    def drop(self, gone: Callable[[Any], bool]) -> None:
+        """Forget the items that are no longer wanted."""
+        kept = {
+            key: deque(queued for queued in queue if not gone(queued.item))
+            for key, queue in self._queues.items()
+        }
+        self._queues = {key: queue for key, queue in kept.items() if queue}
+
+    def _take(self, key: tuple[Step, int]) -> list[Any]:
+        queue = self._queues[key]
+        taken = [queue.popleft()]
+        rows = taken[0].rows
+        while queue and key[0] not in _ONE_AT_A_TIME and rows + queue[0].rows <= self.max_rows:
+            taken.append(queue.popleft())
+            rows += taken[-1].rows
+        if not queue:
+            del self._queues[key]
+        if key[0] in (Step.SLOTS, Step.CHUNK_SLOTS):
+            for queued in taken:
+                self.waited(self.now() - queued.queued_s)
+        return [queued.item for queued in taken]

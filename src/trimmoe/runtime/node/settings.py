@@ -1,0 +1,41 @@
+"""How one server runs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NodeSettings:
+    """See the fields; `server` is the index in the plan's cluster."""
+
+    server: int
+    kv_slots: int = 16
+    """Sequences whose routes may cross this server at the same time."""
+    max_waiting: int = 64
+    """Requests of this server's users that may wait for a place."""
+    max_batch: int = 64
+    """Rows of one batch."""
+    prefill_chunk: int = 64
+    """Prompt tokens that pass a layer together; what a long prompt delays others by."""
+    slowdown: float = 1.0
+    """Emulates a machine that computes so many times slower than this one."""
+    measures: bool = True
+    """Whether measured links and waiting times enter the costs that decisions are made with."""
+    changed_share: float = 0.25
+    """Relative change of a cost that makes new decisions' tables worth building."""
+    weather_s: float = 1.0
+    """Time between two reports of what is measured to the other servers."""
+    gather_news_s: float = 0.05
+    """How long to wait for more news before an engine is built."""
+    patience_s: float = 10.0
+    """How long a request whose expert has no live host waits for a lost server to come back."""
+    seed: int = 0
+    """Of the draws that choose which exits are audited."""
+    log_events: bool = False
+    """Keep every event of the engine with its commands, and every batch; memory grows."""
+
+    def __post_init__(self) -> None:
+        assert min(self.kv_slots, self.max_batch, self.prefill_chunk) > 0
+        assert self.max_waiting >= 0
+        assert self.slowdown >= 1.0

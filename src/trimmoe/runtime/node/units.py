@@ -1,0 +1,162 @@
+"""Units of rows on one server: what is known of each, and what it still waits for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from trimmoe.core.wave import Wave, join_waves
+from trimmoe.runtime.node.messages import NO_TOKEN, Rows
+from trimmoe.runtime.node.sequences import Seat
+
+OWN_RAW = -1
+"""In place of a server: this one's slots and shared expert for rows that came raw."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Part:
+    """A partial sum of some rows of a unit."""
+
+    offsets: tuple[int, ...]
+    """Empty: all rows."""
+    states: Tensor
+    """[rows, d]."""
+
+
+@dataclass(eq=False, kw_only=True, slots=True)
+class Unit:
+    """The row of one generated token, or the rows of a chunk of a prompt."""
+
+    seat: Seat
+    layer: int
+    """The layer it is about to enter, or whose results it gathers."""
+    start: int
+    """Position of the first row."""
+    count: int = 1
+    tokens: tuple[int, ...] = ()
+    """Before the first layer, in place of states."""
+    hidden: Tensor | None = None
+    """[count, d], without `parts`."""
+    parts: tuple[Part, ...] = ()
+    wave: Wave | None = None
+    """Where the engine's row of a generated token is; None for a chunk."""
+    row: int = 0
+    """Its index in `wave`, which it may share with others."""
+    probe: int = NO_TOKEN
+    last: bool = False
+
+    @property
+    def decoding(self) -> bool:
+        return self.wave is not None
+
+    @property
+    def positions(self) -> range:
+        return range(self.start, self.start + self.count)
+
+    def states(self) -> Tensor:
+        """[count, d] with all parts added, in float32 where there are any."""
+        assert self.hidden is not None
+        if not self.parts:
+            return self.hidden
+        total = self.hidden.float()
+        if total is self.hidden:
+            total = total.clone()
+        for part in self.parts:
+            if part.offsets:
+                total.index_add_(0, torch.tensor(part.offsets), part.states.float())
+            else:
+                total += part.states
+        return total.to(self.hidden.dtype)
+
+
+@dataclass(eq=False, kw_only=True, slots=True)
+class _Gathering:
+    """A unit on its way here, or its parts that were quicker."""
+
+    seat: Seat
+    unit: Unit | None = None
+    awaited: set[int] = field(default_factory=set)
+    arrived: dict[int, Part] = field(default_factory=dict)
+
+    @property
+    def complete(self) -> bool:
+        return self.unit is not None and self.awaited <= self.arrived.keys()
+
+
+Key = tuple[int, int, int]
+"""Sequence, start and layer."""
+
+
+class Gather:
+    """Units whose partial sums are still to come."""
+
+    def __init__(self) -> None:
+        self._under_way: dict[Key, _Gathering] = {}
+
+    def __len__(self) -> int:
+        return len(self._under_way)
+
+    def expect(self, unit: Unit, awaited: Iterable[int]) -> Unit | None:
+        """The unit came; it is given back once nothing is awaited any more."""
+        key = (unit.seat.sequence, unit.start, unit.layer)
+        gathering = self._under_way.setdefault(key, _Gathering(seat=unit.seat))
+        gathering.unit, gathering.awaited = unit, set(awaited)
+        return self._done(key, gathering)
+
+    def add(self, seat: Seat, start: int, layer: int, server: int, part: Part) -> Unit | None:
+        """A server's partial sum came; the unit if it was the last that was awaited."""
+        key = (seat.sequence, start, layer)
+        gathering = self._under_way.setdefault(key, _Gathering(seat=seat))
+        gathering.arrived[server] = part
+        return self._done(key, gathering)
+
+    def drop(self, sequences: Iterable[int]) -> None:
+        """Forget all of these sequences."""
+        gone = set(sequences)
+        self._under_way = {k: v for k, v in self._under_way.items() if k[0] not in gone}
+
+    def awaiting(self, server: int) -> list[tuple[int, int]]:
+        """(sequence, start) of what cannot complete without a server."""
+        return [
+            key[:2]
+            for key, gathering in self._under_way.items()
+            if server in gathering.awaited and server not in gathering.arrived
+        ]
+
+    def _done(self, key: Key, gathering: _Gathering) -> Unit | None:
+        if not gathering.complete:
+            return None
+        del self._under_way[key]
+        unit = gathering.unit
+        assert unit is not None
+        # In the servers' order, so that sums do not depend on who was quicker.
+        unit.parts = tuple(gathering.arrived[server] for server in sorted(gathering.arrived))
+        return unit
+
+
+def boarded(units: Sequence[Unit]) -> tuple[list[Unit], Wave]:
+    """One wave of all units, and the units in the order of its rows."""
+    groups: dict[int, list[Unit]] = {}
+    for unit in units:
+        groups.setdefault(id(unit.wave), []).append(unit)
+    waves, ordered = [], []
+    for group in groups.values():
+        wave = group[0].wave
+        assert wave is not None
+        waves.append(wave.take(np.array([unit.row for unit in group])))
+        ordered += group
+    return ordered, join_waves(waves)
+
+
+def rows_of(units: Sequence[Unit]) -> Rows:
+    """All rows of these units."""
+    return Rows(
+        [unit.seat.sequence for unit in units],
+        [unit.start for unit in units],
+        [unit.count for unit in units],
+        [],
+    )

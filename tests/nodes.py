@@ -1,0 +1,202 @@
+"""Clusters of nodes in one process, every node with a view of only its own experts."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from factories import random_cluster, random_profile
+from serving import Tiny
+from synthetic import random_plan
+from tiny import LAYERS
+from trimmoe.core.plan import Plan
+from trimmoe.core.profile import Profile
+from trimmoe.models.base import MoEView
+from trimmoe.models.load import open_model
+from trimmoe.policy.settings import PRESETS, PolicySettings
+from trimmoe.runtime.node.messages import MESSAGE_TYPES
+from trimmoe.runtime.node.node import Node
+from trimmoe.runtime.node.settings import NodeSettings
+from trimmoe.runtime.service import GenerationRequest, TokenEvent, TokenStream
+from trimmoe.runtime.wire.base import Carrier
+from trimmoe.runtime.wire.link import LinkSettings
+from trimmoe.runtime.wire.memory import MemoryNetwork
+from trimmoe.runtime.wire.transport import LinkTransport
+from trimmoe.runtime.wire.zmq_transport import ZmqCarrier
+from wires import soon, until
+
+LINKS = LinkSettings(beat_s=0.05, silence_s=1.5, probe_s=0.5, probe_bytes=20 << 10)
+
+
+def world(
+    tiny: Tiny, *, servers: int, routes: Sequence[Sequence[int]] | None = None, density: float = 0.4
+) -> tuple[Profile, Plan]:
+    """A random profile and plan; `routes` by access server instead of random ones."""
+    rng = np.random.default_rng(1)
+    profile = random_profile(rng, tiny.view.spec)
+    plan = random_plan(
+        rng, tiny.view.spec, random_cluster(rng, servers=servers), density=density
+    )
+    if routes is not None:
+        plan = replace(plan, routes=np.array(routes))
+    return profile, plan
+
+
+def constant_routes(servers: int) -> list[list[int]]:
+    return [[server] * LAYERS for server in range(servers)]
+
+
+def staircase_routes(servers: int) -> list[list[int]]:
+    """Everybody's tokens pass the servers one after the other, whoever their user is."""
+    return [[layer * servers // LAYERS for layer in range(LAYERS)]] * servers
+
+
+def hybrid_routes(servers: int) -> list[list[int]]:
+    """Routes that leave, return and end elsewhere."""
+    return [
+        [(access + step) % servers for step in (0, 0, 1, 0)][:LAYERS] for access in range(servers)
+    ]
+
+
+@dataclass(kw_only=True)
+class Servers:
+    """Nodes by index on a network."""
+
+    tiny: Tiny
+    profile: Profile
+    plan: Plan
+    policy: PolicySettings
+    settings: dict[str, Any]
+    sockets: bool = False
+    network: MemoryNetwork = field(default_factory=MemoryNetwork)
+    transports: dict[int, LinkTransport] = field(default_factory=dict)
+    nodes: dict[int, Node] = field(default_factory=dict)
+    views: dict[int, MoEView] = field(default_factory=dict)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return self.plan.cluster.server_names
+
+    def view(self, server: int) -> MoEView:
+        """The model with only this server's experts."""
+        if server not in self.views:
+            held = {
+                layer: np.flatnonzero(self.plan.hosts[server, layer]).tolist()
+                for layer in range(LAYERS)
+            }
+            self.views[server] = open_model(self.tiny.folder, experts=held)
+        return self.views[server]
+
+    async def connect(self, server: int) -> LinkTransport:
+        """Start a server's transport and link it with all that run."""
+        carrier: Carrier
+        if self.sockets:
+            carrier = ZmqCarrier(self.names[server])
+        else:
+            carrier = self.network.carrier(self.names[server])
+        transport = LinkTransport(carrier, MESSAGE_TYPES, settings=LINKS)
+        await transport.start()
+        self.transports[server] = transport
+        for other, there in self.transports.items():
+            if other != server:
+                transport.connect(there.name, there.address)
+                there.connect(transport.name, transport.address)
+        return transport
+
+    async def start(self, server: int) -> Node:
+        """Start a node on a connected transport."""
+        node = Node(
+            view=self.view(server),
+            profile=self.profile,
+            plan=self.plan,
+            policy=self.policy,
+            transport=self.transports[server],
+            settings=NodeSettings(server=server, **self.settings),
+            model=self.tiny.model(),
+        )
+        self.nodes[server] = node
+        await node.start()
+        return node
+
+    async def kill(self, server: int) -> None:
+        """The server is gone without a word; what is left of it here is cleaned up."""
+        self.network.kill(self.names[server])
+        transport, node = self.transports.pop(server), self.nodes.pop(server)
+        await transport.close()
+        await node.close()
+
+    async def revive(self, server: int) -> Node:
+        """A new process in place of a dead one."""
+        await self.connect(server)
+        return await self.start(server)
+
+    async def all_free(self) -> None:
+        """Wait until no server keeps anything of any sequence."""
+        await until(lambda: all(_is_idle(node) for node in self.nodes.values()))
+
+
+def _is_idle(node: Node) -> bool:
+    now = node.snapshot()
+    return not (now.sequences or now.queued or now.gathering or node.executor.state.accounts)
+
+
+@asynccontextmanager
+async def running(
+    tiny: Tiny,
+    *,
+    profile: Profile,
+    plan: Plan,
+    policy: PolicySettings | None = None,
+    sockets: bool = False,
+    **settings: Any,
+) -> AsyncGenerator[Servers]:
+    """All servers of a plan, up and connected."""
+    chosen = {"measures": False, "log_events": True, "weather_s": 0.2} | settings
+    servers = Servers(
+        tiny=tiny,
+        profile=profile,
+        plan=plan,
+        policy=policy or PRESETS["exact"](),
+        settings=chosen,
+        sockets=sockets,
+    )
+    try:
+        for server in range(len(servers.names)):
+            await servers.connect(server)
+        for transport in servers.transports.values():
+            await soon(transport.wait_up(*(set(servers.names) - {transport.name})))
+        for server in range(len(servers.names)):
+            await servers.start(server)
+        yield servers
+    finally:
+        for node in servers.nodes.values():
+            await node.close()
+        for transport in servers.transports.values():
+            await transport.close()
+
+
+def request(prompt: Sequence[int], new: int = 8, **changes: Any) -> GenerationRequest:
+    return GenerationRequest(
+        request_id="r", prompt_ids=tuple(prompt), max_new_tokens=new, **changes
+    )
+
+
+async def read(stream: TokenStream) -> list[TokenEvent]:
+    return [event async for event in stream]
+
+
+async def answers(
+    servers: Servers, asked: Sequence[tuple[int, GenerationRequest]]
+) -> list[list[TokenEvent]]:
+    """All requests at once, each to its server."""
+    streams = [servers.nodes[access].service.submit(one) for access, one in asked]
+    return await soon(asyncio.gather(*(read(stream) for stream in streams)))
+
+
+def tokens_of(events: Sequence[TokenEvent]) -> list[int]:
+    return [event.token for event in events]
