@@ -341,7 +341,7 @@ def test_the_embedded_model_calibrates(texts: list[str]) -> None:
     assert found.model_hash == view.spec.model_hash
     assert found.header.extra["control_flip_rate"] < 0.005
     mean = np.average(found.skip.mean, weights=found.skip.samples)
-    assert np.median(found.header.extra["steadiness_explained"]) > 0.0
+    assert found.class_count == 4
     assert 0.0 < mean < 0.3
 
 
