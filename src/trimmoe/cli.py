@@ -226,8 +226,7 @@ def generate(
     from trimmoe.experiments.methods import (
         configured,
         find_method,
-        make_engine,
-        plan_for,
+        method_engine,
         require_fitting,
     )
     from trimmoe.models.load import load_tokenizer, model_spec
@@ -246,9 +245,7 @@ def generate(
     check_prompt(ids, spec.context_length)
     view = _open_view(path, dtype, device)
     policy = configured(chosen, budget=budget, confidence=confidence)
-    engine = make_engine(
-        plan_for(chosen, placed, calibrated, view.spec), calibrated, view.spec, policy
-    )
+    engine = method_engine(chosen, placed, calibrated, view.spec, policy)
     driver = LocalDriver(view, calibrated, engine, slots=1, seed=seed)
     pieces, shown, made = [], "", []
     console.print(escape(prompt), end="", style="dim", highlight=False)

@@ -77,6 +77,8 @@ class Routed:
     """I of (4), [n]."""
     steadiness: IntArray
     """Steadiness class of the state that the router read, [n]."""
+    probabilities: FloatArray | None = None
+    """The router's whole softmax, [n, E], for policies that route by themselves."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -173,6 +173,7 @@ class Engine:
                 allowance=allowance,
                 exit_at=wave.exit_at[rows],
                 loss_weight=wave.loss_weight[rows],
+                probabilities=event.probabilities,
             )
         )
         assert (decision.loss <= allowance).all(), "a policy overspent the quality budget"
@@ -221,6 +222,7 @@ class Engine:
             masses=event.masses[kept],
             importance=event.importance[kept],
             steadiness=event.steadiness[kept],
+            probabilities=None if event.probabilities is None else event.probabilities[kept],
         )
         state, more = self._routed(state, others)
         return state, commands + more

@@ -21,7 +21,7 @@ from trimmoe.core.plan import Plan
 from trimmoe.core.profile import Profile
 from trimmoe.core.specs import IntArray
 from trimmoe.evaluate.teacher import Passages, Score, cut_passages, score
-from trimmoe.experiments.methods import configured, find_method, make_engine, plan_for
+from trimmoe.experiments.methods import configured, find_method, method_engine
 from trimmoe.models.base import MoEView
 from trimmoe.policy.settings import PolicySettings
 from trimmoe.runtime.local import LocalDriver
@@ -72,7 +72,7 @@ def compare(
     outcomes = []
     for name, policy in _policies(settings):
         method = find_method(name)
-        engine = make_engine(plan_for(method, plan, profile, view.spec), profile, view.spec, policy)
+        engine = method_engine(method, plan, profile, view.spec, policy)
         driver = LocalDriver(view, profile, engine, slots=len(access), seed=settings.seed)
         measured = score(
             driver,

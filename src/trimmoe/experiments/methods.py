@@ -6,30 +6,118 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from trimmoe.core.errors import UserError
-from trimmoe.core.plan import Plan
+from trimmoe.core.plan import Plan, plan_header
 from trimmoe.core.profile import Profile
 from trimmoe.core.specs import ModelSpec
+from trimmoe.cost.actions import ActionSpace
 from trimmoe.engine.step import Engine
-from trimmoe.placement.make import PlanSettings, make_plan
-from trimmoe.policy.build import deploy, make_policy, priced
+from trimmoe.placement.make import PlanSettings, make_planner
+from trimmoe.placement.routes import home_routes
+from trimmoe.placement.seeds import seed_plan
+from trimmoe.policy.base import Policy
+from trimmoe.policy.baselines import (
+    LocalPrior,
+    MaskedGating,
+    MixtureOfDepths,
+    admitted_servers,
+    skip_thresholds,
+)
+from trimmoe.policy.build import Deployment, action_space, deploy, make_policy, priced
 from trimmoe.policy.settings import PolicySettings, exact, paper, substitute_only, trimmoe
+
+PolicyMaker = Callable[[ActionSpace, Deployment, Profile], Policy]
+"""Makes a policy of its own from the actions, the deployment and the profile."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Method:
-    """One row of a comparison."""
+    """One row of a comparison: a placement and a policy in the same engine."""
 
     title: str
     settings: Callable[[], PolicySettings]
-    pipeline: bool = False
-    """Run on a contiguous pipeline over the same machines instead of the given plan."""
+    seed: str | None = None
+    """Run on this seed plan over the same machines instead of the given plan."""
+    home: bool = False
+    """Run the placement expert by expert from home, not along its own routes."""
+    policy: PolicyMaker | None = None
+    """Instead of the policy of `settings`; it knows no budget, see `policy.baselines`."""
 
+
+def _unbudgeted() -> PolicySettings:
+    """Exact settings under which a baseline of its own may approximate as it likes."""
+    return replace(exact(), name="baseline", budget=UNLIMITED)
+
+
+def _without(**levers: bool) -> Callable[[], PolicySettings]:
+    def settings() -> PolicySettings:
+        policy = trimmoe()
+        return replace(policy, levers=replace(policy.levers, **levers))
+
+    return settings
+
+
+def _mixture_of_depths(space: ActionSpace, deployed: Deployment, profile: Profile) -> Policy:
+    below = skip_thresholds(profile.importance_quantiles, MIXTURE_SKIP_RATE)
+    return MixtureOfDepths(space=space, routes=deployed.routes, below=below)
+
+
+def _local_prior(space: ActionSpace, deployed: Deployment, profile: Profile) -> Policy:
+    return LocalPrior(space=space, routes=deployed.routes, bias=LOCAL_BIAS)
+
+
+def _masked_gating(space: ActionSpace, deployed: Deployment, profile: Profile) -> Policy:
+    admitted = admitted_servers(deployed.cost, deployed.routes, deployed.plan.hosts)
+    return MaskedGating(space=space, routes=deployed.routes, admitted=admitted)
+
+
+UNLIMITED = 1e6
+"""A budget that never binds."""
+MIXTURE_SKIP_RATE = 0.125
+"""Share of token-layers that Mixture-of-Depths skips, an eighth as in its authors' sparser half."""
+LOCAL_BIAS = 0.05
+"""Router probability that a local expert is worth more."""
 
 METHODS = {
-    "pipeline": Method(title="pipeline", settings=exact, pipeline=True),
+    "pipeline": Method(title="pipeline", settings=exact, seed="pipeline"),
+    "edgeshard": Method(title="EdgeShard", settings=exact, seed="edgeshard_latency"),
+    "edgeshard-throughput": Method(
+        title="EdgeShard (throughput)", settings=exact, seed="edgeshard_throughput"
+    ),
+    "edgeshard-experts": Method(
+        title="EdgeShard's placement, expert-wise",
+        settings=exact,
+        seed="edgeshard_latency",
+        home=True,
+    ),
+    "activation-aware": Method(
+        title="activation-aware", settings=exact, seed="activation_aware", home=True
+    ),
+    "load-balanced": Method(
+        title="EPLB, nearest replica", settings=exact, seed="load_balanced", home=True
+    ),
+    "exact-home": Method(title="exact nearest, at home", settings=exact, home=True),
     "exact": Method(title="exact nearest", settings=exact),
+    "mixture-of-depths": Method(
+        title="Mixture-of-Depths", settings=_unbudgeted, policy=_mixture_of_depths
+    ),
+    "local-prior": Method(title="Local-Prior", settings=_unbudgeted, policy=_local_prior),
+    "moe2": Method(title="MoE^2 (adapted)", settings=_unbudgeted, policy=_masked_gating),
     "substitute-only": Method(title="substitute only", settings=substitute_only),
+    "substitute-only-1": Method(
+        title="substitute only, H = 1", settings=lambda: replace(substitute_only(), horizon=1)
+    ),
+    "substitute-only-3": Method(
+        title="substitute only, H = 3", settings=lambda: replace(substitute_only(), horizon=3)
+    ),
     "trimmoe": Method(title="TrimMoE", settings=trimmoe),
+    "no-skip": Method(title="without skips", settings=_without(skip=False, drop_slots=False)),
+    "no-exit": Method(title="without exits", settings=_without(exit=False)),
+    "no-look-ahead": Method(
+        title="without look-ahead", settings=lambda: replace(trimmoe(), horizon=1)
+    ),
+    "no-redundancy": Method(
+        title="without redundancy", settings=trimmoe, seed="dispersed", home=True
+    ),
     "paper": Method(title="paper (migrate: not physical)", settings=paper),
 }
 DEFAULT_METHODS = ("pipeline", "exact", "substitute-only", "trimmoe")
@@ -50,41 +138,87 @@ def configured(method: Method, *, budget: float, confidence: float) -> PolicySet
     """
     settings = method.settings()
     if settings.levers.lossless:
-        return settings
+        return settings  # Of an exact method, or of one that knows no budget.
     exit_risk = None if settings.exit_risk is None else budget / 2
     return replace(settings, budget=budget, confidence=confidence, exit_risk=exit_risk)
 
 
 def possible_methods(plan: Plan, profile: Profile, model: ModelSpec) -> tuple[str, ...]:
-    """The methods compared by default: a pipeline only where whole layers fit one after another."""
-    try:
-        plan_for(METHODS["pipeline"], plan, profile, model)
-    except UserError:
-        return tuple(name for name in DEFAULT_METHODS if name != "pipeline")
-    return DEFAULT_METHODS
+    """The methods compared by default, those whose placement can serve the model."""
+    return tuple(
+        name
+        for name in DEFAULT_METHODS
+        if METHODS[name].seed is None or seeded_plan(METHODS[name], plan, profile, model)
+    )
 
 
 def plan_for(method: Method, plan: Plan, profile: Profile, model: ModelSpec) -> Plan:
-    """The plan that the method runs on: the given one or a pipeline on the same cluster."""
-    if not method.pipeline:
-        return plan
-    settings = PlanSettings(seed_plan="pipeline", routes="staircase", redundancy=False)
-    cluster_hash = plan.header.input_hashes["cluster"]
-    return make_plan(profile, model, plan.cluster, settings, cluster_hash=cluster_hash)
+    """The plan that the method runs on: the given one or its own on the same machines.
+
+    Raises `UserError` if its own placement cannot serve the model there.
+    """
+    found = plan if method.seed is None else seeded_plan(method, plan, profile, model)
+    if found is None:
+        raise UserError(
+            f"The method {method.title} cannot place {model.name} on cluster {plan.cluster.name}; "
+            "leave it out or add memory."
+        )
+    if not method.home:
+        return found
+    return replace(found, routes=home_routes(plan.cluster.server_count, model.layer_count))
 
 
-def make_engine(plan: Plan, profile: Profile, model: ModelSpec, settings: PolicySettings) -> Engine:
-    """The engine of a policy on a plan."""
+def seeded_plan(method: Method, plan: Plan, profile: Profile, model: ModelSpec) -> Plan | None:
+    """The seed plan of a method with its own routes; None where it cannot serve the model."""
+    assert method.seed is not None
+    planner = make_planner(profile, model, plan.cluster, PlanSettings())
+    seed = seed_plan(method.seed, planner)
+    if seed is None:
+        return None
+    header = plan_header(
+        plan.cluster,
+        settings={"seed_plan": method.seed},
+        input_hashes=plan.header.input_hashes,
+        seed=plan.header.seed,
+    )
+    return Plan(
+        header=header,
+        cluster=plan.cluster,
+        hosts=seed.hosts,
+        routes=seed.routes,
+        expert_capacity_bytes=planner.capacity,
+    )
+
+
+def make_engine(
+    plan: Plan,
+    profile: Profile,
+    model: ModelSpec,
+    settings: PolicySettings,
+    maker: PolicyMaker | None = None,
+) -> Engine:
+    """The engine of a policy on a plan; `maker` makes another policy than that of `settings`."""
     deployment = deploy(plan, profile, model, settings.accounting)
     settings = priced(deployment, profile, inflated(plan, settings))
+    policy: Policy = make_policy(deployment, profile, settings)
+    if maker is not None:
+        policy = maker(action_space(deployment, profile, settings), deployment, profile)
     return Engine(
-        policy=make_policy(deployment, profile, settings),
+        policy=policy,
         settings=settings,
         profile=profile,
         cost=deployment.cost,
         routes=deployment.routes,
         reference_s=deployment.reference_s,
     )
+
+
+def method_engine(
+    method: Method, plan: Plan, profile: Profile, model: ModelSpec, settings: PolicySettings
+) -> Engine:
+    """The engine of a method, with `settings` as `configured` made them, beside a given plan."""
+    own = plan_for(method, plan, profile, model)
+    return make_engine(own, profile, model, settings, method.policy)
 
 
 def inflated(plan: Plan, settings: PolicySettings) -> PolicySettings:

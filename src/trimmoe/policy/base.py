@@ -31,6 +31,8 @@ class Observation:
     """Predicted exit layer L-hat (36), 1..N, [n]."""
     loss_weight: FloatArray
     """omega_D in force (43), [n]."""
+    probabilities: FloatArray | None = None
+    """The router's whole softmax where the driver gives it, [n, E]."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

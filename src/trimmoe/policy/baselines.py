@@ -1,0 +1,193 @@
+"""Policies that others use or published, behind the same `Policy.decide`.
+
+They know no budget: what they approximate is still priced by the calibrated losses, so that their
+ledgers compare, and is executed for real where quality is measured. Give their sequences a budget
+that never binds.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from trimmoe.core.specs import BoolArray, FloatArray, IntArray
+from trimmoe.cost.actions import DROPPED, ActionSpace
+from trimmoe.cost.kernels import curve_at
+from trimmoe.cost.model import CostModel, layer_delay_s
+from trimmoe.policy.base import Decision, Observation
+
+
+@dataclass(frozen=True, kw_only=True)
+class MixtureOfDepths:
+    """Skip the layers where a token's router mass is lowest, wherever they run.
+
+    After Mixture-of-Depths (Raposo et al., 2024), without its training: its learned router is
+    reconstructed as the importance (4), its capacity as a skip rate per layer, matched to another
+    method's if so wished. It does not look at links.
+    """
+
+    space: ActionSpace
+    routes: IntArray
+    """[R, N]."""
+    below: FloatArray
+    """Importance under which a layer is skipped, [N]."""
+
+    def decide(self, observation: Observation) -> Decision:
+        """Exact execution, or a skip where the importance is low."""
+        exact = exact_decision(self.space, self.routes, observation)
+        skipped = observation.importance < self.below[observation.layer]
+        source = _source(self.routes, observation)
+        skip_loss = _skip_loss(self.space, observation)
+        skipped &= skip_loss <= observation.allowance
+        travel = self.space.cost.transfer_s[source, exact.destination]
+        return Decision(
+            slot_expert=np.where(skipped[:, None], DROPPED, exact.slot_expert),
+            slot_server=np.where(skipped[:, None], source[:, None], exact.slot_server),
+            destination=exact.destination,
+            delay_s=np.where(skipped, travel, exact.delay_s),
+            loss=np.where(skipped, skip_loss, 0.0),
+        )
+
+
+def skip_thresholds(importance_quantiles: FloatArray, rate: float) -> FloatArray:
+    """The importance that a share `rate` of tokens stays under, per layer, [N].
+
+    `importance_quantiles` [N, 101]. A rate of 0 skips nothing.
+    """
+    if rate <= 0:
+        return np.zeros(importance_quantiles.shape[0])
+    grid = np.linspace(0.0, 1.0, importance_quantiles.shape[1])
+    return np.array([np.interp(rate, grid, row) for row in importance_quantiles])
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalPrior:
+    """Route to experts that are near: the router's probabilities plus a bias for local experts.
+
+    The activated set becomes the k experts of largest biased probability; an expert that was
+    displaced keeps its gate and the newcomer takes its slot. A bias of 1 takes local experts
+    wherever there are enough of them, 0 is exact.
+    """
+
+    space: ActionSpace
+    routes: IntArray
+    bias: float
+
+    def decide(self, observation: Observation) -> Decision:
+        """The biased activated set at its nearest hosts; needs the router's probabilities."""
+        assert observation.probabilities is not None, "local routing needs the whole router output"
+        layer, source = observation.layer, _source(self.routes, observation)
+        local = self.space.hosts[source, layer]
+        return masked_decision(
+            self.space,
+            self.routes,
+            observation,
+            observation.probabilities + self.bias * local,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class MaskedGating:
+    """Gate over the experts of chosen servers only, by the router's own order.
+
+    An adaptation of MoE^2 (Jin et al., 2025): it selects a subset of servers under latency and
+    energy limits and masks the gate to their experts; its selection is made offline with the plan,
+    its gate is reconstructed as the router's probabilities without the masked experts. A masked
+    expert's gate goes to the newcomer in its slot.
+    """
+
+    space: ActionSpace
+    routes: IntArray
+    admitted: BoolArray
+    """Which servers take part, [M]."""
+
+    def decide(self, observation: Observation) -> Decision:
+        """The best k experts that some admitted server holds."""
+        assert observation.probabilities is not None, "masked gating needs the whole router output"
+        there = self.space.hosts[self.admitted, observation.layer].any(0)
+        masked = np.where(there, observation.probabilities, -1.0)
+        return masked_decision(self.space, self.routes, observation, masked)
+
+
+def admitted_servers(cost: CostModel, routes: IntArray, hosts: BoolArray) -> BoolArray:
+    """MoE^2's subset of servers under a latency limit, [M]: the smallest limit that will do.
+
+    Servers join in the order of their mean time from the routes' servers until half of every
+    layer's experts are there. `hosts` [M, N, E]. Its energy limit has no counterpart here.
+    """
+    used = np.bincount(routes.reshape(-1), minlength=cost.server_count) / routes.size
+    away_s = used @ cost.transfer_s + cost.waiting_s + cost.expert_s.mean((1, 2))
+    admitted = np.zeros(cost.server_count, dtype=bool)
+    for server in np.argsort(away_s, kind="stable"):
+        admitted[server] = True
+        if (hosts[admitted].any(0).mean(1) >= 0.5).all():
+            break
+    return admitted
+
+
+def masked_decision(
+    space: ActionSpace, routes: IntArray, observation: Observation, scores: FloatArray
+) -> Decision:
+    """Run the k experts of largest score [n, E] at their nearest hosts.
+
+    Experts that stay activated keep their slots; newcomers, best first, take the slots of those
+    displaced, the least probable slot last.
+    """
+    layer, targets = observation.layer, observation.experts
+    count, slots = targets.shape
+    wanted = np.argsort(-scores, axis=1, kind="stable")[:, :slots]
+    ran = targets.copy()
+    for row in range(count):
+        stays = np.isin(targets[row], wanted[row])
+        newcomers = wanted[row][~np.isin(wanted[row], targets[row])]
+        ran[row, ~stays] = newcomers
+    source, destination = _source(routes, observation), _destination(routes, observation)
+    server = space.menu.best_server[layer, source[:, None], destination[:, None], ran]
+    loss = space.substitution_loss[layer, _class(space, observation)[:, None], targets, ran]
+    total = np.where(ran == targets, 0.0, loss).sum(1)
+    exact = exact_decision(space, routes, observation)
+    keeps = total > observation.allowance
+    delay_s = layer_delay_s(space.cost, layer, source, destination, ran, server)
+    return Decision(
+        slot_expert=np.where(keeps[:, None], targets, ran),
+        slot_server=np.where(keeps[:, None], exact.slot_server, server),
+        destination=destination,
+        delay_s=np.where(keeps, exact.delay_s, delay_s),
+        loss=np.where(keeps, 0.0, total),
+    )
+
+
+def exact_decision(space: ActionSpace, routes: IntArray, observation: Observation) -> Decision:
+    """Every slot's target at its nearest host."""
+    layer = observation.layer
+    source, destination = _source(routes, observation), _destination(routes, observation)
+    server = space.menu.best_server[
+        layer, source[:, None], destination[:, None], observation.experts
+    ]
+    return Decision(
+        slot_expert=observation.experts,
+        slot_server=server,
+        destination=destination,
+        delay_s=layer_delay_s(space.cost, layer, source, destination, observation.experts, server),
+        loss=np.zeros(observation.experts.shape[0]),
+    )
+
+
+def _skip_loss(space: ActionSpace, observation: Observation) -> FloatArray:
+    """What skipping the layer is charged, [n]."""
+    edges, upper = space.skip.edges[observation.layer], space.skip.upper[observation.layer]
+    kinds = zip(_class(space, observation), observation.importance, strict=True)
+    return np.array([curve_at(edges[kind], upper[kind], mass) for kind, mass in kinds])
+
+
+def _class(space: ActionSpace, observation: Observation) -> IntArray:
+    return np.minimum(observation.steadiness, space.class_count - 1)
+
+
+def _source(routes: IntArray, observation: Observation) -> IntArray:
+    return routes[observation.route, observation.layer]
+
+
+def _destination(routes: IntArray, observation: Observation) -> IntArray:
+    return routes[observation.route, min(observation.layer + 1, routes.shape[1] - 1)]

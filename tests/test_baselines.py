@@ -1,0 +1,142 @@
+"""Baseline policies against cases worked out by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from trimmoe.core.ledger import Kind
+from trimmoe.cost.actions import DROPPED, ActionSpace
+from trimmoe.experiments.methods import METHODS, configured, make_engine, method_engine
+from trimmoe.policy.base import Observation
+from trimmoe.policy.baselines import (
+    LocalPrior,
+    MaskedGating,
+    MixtureOfDepths,
+    admitted_servers,
+    exact_decision,
+    skip_thresholds,
+)
+from trimmoe.policy.settings import PRESETS
+from trimmoe.policy.trim import TrimPolicy
+from trimmoe.simulator.replay import replay
+from worlds import SmallWorld, small_world
+
+
+@pytest.fixture(scope="module")
+def world() -> SmallWorld:
+    """Two servers; in layer 1 server 0 holds experts 0-2, server 1 experts 2-4."""
+    made = small_world(7, layers=3, experts=5, servers=2)
+    hosts = np.ones_like(made.plan.hosts)
+    hosts[0, 1, 3:] = False
+    hosts[1, 1, :2] = False
+    routes = np.array([[0, 0, 0], [1, 1, 1]])
+    return replace(made, plan=replace(made.plan, hosts=hosts, routes=routes))
+
+
+def space_of(world: SmallWorld) -> tuple[ActionSpace, np.ndarray]:
+    engine = make_engine(world.plan, world.profile, world.model, PRESETS["exact"]())
+    assert isinstance(engine.policy, TrimPolicy)
+    return engine.policy.lookahead.space, engine.routes
+
+
+def seen(probabilities: list[float], *, layer: int = 1, allowance: float = 1e6) -> Observation:
+    """One token at server 0 whose router gave these probabilities to experts 0..4."""
+    whole = np.array([probabilities])
+    experts = np.argsort(-whole, axis=1)[:, :2]
+    return Observation(
+        layer=layer,
+        route=np.array([0]),
+        server=np.array([0]),
+        experts=experts,
+        masses=np.take_along_axis(whole, experts, axis=1),
+        importance=np.take_along_axis(whole, experts, axis=1).sum(1),
+        steadiness=np.array([0]),
+        allowance=np.array([allowance]),
+        exit_at=np.array([3]),
+        loss_weight=np.array([0.5]),
+        probabilities=whole,
+    )
+
+
+def test_mixture_of_depths_skips_below_its_threshold_wherever_the_layer_runs(world) -> None:
+    space, routes = space_of(world)
+    policy = MixtureOfDepths(space=space, routes=routes, below=np.array([0.0, 0.6, 0.0]))
+    low = policy.decide(seen([0.3, 0.2, 0.19, 0.16, 0.15]))
+    assert (low.slot_expert == DROPPED).all()
+    assert low.delay_s[0] == 0.0
+    assert low.loss[0] > 0
+    high = policy.decide(seen([0.5, 0.3, 0.1, 0.05, 0.05]))
+    assert high.slot_expert.tolist() == [[0, 1]]
+    assert high.loss[0] == 0.0
+
+
+def test_skip_rates_are_matched_on_the_calibrated_importance() -> None:
+    quantiles = np.tile(np.linspace(0.2, 1.0, 101), (2, 1))
+    assert skip_thresholds(quantiles, 0.25) == pytest.approx([0.4, 0.4])
+    assert skip_thresholds(quantiles, 0.0).tolist() == [0.0, 0.0]
+
+
+def test_local_prior_prefers_local_experts_by_its_bias_only(world) -> None:
+    """Experts 3 and 4 are remote from server 0."""
+    space, routes = space_of(world)
+    token = seen([0.05, 0.22, 0.2, 0.28, 0.25])
+    assert token.experts.tolist() == [[3, 4]]
+    biased = LocalPrior(space=space, routes=routes, bias=0.04).decide(token)
+    # 1: 0.26, 2: 0.24 against 3: 0.28, 4: 0.25 -> experts 3 and 1; 1 takes the slot of 4.
+    assert biased.slot_expert.tolist() == [[3, 1]]
+    assert biased.slot_server[0, 1] == 0
+    assert biased.loss[0] == pytest.approx(world.profile.substitution_loss[1, 0, 4, 1])
+    strong = LocalPrior(space=space, routes=routes, bias=1.0).decide(token)
+    assert strong.slot_expert.tolist() == [[1, 2]]
+    assert LocalPrior(space=space, routes=routes, bias=0.0).decide(token).slot_expert.tolist() == [
+        [3, 4]
+    ]
+
+
+def test_masked_gating_runs_the_best_experts_of_admitted_servers(world) -> None:
+    space, routes = space_of(world)
+    token = seen([0.1, 0.15, 0.05, 0.4, 0.3])
+    near = MaskedGating(space=space, routes=routes, admitted=np.array([True, False]))
+    assert near.decide(token).slot_expert.tolist() == [[1, 0]]
+    everyone = MaskedGating(space=space, routes=routes, admitted=np.array([True, True]))
+    exact = exact_decision(space, routes, token)
+    assert everyone.decide(token).slot_expert.tolist() == exact.slot_expert.tolist() == [[3, 4]]
+
+
+def test_the_subset_of_servers_grows_until_half_of_every_layer_is_there(world) -> None:
+    space, routes = space_of(world)
+    home = np.array([[0, 0, 0], [0, 0, 0]])
+    assert admitted_servers(space.cost, home, world.plan.hosts).tolist() == [True, False]
+    few = world.plan.hosts.copy()
+    few[0, 1, 2] = False
+    assert admitted_servers(space.cost, home, few).tolist() == [True, True]
+    assert routes.shape == (2, 3)
+
+
+def test_nothing_is_approximated_beyond_the_allowance(world) -> None:
+    space, routes = space_of(world)
+    broke = seen([0.05, 0.22, 0.2, 0.28, 0.25], allowance=0.0)
+    decided = LocalPrior(space=space, routes=routes, bias=1.0).decide(broke)
+    assert decided.slot_expert.tolist() == [[3, 4]]
+    assert decided.loss[0] == 0.0
+
+
+REPLAYABLE = sorted(METHODS.keys() - {"local-prior", "moe2"})
+"""Those two need the whole router output, which a trace does not hold."""
+
+
+@pytest.mark.parametrize("name", REPLAYABLE)
+def test_every_method_runs_in_the_same_engine(name: str, world: SmallWorld) -> None:
+    method = METHODS[name]
+    policy = configured(method, budget=0.1, confidence=0.9)
+    engine = method_engine(method, world.plan, world.profile, world.model, policy)
+    access = np.array([0, 1, 0])
+    ledgers = replay(engine, world.trace, access, budget=policy.budget, confidence=0.9)
+    assert sum(ledger.tokens for ledger in ledgers) == world.trace.token_count
+    if policy.levers.lossless and method.policy is None:
+        total = sum(ledgers[1:], ledgers[0])
+        assert total.loss == 0.0
+        assert total.share(Kind.LOCAL_EXACT, Kind.REMOTE_EXACT) == 1.0
