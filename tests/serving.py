@@ -109,11 +109,16 @@ class SteppedDecoder(ExactDecoder):
 
 
 @contextmanager
-def served(service: InferenceService, settings: ApiSettings | None = None) -> Iterator[str]:
-    """The service's app on a free port of a real server; gives its base URL."""
+def served(
+    service: InferenceService, settings: ApiSettings | None = None, *, grace_s: int = 5
+) -> Iterator[str]:
+    """The service's app on a free port of a real server; gives its base URL.
+
+    Requests that are open at the end of the block get `grace_s` to come to theirs.
+    """
     listener = socket.create_server(("127.0.0.1", 0))
     config = uvicorn.Config(
-        create_app(service, settings), log_level="warning", timeout_graceful_shutdown=5
+        create_app(service, settings), log_level="warning", timeout_graceful_shutdown=grace_s
     )
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})

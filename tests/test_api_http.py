@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -16,6 +18,7 @@ from serving import EOS, MODEL, SERVERS, SteppedDecoder, Tiny, eventually, open_
 from tiny import LAYERS
 from trimmoe.api.settings import ApiSettings
 from trimmoe.policy.settings import trimmoe
+from trimmoe.runtime.decoder import ExactDecoder
 from trimmoe.runtime.local import Decoded
 from trimmoe.runtime.local_service import LocalService
 
@@ -381,6 +384,8 @@ def test_a_full_queue_is_429_with_when_to_come_back(tiny: Tiny) -> None:
             assert refused.status_code == 429
             assert int(refused.headers["retry-after"]) >= 1
             assert refused.json()["error"]["type"] == "rate_limit_error"
+        ended = "trimmoe:request_success_total"
+        eventually(lambda: _metric(url, ended, finished_reason="abort") == 1)
         decoder.allowed.release(1)
         eventually(lambda: service.stats().running == 0)
         # Two at once do not fit; the one that would is not left running.
@@ -405,6 +410,33 @@ def test_a_failure_in_mid_stream_is_an_error_event(tiny: Tiny) -> None:
         assert httpx.get(f"{url}/health").status_code == 503
         refused = httpx.post(f"{url}/v1/completions", json={"model": MODEL, "prompt": "x"})
         assert refused.status_code == 503
+
+
+class _Slow(ExactDecoder):
+    """250 tokens take longer than the server waits for them."""
+
+    def decode(self, tokens: dict[int, int]) -> list[Decoded]:
+        time.sleep(0.02)
+        return super().decode(tokens)
+
+
+def test_a_stopping_server_tells_those_it_cannot_wait_for(tiny: Tiny) -> None:
+    service = LocalService(_Slow(tiny.view, slots=2), tiny.model())
+    body = {"model": MODEL, "prompt": "x", "max_tokens": 250, "ignore_eos": True}
+    with httpx.Client(timeout=60) as client, ThreadPoolExecutor(1) as other:
+        with served(service, grace_s=1) as url:
+            whole = other.submit(httpx.post, f"{url}/v1/completions", json=body, timeout=60)
+            request = client.build_request(
+                "POST", f"{url}/v1/completions", json=body | {"stream": True}
+            )
+            answer = client.send(request, stream=True)
+            lines = answer.iter_lines()
+            next(lines)
+            eventually(lambda: service.stats().running == 2)
+        rest = [line for line in lines if line]
+        assert "stopping" in rest[-2]
+        assert rest[-1] == "data: [DONE]"
+        assert whole.result().status_code == 503
 
 
 def _fail(tokens: dict[int, int]) -> list[Decoded]:

@@ -12,7 +12,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 import trimmoe
 from trimmoe.api import chat, completions, errors
 from trimmoe.api.context import Context, Serving
-from trimmoe.api.guards import OPEN_PATHS, ApiKeys, BodyLimit
+from trimmoe.api.guards import OPEN_PATHS, ApiKeys, BodyLimit, Stopping
 from trimmoe.api.metrics import ApiMetrics
 from trimmoe.api.openapi import document, error_responses
 from trimmoe.api.schemas import HealthBody, ModelCard, ModelList
@@ -85,4 +85,5 @@ def create_app(service: InferenceService, settings: ApiSettings | None = None) -
     if settings.api_keys:
         # Added last, it comes first: nothing is read of a stranger's request.
         app.add_middleware(ApiKeys, keys=settings.api_keys)
+    app.add_middleware(Stopping)
     return app

@@ -18,6 +18,7 @@ from trimmoe.runtime.service import Overloaded, RequestTooLong, ServiceError, Un
 
 _log = logging.getLogger(__name__)
 CLIENT_CLOSED_REQUEST = 499
+STOPPING = "The server is stopping; ask again when it is back."
 
 
 class ErrorDetail(BaseModel):

@@ -2,17 +2,43 @@
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from trimmoe.api.errors import ApiError
+from trimmoe.api.errors import STOPPING, ApiError
 
 OPEN_PATHS = frozenset({"/health"})
 DISCARDED_BYTES = 64_000_000
 """How much of a body that is too large is read and thrown away before the connection closes."""
+
+
+class Stopping:
+    """Answers 503 where a stopping server cancels a request that has no response yet."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        started = False
+
+        async def watched(message: Message) -> None:
+            nonlocal started
+            started = True
+            await send(message)
+
+        try:
+            await self._app(scope, receive, watched)
+        except asyncio.CancelledError:
+            if started:
+                raise
+            await ApiError(503, STOPPING, code="unavailable").response()(scope, receive, send)
 
 
 class ApiKeys:

@@ -11,8 +11,8 @@ from pydantic import BaseModel
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from trimmoe.api.errors import ClientGone, from_service
-from trimmoe.runtime.service import ServiceError
+from trimmoe.api.errors import STOPPING, ApiError, ClientGone, from_service
+from trimmoe.runtime.service import ServiceError, Unavailable
 
 T = TypeVar("T")
 DONE = b"data: [DONE]\n\n"
@@ -101,8 +101,16 @@ class EventStream(Response):
             await until_gone(receive, self._send_all(send))
         except ClientGone:
             pass
+        except asyncio.CancelledError:
+            # The server stops and has waited long enough; the client should know why.
+            await self._break_off(send, from_service(Unavailable(STOPPING)))
         finally:
             await self._rest.aclose()
+
+    async def _break_off(self, send: Send, error: ApiError) -> None:
+        """An error event: it is too late for a status."""
+        await _send(send, _event(error.body()) + DONE)
+        await send(_END)
 
     async def _send_all(self, send: Send) -> None:
         headers = self.raw_headers
@@ -112,10 +120,13 @@ class EventStream(Response):
             async for chunk in self._rest:
                 await _send(send, _event(chunk))
         except ServiceError as error:
-            # Too late for a status of its own.
-            await _send(send, _event(from_service(error).body()))
+            await self._break_off(send, from_service(error))
+            return
         await _send(send, DONE)
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
+        await send(_END)
+
+
+_END = {"type": "http.response.body", "body": b"", "more_body": False}
 
 
 async def _send(send: Send, body: bytes) -> None:
