@@ -98,7 +98,7 @@ class Mutator:
             self._evict(hosts, protected, free, int(server), rng)
         if (free < 0).any():
             return False
-        orphans: BoolArray = ~hosts.any(axis=0)
+        orphans = np.logical_not(hosts.any(axis=0))
         return all(
             self._adopt(hosts, free, int(layer), orphans[layer], rng)
             for layer in np.flatnonzero(orphans.any(axis=1))

@@ -238,11 +238,14 @@ class Optimiser:
             climb_steps=self.settings.trimmed_iterations,
         )
         climber = search.run({best.name: best.hosts})
-        for name, hosts in (("", best.hosts), ("trimmed search from ", climber.best_hosts)):
+        for name, hosts in (
+            ("new routes on ", best.hosts),
+            ("trimmed search from ", climber.best_hosts),
+        ):
             routes = landscape.routes(hosts)
             ranked.append(self._entry(trimmed, f"{name}{best.name}", hosts, routes))
             filled = self._filled(hosts, routes)
-            ranked.append(self._entry(trimmed, f"{name}{best.name}", filled, routes))
+            ranked.append(self._entry(trimmed, f"{name}{best.name}, filled", filled, routes))
         return trimmed, ranked, search.done
 
     def _busiest(self, entries: list[_Entry]) -> IntArray:
