@@ -1,0 +1,1 @@
+"""Making nodes run as processes: addresses, cached artifacts, Ray actors, supervision, shutdown."""

@@ -1,0 +1,94 @@
+"""A server as a Ray actor: placed on its machine, started again when it dies."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import ray
+from ray.exceptions import RayActorError, RayTaskError
+
+from trimmoe.runtime.launch.handles import ServerGone
+from trimmoe.runtime.launch.process import ServerProcess, log_to_file
+from trimmoe.runtime.launch.raylet import server_resource
+from trimmoe.runtime.launch.server import ServerSpec
+from trimmoe.runtime.launch.status import ServerStatus
+
+_CALLS = 4
+"""Calls an actor answers at once: a look that hangs must not hold up the order to stop."""
+
+
+class ServerActor:
+    """What Ray runs; all work is `ServerProcess`'s."""
+
+    def __init__(self, cluster: list[ray.ObjectRef], index: int) -> None:
+        """Server `index` of the cluster that the one spec in `cluster` describes."""
+        spec = replace(ray.get(cluster[0]), index=index)
+        log_to_file(spec)
+        self._process = ServerProcess(spec)
+
+    def status(self) -> ServerStatus:
+        return self._process.status()
+
+    def stop(self, patience_s: float) -> None:
+        self._process.stop(patience_s)
+
+
+def start_actors(specs: Sequence[ServerSpec], *, pinned: bool) -> list[RayHandle]:
+    """An actor per server: anywhere, or, `pinned`, each on the machine that offers its server."""
+    # Kept once for all servers and every restart; profile and plan are the bulk of it.
+    cluster = ray.put(specs[0])
+    return [RayHandle(spec.name, cluster, spec.index, pinned=pinned) for spec in specs]
+
+
+class RayHandle:
+    """`ServerHandle` of an actor."""
+
+    def __init__(self, name: str, cluster: ray.ObjectRef, index: int, *, pinned: bool) -> None:
+        self.name = name
+        self._cluster = cluster  # Every restart reads it again: it must live as long as we do.
+        self._actor: Any = (
+            ray.remote(ServerActor)
+            .options(
+                num_cpus=0,
+                max_restarts=-1,
+                max_concurrency=_CALLS,
+                resources={server_resource(name): 1} if pinned else None,
+            )
+            .remote([cluster], index)
+        )
+        self._asked: ray.ObjectRef | None = None
+        self._stopped: ray.ObjectRef | None = None
+
+    def status(self, patience_s: float) -> ServerStatus | None:
+        # One question at a time: a server that hangs is not asked again and again.
+        if self._asked is None:
+            self._asked = self._actor.status.remote()
+        done, _ = ray.wait([self._asked], timeout=patience_s)
+        if not done:
+            return None
+        asked, self._asked = self._asked, None
+        try:
+            return ray.get(asked)
+        except (RayActorError, RayTaskError) as error:
+            raise ServerGone(_first_line(error)) from error
+
+    def restart(self) -> None:
+        self._asked = None
+        ray.kill(self._actor, no_restart=False)
+
+    def stop(self, patience_s: float) -> None:
+        self._stopped = self._actor.stop.remote(patience_s)
+
+    def kill(self, patience_s: float) -> None:
+        if self._stopped is not None:
+            with contextlib.suppress(Exception):  # It may be gone already, which is the aim.
+                ray.get(self._stopped, timeout=patience_s)
+        ray.kill(self._actor, no_restart=True)
+
+
+def _first_line(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0].rstrip(".:") if lines else type(error).__name__

@@ -1,0 +1,201 @@
+"""Profile and plan of a cluster: those given, those made before, or made now and kept.
+
+What is made is kept under the cache folder by a hash of everything it follows from, so that
+a second start finds it and a changed model, text, setting or cluster does not.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import trimmoe
+from trimmoe.calibrate.settings import CalibrationSettings
+from trimmoe.calibrate.text import read_texts, text_hash
+from trimmoe.core.artifact import file_hash
+from trimmoe.core.cluster_file import load_cluster
+from trimmoe.core.errors import UserError
+from trimmoe.core.plan import PLAN_FORMAT, Plan, load_plan
+from trimmoe.core.profile import PROFILE_FORMAT, Profile, load_profile
+from trimmoe.core.specs import ClusterSpec, ModelSpec
+from trimmoe.models.embedded.materialise import default_cache_dir
+from trimmoe.placement.make import PlanSettings, default
+from trimmoe.placement.optimise import SearchSettings, optimise_plan
+from trimmoe.runtime.launch.config import ServeConfig
+from trimmoe.runtime.launch.model import model_folder
+
+Artifact = TypeVar("Artifact", Profile, Plan)
+Say = Callable[[str], None]
+"""Told one line for the operator."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Artifacts:
+    """What every server of a cluster is given."""
+
+    profile: Profile
+    plan: Plan
+    model: ModelSpec
+
+
+def cluster_of(config: ServeConfig) -> ClusterSpec:
+    """The servers and links, without making anything. Raises `UserError`."""
+    if config.cluster is not None:
+        return load_cluster(config.cluster)
+    assert config.plan is not None
+    return load_plan(config.plan).cluster
+
+
+def prepare(
+    config: ServeConfig,
+    *,
+    sample: Callable[[], str],
+    say: Say,
+    cache_dir: Path | None = None,
+) -> Artifacts:
+    """Profile and plan for `config`; `sample` gives the text to calibrate on where none is named.
+
+    Raises `UserError` where something is missing or does not belong together.
+    """
+    folder = cache_dir or default_cache_dir()
+    path = model_folder(config.model)
+    model = _model_spec(path, config.dtype)
+    profile = _profile(config, path, model, sample, folder, say)
+    profile.require_model(model.model_hash, model.name)
+    plan = _plan(config, profile, model, folder, say)
+    if plan.header.input_hashes["profile"] != profile.hash:
+        raise UserError(
+            "The plan was made from another profile; run `trimmoe plan` with this profile, or "
+            "leave out --plan."
+        )
+    return Artifacts(profile=profile, plan=plan, model=model)
+
+
+def _model_spec(path: str, dtype: str) -> ModelSpec:
+    import torch
+
+    from trimmoe.models.load import model_spec
+
+    return model_spec(path, dtype=getattr(torch, dtype), hashed=True)
+
+
+def _profile(
+    config: ServeConfig,
+    path: str,
+    model: ModelSpec,
+    sample: Callable[[], str],
+    folder: Path,
+    say: Say,
+) -> Profile:
+    if config.profile is not None:
+        return load_profile(config.profile)
+    texts = read_texts(config.text) if config.text else [sample()]
+    settings = CalibrationSettings(
+        tokens=config.calibration_tokens,
+        budget=config.budget,
+        # Calibration knows confidences between zero and one only; beyond, nothing or all exits.
+        confidence=config.confidence if 0.0 < config.confidence < 1.0 else 0.9,
+    )
+    settings = replace(settings, window=min(settings.window, model.context_length))
+    key = {
+        "format": PROFILE_FORMAT,
+        "model": model.model_hash,
+        "text": text_hash(texts),
+        "settings": settings.as_json(),
+        "dtype": config.dtype,
+    }
+    return _kept(
+        folder / "profiles" / f"{_digest(key)}.safetensors",
+        load=load_profile,
+        make=lambda: _calibrated(path, config.dtype, texts, settings),
+        say=say,
+        what=f"Calibrating {model.name} (once; this takes minutes)",
+    )
+
+
+def _calibrated(
+    path: str, dtype: str, texts: Sequence[str], settings: CalibrationSettings
+) -> Profile:
+    import torch
+
+    from trimmoe.calibrate.run import calibrate
+    from trimmoe.models.load import load_tokenizer, open_model
+
+    view = open_model(path, dtype=getattr(torch, dtype), hashed=True)
+    return calibrate(view, load_tokenizer(path), texts, settings)
+
+
+def _plan(config: ServeConfig, profile: Profile, model: ModelSpec, folder: Path, say: Say) -> Plan:
+    if config.plan is not None:
+        plan = load_plan(config.plan)
+        if config.cluster is not None:
+            _require_cluster(plan, config.cluster)
+        return plan
+    assert config.cluster is not None
+    cluster, settings = load_cluster(config.cluster), default()
+    search = SearchSettings(iterations=config.plan_iterations)
+    cluster_hash = file_hash(config.cluster)
+    return _kept(
+        folder / "plans" / f"{_plan_key(profile, cluster_hash, settings, search)}.safetensors",
+        load=load_plan,
+        make=lambda: optimise_plan(
+            profile, model, cluster, search, settings, cluster_hash=cluster_hash
+        ),
+        say=say,
+        what=f"Planning for {cluster.name}",
+    )
+
+
+def _plan_key(
+    profile: Profile, cluster_hash: str, settings: PlanSettings, search: SearchSettings
+) -> str:
+    return _digest(
+        {
+            "format": PLAN_FORMAT,
+            "profile": profile.hash,
+            "cluster": cluster_hash,
+            "settings": asdict(settings),
+            "search": asdict(search),
+        }
+    )
+
+
+def _require_cluster(plan: Plan, path: Path) -> None:
+    if plan.header.input_hashes["cluster"] != file_hash(path):
+        raise UserError(
+            f"The plan was made for another cluster file than {path}; run `trimmoe plan` with it, "
+            "or leave out --cluster."
+        )
+
+
+def _digest(key: dict[str, Any]) -> str:
+    content = key | {"version": trimmoe.__version__}
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:24]
+
+
+def _kept(
+    path: Path,
+    *,
+    load: Callable[[Path], Artifact],
+    make: Callable[[], Artifact],
+    say: Say,
+    what: str,
+) -> Artifact:
+    """What is kept at `path`, or made anew and kept there."""
+    if path.is_file():
+        try:
+            return load(path)
+        except UserError:
+            say(f"{path} is damaged and is made again.")
+    say(f"{what} ...")
+    made = make()
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        made.save(path)
+    except (OSError, UserError):
+        say(f"Cannot keep it in {path.parent}; the next start will do it again.")
+    return made

@@ -1,0 +1,106 @@
+"""What the operator of a cluster decides, from the command line or a YAML file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from trimmoe.core.errors import UserError
+
+_HIGHEST_PORT = 65535
+
+Port = Annotated[int, Field(ge=1, le=_HIGHEST_PORT)]
+Share = Annotated[float, Field(ge=0.0, le=1.0, allow_inf_nan=False)]
+
+
+class ServeConfig(BaseModel):
+    """Everything `trimmoe serve` may be told, with its defaults."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    cluster: Path | None = None
+    """A cluster file; may be left out where a plan is given, which holds its cluster."""
+    model: str = "embedded"
+    """A checkpoint folder, a hub id, or `embedded`. Must mean the same on every machine."""
+    served_name: str | None = None
+    """What requests call the model; None: its folder's name, its hub id or `embedded`."""
+    profile: Path | None = None
+    plan: Path | None = None
+    text: tuple[Path, ...] = ()
+    """What to calibrate on where no profile is given; none: the prose that every Python carries."""
+    calibration_tokens: Annotated[int, Field(ge=1)] = 20_000
+    plan_iterations: Annotated[int, Field(ge=0)] = 2_000
+    """Neighbours tried where no plan is given."""
+    policy: str = "trimmoe"
+    budget: Share = 0.02
+    confidence: Annotated[float, Field(ge=0.0, allow_inf_nan=False)] = 0.9
+    api_keys: tuple[Annotated[str, Field(min_length=1)], ...] = ()
+    host: str | None = None
+    """Where HTTP listens; None: loopback on one machine, each machine's own address on several."""
+    port_base: Port = 8000
+    """HTTP port of the first server on a machine; the next one's is one higher."""
+    wire_port_base: Port | None = None
+    """The same for links between servers; None: 100 above `port_base`."""
+    emulate: bool | None = None
+    """Whether links and computing are slowed down to what the cluster file says; None: on one
+    machine, yes."""
+    encrypt: bool | None = None
+    """Whether links are encrypted; None: as soon as any of them leaves its machine."""
+    kv_slots: Annotated[int, Field(ge=1, le=4096)] = 16
+    """Sequences a server admits at once; each may fill the model's context."""
+    max_waiting: Annotated[int, Field(ge=0)] = 64
+    """Requests that may wait for a slot before a server refuses more."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """In bfloat16 the mere shape of a batch may flip a prediction."""
+    ready_s: Annotated[float, Field(gt=0)] = 600.0
+    """How long starting may take, in seconds."""
+
+    @property
+    def first_wire_port(self) -> int:
+        return self.port_base + 100 if self.wire_port_base is None else self.wire_port_base
+
+
+def serve_config(path: Path | None, given: dict[str, Any]) -> ServeConfig:
+    """The settings of a YAML file, overridden by those `given` that are not None.
+
+    Paths in the file are relative to it. Raises `UserError` naming the key that is wrong.
+    """
+    content = {} if path is None else _read(path)
+    chosen = content | {name: value for name, value in given.items() if value is not None}
+    try:
+        config = ServeConfig.model_validate(chosen)
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(str(step) for step in first["loc"]).replace("_", "-")
+        raise UserError(
+            f"The setting `{key}` is {first['input']!r} ({first['msg'].lower()}); correct it."
+        ) from error
+    if config.cluster is None and config.plan is None:
+        raise UserError("Nothing says which servers there are; give --cluster or --plan.")
+    return config
+
+
+_PATHS = ("cluster", "profile", "plan")
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(
+            f"Cannot read the settings in {path} ({error}); give a readable UTF-8 file."
+        ) from error
+    except yaml.YAMLError as error:
+        raise UserError(f"{path} is not valid YAML; mend it ({error}).") from error
+    if not isinstance(content, dict):
+        raise UserError(f"{path} must be a mapping such as `port_base: 8000`; write it so.")
+    content = {str(key).replace("-", "_"): value for key, value in content.items()}
+    for key in _PATHS:
+        if isinstance(content.get(key), str):
+            content[key] = path.parent / content[key]
+    if isinstance(content.get("text"), list):
+        content["text"] = [path.parent / str(each) for each in content["text"]]
+    return content

@@ -1,0 +1,255 @@
+"""One edge server from its description: model, links, node and HTTP in one event loop.
+
+Knows nothing of Ray: `run_server` is a coroutine that serves until it is told to stop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import uvicorn
+
+import trimmoe
+from trimmoe.core.errors import UserError
+from trimmoe.core.plan import Plan
+from trimmoe.core.profile import Profile
+from trimmoe.models.base import BytesRead, MoEView
+from trimmoe.models.load import load_tokenizer, open_model
+from trimmoe.policy.settings import PolicySettings
+from trimmoe.runtime.launch.addresses import Endpoint, listener
+from trimmoe.runtime.launch.model import model_folder
+from trimmoe.runtime.service import InferenceService, ServedModel
+from trimmoe.runtime.wire.base import Carrier
+from trimmoe.runtime.wire.codec import MessageTypes
+from trimmoe.runtime.wire.emulation import EmulatedCarrier, links_of
+from trimmoe.runtime.wire.keys import keyring_from_token
+from trimmoe.runtime.wire.transport import LinkTransport
+from trimmoe.runtime.wire.zmq_transport import ZmqCarrier
+
+TOKEN_VARIABLE = "TRIMMOE_TOKEN"
+"""Environment variable that holds the cluster token on every machine; it is never sent."""
+_GRACE_S = 3
+"""What streams get to end by themselves when the server stops, in whole seconds."""
+_MEETING_S = 15.0
+"""How long no further server turns up until the missing ones are taken for lost."""
+_LOOK_S = 0.05
+
+
+class RunningNode(Protocol):
+    """What `launch` needs of a node."""
+
+    @property
+    def service(self) -> InferenceService: ...
+
+    async def start(self) -> None: ...
+
+    async def close(self) -> None: ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NodeParts:
+    """What a node is made of."""
+
+    spec: ServerSpec
+    view: MoEView
+    transport: LinkTransport
+    model: ServedModel
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NodeFactory:
+    """How a server makes its node; both parts are importable names, so that they can be sent."""
+
+    make: Callable[[NodeParts], RunningNode]
+    message_types: Callable[[], MessageTypes]
+    """What its transport may receive."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServerSpec:
+    """One server of a cluster, complete: what Ray keeps to start it again."""
+
+    index: int
+    """Its row in the plan's cluster."""
+    endpoints: tuple[Endpoint, ...]
+    """Of all servers, in the plan's order."""
+    model: str
+    """As in `ServeConfig`; found on the server's own machine."""
+    served_name: str
+    dtype: str
+    profile: Profile
+    plan: Plan
+    policy: PolicySettings
+    kv_slots: int
+    max_waiting: int
+    emulate: bool
+    encrypt: bool
+    app: Callable[[InferenceService], Any]
+    """Makes the ASGI app that starts and closes the service with itself."""
+    node: NodeFactory
+    version: str = trimmoe.__version__
+
+    @property
+    def endpoint(self) -> Endpoint:
+        return self.endpoints[self.index]
+
+    @property
+    def name(self) -> str:
+        return self.endpoint.name
+
+    @property
+    def slowdown(self) -> float:
+        """How many times slower than the fastest server this one computes."""
+        speed = self.plan.cluster.flops_per_s
+        return float(speed.max() / speed[self.index])
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Started:
+    """What a server says once it listens."""
+
+    service: InferenceService
+    transport: LinkTransport
+    bytes_read: BytesRead
+
+
+async def run_server(
+    spec: ServerSpec, stop: asyncio.Event, started: Callable[[Started], None]
+) -> None:
+    """Serve until `stop` is set; `started` is called once both ports answer.
+
+    Raises `UserError` for what the operator can mend, before `started`.
+    """
+    if spec.version != trimmoe.__version__:
+        raise UserError(
+            f"This machine runs TrimMoE {trimmoe.__version__}, the head {spec.version}; install "
+            "the same version on both."
+        )
+    path = model_folder(spec.model)
+    view = open_own_part(spec, path)
+    transport = LinkTransport(_carrier(spec), spec.node.message_types())
+    async with transport:
+        for peer in spec.endpoints:
+            if peer.name != spec.name:
+                transport.connect(peer.name, peer.wire_address)
+        parts = NodeParts(
+            spec=spec, view=view, transport=transport, model=_served_model(spec, view, path)
+        )
+        await _met(transport, spec, stop)
+        node = spec.node.make(parts)
+        try:
+            await node.start()
+            news = Started(service=node.service, transport=transport, bytes_read=view.bytes_read)
+            await _serve_http(spec, node.service, stop, lambda: started(news))
+        finally:
+            await node.close()
+
+
+async def _met(transport: LinkTransport, spec: ServerSpec, stop: asyncio.Event) -> None:
+    """Wait for the other servers as long as more of them turn up.
+
+    A node takes those that are missing for lost, and plans without them: not wrong, but wasted
+    where they are about to come.
+    """
+    others = len(spec.endpoints) - 1
+    loop = asyncio.get_running_loop()
+    seen, since_s = 0, loop.time()
+    while seen < others and loop.time() - since_s < _MEETING_S and not stop.is_set():
+        await asyncio.sleep(_LOOK_S)
+        if len(transport.peers_up()) > seen:
+            seen, since_s = len(transport.peers_up()), loop.time()
+
+
+def open_own_part(spec: ServerSpec, path: str) -> MoEView:
+    """The dense part and the experts that the plan gives this server, nothing else.
+
+    Raises `UserError` if the checkpoint on this machine is not the calibrated one.
+    """
+    hosts = spec.plan.hosts[spec.index]
+    view = open_model(
+        path,
+        experts={layer: held.nonzero()[0].tolist() for layer, held in enumerate(hosts)},
+        dtype=getattr(torch, spec.dtype),
+        hashed=True,
+    )
+    spec.profile.require_model(view.spec.model_hash, view.spec.name)
+    return view
+
+
+def _carrier(spec: ServerSpec) -> Carrier:
+    endpoint = spec.endpoint
+    keyring = None
+    if spec.encrypt:
+        names = (each.name for each in spec.endpoints)
+        keyring = keyring_from_token(_token(), spec.name, names)
+    carrier = ZmqCarrier(endpoint.name, endpoint.wire_address, keyring=keyring)
+    if not spec.emulate:
+        return carrier
+    return EmulatedCarrier(carrier, links_of(spec.plan.cluster, spec.name))
+
+
+def _token() -> str:
+    token = os.environ.get(TOKEN_VARIABLE, "")
+    if not token:
+        raise UserError(
+            f"This machine has no cluster token; set {TOKEN_VARIABLE} to the head's before joining."
+        )
+    return token
+
+
+def _served_model(spec: ServerSpec, view: MoEView, path: str) -> ServedModel:
+    tokenizer = load_tokenizer(path)
+    stop = tokenizer.eos_token_id
+    return ServedModel(
+        id=spec.served_name,
+        tokenizer=tokenizer,
+        context_length=view.spec.context_length,
+        vocab_size=view.spec.vocab_size,
+        created=round(time.time()),
+        stop_ids=frozenset(() if stop is None else (stop,)),
+    )
+
+
+async def _serve_http(
+    spec: ServerSpec, service: InferenceService, stop: asyncio.Event, ready: Callable[[], None]
+) -> None:
+    """The app on its port until `stop`; the app's lifespan starts and closes the service."""
+    endpoint = spec.endpoint
+    try:
+        listening = listener(endpoint.http_host, endpoint.http_port)
+    except OSError as error:
+        raise UserError(
+            f"{endpoint.name} cannot listen on {endpoint.http_host}, port {endpoint.http_port} "
+            f"({error.strerror}); free the port or choose another --port-base."
+        ) from error
+    server = uvicorn.Server(
+        uvicorn.Config(
+            spec.app(service),
+            lifespan="on",
+            log_config=None,
+            access_log=False,
+            timeout_graceful_shutdown=_GRACE_S,
+        )
+    )
+    serving = asyncio.create_task(server.serve(sockets=[listening]))
+    stopping = asyncio.create_task(stop.wait())
+    try:
+        while not (server.started or serving.done() or stop.is_set()):
+            await asyncio.sleep(0.02)
+        if server.started:
+            ready()
+        await asyncio.wait((serving, stopping), return_when=asyncio.FIRST_COMPLETED)
+        ended_by_itself = serving.done() and not stop.is_set()
+        server.should_exit = True
+        await serving
+        if ended_by_itself:
+            raise RuntimeError("the HTTP server ended by itself; see the log")
+    finally:
+        stopping.cancel()
+        listening.close()

@@ -1,0 +1,38 @@
+"""Ctrl-C and SIGTERM as an event; a second one as an interrupt."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+class Stop(threading.Event):
+    """Set by the first signal."""
+
+    def listen(self) -> None:
+        """Take the signals over, again if something else has since."""
+        for number in _SIGNALS:
+            signal.signal(number, self._received)
+
+    def _received(self, _number: int, _frame: FrameType | None) -> None:
+        if self.is_set():
+            raise KeyboardInterrupt
+        self.set()
+
+
+@contextmanager
+def stop_on_signal() -> Iterator[Stop]:
+    """An event that Ctrl-C or SIGTERM sets; as before afterwards."""
+    before = {number: signal.getsignal(number) for number in _SIGNALS}
+    stop = Stop()
+    stop.listen()
+    try:
+        yield stop
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,41 @@
+"""What a server process says about itself; plain values that cross process boundaries."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class Phase(StrEnum):
+    """How far a server process is."""
+
+    STARTING = "starting"
+    SERVING = "serving"
+    FAILED = "failed"
+    STOPPED = "stopped"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServerStatus:
+    """One look at a server process."""
+
+    phase: Phase
+    pid: int
+    error: str = ""
+    """One sentence, if it failed."""
+    healthy: bool = False
+    """Whether it takes requests."""
+    reason: str = ""
+    """Why not."""
+    peers_up: tuple[str, ...] = ()
+    running: int = 0
+    """Requests being answered."""
+    waiting: int = 0
+    dense_bytes: int = 0
+    """Bytes of the checkpoint read for what every server holds."""
+    expert_bytes: int = 0
+    """Bytes of the checkpoint read for this server's experts."""
+
+    @property
+    def ready(self) -> bool:
+        return self.phase is Phase.SERVING and self.healthy

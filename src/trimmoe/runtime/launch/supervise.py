@@ -1,0 +1,165 @@
+"""Watching server processes: ready, lost, back, hung; a failure at the start ends everything."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from trimmoe.core.errors import UserError
+from trimmoe.runtime.launch.handles import ServerGone, ServerHandle
+from trimmoe.runtime.launch.status import Phase, ServerStatus
+
+Say = Callable[[str], None]
+Clock = Callable[[], float]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Patience:
+    """How long what may take, in seconds."""
+
+    ready_s: float = 600.0
+    """Until all servers take requests."""
+    look_s: float = 0.5
+    """Between two looks."""
+    answer_s: float = 2.0
+    """For one answer."""
+    hung_s: float = 120.0
+    """Without any answer until a process is taken for hung and started anew."""
+    again_s: float = 5.0
+    """Between two attempts to replace a server that fails."""
+    stop_s: float = 8.0
+    """For ending in good order."""
+
+
+@dataclass(eq=False, kw_only=True, slots=True)
+class _Watched:
+    """One server and what was last known of it."""
+
+    handle: ServerHandle
+    heard_s: float
+    replaced_s: float = -math.inf
+    here: bool = True
+    seen: ServerStatus | None = None
+    pids: set[int] = field(default_factory=set)
+
+
+class Supervisor:
+    """Watches servers until told to stop. One thread; `stopping` may be set from any."""
+
+    def __init__(
+        self,
+        handles: Sequence[ServerHandle],
+        *,
+        say: Say,
+        stopping: threading.Event,
+        patience: Patience | None = None,
+        clock: Clock = time.monotonic,
+    ) -> None:
+        self._say, self._stopping, self._clock = say, stopping, clock
+        self._patience = patience or Patience()
+        now_s = clock()
+        self._watched = [_Watched(handle=handle, heard_s=now_s) for handle in handles]
+
+    def wait_ready(self) -> bool:
+        """Until all servers take requests: True; False if told to stop before.
+
+        Raises `UserError` if one fails, ends or does not get ready in time.
+        """
+        begun_s = self._clock()
+        while not self._stopping.is_set():
+            for watched in self._watched:
+                self._look_at_start(watched)
+            unready = [each for each in self._watched if not (each.seen and each.seen.ready)]
+            if not unready:
+                return True
+            if self._clock() - begun_s > self._patience.ready_s:
+                raise UserError(self._late(unready[0]))
+            self._stopping.wait(self._patience.look_s)
+        return False
+
+    def watch(self) -> None:
+        """Say who is lost and who is back, and replace what hangs, until told to stop."""
+        while not self._stopping.wait(self._patience.look_s):
+            for watched in self._watched:
+                self._look(watched)
+
+    def stop(self) -> None:
+        """End all servers, in good order as far as there is time."""
+        for watched in self._watched:
+            watched.handle.stop(self._patience.stop_s)
+        end_s = self._clock() + self._patience.stop_s
+        for watched in self._watched:
+            watched.handle.kill(max(end_s - self._clock(), 0.0))
+
+    @property
+    def statuses(self) -> dict[str, ServerStatus | None]:
+        """What was last known, by name."""
+        return {each.handle.name: each.seen for each in self._watched}
+
+    def _look_at_start(self, watched: _Watched) -> None:
+        name = watched.handle.name
+        try:
+            status = watched.handle.status(self._patience.answer_s)
+        except ServerGone as error:
+            raise UserError(
+                f"The process of server {name} ended while it was starting ({error}); see its log, "
+                "and that there is enough memory."
+            ) from error
+        if status is None:
+            return
+        watched.pids.add(status.pid)
+        if len(watched.pids) > 1:
+            raise UserError(
+                f"The process of server {name} ended while it was starting; see its log, and that "
+                "there is enough memory."
+            )
+        if status.phase in (Phase.FAILED, Phase.STOPPED):
+            raise UserError(status.error or f"Server {name} stopped while it was starting.")
+        watched.seen, watched.heard_s = status, self._clock()
+
+    def _late(self, watched: _Watched) -> str:
+        seen = watched.seen
+        state = "does not answer" if seen is None else seen.reason or f"is {seen.phase}"
+        return (
+            f"Server {watched.handle.name} was not ready after {self._patience.ready_s:.0f} s "
+            f"({state}); see its log, or allow more time."
+        )
+
+    def _look(self, watched: _Watched) -> None:
+        name = watched.handle.name
+        try:
+            status = watched.handle.status(self._patience.answer_s)
+        except ServerGone:
+            self._lost(watched, f"Server {name} is lost and is being started again.")
+            watched.heard_s = self._clock()
+            return
+        if status is None:
+            if self._clock() - watched.heard_s > self._patience.hung_s:
+                self._replace(watched, f"Server {name} does not answer and is replaced.")
+            return
+        watched.heard_s = self._clock()
+        if status.phase in (Phase.FAILED, Phase.STOPPED):
+            self._replace(watched, f"{status.error or f'Server {name} stopped.'} Trying again.")
+            return
+        if watched.seen is not None and status.pid != watched.seen.pid:
+            # It died and was started again between two looks.
+            self._lost(watched, f"Server {name} was lost and is being started again.")
+        watched.seen = status
+        if status.ready and not watched.here:
+            watched.here = True
+            self._say(f"Server {name} is back.")
+
+    def _replace(self, watched: _Watched, why: str) -> None:
+        self._lost(watched, why)
+        now_s = self._clock()
+        if now_s - watched.replaced_s >= self._patience.again_s:
+            watched.heard_s = watched.replaced_s = now_s
+            watched.handle.restart()
+
+    def _lost(self, watched: _Watched, why: str) -> None:
+        if watched.here:
+            watched.here = False
+            self._say(why)

@@ -1,0 +1,177 @@
+"""Cluster files, artifacts and `trimmoe serve` as a process, for tests of launching."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from factories import random_profile
+from tiny import write_tiny_checkpoint
+from trimmoe.core.artifact import file_hash
+from trimmoe.core.cluster_file import load_cluster
+from trimmoe.core.plan import Plan
+from trimmoe.models.load import model_spec
+from trimmoe.placement.make import make_plan
+from trimmoe.runtime.launch.status import Phase, ServerStatus
+
+PATIENCE_S = 120.0
+"""What a test waits for must come; how soon depends on the machine."""
+SERVERS = ("desk", "shelf", "attic", "cellar")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Files:
+    """What `trimmoe serve` is given, on disk."""
+
+    folder: Path
+    model: Path
+    cluster: Path
+    profile: Path
+    plan: Path
+
+
+def write_files(folder: Path, servers: Sequence[str] = SERVERS) -> Files:
+    """A tiny random checkpoint, a fast cluster, a random profile, and a plan that fits them."""
+    model = folder / "tiny"
+    model.mkdir()
+    write_tiny_checkpoint(model)
+    cluster = folder / "cluster.yaml"
+    cluster.write_text(cluster_yaml(servers))
+    files = Files(
+        folder=folder,
+        model=model,
+        cluster=cluster,
+        profile=folder / "profile.safetensors",
+        plan=folder / "plan.safetensors",
+    )
+    spec = model_spec(model, hashed=True)
+    profile = random_profile(np.random.default_rng(3), spec)
+    profile.save(files.profile)
+    plan = make_plan(profile, spec, load_cluster(cluster), cluster_hash=file_hash(cluster))
+    plan.save(files.plan)
+    return files
+
+
+def cluster_yaml(servers: Sequence[str], ratio: float = 1.5) -> str:
+    """Unequal servers whose links are quick, so that tests are."""
+    lines = [
+        f"  - {{name: {name}, tflops: {40 - 5 * (index % 3)}, memory_gb: {24 - 2 * (index % 3)}}}"
+        for index, name in enumerate(servers)
+    ]
+    return "\n".join(
+        [
+            f"name: test{len(servers)}",
+            f"memory_ratio: {ratio}",
+            "servers:",
+            *lines,
+            "links: {default: {gbps: 2, ms: 0.3}}",
+            "",
+        ]
+    )
+
+
+def with_routes(plan: Plan, routes: np.ndarray) -> Plan:
+    """`plan` with other routes, [M, N]."""
+    return replace(plan, routes=routes)
+
+
+def free_ports(count: int) -> int:
+    """The first of `count` ports in a row that nobody uses now, below those the system gives."""
+    for first in np.random.default_rng().permutation(np.arange(20_000, 32_000, 50)):
+        try:
+            for port in range(int(first), int(first) + count):
+                socket.create_server(("127.0.0.1", port)).close()
+        except OSError:
+            continue
+        return int(first)
+    raise AssertionError("no free ports")
+
+
+class Serving:
+    """`trimmoe serve`, or a stand-in for it, as a process with all it starts."""
+
+    def __init__(self, command: Sequence[str], *, cache: Path | None = None) -> None:
+        environment = os.environ | {"PYTHONUNBUFFERED": "1", "COLUMNS": "200"}
+        environment["PYTHONPATH"] = str(Path(__file__).parent)
+        if cache is not None:
+            environment["TRIMMOE_CACHE"] = str(cache)
+        self.process = subprocess.Popen(
+            [sys.executable, *command],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env=environment,
+        )
+        self.lines: list[str] = []
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def __enter__(self) -> Serving:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+            try:
+                self.process.wait(60)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+        self._reader.join(5)
+
+    @property
+    def text(self) -> str:
+        return "".join(self.lines)
+
+    def said(self, what: str, times: int = 1) -> None:
+        """Wait until a line says `what` so many times; fails if the process ends before."""
+        end_s = time.monotonic() + PATIENCE_S
+        while self.text.count(what) < times:
+            assert self.process.poll() is None, self.text
+            assert time.monotonic() < end_s, self.text
+            time.sleep(0.05)
+
+    def ended(self) -> int:
+        """Its exit code, once it has ended by itself."""
+        code = self.process.wait(PATIENCE_S)
+        self._reader.join(5)
+        return code
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.lines.append(line)
+
+
+def answers(port: int, path: str = "/health") -> int | None:
+    """The status of a GET; None where nobody listens."""
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=5) as got:
+            return got.status
+    except urllib.error.HTTPError as error:
+        return error.code
+    except OSError:
+        return None
+
+
+def await_answer(port: int, wanted: int | None = 200) -> None:
+    """Wait until the health of the server on a port is `wanted`."""
+    end_s = time.monotonic() + PATIENCE_S
+    while answers(port) != wanted:
+        assert time.monotonic() < end_s, "waited in vain"
+        time.sleep(0.05)
+
+
+def status(phase: Phase = Phase.SERVING, pid: int = 1, *, healthy: bool = True) -> ServerStatus:
+    return ServerStatus(phase=phase, pid=pid, healthy=healthy and phase is Phase.SERVING)

@@ -1,0 +1,98 @@
+"""A stand-in for nodes, to test what starts and watches them without what they do.
+
+Server processes import this by name, so it imports little.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+
+import msgspec
+
+from trimmoe.runtime.launch.server import NodeFactory, NodeParts
+from trimmoe.runtime.service import (
+    GenerationRequest,
+    Health,
+    ServedModel,
+    ServiceStats,
+    TokenEvent,
+)
+from trimmoe.runtime.wire.transport import LinkTransport
+
+
+class Ping(msgspec.Struct, tag="ping", frozen=True, forbid_unknown_fields=True):
+    """What stand-ins could tell each other."""
+
+
+class EchoService:
+    """Answers every prompt with itself; healthy while all other servers are up."""
+
+    def __init__(
+        self, model: ServedModel, transport: LinkTransport, others: frozenset[str]
+    ) -> None:
+        self.model, self._transport, self._others = model, transport, others
+
+    async def start(self) -> None:
+        pass
+
+    async def close(self) -> None:
+        pass
+
+    def submit(self, request: GenerationRequest) -> AsyncIterator[TokenEvent]:
+        async def tokens() -> AsyncIterator[TokenEvent]:
+            for token in request.prompt_ids[: request.max_new_tokens - 1]:
+                yield TokenEvent(token=token)
+            yield TokenEvent(token=request.prompt_ids[-1], finish_reason="length")
+
+        return tokens()
+
+    def health(self) -> Health:
+        missing = sorted(self._others - self._transport.peers_up())
+        return Health(ok=not missing, reason=f"waits for {', '.join(missing)}" if missing else "")
+
+    def stats(self) -> ServiceStats:
+        return ServiceStats(running=0, waiting=0, kv_cache_usage=0.0)
+
+
+@dataclass(frozen=True)
+class EchoNode:
+    service: EchoService
+
+    async def start(self) -> None:
+        pass
+
+    async def close(self) -> None:
+        pass
+
+
+def make_echo(parts: NodeParts) -> EchoNode:
+    names = frozenset(each.name for each in parts.spec.endpoints)
+    others = names - {parts.spec.name}
+    return EchoNode(EchoService(parts.model, parts.transport, others))
+
+
+def make_broken(parts: NodeParts) -> EchoNode:
+    """The third server's process dies at the start, as one that runs out of memory does."""
+    if parts.spec.index == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return make_echo(parts)
+
+
+def make_failing(parts: NodeParts) -> EchoNode:
+    """The third server's code is wrong."""
+    if parts.spec.index == 2:
+        raise RuntimeError("a defect")
+    return make_echo(parts)
+
+
+def echo_messages() -> tuple[type[msgspec.Struct], ...]:
+    return (Ping,)
+
+
+ECHO = NodeFactory(make=make_echo, message_types=echo_messages)
+BROKEN = NodeFactory(make=make_broken, message_types=echo_messages)
+FAILING = NodeFactory(make=make_failing, message_types=echo_messages)
+FACTORIES = {"echo": ECHO, "broken": BROKEN, "failing": FAILING}
