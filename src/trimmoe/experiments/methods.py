@@ -92,6 +92,7 @@ METHODS = {
     "activation-aware": Method(
         title="activation-aware", settings=exact, seed="activation_aware", home=True
     ),
+    "slimcaching": Method(title="SlimCaching", settings=exact, seed="slim_caching", home=True),
     "load-balanced": Method(
         title="EPLB, nearest replica", settings=exact, seed="load_balanced", home=True
     ),

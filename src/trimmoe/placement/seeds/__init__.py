@@ -23,6 +23,7 @@ from trimmoe.placement.seeds.balanced import load_balanced
 from trimmoe.placement.seeds.base import Seed, SeedPlan
 from trimmoe.placement.seeds.edgeshard import edgeshard_latency, edgeshard_throughput
 from trimmoe.placement.seeds.single import single_server
+from trimmoe.placement.seeds.slim import slim_caching
 
 if TYPE_CHECKING:
     from trimmoe.core.specs import IntArray
@@ -71,6 +72,7 @@ SEEDS: dict[str, Seed] = {
     "edgeshard_throughput": edgeshard_throughput,
     "activation_aware": activation_aware,
     "load_balanced": load_balanced,
+    "slim_caching": slim_caching,
     "single_server": single_server,
 }
 
