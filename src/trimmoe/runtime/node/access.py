@@ -133,7 +133,7 @@ class Desk:
         self._by_sequence: dict[int, Job] = {}
         self._turn = asyncio.Lock()
         """Places are asked for by one request at a time, in order."""
-        self._blocked = False
+        self.blocked = False
         """Whether the one whose turn it is had to queue for a place."""
         self.restarts = 0
 
@@ -151,7 +151,7 @@ class Desk:
             raise Unavailable(health.reason)
         waiting, room = self._waiting, self._room
         if len(self._jobs) >= room.kv_slots + room.max_waiting or (
-            self._blocked and waiting > room.max_waiting
+            self.blocked and waiting > room.max_waiting
         ):
             raise Overloaded(RETRY_AFTER_S)
         job = Job(request=request)
@@ -300,7 +300,7 @@ class Desk:
             return not attempt.trouble.done()
         if attempt.trouble.done():
             return False
-        self._blocked = True
+        self.blocked = True
         try:
             self._release(attempt)
             # Released under the old number, asked for under a new one: no answer is mistaken.
@@ -312,7 +312,7 @@ class Desk:
                     return False
             return not attempt.trouble.done()
         finally:
-            self._blocked = False
+            self.blocked = False
 
     def _reserve(
         self, job: Job, attempt: Attempt, server: int, *, waits: bool

@@ -1,0 +1,216 @@
+"""Batches: what runs together, what takes turns, and that logs replay."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from nodes import (
+    answers,
+    constant_routes,
+    hybrid_routes,
+    read,
+    request,
+    running,
+    staircase_routes,
+    tokens_of,
+    world,
+)
+from serving import Tiny, open_tiny
+from trimmoe.core.events import Complete
+from trimmoe.policy.settings import PRESETS
+from trimmoe.runtime.node.node import Node
+from trimmoe.runtime.node.scheduler import Scheduler, Step
+from trimmoe.runtime.service import Overloaded
+from wires import soon, until
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
+    return open_tiny(tmp_path_factory.mktemp("tiny"))
+
+
+PROMPTS = [[5 + i, 70 + i, 9, 31 + i] for i in range(16)]
+
+
+def scheduler(max_rows: int = 8) -> tuple[Scheduler, list[float]]:
+    waits: list[float] = []
+    clock = iter(range(10**6))
+    return Scheduler(max_rows=max_rows, now=lambda: next(clock), waited=waits.append), waits
+
+
+def test_what_is_ready_for_the_same_step_of_a_layer_runs_together_up_to_the_limit() -> None:
+    ready, _ = scheduler()
+    for item in range(10):
+        ready.put(Step.ATTEND, item % 2, item)
+    ready.put(Step.ATTEND, 0, "large", rows=7)
+    batches = []
+    while (work := ready.next()) is not None:
+        batches.append((work.layer, work.items))
+    assert batches == [(0, [0, 2, 4, 6, 8]), (1, [1, 3, 5, 7, 9]), (0, ["large"])]
+    assert len(ready) == 0
+
+
+def test_the_step_that_has_waited_longest_comes_first() -> None:
+    ready, _ = scheduler()
+    ready.put(Step.FINISH, 3, "a")
+    ready.put(Step.ATTEND, 0, "b")
+    ready.put(Step.SLOTS, 1, "c")
+    ready.put(Step.FINISH, 3, "d")
+    order = [work.items for _ in range(3) if (work := ready.next()) is not None]
+    assert order == [["a", "d"], ["b"], ["c"]]
+
+
+def test_prompts_and_tokens_take_turns() -> None:
+    ready, _ = scheduler()
+    for item in range(3):
+        ready.put(Step.CHUNK, 0, item, rows=64)
+        ready.put(Step.ATTEND, item, item)
+    steps = [work.step for _ in range(6) if (work := ready.next()) is not None]
+    assert sorted(steps[0:2]) == sorted(steps[2:4]) == sorted(steps[4:6])
+    assert set(steps) == {Step.CHUNK, Step.ATTEND}
+
+
+def test_only_slots_report_how_long_they_waited() -> None:
+    ready, waits = scheduler()
+    ready.put(Step.ATTEND, 0, "a")
+    ready.put(Step.SLOTS, 0, "b")
+    ready.next()
+    assert waits == []
+    ready.next()
+    assert len(waits) == 1
+    assert waits[0] > 0
+
+
+def test_dropped_items_never_run() -> None:
+    ready, _ = scheduler()
+    for item in range(4):
+        ready.put(Step.ATTEND, item % 2, item)
+    ready.drop(lambda item: item != 3)
+    work = ready.next()
+    assert work is not None
+    assert work.items == [3]
+    assert ready.next() is None
+
+
+async def test_concurrent_requests_share_batches(tiny: Tiny) -> None:
+    """Sixteen in lockstep: rows per attention batch are far more than one."""
+    profile, plan = world(tiny, servers=2, routes=staircase_routes(2))
+    async with running(tiny, profile=profile, plan=plan) as cluster:
+        made = await answers(cluster, [(0, request(prompt, 24)) for prompt in PROMPTS])
+        for node in cluster.nodes.values():
+            now = node.snapshot()
+            # Every generated token but each answer's last is decoded, in half of the layers.
+            assert now.items["ATTEND"] == 16 * 23 * 2
+            assert now.items["ATTEND"] > 3 * now.batches["ATTEND"]
+    for prompt, events in zip(PROMPTS, made, strict=True):
+        assert tokens_of(events) == tiny.greedy(prompt, 24, eos=None)
+
+
+async def test_no_batch_is_larger_than_the_limit(tiny: Tiny) -> None:
+    profile, plan = world(tiny, servers=2, routes=staircase_routes(2))
+    async with running(tiny, profile=profile, plan=plan, max_batch=3) as cluster:
+        await answers(cluster, [(0, request(prompt, 12)) for prompt in PROMPTS])
+        sizes = {
+            size for node in cluster.nodes.values() for step, _, size in node.batches
+            if step in ("ATTEND", "FINISH")
+        }  # fmt: skip
+    assert max(sizes) == 3
+
+
+async def test_a_long_prompt_does_not_stall_decoding(tiny: Tiny) -> None:
+    """While its chunks pass, tokens of others are decoded: never two chunks in a row without."""
+    profile, plan = world(tiny, servers=2, routes=constant_routes(2))
+    long = np.random.default_rng(3).integers(0, 256, 240).tolist()
+    async with running(
+        tiny, profile=profile, plan=plan, prefill_chunk=16, kv_slots=4
+    ) as cluster:
+        node = cluster.nodes[0]
+        decoding = node.service.submit(request([3, 4, 5], 240))
+        for _ in range(3):
+            await soon(anext(decoding))
+        begun = len(node.batches)
+        made = await soon(read(node.service.submit(request(long, 2))))
+        steps = [step for step, _, _ in node.batches[begun:]]
+        await decoding.aclose()
+    assert tokens_of(made) == tiny.greedy(long, 2, eos=None)
+    first = steps.index("CHUNK")
+    last = len(steps) - 1 - steps[::-1].index("CHUNK")
+    between = steps[first:last]
+    assert between.count("CHUNK") >= 15 * 3
+    # Decoding goes on all the while, a layer or more for every few chunk-layers.
+    assert between.count("ATTEND") > between.count("CHUNK") / 4
+
+
+async def test_logs_replay_through_a_fresh_engine(tiny: Tiny) -> None:
+    policy = replace(PRESETS["trimmoe"](), budget=0.2, exit_risk=None, audit_share=0.3)
+    profile, plan = world(tiny, servers=3, routes=hybrid_routes(3))
+    async with running(tiny, profile=profile, plan=plan, policy=policy) as cluster:
+        asked = [(i % 3, request(prompt, 16, confidence=0.6)) for i, prompt in enumerate(PROMPTS)]
+        await answers(cluster, asked)
+        await cluster.all_free()
+        nodes = list(cluster.nodes.values())
+    completed = sum(replayed(node) for node in nodes)
+    assert completed == 16 * 15
+
+
+def replayed(node: Node) -> int:
+    """Check a node's log event by event; rows that completed."""
+    log, engines = node.executor.log, node.executor.engines
+    assert log
+    state, completed = engines[0].start(), 0
+    for entry in log:
+        state, again = engines[entry.engine].step(state, entry.event)
+        assert repr(again) == repr(entry.commands)
+        completed += sum(one.rows.size for one in again if isinstance(one, Complete))
+    assert not state.waves
+    return completed
+
+
+async def test_a_cancelled_request_is_freed_on_every_server_of_its_route(tiny: Tiny) -> None:
+    profile, plan = world(tiny, servers=4, routes=staircase_routes(4))
+    async with running(tiny, profile=profile, plan=plan) as cluster:
+        stream = cluster.nodes[2].service.submit(request([3, 4, 5], 240))
+        for _ in range(5):
+            await soon(anext(stream))
+        assert [node.snapshot().sequences for node in cluster.nodes.values()] == [1, 1, 1, 1]
+        await stream.aclose()
+        await cluster.all_free()
+        (made,) = await answers(cluster, [(2, request([5, 6], 4))])
+    assert tokens_of(made) == tiny.greedy([5, 6], 4, eos=None)
+
+
+async def test_requests_wait_for_places_on_other_servers_in_any_order(tiny: Tiny) -> None:
+    """One place per server and routes that take them in opposite directions: no deadlock."""
+    profile, plan = world(tiny, servers=3, routes=[[0, 1, 2, 0], [2, 1, 0, 2], [1, 0, 1, 2]])
+    async with running(tiny, profile=profile, plan=plan, kv_slots=1) as cluster:
+        asked = [(i % 3, request(PROMPTS[i], 6)) for i in range(12)]
+        made = await answers(cluster, asked)
+        await cluster.all_free()
+    for prompt, events in zip(PROMPTS, made, strict=False):
+        assert tokens_of(events) == tiny.greedy(prompt, 6, eos=None)
+
+
+async def test_a_route_that_others_fill_makes_requests_wait_and_then_refused(tiny: Tiny) -> None:
+    """The place that is missing is on another server than the user's."""
+    profile, plan = world(tiny, servers=3, routes=[[0, 0, 1, 1], [1] * 4, [2] * 4])
+    async with running(tiny, profile=profile, plan=plan, kv_slots=2, max_waiting=2) as cluster:
+        hogs = [cluster.nodes[1].service.submit(request([3, i], 240)) for i in range(2)]
+        for hog in hogs:
+            await soon(anext(hog))
+        service = cluster.nodes[0].service
+        waiting = [service.submit(request([4, 5, 6], 4)) for _ in range(3)]
+        await until(lambda: cluster.nodes[0].desk.blocked)
+        assert service.stats().waiting == 3
+        with pytest.raises(Overloaded):
+            service.submit(request([7], 2))
+        for hog in hogs:
+            await hog.aclose()
+        made = await soon(asyncio.gather(*(read(stream) for stream in waiting)))
+        await cluster.all_free()
+    assert {tuple(tokens_of(events)) for events in made} == {
+        tuple(tiny.greedy([4, 5, 6], 4, eos=None))
+    }
