@@ -1,0 +1,94 @@
+"""What the exact model says of given answers, and how far a policy's decoding agrees with it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from trimmoe.core.ledger import Ledger
+from trimmoe.core.specs import FloatArray, IntArray
+from trimmoe.evaluate.jobs import Forced, added
+from trimmoe.evaluate.teacher import Score
+from trimmoe.models.base import EncoderDecoderView, MoEView
+from trimmoe.models.exact import full_depth
+from trimmoe.progress import track
+
+_HEAD_ROWS = 256
+"""Positions whose logits exist at once: all of a long text would be hundreds of megabytes."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExactAnswer:
+    """The exact model on one answer of n tokens."""
+
+    predictions: IntArray
+    """Most probable token at each position, [n]."""
+    logprobs: FloatArray
+    """Log-probability of the answer's token at each position, [n]."""
+
+
+class ExactReference:
+    """The exact model's view of prompts with answers, each computed once, all tokens together."""
+
+    def __init__(self, view: MoEView) -> None:
+        self._view = view
+        self._known: dict[tuple[tuple[int, ...], tuple[int, ...]], ExactAnswer] = {}
+
+    def answers(self, forced: Sequence[Forced]) -> list[ExactAnswer]:
+        """One for each, in order."""
+        keys = [(tuple(one.prompt), tuple(one.answer)) for one in forced]
+        new = [key for key in dict.fromkeys(keys) if key not in self._known]
+        for prompt, answer in track(new, "Exact model on the reference answers"):
+            self._known[prompt, answer] = exact_answer(self._view, prompt, answer)
+        return [self._known[key] for key in keys]
+
+    def score(self, forced: Iterable[Forced]) -> Score | None:
+        """Flips, likelihood and ledger of the tokens decoded under a policy; None without any.
+
+        The first token of an answer is not among them: the exactly run prompt predicts it.
+        """
+        decoded = [one for one in forced if one.ledger is not None]
+        flips, nll, tokens, ledger = 0, 0.0, 0, None
+        for one, exact in zip(decoded, self.answers(decoded), strict=True):
+            flips += int((np.array(one.predictions[1:]) != exact.predictions[1:]).sum())
+            nll -= sum(one.logprobs[1:])
+            tokens += len(one.answer) - 1
+            ledger = added(ledger, one.ledger)
+        if ledger is None:
+            return None
+        return Score(ledger=ledger, tokens=tokens, flips=flips, nll=nll / tokens)
+
+    def nll(self, forced: Sequence[Forced]) -> float:
+        """The exact model's mean negative log likelihood of the tokens that `score` counts."""
+        exact = self.answers(forced)
+        losses = np.concatenate([-one.logprobs[1:] for one in exact])
+        return float(losses.mean())
+
+
+@torch.inference_mode()
+def exact_answer(view: MoEView, prompt: Sequence[int], answer: Sequence[int]) -> ExactAnswer:
+    """Predictions at every token of `answer` after `prompt`, by one exact pass.
+
+    With an encoder the prompt is its input.
+    """
+    cache = view.new_cache(slots=1)
+    slot = cache.alloc()
+    ids = [*prompt, *answer[:-1]]
+    if isinstance(view, EncoderDecoderView):
+        view.attach(cache, slot, view.encode([prompt])[0])
+        ids = [view.start_token, *answer[:-1]]
+    batch = view.batch(cache, [slot], [range(len(ids))])
+    hidden = full_depth(view, view.embed(batch.pad([ids]), batch), batch, cache)
+    predictions, logprobs = [], []
+    rows = hidden[-len(answer) :].split(_HEAD_ROWS)
+    wanted = torch.tensor(answer, device=hidden.device).split(_HEAD_ROWS)
+    for states, tokens in zip(rows, wanted, strict=True):
+        logits: Tensor = view.logits(states)
+        predictions.append(logits.argmax(-1).numpy(force=True))
+        scores = logits.float().log_softmax(-1).gather(1, tokens[:, None])[:, 0]
+        logprobs.append(scores.double().numpy(force=True))
+    return ExactAnswer(predictions=np.concatenate(predictions), logprobs=np.concatenate(logprobs))
