@@ -357,7 +357,7 @@ def test_two_apps_in_one_process_share_no_metrics(tiny: Tiny, url: str) -> None:
 
 
 def test_keys_open_every_route_and_health_needs_none(tiny: Tiny) -> None:
-    settings = ApiSettings(api_keys=("first", "second"))
+    settings = ApiSettings(api_keys=("first", "zweiter Schlüssel"))
     with served(tiny.exact(), settings) as url:
         paths = ("/v1/models", "/metrics", "/openapi.json", "/nowhere")
         for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "Basic first"}):
@@ -367,7 +367,7 @@ def test_keys_open_every_route_and_health_needs_none(tiny: Tiny) -> None:
                 assert answer.json()["error"]["code"] == "invalid_api_key"
             assert httpx.get(f"{url}/health", headers=headers).status_code == 200
         for key in settings.api_keys:
-            headers = {"Authorization": f"Bearer {key}"}
+            headers = {"Authorization": f"Bearer {key}".encode()}
             statuses = [httpx.get(url + path, headers=headers).status_code for path in paths]
             assert statuses == [200, 200, 200, 404]
         with pytest.raises(openai.AuthenticationError):

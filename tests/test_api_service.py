@@ -8,24 +8,31 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
-from serving import EOS, Tiny, open_tiny
+from factories import random_model_spec, random_profile
+from serving import EOS, SteppedDecoder, Tiny, open_tiny
 from tiny import CONTEXT
+from trimmoe.core.events import Attend, Execute, Routed, TokensArrived
 from trimmoe.models.exact import exact_logits
 from trimmoe.policy.settings import trimmoe
-from trimmoe.runtime.counters import ExpertUse
+from trimmoe.runtime.counters import ExpertCounter, ExpertUse
 from trimmoe.runtime.decoder import ExactDecoder
 from trimmoe.runtime.local_service import LocalService
 from trimmoe.runtime.sampling import Sampling
 from trimmoe.runtime.service import (
+    NEVER_EXIT,
     GenerationRequest,
     Overloaded,
     RequestTooLong,
     TokenEvent,
     TokenStream,
     Unavailable,
+    quality,
 )
 
 
@@ -116,14 +123,18 @@ async def test_each_request_has_its_own_budget(tiny: Tiny) -> None:
 
 
 async def test_closing_a_stream_frees_its_slot_for_the_next(tiny: Tiny) -> None:
-    async with running(tiny.exact(slots=1)) as service:
+    """Two steps of the first answer, one that was under way, three of the second: no more."""
+    decoder = SteppedDecoder(tiny.view, slots=1)
+    async with running(LocalService(decoder, tiny.model())) as service:
         first = service.submit(request([3, 4], 250))
         second = service.submit(request([5, 6], 4))
-        await anext(first)
-        await anext(first)
+        decoder.allowed.release(2)
+        for _ in range(3):
+            await anext(first)
         assert service.stats().running == 1
         assert service.stats().waiting == 1
         await first.aclose()
+        decoder.allowed.release(1 + 3)
         made = [event.token for event in await read(second)]
         assert made == tiny.greedy([5, 6], 4, eos=None)
         await freed(service)
@@ -227,3 +238,62 @@ async def test_the_service_counts_links_and_experts_as_the_ledgers_do(tiny: Tiny
     assert run == sum(one.slots_run for one in ledgers)
     assert stats.audits == sum(one.audits for one in ledgers) > 0
     assert 0 <= stats.false_exits <= stats.audits
+
+
+def test_a_request_is_opened_with_what_it_asks_for_or_the_policys_own() -> None:
+    model = random_model_spec(np.random.default_rng(0))
+    profile = random_profile(np.random.default_rng(0), model)
+    settings = replace(trimmoe(), budget=0.1, confidence=0.8, exit_risk=0.05)
+    assert quality(request([1]), settings, profile) == (0.1, 0.8)
+    both = request([1], quality_budget=0.2, confidence=0.5)
+    assert quality(both, replace(settings, exit_risk=None), profile) == (0.2, 0.5)
+    assert quality(replace(both, exact=True), settings, profile) == (0.0, NEVER_EXIT)
+
+
+@given(st.integers(0, 2**32 - 1), st.floats(0, 1), st.floats(0, 1))
+def test_a_smaller_budget_never_allows_more_exits(seed: int, budget: float, other: float) -> None:
+    profile = random_profile(
+        np.random.default_rng(seed), random_model_spec(np.random.default_rng(seed))
+    )
+    small, large = (
+        quality(request([1], quality_budget=one, confidence=0.3), trimmoe(), profile)
+        for one in sorted((budget, other))
+    )
+    assert small[0] <= large[0]
+    assert small[1] >= large[1] >= 0.3
+    exits_flip = profile.exit_error_upper * profile.exit_rate
+    assert (exits_flip[profile.exit_grid >= small[1]] <= small[0] / 2).all()
+
+
+def test_experts_are_counted_by_what_became_of_them_and_where() -> None:
+    """Two tokens on servers 0 and 1, two slots each, in layer 1."""
+    counter = ExpertCounter(layer_count=2, expert_count=4)
+    rows, server = np.array([0, 1]), np.array([0, 1])
+    attend = Attend(wave=3, layer=1, rows=rows, server=server)
+    arrived = TokensArrived(wave=3, sequences=(7, 8), draws=np.zeros(2))
+    routed = Routed(
+        wave=3,
+        experts=np.array([[2, 0], [2, 3]]),
+        masses=np.full((2, 2), 0.5),
+        importance=np.ones(2),
+        steadiness=np.zeros(2, dtype=np.int64),
+    )
+    execute = Execute(
+        wave=3,
+        layer=1,
+        rows=rows,
+        slot_expert=np.array([[2, 1], [2, -1]]),
+        slot_server=np.array([[0, 1], [0, 1]]),
+        destination=server,
+    )
+    counter.absorb([(arrived, (attend,)), (routed, (execute,))])
+    found = {
+        tuple(where.tolist()): int(counter.counts[tuple(where)])
+        for where in np.argwhere(counter.counts)
+    }
+    assert found == {
+        (1, 2, ExpertUse.LOCAL_EXACT): 1,
+        (1, 0, ExpertUse.REMOTE_SUBSTITUTE): 1,
+        (1, 2, ExpertUse.REMOTE_EXACT): 1,
+        (1, 3, ExpertUse.DROPPED): 1,
+    }

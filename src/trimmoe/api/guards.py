@@ -62,7 +62,7 @@ class ApiKeys:
     def _allowed(self, scope: Scope) -> bool:
         scheme, _, given = Headers(scope=scope).get("authorization", "").partition(" ")
         # All keys are compared, in constant time each, so that timing tells nothing about them.
-        matches = [hmac.compare_digest(given.encode(), key) for key in self._keys]
+        matches = [hmac.compare_digest(given.encode("latin-1"), key) for key in self._keys]
         return any(matches) and scheme.lower() == "bearer"
 
 
