@@ -1,16 +1,17 @@
 """The compiled event loop: queues, links and servers under what the engine decided.
 
-Nothing is decided here. Priorities put the starts of an instant after everything that becomes
-ready in it, so that what is ready at one server for one layer at one instant is one batch.
+Nothing is decided here. Servers start when all events of an instant have happened, so that what
+is ready at one server for one layer at one instant is one batch.
 """
 
 from __future__ import annotations
 
-from trimmoe.simulator.heap import njit, pop, push
+from trimmoe.simulator.heap import inlined, njit, pop, push
 from trimmoe.simulator.world import (
     AREA,
     DENSE,
     DISPATCH,
+    DUE,
     EVENTS,
     EXPERTS,
     FIRST,
@@ -39,8 +40,8 @@ from trimmoe.simulator.world import (
     VECTORS,
 )
 
-# Kinds of events; the first two happen before the others of the same instant, starts last.
-DONE, MESSAGE, TOKEN, REQUEST, START = range(5)
+# Kinds of events; the first two happen before the others of the same instant.
+DONE, MESSAGE, TOKEN, REQUEST = range(4)
 # Why the loop stopped.
 TIME_UP, STARVED, NEEDS_ROOM, NEEDS_REQUESTS, LOG_FULL = range(5)
 
@@ -50,8 +51,15 @@ def run_until(world, rows, asked, state, end_s):
     """Handle all events before `end_s`, unless something is missing; says why it stopped."""
     servers = world.delay_s.shape[0]
     numbers = state.numbers
-    while numbers[HEAP_SIZE] > 0 and state.heap_time[0] < end_s:
-        kind, what, now = state.heap_kind[0], state.heap_what[0], state.heap_time[0]
+    while True:
+        if numbers[DUE] > 0:
+            if numbers[HEAP_SIZE] == 0 or state.heap_time[0] > state.clock[NOW]:
+                _start_all(world, rows, asked, state)
+                continue
+        if numbers[HEAP_SIZE] == 0 or state.heap_time[0] >= end_s:
+            break
+        code, now = state.heap_what[0], state.heap_time[0]
+        kind, what = code & 7, code >> 3
         if kind == TOKEN and asked.first[what] == NONE:
             return STARVED
         if kind == REQUEST and what >= asked.access.size:
@@ -73,10 +81,8 @@ def run_until(world, rows, asked, state, end_s):
             _delivered(world, rows, asked, state, what)
         elif kind == TOKEN:
             _begun(world, rows, asked, state, what)
-        elif kind == REQUEST:
-            _requested(world, asked, state, what)
         else:
-            _started(world, rows, asked, state, what)
+            _requested(world, asked, state, what)
     state.clock[AREA] += numbers[IN_FLIGHT] * (end_s - state.clock[NOW])
     state.clock[NOW] = end_s
     return TIME_UP
@@ -109,7 +115,7 @@ def _begun(world, rows, asked, state, request):
         _send(world, state, TOKEN_IN, source, target, 0, NONE, 0, 0, _size(rows, row), request)
 
 
-@njit
+@inlined
 def _size(rows, row):
     """Rows of a unit."""
     count = 0
@@ -119,7 +125,7 @@ def _size(rows, row):
     return count
 
 
-@njit
+@inlined
 def _ready(state, server, kind, layer, unit):
     """Queue a unit at a server."""
     state.numbers[FREE_ENTRIES] -= 1
@@ -137,12 +143,22 @@ def _ready(state, server, kind, layer, unit):
     _wake(state, server)
 
 
-@njit
+@inlined
 def _wake(state, server):
     """Let an idle server start at the end of this instant."""
     if state.batch_first[server] == NONE and not state.starting[server]:
         state.starting[server] = True
-        push(state, state.clock[NOW], 2, START, server)
+        state.due[state.numbers[DUE]] = server
+        state.numbers[DUE] += 1
+
+
+@njit
+def _start_all(world, rows, asked, state):
+    """Everything of this instant has happened: idle servers take what there is."""
+    for at in range(state.numbers[DUE]):
+        state.numbers[EVENTS] += 1
+        _started(world, rows, asked, state, state.due[at])
+    state.numbers[DUE] = 0
 
 
 @njit
@@ -234,13 +250,13 @@ def _done(world, rows, asked, state, server):
     _wake(state, server)
 
 
-@njit
+@inlined
 def _free(state, entry):
     state.free_entries[state.numbers[FREE_ENTRIES]] = entry
     state.numbers[FREE_ENTRIES] += 1
 
 
-@njit
+@inlined
 def _join(state, group, target, unit, taking, counted):
     """Add a unit to the message of this moment to `target`."""
     state.numbers[FREE_ENTRIES] -= 1
@@ -252,7 +268,7 @@ def _join(state, group, target, unit, taking, counted):
     state.group_vectors[1, group, target] += counted
 
 
-@njit
+@inlined
 def _uses(rows, row, layer, server):
     """Whether a row runs a slot on a server."""
     for slot in range(rows.expert.shape[2]):
@@ -319,7 +335,7 @@ def _gather(world, rows, asked, state, server, unit):
     _join(state, 1, target, unit, taking, counted)
 
 
-@njit
+@inlined
 def _part(world, rows, asked, state, server, unit):
     asked.pending[unit] -= 1
     if asked.pending[unit] == 0:
@@ -343,7 +359,7 @@ def _gathered(world, rows, asked, state, server, unit):
         _propagate(world, asked, state, server, unit)
 
 
-@njit
+@inlined
 def _propagate(world, asked, state, server, unit):
     """The state of an exited token goes to the later servers of its route."""
     layer = asked.layer[unit]
@@ -352,7 +368,7 @@ def _propagate(world, asked, state, server, unit):
             _send(world, state, STATE, server, place, layer, NONE, 1, 1, 0, unit)
 
 
-@njit
+@inlined
 def _finished(world, asked, state, unit):
     """The token is with its user; the next one may begin."""
     numbers, now = state.numbers, state.clock[NOW]

@@ -129,6 +129,7 @@ class _Run:
 
     def _start(self) -> None:
         count = min(self.settings.load.concurrency or 1, self.table.requests.count)
+        self.state = with_room(self.state, count)
         for request in range(count):
             at_s = 0.0 if self.closed else float(self.table.asked.arrival_s[0])
             push(self.state, at_s, 1, loop.REQUEST, request)

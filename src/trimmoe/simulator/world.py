@@ -18,7 +18,7 @@ NONE = -1
 
 # Words of `State.numbers`.
 HEAP_SIZE, TICKET, FREE_ENTRIES, FREE_MESSAGES, NEXT_REQUEST, IN_FLIGHT, LOGGED, EVENTS = range(8)
-RUNNING = 8
+RUNNING, DUE = 8, 9
 # Words of `State.clock`.
 NOW, AREA = range(2)
 # Roles of messages.
@@ -102,8 +102,8 @@ class State(NamedTuple):
 
     heap_time: FloatArray
     heap_order: IntArray
-    heap_kind: IntArray
     heap_what: IntArray
+    """8 times what the event is about, plus its kind."""
     numbers: IntArray
     clock: FloatArray
     entry_unit: IntArray
@@ -122,7 +122,9 @@ class State(NamedTuple):
     batch_kind: IntArray
     batch_layer: IntArray
     starting: np.ndarray
-    """Whether a start is due at this very moment, bool [M]."""
+    """Whether a start is due at the end of this instant, bool [M]."""
+    due: IntArray
+    """Servers whose start is due, [M]."""
     serving_until_s: FloatArray
     """[M]; in the past if idle."""
     busy_s: FloatArray
@@ -200,9 +202,8 @@ def make_state(servers: int, layers: int, experts: int) -> State:
     state = State(
         heap_time=np.zeros(0),
         heap_order=empty,
-        heap_kind=empty,
         heap_what=empty,
-        numbers=np.zeros(9, dtype=np.int64),
+        numbers=np.zeros(10, dtype=np.int64),
         clock=np.zeros(2),
         entry_unit=empty,
         entry_next=empty,
@@ -217,6 +218,7 @@ def make_state(servers: int, layers: int, experts: int) -> State:
         batch_kind=np.zeros(servers, dtype=np.int64),
         batch_layer=np.zeros(servers, dtype=np.int64),
         starting=np.zeros(servers, dtype=bool),
+        due=np.zeros(servers, dtype=np.int64),
         serving_until_s=np.zeros(servers),
         busy_s=np.zeros(servers),
         served=np.zeros((servers, 2, 2), dtype=np.int64),
@@ -236,7 +238,7 @@ def make_state(servers: int, layers: int, experts: int) -> State:
 
 
 _GROWING = (
-    "heap_time", "heap_order", "heap_kind", "heap_what", "entry_unit", "entry_next",
+    "heap_time", "heap_order", "heap_what", "entry_unit", "entry_next",
     "entry_ticket", "entry_ready_s", "message",
 )  # fmt: skip
 
