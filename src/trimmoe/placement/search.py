@@ -26,11 +26,11 @@ KeepGoing = Callable[[], bool]
 
 _HISTORY = 500
 """Steps that late acceptance looks back."""
-_DRAWS = 1000
+_DRAWS = 2000
 """Random starts in one round."""
 _BEST_DRAWS = 3
 """How many of them climb."""
-_SLICE = 2000
+_SLICE = 500
 """Steps of one climb before others have their turn."""
 _POOL = 4
 """Placements that go on from round to round."""
