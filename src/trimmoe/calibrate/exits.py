@@ -51,6 +51,7 @@ def calibrate_exits(recording: Recording, settings: CalibrationSettings, advance
             weight, bias = fit_exit_head(hidden, agrees, splits)
         heads.append((weight.numpy(), bias))
         scores.append(confidences(hidden, weight, bias))
+        recording.release()
         advance(1)
     score = np.stack(scores)
     held = splits.calibration

@@ -72,10 +72,8 @@ def calibrate(
             )
         with phases.run("Exit heads", layers) as advance:
             exits = calibrate_exits(recording, settings, advance)
-        recording.release()
         with phases.run("Steadiness", layers) as advance:
             steadiness = _steadiness(recording, settings, advance)
-        recording.release()
         classes = Classes(
             class_of=steadiness.class_of,
             count=steadiness.classes,

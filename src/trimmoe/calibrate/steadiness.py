@@ -94,6 +94,7 @@ def fit_steadiness(
         found.class_of[layer, held] = of_held
         found.share[layer] = np.bincount(of_held, minlength=classes) / held.size
         found.explained[layer] = _explained(scores, target[torch.from_numpy(held)])
+        recording.release()
         advance(1)
     return found
 
