@@ -12,8 +12,9 @@ from scipy.stats import beta, spearmanr
 from trimmoe.core.profile import LossCurves
 from trimmoe.core.specs import BoolArray, FloatArray, IntArray
 
-_SPANS = (1, 4)
-"""Neighbouring bins whose pooled count may bound a bin from above, besides all that follow."""
+_SPANS = (4, 8)
+"""Neighbouring bins whose pooled count may bound a bin from above, besides all that follow: a
+bin of a steady class has too few samples to bound a low rate by itself."""
 
 
 def clopper_pearson_upper(flips: IntArray, samples: IntArray, confidence: float) -> FloatArray:
