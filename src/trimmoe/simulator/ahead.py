@@ -188,9 +188,10 @@ class Ahead:
         self.ahead = replace(self.ahead, feedback=self.settled.feedback)
 
 
-def _felt(state: EngineState) -> tuple[float, float]:
+def _felt(state: EngineState) -> tuple[float, tuple[float, ...], float]:
     """The part of the feedback that arriving tokens feel."""
-    return state.feedback.loss_weight, state.feedback.exit_raise
+    feedback = state.feedback
+    return feedback.loss_weight, feedback.route_weights, feedback.exit_raise
 
 
 def uniform(seed: int, requests: IntArray, numbers: IntArray) -> FloatArray:

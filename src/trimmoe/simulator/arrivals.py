@@ -69,13 +69,15 @@ class Source:
         )
 
     def until(self, end_s: float) -> Requests:
-        """All requests of the open loop that arrive before `end_s`."""
+        """The requests of the open loop that arrive before `end_s`."""
         assert self._load.rate_per_s is not None
         parts = []
         while self._clock_s < end_s:
             parts.append(self.draw(256))
         drawn = join_requests(parts)
         kept = drawn.arrival_s < end_s
+        if self._load.requests is not None:
+            kept[self._load.requests :] = False
         return Requests(**{item.name: getattr(drawn, item.name)[kept] for item in fields(Requests)})
 
     def _arrivals(self, rng: np.random.Generator, count: int) -> FloatArray:

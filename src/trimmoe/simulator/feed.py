@@ -19,13 +19,14 @@ class TraceFeed:
 
     def routed(self, wave: int, layer: int, tokens: IntArray) -> Routed:
         """Router and importance of tokens [n] (rows of the trace) at a layer."""
-        trace = self.trace
+        trace, whole = self.trace, self.trace.probabilities
         return Routed(
             wave=wave,
             experts=trace.experts[tokens, layer],
             masses=trace.masses[tokens, layer].astype(np.float64),
             importance=trace.importance[tokens, layer].astype(np.float64),
             steadiness=trace.steadiness[tokens, layer],
+            probabilities=None if whole is None else whole[tokens, layer].astype(np.float64),
         )
 
     def executed(self, wave: int, layer: int, tokens: IntArray) -> Executed:

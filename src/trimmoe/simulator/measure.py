@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 import numpy as np
 from scipy import stats
 
 from trimmoe.core.ledger import Ledger
-from trimmoe.core.specs import FloatArray, IntArray
+from trimmoe.core.specs import BoolArray, FloatArray, IntArray
 from trimmoe.simulator.settings import SimulationSettings
 from trimmoe.simulator.tables import RequestTable
 from trimmoe.simulator.world import AREA, EVENTS, IN_FLIGHT, RUNNING, State
@@ -67,6 +67,20 @@ class Tally:
         )
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class UnitLog:
+    """Units in order of finishing, [U]: decoded tokens and chunks of prompts."""
+
+    request: IntArray
+    began_s: FloatArray
+    finished_s: FloatArray
+    decoded: BoolArray
+    expected_s: FloatArray
+    """What the cost model said; of a chunk the sum over its tokens."""
+    loss: FloatArray
+    """Charged to the budget."""
+
+
 @dataclass(kw_only=True)
 class Units:
     """Everything that finished in a run."""
@@ -75,7 +89,7 @@ class Units:
     """Decoded tokens that finished after the warm-up."""
     everything: Tally
     """All tokens that finished, warm-up and prompts included."""
-    _parts: list[tuple[IntArray, FloatArray, np.ndarray]] = field(default_factory=list)
+    _parts: list[UnitLog] = field(default_factory=list)
 
     @staticmethod
     def empty(layers: int, servers: int, hidden_bytes: int) -> Units:
@@ -90,17 +104,28 @@ class Units:
             if measured:
                 self.decoded.add(ledger)
 
-    def keep(self, requests: IntArray, times: FloatArray, decoded: np.ndarray) -> None:
-        """Add n finished units: request [n], began and finished [n, 2], whether decoded [n]."""
-        self._parts.append((requests, times, decoded))
+    def keep(self, part: UnitLog) -> None:
+        """Add finished units."""
+        self._parts.append(part)
 
     @property
-    def log(self) -> tuple[IntArray, FloatArray, np.ndarray]:
-        """Request [U], began and finished [U, 2], whether decoded [U], in order of finishing."""
+    def log(self) -> UnitLog:
+        """All of them, in order of finishing."""
         if not self._parts:
-            return np.zeros(0, dtype=np.int64), np.zeros((0, 2)), np.zeros(0, dtype=bool)
-        requests, times, decoded = zip(*self._parts, strict=True)
-        return np.concatenate(requests), np.concatenate(times), np.concatenate(decoded)
+            zeros, whole = np.zeros(0), np.zeros(0, dtype=np.int64)
+            return UnitLog(
+                request=whole,
+                began_s=zeros,
+                finished_s=zeros,
+                decoded=zeros.astype(bool),
+                expected_s=zeros,
+                loss=zeros,
+            )
+        columns = {
+            item.name: np.concatenate([getattr(part, item.name) for part in self._parts])
+            for item in fields(UnitLog)
+        }
+        return UnitLog(**columns)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -164,8 +189,8 @@ class Sample:
     """The same for everything that finished since the start, prompts included."""
     before: Snapshot
     after: Snapshot
-    all_units: tuple[IntArray, FloatArray, np.ndarray]
-    """Request, began and finished, whether decoded, of every unit that finished."""
+    all_units: UnitLog
+    """Every unit that finished since the start."""
     output_tokens: int
     """Tokens that users got, those out of prompts included."""
 
@@ -209,16 +234,16 @@ def sample(
     after: Snapshot,
 ) -> Sample:
     """The figures of a run that has ended."""
-    requests, times, decoded = units.log
-    asked = table.asked
-    measured = times[:, 1] >= settings.warm_up_s
-    number = _numbers(requests)
+    log = units.log
+    asked, prefills = table.asked, table.prefills[log.request]
+    measured = log.finished_s >= settings.warm_up_s
+    number = _numbers(log.request)
     # The first token comes out of the last chunk of the prompt, or is the first one decoded.
-    first = number == np.maximum(table.prefills[requests] - 1, 0)
-    last = number == asked.units[requests] - 1
-    gives = decoded | (number == table.prefills[requests] - 1)
-    since_s = times[:, 1] - asked.arrival_s[requests]
-    token_s = (times[:, 1] - times[:, 0])[measured & decoded]
+    first = number == np.maximum(prefills - 1, 0)
+    last = number == asked.units[log.request] - 1
+    gives = log.decoded | (number == prefills - 1)
+    since_s = log.finished_s - asked.arrival_s[log.request]
+    token_s = (log.finished_s - log.began_s)[measured & log.decoded]
     return Sample(
         token_s=token_s,
         first_token_s=since_s[measured & first],
@@ -227,7 +252,7 @@ def sample(
         all_ledger=units.everything.ledger,
         before=before,
         after=after,
-        all_units=(requests, times, decoded),
+        all_units=log,
         output_tokens=int((measured & gives).sum()),
     )
 

@@ -17,18 +17,20 @@ from trimmoe.core.specs import ClusterSpec, FloatArray, IntArray
 from trimmoe.core.trace import Trace
 from trimmoe.cost.model import Accounting
 from trimmoe.engine.step import Engine
+from trimmoe.policy.base import Policy
 from trimmoe.policy.build import Deployment, make_policy
 from trimmoe.simulator import loop
 from trimmoe.simulator.ahead import Ahead
 from trimmoe.simulator.arrivals import Source
 from trimmoe.simulator.feed import TraceFeed
 from trimmoe.simulator.heap import push
-from trimmoe.simulator.measure import Sample, Snapshot, Units, sample
+from trimmoe.simulator.measure import Sample, Snapshot, UnitLog, Units, sample
 from trimmoe.simulator.settings import Prefill, SimulationSettings
 from trimmoe.simulator.tables import RequestTable, RowPool
 from trimmoe.simulator.world import (
     EXPERTS,
     IN_FLIGHT,
+    LOG_REQUEST,
     LOGGED,
     NEXT_REQUEST,
     NONE,
@@ -46,6 +48,7 @@ _PREFILL_ROWS = 4096
 
 Advance = Callable[[float], None]
 """Told how many virtual seconds have passed."""
+PolicyOf = Callable[[Deployment], Policy]
 
 
 def simulate(
@@ -53,28 +56,34 @@ def simulate(
     deployment: Deployment,
     trace: Trace,
     settings: SimulationSettings,
+    *,
+    policy_of: PolicyOf | None = None,
     advance: Advance = lambda _: None,
 ) -> list[Sample]:
     """One sample per seed; the same arguments always give the same samples.
 
-    Raises `UserError` if prompts are to be simulated under `migrate` accounting, where a chunk has
+    `policy_of` makes the policy of a deployment anew where waiting times are fed back; by default
+    the one of the engine's settings. Raises `UserError` if prompts are to be simulated under `migrate` accounting, where a chunk has
     no one place.
     """
     load = settings.load
     migrates = engine.cost.accounting is Accounting.MIGRATE
     if migrates and load.prefill is not Prefill.EXCLUDED:
         raise UserError("`migrate` accounting has no prompts; exclude the prefill.")
+
+    def rebuilt(waiting_s: FloatArray) -> Engine:
+        cost = engine.cost.with_waiting(waiting_s)
+        waited_for = replace(deployment, cost=cost)
+        if policy_of is not None:
+            return replace(engine, policy=policy_of(waited_for), cost=cost)
+        policy = make_policy(waited_for, engine.profile, engine.settings)
+        return replace(engine, policy=policy, cost=cost)
+
+    cluster = deployment.plan.cluster
     return [
-        _Run(engine, deployment, trace, settings, seed).to_the_end(advance)
+        _Run(engine, cluster, trace, settings, seed, rebuilt).to_the_end(advance)
         for seed in settings.seeds
     ]
-
-
-def with_waiting(engine: Engine, deployment: Deployment, waiting_s: FloatArray) -> Engine:
-    """The same engine expecting these waiting times, [M]."""
-    cost = engine.cost.with_waiting(waiting_s)
-    policy = make_policy(replace(deployment, cost=cost), engine.profile, engine.settings)
-    return replace(engine, policy=policy, cost=cost)
 
 
 class _Run:
@@ -83,14 +92,14 @@ class _Run:
     def __init__(
         self,
         engine: Engine,
-        deployment: Deployment,
+        cluster: ClusterSpec,
         trace: Trace,
         settings: SimulationSettings,
         seed: int,
+        rebuilt: Callable[[FloatArray], Engine],
     ) -> None:
-        cluster: ClusterSpec = deployment.plan.cluster
         load, cost = settings.load, engine.cost
-        self.settings, self.trace, self.deployment = settings, trace, deployment
+        self.settings, self.trace, self.rebuilt = settings, trace, rebuilt
         self.closed = load.concurrency is not None
         self.world = make_world(
             cost,
@@ -177,10 +186,12 @@ class _Run:
         log, times = state.log[:logged].copy(), state.log_time[:logged].copy()
         state.numbers[LOGGED] = 0
         decoded = np.zeros(logged, dtype=bool)
+        books = np.zeros((logged, 2))
         for at, (request, row) in enumerate(log.tolist()):
             decoded[at] = pool.receipts[row] is not None
             in_time = times[at, 1] >= self.settings.warm_up_s
             ledgers = [pool.ledgers[each] for each in pool.unit(row)]
+            books[at] = sum(one.delay_s for one in ledgers), sum(one.loss for one in ledgers)
             self.units.count(ledgers, measured=bool(in_time and decoded[at]))
             if decoded[at]:
                 self.finished.append(row)
@@ -188,7 +199,16 @@ class _Run:
                 pool.free(row)
             if self.table.asked.done[request] == self.table.asked.units[request]:
                 self.table.closing.add(request)
-        self.units.keep(log[:, 0], times, decoded)
+        self.units.keep(
+            UnitLog(
+                request=log[:, LOG_REQUEST],
+                began_s=times[:, 0],
+                finished_s=times[:, 1],
+                decoded=decoded,
+                expected_s=books[:, 0],
+                loss=books[:, 1],
+            )
+        )
         if 2 * (state.numbers[IN_FLIGHT] + 2) > state.log.shape[0]:
             self.state = _with_log(state, 2 * state.log.shape[0])
 
@@ -226,7 +246,7 @@ class _Run:
         new_s = memory * self.waiting_s + (1.0 - memory) * mean_s
         # A server that nobody asked has not become slower or faster.
         self.waiting_s = np.where(served > 0, new_s, self.waiting_s)
-        return with_waiting(self.decider.engine, self.deployment, self.waiting_s)
+        return self.rebuilt(self.waiting_s)
 
     def _decide(self) -> None:
         """Decide tokens of all requests that run or come soon, until each has enough ahead."""

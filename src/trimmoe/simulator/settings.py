@@ -25,6 +25,8 @@ class Load:
     rate_per_s: float | None = None
     """Requests per second over the whole cluster, by the shares of the access servers."""
     concurrency: int | None = None
+    requests: int | None = None
+    """No more than so many in a run. Only in the open loop."""
     burstiness: float = 1.0
     """Squared coefficient of variation of the gaps between requests: 1 is Poisson, above 1
     requests come in bursts (gamma gaps), 0 is a metronome. Only in the open loop."""
@@ -44,6 +46,8 @@ class Load:
             raise UserError("The rate must be above 0 requests per second.")
         if self.concurrency is not None and self.concurrency < 1:
             raise UserError("The concurrency must be at least 1.")
+        if self.requests is not None and (self.requests < 1 or self.rate_per_s is None):
+            raise UserError("A number of requests is at least 1 and goes with a rate.")
         if self.burstiness < 0:
             raise UserError("The burstiness must be at least 0; 1 is Poisson.")
         if self.output_tokens < 1 or self.prompt_tokens < 1 or self.prefill_chunk < 1:

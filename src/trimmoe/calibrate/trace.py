@@ -1,0 +1,146 @@
+"""Recording a trace: what real tokens do at every layer at full depth.
+
+One pass over windows of text, everything exact, with the profile's heads read along the way as a
+runtime would read them. Memory holds one batch of windows and the arrays of the trace.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from trimmoe.calibrate.record import Windows, open_windows, run_layer
+from trimmoe.calibrate.text import text_hash, token_windows
+from trimmoe.core.artifact import Header
+from trimmoe.core.errors import UserError
+from trimmoe.core.profile import Profile
+from trimmoe.core.trace import Trace, trace_header
+from trimmoe.models.base import EncoderDecoderView, MoEView
+from trimmoe.runtime.observe import Observer
+
+_ROWS = 1024
+"""Tokens of one step; windows are batched up to this."""
+_WAVE = 0
+"""Events need a number; no engine listens."""
+
+Advance = Callable[[int], None]
+"""Told how many tokens have just been recorded."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TraceSettings:
+    """What a trace is recorded from."""
+
+    tokens: int = 4096
+    length: int = 128
+    """Tokens of each sequence."""
+    seed: int = 0
+    """Draws the passages."""
+
+
+def record_trace(
+    view: MoEView,
+    tokenizer: Any,
+    texts: Sequence[str],
+    profile: Profile,
+    settings: TraceSettings,
+    advance: Advance = lambda _: None,
+) -> Trace:
+    """Run texts at full depth and keep what policies look at; the same inputs give the same trace.
+
+    The view must have been opened with all experts and its hash, and the profile be of its model.
+    Raises `UserError` if it is not, or if the text is too short. Of a model with an encoder the
+    decoder is recorded, reading the first half of each window through the encoder.
+    """
+    spec = view.spec
+    profile.require_model(spec.model_hash, spec.name)
+    if settings.tokens < 1 or settings.length < 2:
+        raise UserError("A trace needs at least 1 token in sequences of at least 2.")
+    length = min(settings.length, spec.context_length)
+    windows = _windows(view, tokenizer, texts, settings, length)
+    trace = _blank(windows, view, _header_of(settings, length, texts, profile))
+    observer = Observer(profile, view.device)
+    rows = max(1, _ROWS // windows.length)
+    for first in range(0, windows.count, rows):
+        part = windows.part(first, first + rows)
+        span = slice(first * windows.length, first * windows.length + part.tokens)
+        _record_batch(view, observer, trace, span, part)
+        advance(part.tokens)
+    return trace
+
+
+def _windows(
+    view: MoEView, tokenizer: Any, texts: Sequence[str], settings: TraceSettings, length: int
+) -> Windows:
+    two = 2 if isinstance(view, EncoderDecoderView) else 1
+    ids = token_windows(
+        texts,
+        tokenizer,
+        tokens=two * settings.tokens,
+        window=two * length,
+        seed=settings.seed,
+    )
+    ids = ids[: -(-settings.tokens // length)]
+    if two == 1:
+        return Windows(ids=ids)
+    targets = ids[:, length:].copy()
+    targets[:, 1:] = targets[:, :-1].copy()
+    assert isinstance(view, EncoderDecoderView)
+    targets[:, 0] = view.start_token
+    return Windows(ids=targets, sources=ids[:, :length])
+
+
+def _header_of(
+    settings: TraceSettings, length: int, texts: Sequence[str], profile: Profile
+) -> Header:
+    return trace_header(
+        settings={
+            "tokens": settings.tokens,
+            "length": length,
+            "model": profile.header.settings.get("model"),
+        },
+        input_hashes={
+            "model": profile.model_hash,
+            "profile": profile.hash,
+            "text": text_hash(texts),
+        },
+        seed=settings.seed,
+    )
+
+
+def _blank(windows: Windows, view: MoEView, header: Header) -> Trace:
+    tokens, layers, slots = windows.tokens, view.spec.layer_count, view.spec.top_k
+    return Trace(
+        header=header,
+        length=windows.length,
+        experts=np.zeros((tokens, layers, slots), dtype=np.int64),
+        masses=np.zeros((tokens, layers, slots), dtype=np.float32),
+        importance=np.zeros((tokens, layers), dtype=np.float32),
+        steadiness=np.zeros((tokens, layers), dtype=np.int64),
+        confidence=np.zeros((tokens, layers), dtype=np.float32),
+        exit_at=np.zeros((tokens, layers), dtype=np.int64),
+    )
+
+
+@torch.inference_mode()
+def _record_batch(
+    view: MoEView, observer: Observer, trace: Trace, span: slice, windows: Windows
+) -> None:
+    """Fill the trace for one batch of windows, whose tokens are `span`."""
+    cache, batch, hidden = open_windows(view, windows)
+    groups = batch.groups
+    for layer in range(view.spec.layer_count):
+        attended = batch.pack(view.attend(layer, hidden, batch, cache))
+        routing = view.route(layer, attended, groups=groups)
+        after = run_layer(view, layer, attended, routing, routing.experts)
+        routed = observer.routed(_WAVE, layer, attended, routing)
+        executed = observer.executed(_WAVE, layer, after)
+        for name in ("experts", "masses", "importance", "steadiness"):
+            getattr(trace, name)[span, layer] = getattr(routed, name)
+        trace.confidence[span, layer] = executed.confidence
+        trace.exit_at[span, layer] = executed.exit_at
+        hidden = batch.unpack(after)
