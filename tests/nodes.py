@@ -39,9 +39,7 @@ def world(
     """A random profile and plan; `routes` by access server instead of random ones."""
     rng = np.random.default_rng(1)
     profile = random_profile(rng, tiny.view.spec)
-    plan = random_plan(
-        rng, tiny.view.spec, random_cluster(rng, servers=servers), density=density
-    )
+    plan = random_plan(rng, tiny.view.spec, random_cluster(rng, servers=servers), density=density)
     if routes is not None:
         plan = replace(plan, routes=np.array(routes))
     return profile, plan

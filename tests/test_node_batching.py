@@ -125,9 +125,7 @@ async def test_a_long_prompt_does_not_stall_decoding(tiny: Tiny) -> None:
     """While its chunks pass, tokens of others are decoded: never two chunks in a row without."""
     profile, plan = world(tiny, servers=2, routes=constant_routes(2))
     long = np.random.default_rng(3).integers(0, 256, 240).tolist()
-    async with running(
-        tiny, profile=profile, plan=plan, prefill_chunk=16, kv_slots=4
-    ) as cluster:
+    async with running(tiny, profile=profile, plan=plan, prefill_chunk=16, kv_slots=4) as cluster:
         node = cluster.nodes[0]
         decoding = node.service.submit(request([3, 4, 5], 240))
         for _ in range(3):

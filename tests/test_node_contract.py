@@ -221,13 +221,9 @@ async def test_audits_are_counted_as_in_the_ledgers(driver: Driver) -> None:
 
 
 @pytest.mark.parametrize("name", ["trimmoe", "substitute-only", "exact"])
-async def test_one_node_decides_and_answers_as_the_in_process_driver(
-    tiny: Tiny, name: str
-) -> None:
+async def test_one_node_decides_and_answers_as_the_in_process_driver(tiny: Tiny, name: str) -> None:
     """The very tokens and ledgers, audits included, one request after the other."""
-    policy = replace(
-        PRESETS[name](), exit_risk=None, audit_share=0.3, window_tokens=10**9
-    )
+    policy = replace(PRESETS[name](), exit_risk=None, audit_share=0.3, window_tokens=10**9)
     if not policy.levers.lossless:
         policy = replace(policy, budget=0.2)
     books = []

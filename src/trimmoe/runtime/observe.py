@@ -8,14 +8,9 @@ from torch import Tensor
 
 from trimmoe.core.events import Executed, Routed
 from trimmoe.core.profile import Profile
-from trimmoe.core.specs import FloatArray
+from trimmoe.core.specs import FloatArray, IntArray
 from trimmoe.models.base import Routing
-from trimmoe.models.exit_head import (
-    confidence,
-    nearest_centroid,
-    steadiness,
-    steadiness_class,
-)
+from trimmoe.models.exit_head import confidence, nearest_centroid, steadiness, steadiness_class
 
 
 class Observer:
@@ -35,15 +30,19 @@ class Observer:
         """After attention (`attended` [n, d]) and router."""
         masses = routing.probabilities.gather(1, routing.experts)
         weights = routing.gates if self._importance == "gates" else masses
-        scores = steadiness(attended, self._steady_weight[layer], self._steady_bias[layer])
         return Routed(
             wave=wave,
             experts=routing.experts.cpu().numpy(),
             masses=_doubles(masses),
             importance=np.minimum(_doubles(weights).sum(1), 1.0),
-            steadiness=steadiness_class(scores, self._steady_edges[layer]).cpu().numpy(),
+            steadiness=self.steadiness(layer, attended),
             probabilities=_doubles(routing.probabilities),
         )
+
+    def steadiness(self, layer: int, attended: Tensor) -> IntArray:
+        """Steadiness class of each state that the router read, [n]."""
+        scores = steadiness(attended, self._steady_weight[layer], self._steady_bias[layer])
+        return steadiness_class(scores, self._steady_edges[layer]).cpu().numpy()
 
     def executed(self, wave: int, layer: int, output: Tensor) -> Executed:
         """After the experts gave the layer's `output` [n, d]."""

@@ -143,7 +143,7 @@ class Desk:
     async def close(self) -> None:
         """End all streams."""
         for job in list(self._jobs):
-            self._end(job, Unavailable(STOPPING))
+            self._end(job, Unavailable(self.health().reason or STOPPING))
 
     def submit(self, request: GenerationRequest) -> TokenStream:
         check_length(request, self.model.context_length)
@@ -323,26 +323,32 @@ class Desk:
         spec = SamplingSpec(
             sampling.temperature, sampling.top_p, sampling.seed, sampling.stream, sampling.logprobs
         )
-        self._post(server, Reserve(attempt.sequence, list(attempt.route), spec, waits))
+        budget, _ = self._quality(job)
+        reserve = Reserve(attempt.sequence, list(attempt.route), spec, budget, waits)
+        self._post(server, reserve)
         return grant
 
     def _send_off(self, job: Job, attempt: Attempt) -> None:
         """The prompt, with what was made of the answer, enters the route."""
         request, room = job.request, self._room
-        settings, profile = room.planner.in_force.engine.settings, room.planner.profile
-        budget, confidence = quality(request, settings, profile)
+        bucket = room.planner.settings.budget_rule is BudgetRule.BUCKET
+        budget, confidence = self._quality(job)
         opened = SequenceOpened(
             sequence=attempt.sequence,
             access=room.server,
             budget=budget,
             confidence=confidence,
-            balance=max(job.credit, 0.0) if settings.budget_rule is BudgetRule.BUCKET else 0.0,
+            balance=max(job.credit, 0.0) if bucket else 0.0,
         )
         room.control(lambda: room.open_account(opened, attempt.route))
         ids = [*request.prompt_ids, *job.tokens]
         attempt.position = len(ids)
         tokens = (torch.tensor(ids, dtype=torch.int32),)
         room.post(Parcel(to=attempt.route[0], message=Prompt(attempt.sequence), tensors=tokens))
+
+    def _quality(self, job: Job) -> tuple[float, float]:
+        planner = self._room.planner
+        return quality(job.request, planner.settings, planner.profile)
 
     def _post(self, server: int, message: Message) -> None:
         self._room.post(Parcel(to=server, message=message))

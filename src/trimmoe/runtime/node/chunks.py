@@ -9,10 +9,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trimmoe.core.specs import FloatArray, IntArray
 from trimmoe.runtime.node.completion import to_users, token_of
 from trimmoe.runtime.node.executor import Executor, Outcome
 from trimmoe.runtime.node.messages import Parcel, Partial, Rows
+from trimmoe.runtime.node.passage import Passage
 from trimmoe.runtime.node.shipping import Cargo, Split, shipped
 from trimmoe.runtime.node.units import Unit
 
@@ -35,18 +35,12 @@ class Slots:
     decoding: bool
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Passage:
-    """Hosts of least delay for exact execution, [N, M, M, E] by source and destination."""
-
-    server: IntArray
-    delay_s: FloatArray
-    """Infinite where nobody holds the expert."""
-
-
 @torch.inference_mode()
 def pass_layer(worker: Executor, passage: Passage, layer: int, unit: Unit) -> Outcome:
-    """One chunk through a layer, every expert exact, at the hosts of least delay."""
+    """One chunk through a layer, every expert exact, at the hosts of least delay.
+
+    Stand-ins run for experts without a live host, if the request's budget allows them.
+    """
     view, here = worker.view, worker.server
     batch = worker.batch([unit])
     if layer == 0:
@@ -58,9 +52,13 @@ def pass_layer(worker: Executor, passage: Passage, layer: int, unit: Unit) -> Ou
     outcome = Outcome(written=[(unit, layer)])
     destination = unit.seat.route[min(layer + 1, len(unit.seat.route) - 1)]
     experts = routing.experts.cpu().numpy()
-    if not np.isfinite(passage.delay_s[layer, here, destination][experts]).all():
-        outcome.stranded.append(unit)
-        return outcome
+    if passage.orphans[layer][experts].any():
+        classes = worker.observer.steadiness(layer, attended)
+        stand_ins = passage.stood_in(layer, experts, classes, unit.seat.budget)
+        if stand_ins is None:
+            outcome.stranded.append(unit)
+            return outcome
+        experts = stand_ins
     split = Split.of(
         experts,
         passage.server[layer, here, destination][experts],

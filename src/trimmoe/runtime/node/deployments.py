@@ -15,15 +15,14 @@ from trimmoe.core.errors import UserError
 from trimmoe.core.plan import Plan
 from trimmoe.core.profile import Profile
 from trimmoe.core.specs import BoolArray, FloatArray, IntArray, ModelSpec
-from trimmoe.cost.actions import nearest_hosts
 from trimmoe.cost.expected import expected_layer_delay_s
 from trimmoe.cost.model import Accounting, CostModel, cost_model
 from trimmoe.engine.step import Engine
 from trimmoe.placement.routes import best_routes
-from trimmoe.policy.build import Deployment, deploy, make_policy, priced
+from trimmoe.policy.build import Deployment, deploy, make_policy, starting_weights
 from trimmoe.policy.settings import PolicySettings, WeightRule
 from trimmoe.policy.trim import WEIGHT_GRID, rounded_weight
-from trimmoe.runtime.node.chunks import Passage
+from trimmoe.runtime.node.passage import Passage, passage_of
 
 Route = tuple[int, ...]
 CUT_DELAY_S = 60.0
@@ -78,7 +77,6 @@ class Basis:
                 f"real server can do; choose another one."
             )
         planned = deploy(plan, profile, model, settings.accounting)
-        settings = priced(planned, profile, settings)
         return Basis(plan=plan, profile=profile, model=model, settings=settings, planned=planned)
 
 
@@ -118,8 +116,11 @@ def build(basis: Basis, conditions: Conditions, extra: tuple[Route, ...]) -> Bui
         plan=replace(basis.plan, hosts=hosts),
     )
     policy = make_policy(deployment, basis.profile, basis.settings)
-    _ = policy.lookahead.space.menu  # Made here rather than at the first decision.
-    server, delay_s = nearest_hosts(cost, hosts)
+    space = policy.lookahead.space
+    _ = space.menu  # Made here rather than at the first decision.
+    if policy.tables is not None:
+        # What lies ahead is not infinitely dear because some expert has no host just now.
+        policy.tables.space = replace(space, hosts=covered(hosts, conditions.lost))
     return Built(
         engine=Engine(
             policy=policy,
@@ -128,8 +129,9 @@ def build(basis: Basis, conditions: Conditions, extra: tuple[Route, ...]) -> Bui
             cost=cost,
             routes=deployment.routes,
             reference_s=deployment.reference_s,
+            route_weights=starting_weights(deployment, basis.profile, basis.settings),
         ),
-        passage=Passage(server=server, delay_s=delay_s),
+        passage=passage_of(space),
         conditions=conditions,
         detours=found,
         known=frozenset(rows),
@@ -178,6 +180,13 @@ def live_hosts(hosts: BoolArray, lost: frozenset[int]) -> BoolArray:
     return live
 
 
+def covered(hosts: BoolArray, lost: frozenset[int]) -> BoolArray:
+    """Live hosts as if experts without any were on every live server, [M, N, E]."""
+    alive = np.ones(hosts.shape[0], dtype=bool)
+    alive[sorted(lost)] = False
+    return hosts | (~hosts.any(0)[None] & alive[:, None, None])
+
+
 def detours(basis: Basis, conditions: Conditions) -> dict[int, Route]:
     """The best live route of every access server whose own crosses a lost server or a cut link.
 
@@ -194,13 +203,10 @@ def detours(basis: Basis, conditions: Conditions) -> dict[int, Route]:
     unmeasured = Conditions.planned(routes.shape[0])
     cost = measured_cost(basis, replace(unmeasured, cut=conditions.cut))
     hosts = live_hosts(basis.plan.hosts, lost)
-    # An expert without a live host makes no route better or worse than another.
-    orphans = ~hosts.any(0)
     alive = np.ones(routes.shape[0], dtype=bool)
     alive[sorted(lost)] = False
-    tables = expected_layer_delay_s(
-        cost, hosts | (orphans[None] & alive[:, None, None]), basis.profile
-    )
+    # An expert without a live host makes no route better or worse than another.
+    tables = expected_layer_delay_s(cost, covered(hosts, lost), basis.profile)
     tables[:, ~alive, :] = np.inf
     tables[:, :, ~alive] = np.inf
     best: IntArray = best_routes(cost, tables)

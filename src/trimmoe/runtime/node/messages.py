@@ -83,6 +83,8 @@ class Reserve(Message, tag="reserve"):
     route: list[int]
     """Server of each layer."""
     sampling: SamplingSpec
+    budget: float
+    """Quality loss that a token of it may incur."""
     waits: bool
     """Whether to wait for a place or to be refused if there is none."""
 

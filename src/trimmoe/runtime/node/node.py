@@ -7,7 +7,6 @@ the worker thread; it hands the worker one batch at a time and spreads what come
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import time
 from collections import Counter, deque
@@ -159,9 +158,8 @@ class Node:
         self._tasks.clear()
         for task in tasks:
             task.cancel()
-        for task in tasks:
-            with contextlib.suppress(asyncio.CancelledError):
-                await task
+        # What failed was logged when it did.
+        await asyncio.gather(*tasks, return_exceptions=True)
         for pool in (self._pool, self._planning):
             pool.shutdown(wait=False, cancel_futures=True)
         await asyncio.to_thread(self._pool.shutdown)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import time
 
-from trimmoe.runtime.node.chunks import Passage, end_chunk, pass_layer, propagate, run_slots
+from trimmoe.runtime.node.chunks import end_chunk, pass_layer, propagate, run_slots
 from trimmoe.runtime.node.executor import Executor, Outcome
+from trimmoe.runtime.node.passage import Passage
 from trimmoe.runtime.node.scheduler import Step, Work
 
 

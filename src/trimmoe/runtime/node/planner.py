@@ -10,6 +10,7 @@ from dataclasses import replace
 import numpy as np
 
 from trimmoe.core.profile import Profile
+from trimmoe.policy.settings import PolicySettings
 from trimmoe.runtime.node.deployments import (
     Basis,
     Built,
@@ -51,6 +52,10 @@ class Planner:
     @property
     def profile(self) -> Profile:
         return self._basis.profile
+
+    @property
+    def settings(self) -> PolicySettings:
+        return self._basis.settings
 
     @property
     def in_force(self) -> Built:

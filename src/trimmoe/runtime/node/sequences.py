@@ -44,6 +44,8 @@ class Seat:
     slot: int
     route: tuple[int, ...]
     sampling: Sampling
+    budget: float
+    """Quality loss that a token of it may incur."""
     written: dict[int, Written]
     """By layer that this server has of the route; layer N stands for what follows the last."""
     open: bool = True
@@ -139,5 +141,6 @@ class Seats:
                 stream=spec.stream,
                 logprobs=spec.logprobs,
             ),
+            budget=asked.budget,
             written={layer: Written() for layer in layers},
         )

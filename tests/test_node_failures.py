@@ -1,0 +1,247 @@
+"""Servers that die take nobody's answer with them."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from nodes import LINKS, Servers, read, request, running, tokens_of, world
+from serving import Tiny, open_tiny
+from tiny import LAYERS
+from trimmoe.core.ledger import Kind
+from trimmoe.core.plan import Plan
+from trimmoe.core.profile import Profile
+from trimmoe.models.exact import greedy
+from trimmoe.policy.settings import PRESETS
+from trimmoe.runtime.sampling import Sampling
+from trimmoe.runtime.service import TokenEvent, TokenStream, Unavailable
+from wires import soon, until
+
+LONG = 60
+ROUTES = [[0, 1, 1, 0], [1, 1, 1, 1], [2, 2, 3, 3], [3, 3, 2, 3]]
+"""Server 1 is on the routes of servers 0 and 1 only."""
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
+    return open_tiny(tmp_path_factory.mktemp("tiny"))
+
+
+def replicated(tiny: Tiny, *, holders: dict[int, list[int]]) -> tuple[Profile, Plan]:
+    """Every expert on server 0 and also on those of `holders`, by server all or some layers."""
+    profile, plan = world(tiny, servers=4, routes=ROUTES)
+    hosts = np.zeros_like(plan.hosts)
+    for server, layers in holders.items():
+        hosts[server, layers] = True
+    return profile, replace(plan, hosts=hosts)
+
+
+ALL = list(range(LAYERS))
+EVERYWHERE = dict.fromkeys(range(4), ALL)
+
+
+def expected(tiny: Tiny, prompt: list[int], new: int) -> list[int]:
+    return greedy(tiny.view, [prompt], new)[0]
+
+
+async def some(stream: TokenStream, count: int) -> list[TokenEvent]:
+    return [await soon(anext(stream)) for _ in range(count)]
+
+
+def restarts(servers: Servers) -> dict[int, int]:
+    return {server: node.desk.restarts for server, node in servers.nodes.items()}
+
+
+async def test_a_server_that_dies_takes_no_answer_with_it(tiny: Tiny) -> None:
+    """Those that cross it go on elsewhere without a token lost or repeated; others never notice."""
+    profile, plan = replicated(tiny, holders=EVERYWHERE)
+    prompts = [[5 + i, 9, 77, 31 + i] for i in range(6)]
+    async with running(tiny, profile=profile, plan=plan) as cluster:
+        access = [(0, 2, 3)[i % 3] for i in range(6)]
+        streams = [
+            cluster.nodes[server].service.submit(request(prompt, LONG))
+            for server, prompt in zip(access, prompts, strict=True)
+        ]
+        begun = await asyncio.gather(*(some(stream, 5 + i) for i, stream in enumerate(streams)))
+        await cluster.kill(1)
+        rest = await soon(asyncio.gather(*(read(stream) for stream in streams)))
+        assert restarts(cluster) == {0: 2, 2: 0, 3: 0}
+        await cluster.all_free()
+    for prompt, head, tail in zip(prompts, begun, rest, strict=True):
+        assert tokens_of(head) + tokens_of(tail) == expected(tiny, prompt, LONG)
+        assert (head + tail)[-1].finish_reason == "length"
+
+
+async def test_sampled_answers_go_on_with_the_same_draws(tiny: Tiny) -> None:
+    profile, plan = replicated(tiny, holders=EVERYWHERE)
+    asked = request([70, 71, 72], 60, sampling=Sampling(temperature=1.2, top_p=0.9, seed=5))
+    answers = []
+    for dies in (False, True):
+        async with running(tiny, profile=profile, plan=plan) as cluster:
+            stream = cluster.nodes[0].service.submit(asked)
+            events = await some(stream, 10)
+            if dies:
+                await cluster.kill(1)
+            answers.append(tokens_of(events + await soon(read(stream))))
+            assert cluster.nodes[0].desk.restarts == int(dies)
+    assert answers[0] == answers[1]
+
+
+async def test_a_server_that_comes_back_takes_work_again(tiny: Tiny) -> None:
+    profile, plan = replicated(tiny, holders=EVERYWHERE)
+    async with running(tiny, profile=profile, plan=plan) as cluster:
+        stream = cluster.nodes[0].service.submit(request([3, 4, 5], 240))
+        head = await some(stream, 5)
+        await cluster.kill(1)
+        head += await some(stream, 5)
+        back = await cluster.revive(1)
+        await until(lambda: not cluster.nodes[0].planner.in_force.conditions.lost)
+        assert cluster.nodes[0].planner.in_force.route_of(0) == tuple(ROUTES[0])
+        # The sequence under way stays where it is; a new one crosses the server again.
+        assert back.snapshot().sequences == 0
+        made = await soon(read(cluster.nodes[0].service.submit(request([6, 7], 12))))
+        assert back.snapshot().items["ATTEND"] == 11 * 2
+        own = await soon(read(back.service.submit(request([8, 9], 12))))
+        rest = await soon(read(stream))
+        await cluster.all_free()
+    assert tokens_of(head + rest) == expected(tiny, [3, 4, 5], 240)
+    assert tokens_of(made) == expected(tiny, [6, 7], 12)
+    assert tokens_of(own) == expected(tiny, [8, 9], 12)
+
+
+async def test_an_expert_whose_host_died_runs_at_another(tiny: Tiny) -> None:
+    """The route does not cross the dead server, its experts did."""
+    holders = {1: ALL, 3: ALL}
+    profile, plan = replicated(tiny, holders=holders)
+    plan = replace(plan, routes=np.array([[0] * 4, [1] * 4, [2] * 4, [3] * 4]))
+    async with running(tiny, profile=profile, plan=plan) as cluster:
+        streams = [cluster.nodes[a].service.submit(request([3, 4, a], LONG)) for a in (0, 2)]
+        heads = [await some(stream, 4) for stream in streams]
+        await cluster.kill(1)
+        rests = await soon(asyncio.gather(*(read(stream) for stream in streams)))
+        await cluster.all_free()
+    for access, head, rest in zip((0, 2), heads, rests, strict=True):
+        assert tokens_of(head + rest) == expected(tiny, [3, 4, access], LONG)
+
+
+def orphaning(tiny: Tiny, loss: float) -> tuple[Profile, Plan]:
+    """When server 1 dies nobody holds expert 2 of layer 1 any more; any may stand in for it."""
+    profile, plan = world(tiny, servers=2, routes=[[0] * 4, [1] * 4])
+    hosts = np.ones_like(plan.hosts)
+    hosts[0, 1, 2] = False
+    substitution = np.full_like(profile.substitution_loss, loss)
+    experts = np.arange(substitution.shape[2])
+    substitution[..., experts, experts] = 0.0
+    profile = replace(
+        profile, feasible=np.ones_like(profile.feasible), substitution_loss=substitution
+    )
+    return profile, replace(plan, hosts=hosts)
+
+
+async def test_an_expert_without_a_live_host_is_substituted_within_the_budget(tiny: Tiny) -> None:
+    profile, plan = orphaning(tiny, loss=0.01)
+    policy = replace(PRESETS["substitute-only"](), budget=0.2)
+    async with running(tiny, profile=profile, plan=plan, policy=policy, patience_s=0.0) as cluster:
+        service = cluster.nodes[0].service
+        stream = service.submit(request([3, 4, 5], 60))
+        events = await some(stream, 4)
+        await cluster.kill(1)
+        events += await soon(read(stream))
+        fresh = await soon(read(service.submit(request(list(range(40, 90)), 20))))
+        with pytest.raises(Unavailable, match="no substitute"):
+            await soon(read(service.submit(request(list(range(40, 90)), 20, exact=True))))
+        await cluster.all_free()
+    for made in (events, fresh):
+        ledgers = [event.ledger for event in made if event.ledger is not None]
+        spent = np.cumsum([ledger.loss for ledger in ledgers])
+        assert (spent <= np.cumsum([ledger.budget for ledger in ledgers]) + 1e-9).all()
+        assert sum(ledger.kinds[1, Kind.LOCAL_SUBSTITUTE] for ledger in ledgers) > 0
+    assert (len(events), len(fresh)) == (60, 20)
+
+
+async def test_a_request_waits_a_while_for_the_only_host_to_come_back(tiny: Tiny) -> None:
+    profile, plan = orphaning(tiny, loss=0.9)
+    async with running(tiny, profile=profile, plan=plan, patience_s=60.0) as cluster:
+        stream = cluster.nodes[0].service.submit(request(list(range(40, 90)), 100))
+        head = await some(stream, 4)
+        await cluster.kill(1)
+        await until(lambda: cluster.nodes[0].desk.restarts)
+        await cluster.revive(1)
+        rest = await soon(read(stream))
+    assert tokens_of(head + rest) == expected(tiny, list(range(40, 90)), 100)
+
+
+async def test_places_of_a_dead_servers_users_are_freed(tiny: Tiny) -> None:
+    profile, plan = world(tiny, servers=2, routes=[[0, 1, 0, 1], [0, 1, 0, 1]])
+    async with running(tiny, profile=profile, plan=plan) as cluster:
+        stream = cluster.nodes[1].service.submit(request([3, 4, 5], 240))
+        await some(stream, 3)
+        assert cluster.nodes[0].snapshot().sequences == 1
+        await cluster.kill(1)
+        await cluster.all_free()
+        with pytest.raises(Unavailable):
+            await soon(read(stream))
+
+
+async def test_a_link_that_stalls_briefly_costs_nothing_but_time(tiny: Tiny) -> None:
+    profile, plan = replicated(tiny, holders={0: ALL, 1: ALL})
+    async with running(tiny, profile=profile, plan=plan) as cluster:
+        stream = cluster.nodes[0].service.submit(request([3, 4, 5], 60))
+        events = await some(stream, 4)
+        names = cluster.names
+        cluster.network.stall(names[1], names[0])
+        await asyncio.sleep(LINKS.silence_s / 5)
+        cluster.network.resume(names[1], names[0])
+        events += await soon(read(stream))
+        assert cluster.nodes[0].desk.restarts == 0
+    assert tokens_of(events) == expected(tiny, [3, 4, 5], 60)
+
+
+async def test_a_link_that_is_cut_and_heals_loses_no_token(tiny: Tiny) -> None:
+    """Both servers live on; what was under way between them is done again on a way around."""
+    profile, plan = replicated(tiny, holders=EVERYWHERE)
+    plan = replace(plan, routes=np.array([[0, 1, 2, 0], [1] * 4, [2] * 4, [3] * 4]))
+    async with running(tiny, profile=profile, plan=plan) as cluster:
+        stream = cluster.nodes[0].service.submit(request([3, 4, 5], LONG))
+        events = await some(stream, 4)
+        one, other = cluster.names[1], cluster.names[2]
+        cluster.network.stall(one, other)
+        cluster.network.stall(other, one)
+        await until(lambda: (1, 2) in cluster.nodes[0].planner.in_force.conditions.cut)
+        assert cluster.nodes[0].planner.in_force.route_of(0) != (0, 1, 2, 0)
+        events += await some(stream, 4)
+        cluster.network.resume(one, other)
+        cluster.network.resume(other, one)
+        await until(lambda: not cluster.nodes[0].planner.in_force.conditions.cut)
+        assert cluster.nodes[0].planner.in_force.route_of(0) == (0, 1, 2, 0)
+        events += await soon(read(stream))
+        again = await soon(read(cluster.nodes[0].service.submit(request([6, 7], 12))))
+        await cluster.all_free()
+    assert tokens_of(events) == expected(tiny, [3, 4, 5], LONG)
+    assert tokens_of(again) == expected(tiny, [6, 7], 12)
+
+
+async def test_the_budget_holds_across_a_restart(tiny: Tiny) -> None:
+    profile, plan = replicated(tiny, holders=EVERYWHERE)
+    policy = replace(PRESETS["trimmoe"](), budget=0.1, exit_risk=None, audit_share=0.0)
+    async with running(tiny, profile=profile, plan=plan, policy=policy) as cluster:
+        streams = [
+            cluster.nodes[0].service.submit(request([3, 4, i], LONG, confidence=0.6))
+            for i in range(6)
+        ]
+        heads = await asyncio.gather(*(some(stream, 7 + i) for i, stream in enumerate(streams)))
+        await cluster.kill(1)
+        rests = await soon(asyncio.gather(*(read(stream) for stream in streams)))
+    spent_later = 0.0
+    for head, rest in zip(heads, rests, strict=True):
+        made = head + rest
+        assert len(made) == LONG
+        ledgers = [event.ledger for event in made if event.ledger is not None]
+        spent = np.cumsum([ledger.loss for ledger in ledgers])
+        assert (spent <= np.cumsum([ledger.budget for ledger in ledgers]) + 1e-9).all()
+        assert sum(event.ledger is None for event in made) == 2  # each prompt's first prediction
+        spent_later += sum(event.ledger.loss for event in rest if event.ledger is not None)
+    assert spent_later > 0
