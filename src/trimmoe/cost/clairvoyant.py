@@ -127,8 +127,8 @@ class _Choices:
         for layer in range(layers):
             batch = as_batch(
                 trace.experts[:, layer],
-                trace.masses[:, layer],
-                trace.importance[:, layer],
+                trace.masses[:, layer].astype(np.float64),
+                trace.importance[:, layer].astype(np.float64),
                 np.minimum(trace.steadiness[:, layer], space.class_count - 1),
                 route[:, layer],
                 after[:, layer],

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from trimmoe.core.specs import FloatArray, IntArray
 from trimmoe.policy.settings import BUDGET_USE_TARGET, ExitRule, PolicySettings, WeightRule
 
 
@@ -16,6 +18,8 @@ class Window:
     tokens: int = 0
     budget_use: float = 0.0
     """Loss over budget, summed over tokens."""
+    by_route: Mapping[int, tuple[int, float]] = field(default_factory=dict)
+    """Tokens and budget use of every route that had any."""
     relative_delay: float = 0.0
     """Delay over that of exact execution, summed over tokens."""
     exits: int = 0
@@ -30,7 +34,9 @@ class Feedback:
     """What the rules have learnt so far."""
 
     loss_weight: float
-    """omega_D."""
+    """omega_D of (43), where all routes share one."""
+    route_weights: tuple[float, ...] = ()
+    """omega_D by route where each is steered by itself; empty where they share one."""
     exit_raise: float = 0.0
     """Added to every request's own exit threshold, up to 1."""
     window: Window = Window()
@@ -38,11 +44,18 @@ class Feedback:
     false_exits: int = 0
     """Audited exits whose prediction was not that of full depth, since the start."""
 
+    def weights_of(self, route: IntArray) -> FloatArray:
+        """omega_D in force for tokens on these routes, [n]."""
+        if not self.route_weights:
+            return np.full(route.size, self.loss_weight)
+        return np.array(self.route_weights)[route]
+
 
 def observe(
     feedback: Feedback,
     settings: PolicySettings,
     *,
+    route: np.ndarray,
     budget_use: np.ndarray,
     relative_delay: np.ndarray,
     exit_confidence: np.ndarray,
@@ -50,8 +63,13 @@ def observe(
     """Count finished tokens ([n] each; confidences only of those that exited) and, when the
     window is full, apply both rules."""
     window = feedback.window
+    by_route = dict(window.by_route)
+    for one, use in zip(route.tolist(), budget_use.tolist(), strict=True):
+        tokens, total = by_route.get(one, (0, 0.0))
+        by_route[one] = (tokens + 1, total + use)
     window = replace(
         window,
+        by_route=by_route,
         tokens=window.tokens + budget_use.size,
         budget_use=window.budget_use + float(budget_use.sum()),
         relative_delay=window.relative_delay + float(relative_delay.sum()),
@@ -80,6 +98,7 @@ def _updated(feedback: Feedback, settings: PolicySettings) -> Feedback:
     return replace(
         feedback,
         loss_weight=_loss_weight(feedback, settings),
+        route_weights=_route_weights(feedback, settings),
         exit_raise=_exit_raise(feedback, settings),
         window=Window(),
     )
@@ -95,9 +114,28 @@ def _loss_weight(feedback: Feedback, settings: PolicySettings) -> float:
         case WeightRule.PAPER:
             error = budget_use - window.relative_delay / window.tokens
         case WeightRule.STEER:
+            if feedback.route_weights:
+                return feedback.loss_weight
             error = budget_use - BUDGET_USE_TARGET
     low, high = settings.loss_weight_range
     return float(np.clip(feedback.loss_weight + settings.weight_step * error, low, high))
+
+
+def _route_weights(feedback: Feedback, settings: PolicySettings) -> tuple[float, ...]:
+    """Every route's omega_D after a window, steered toward the use of the budget aimed at.
+
+    Links differ by route, and with them what a unit of loss buys. The steps are of the weight's
+    log odds, the logarithm of the price of quality, in proportion to a route's share of the window.
+    """
+    weights = list(feedback.route_weights)
+    if not weights or settings.weight_rule is not WeightRule.STEER:
+        return feedback.route_weights
+    low, high = settings.loss_weight_range
+    for route, (tokens, use) in feedback.window.by_route.items():
+        error = (use - tokens * BUDGET_USE_TARGET) / feedback.window.tokens
+        odds = np.log(weights[route] / (1.0 - weights[route])) + settings.steer_step * error
+        weights[route] = float(np.clip(1.0 / (1.0 + np.exp(-odds)), low, high))
+    return tuple(weights)
 
 
 def _exit_raise(feedback: Feedback, settings: PolicySettings) -> float:

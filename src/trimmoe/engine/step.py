@@ -55,10 +55,16 @@ class Engine:
     """kappa per route, the first M by access server, [R, N]."""
     reference_s: float
     """d_ref, to normalise delays (43)."""
+    route_weights: tuple[float, ...] = ()
+    """omega_D to begin with, by route; empty for one that all share."""
 
     def start(self) -> EngineState:
         """The state before the first event."""
-        return EngineState(feedback=Feedback(loss_weight=self.settings.loss_weight))
+        return EngineState(
+            feedback=Feedback(
+                loss_weight=self.settings.loss_weight, route_weights=self.route_weights
+            )
+        )
 
     def step(self, state: EngineState, event: Event) -> Step:
         """What follows from `event`; pure."""
@@ -101,7 +107,16 @@ class Engine:
             return confidence
         return max(confidence, self.profile.exit_floor_at_risk(self.settings.exit_risk))
 
+    def _grown(self, state: EngineState) -> EngineState:
+        """The state with weights for routes that were added since it began."""
+        known = state.feedback.route_weights
+        if len(known) >= len(self.route_weights):
+            return state
+        weights = known + self.route_weights[len(known) :]
+        return replace(state, feedback=replace(state.feedback, route_weights=weights))
+
     def _arrived(self, state: EngineState, event: TokensArrived) -> Step:
+        state = self._grown(state)
         accounts = [state.accounts[sequence] for sequence in event.sequences]
         access = np.array([account.access for account in accounts], dtype=np.int64)
         route = np.array([account.route for account in accounts], dtype=np.int64)
@@ -115,7 +130,7 @@ class Engine:
             server=first,
             allowance=np.array([account.balance + account.budget for account in accounts]),
             confidence_needed=needed,
-            loss_weight=state.feedback.loss_weight,
+            loss_weight=state.feedback.weights_of(route),
             exit_loss=self._exit_loss(needed),
             start_s=self.cost.token_transfer_s[access, first],
             layer_count=self.cost.layer_count,
@@ -308,15 +323,16 @@ class Engine:
 
     def _settled_here(self, state: EngineState, receipts: tuple[Receipt, ...]) -> EngineState:
         """Carry receipts over into the accounts and the feedback."""
+        receipts = tuple(each for each in receipts if each.sequence in state.accounts)
         if not receipts:
             return state
+        state = self._grown(state)
         keep = self.settings.budget_rule is BudgetRule.BUCKET
         balances = {
             each.sequence: replace(
                 state.accounts[each.sequence], balance=each.balance if keep else 0.0
             )
             for each in receipts
-            if each.sequence in state.accounts
         }
         budget = np.array([each.budget for each in receipts])
         loss = np.array([each.loss for each in receipts])
@@ -325,6 +341,7 @@ class Engine:
         feedback = observe(
             state.feedback,
             self.settings,
+            route=np.array([state.accounts[each.sequence].route for each in receipts]),
             budget_use=np.divide(loss, budget, where=budget > 0, out=np.zeros_like(loss)),
             relative_delay=np.array([each.delay_s for each in receipts]) / exact_s,
             exit_confidence=np.array(exits),

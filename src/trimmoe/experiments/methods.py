@@ -22,7 +22,7 @@ from trimmoe.policy.baselines import (
     admitted_servers,
     skip_thresholds,
 )
-from trimmoe.policy.build import Deployment, action_space, deploy, make_policy, priced
+from trimmoe.policy.build import Deployment, action_space, deploy, make_policy, starting_weights
 from trimmoe.policy.settings import PolicySettings, exact, paper, substitute_only, trimmoe
 
 PolicyMaker = Callable[[ActionSpace, Deployment, Profile], Policy]
@@ -200,7 +200,7 @@ def make_engine(
 ) -> Engine:
     """The engine of a policy on a plan; `maker` makes another policy than that of `settings`."""
     deployment = deploy(plan, profile, model, settings.accounting)
-    settings = priced(deployment, profile, inflated(plan, settings))
+    settings = inflated(plan, settings)
     policy: Policy = make_policy(deployment, profile, settings)
     if maker is not None:
         policy = maker(action_space(deployment, profile, settings), deployment, profile)
@@ -211,6 +211,7 @@ def make_engine(
         cost=deployment.cost,
         routes=deployment.routes,
         reference_s=deployment.reference_s,
+        route_weights=starting_weights(deployment, profile, settings),
     )
 
 

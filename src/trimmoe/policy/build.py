@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -17,7 +17,7 @@ from trimmoe.cost.model import Accounting, CostModel, cost_model
 from trimmoe.cost.thresholds import theta_at, thresholds
 from trimmoe.cost.values import allowance_levels
 from trimmoe.policy.patterns import PatternIndex
-from trimmoe.policy.price import meeting_weight
+from trimmoe.policy.price import meeting_weights
 from trimmoe.policy.settings import BUDGET_USE_TARGET, PolicySettings
 from trimmoe.policy.tables import TableBank
 from trimmoe.policy.trim import TrimPolicy
@@ -109,13 +109,15 @@ def action_space(deployment: Deployment, profile: Profile, settings: PolicySetti
     )
 
 
-def priced(deployment: Deployment, profile: Profile, settings: PolicySettings) -> PolicySettings:
-    """`settings` with the loss weight they are to start from."""
+def starting_weights(
+    deployment: Deployment, profile: Profile, settings: PolicySettings
+) -> tuple[float, ...]:
+    """omega_D to begin with by route; empty if all routes share `settings.loss_weight`."""
     if not settings.price_start or settings.budget <= 0 or settings.levers.lossless:
-        return settings
+        return ()
     if deployment.cost.accounting is Accounting.MIGRATE:
-        return settings
-    weight = meeting_weight(
+        return ()
+    return meeting_weights(
         action_space(deployment, profile, settings),
         profile,
         Weights(
@@ -124,11 +126,9 @@ def priced(deployment: Deployment, profile: Profile, settings: PolicySettings) -
             budget=settings.budget,
         ),
         deployment.routes,
-        deployment.plan.cluster.access_share,
         exits=settings.levers.exit,
         target=BUDGET_USE_TARGET,
     )
-    return replace(settings, loss_weight=weight)
 
 
 def exit_forecast(profile: Profile, settings: PolicySettings) -> ExitForecast:

@@ -12,38 +12,39 @@ from trimmoe.cost.actions import ActionSpace, as_batch
 from trimmoe.cost.expected import destinations
 from trimmoe.cost.lookahead import IMPORTANCE_DECILES, Weights, typical_tokens
 
-WEIGHTS = tuple(np.round(np.arange(0.05, 0.951, 0.05), 2))
-"""Loss weights that are tried."""
+WEIGHTS = tuple(1.0 / (1.0 + np.exp(-odds)) for odds in np.arange(-2.9, 2.91, 0.2))
+"""Loss weights that are tried, evenly spaced in the logarithm of the price."""
 
 
-def meeting_weight(
+def meeting_weights(
     space: ActionSpace,
     profile: Profile,
     weights: Weights,
     routes: IntArray,
-    access_share: FloatArray,
     *,
     exits: bool,
     target: float,
-) -> float:
-    """The least of `WEIGHTS` at which typical tokens lose at most `target` of the budget.
+) -> tuple[float, ...]:
+    """For every route the least of `WEIGHTS` at which typical tokens lose at most `target` of the
+    budget; the greatest if none will do.
 
     On a route a layer's action does not move the token, so with quality at a price every layer
     takes its own best action; `exits`: whether later layers count by the share of tokens that
-    reach them. `routes` [M, N], `access_share` [M]. The greatest weight if none will do.
+    reach them. `routes` [R, N].
     """
     alive = profile.active if exits else np.ones(profile.layer_count)
-    lost = np.zeros(len(WEIGHTS))
+    following = destinations(routes)
     done: dict[tuple[int, int, int], FloatArray] = {}
-    for access in np.flatnonzero(access_share > 0):
-        following = destinations(routes)[access]
-        for layer in range(profile.layer_count):
-            key = (layer, int(routes[access, layer]), int(following[layer]))
+    found = []
+    for route, after in zip(routes.tolist(), following.tolist(), strict=True):
+        lost = np.zeros(len(WEIGHTS))
+        for key in zip(range(profile.layer_count), route, after, strict=True):
             if key not in done:
                 done[key] = _layer_losses(space, profile, weights, *key)
-            lost += access_share[access] * alive[layer] * done[key]
-    enough = np.flatnonzero(lost <= target * weights.budget)
-    return float(WEIGHTS[enough[0]] if enough.size else WEIGHTS[-1])
+            lost += alive[key[0]] * done[key]
+        enough = np.flatnonzero(lost <= target * weights.budget)
+        found.append(float(WEIGHTS[enough[0] if enough.size else -1]))
+    return tuple(found)
 
 
 def _layer_losses(

@@ -76,6 +76,8 @@ class PolicySettings:
     loss_weight_range: tuple[float, float] = (0.05, 0.95)
     weight_step: float = 0.05
     """kappa of (43)."""
+    steer_step: float = 2.0
+    """Step of omega_D's log odds per window and unit of budget use, where it is steered."""
     exit_step: float = 0.1
     """eta of (37)."""
     audit_share: float = 0.02
@@ -90,7 +92,8 @@ class PolicySettings:
     """Whether the look-ahead weighs exits by their measured chance; off, a token exits exactly at
     its predicted layer, as in the paper."""
     price_start: bool = True
-    """Start omega_D where the expected loss meets the budget, instead of at `loss_weight`."""
+    """Start omega_D, of every route by itself, where the expected loss meets the budget, instead
+    of at `loss_weight` for all."""
 
 
 def trimmoe() -> PolicySettings:

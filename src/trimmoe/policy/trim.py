@@ -22,7 +22,7 @@ from trimmoe.policy.base import Decision, Observation
 from trimmoe.policy.patterns import PatternIndex
 from trimmoe.policy.tables import TableBank
 
-WEIGHT_GRID = 0.05
+WEIGHT_GRID = 0.025
 """Loss weights are rounded to this, so that tables and memos outlive small adjustments."""
 
 

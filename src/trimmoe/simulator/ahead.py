@@ -196,7 +196,7 @@ def _felt(state: EngineState) -> tuple[float, tuple[float, ...], float]:
 
 def uniform(seed: int, requests: IntArray, numbers: IntArray) -> FloatArray:
     """One number in [0, 1) per token, the same whenever it is asked for (splitmix64), [n]."""
-    key = np.uint64(seed) * np.uint64(0xD1342543DE82EF95) if seed else np.uint64(0)
+    key = np.uint64(seed * 0xD1342543DE82EF95 % 2**64)
     with np.errstate(over="ignore"):
         mixed = requests.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
         mixed += numbers.astype(np.uint64) * np.uint64(0xBF58476D1CE4E5B9) + key
