@@ -18,6 +18,7 @@ from rich.markup import escape
 from trimmoe.core.errors import UserError
 from trimmoe.experiments.commands import app as experiments
 from trimmoe.experiments.serve_commands import app as bench
+from trimmoe.experiments.simulation_commands import record, simulate
 
 if TYPE_CHECKING:
     from trimmoe.models.base import MoEView
@@ -565,6 +566,77 @@ def serve(
         )
     else:
         launcher.serve_here(chosen, _say)
+
+
+@app.command()
+def evaluate(
+    profile: ProfileOption,
+    plan: PlanOption,
+    tasks: Annotated[
+        str, typer.Option(help="Separated by commas; with --data: wikitext, squad, gsm8k.")
+    ] = "wikitext,squad,gsm8k",
+    data: Annotated[
+        Path | None,
+        typer.Option(help="Folder of the tasks' files; without it, any task of the harness."),
+    ] = None,
+    model: ModelOption = "embedded",
+    method: Annotated[
+        list[str] | None, typer.Option(help="Repeatable; beside exact execution; default: trimmoe.")
+    ] = None,
+    budget: Annotated[
+        list[float] | None,
+        typer.Option(min=0.0, max=1.0, help="As in `generate`; repeatable; default: 0.02."),
+    ] = None,
+    confidence: Confidence = 0.9,
+    limit: Annotated[int | None, typer.Option(min=1, help="Documents of each task.")] = None,
+    num_fewshot: Annotated[
+        int | None, typer.Option(min=0, help="Examples in a prompt; default: the task's.")
+    ] = None,
+    max_gen_toks: Annotated[
+        int | None, typer.Option(min=1, help="New tokens of an answer; default: the task's.")
+    ] = None,
+    max_length: Annotated[
+        int | None, typer.Option(min=2, help="Positions used of the context; default: all.")
+    ] = None,
+    batch_size: Annotated[int, typer.Option(min=1, help="Sequences decoded together.")] = 16,
+    json_path: Annotated[Path | None, typer.Option("--json", help="Write the figures.")] = None,
+    seed: int = 0,
+    dtype: Dtype = "auto",
+    device: Device = "cpu",
+) -> None:
+    """Score tasks under several methods, beside their agreement with the exact model."""
+    from trimmoe.experiments.compare import write_json
+    from trimmoe.experiments.evaluate_tasks import EvaluateSettings, evaluation
+
+    if json_path is not None:
+        _require_folder(json_path)
+    content = evaluation(
+        [name.strip() for name in tasks.split(",") if name.strip()],
+        data,
+        EvaluateSettings(
+            methods=tuple(method or ("trimmoe",)),
+            budgets=tuple(budget or (0.02,)),
+            confidence=confidence,
+            limit=limit,
+            num_fewshot=num_fewshot,
+            max_gen_toks=max_gen_toks,
+            max_length=max_length,
+            at_once=batch_size,
+            seed=seed,
+        ),
+        console,
+        model=model,
+        profile=profile,
+        plan=plan,
+        dtype=dtype,
+        device=device,
+    )
+    if json_path is not None:
+        write_json(json_path, content)
+
+
+app.command()(record)
+app.command()(simulate)
 
 
 def _say(line: str) -> None:

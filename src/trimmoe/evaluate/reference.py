@@ -9,7 +9,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trimmoe.core.ledger import Ledger
 from trimmoe.core.specs import FloatArray, IntArray
 from trimmoe.evaluate.jobs import Forced, added
 from trimmoe.evaluate.teacher import Score

@@ -217,13 +217,14 @@ def print_comparison(console: Console, content: dict[str, Any]) -> None:
     for ours in (row for row in rows if row["method"] == "trimmoe"):
         console.print(
             f"{ours['title']} against the faster lossless method ({best['title']}): "
-            f"delay {_change(ours, best, 'delay_per_token_ms')}, "
-            f"hops {_change(ours, best, 'hops_per_token')}, "
+            f"delay {change(ours, best, 'delay_per_token_ms')}, "
+            f"hops {change(ours, best, 'hops_per_token')}, "
             f"flips {ours['flip_rate']:.2%} "
             f"(95 % interval {ours['flip_rate_low_95']:.2%} to {ours['flip_rate_high_95']:.2%}), "
             f"proxy budget {ours['budget_spent_per_token']:.4f} of {ours['budget_per_token']:.4f}."
         )
 
 
-def _change(ours: dict[str, Any], theirs: dict[str, Any], key: str) -> str:
+def change(ours: dict[str, Any], theirs: dict[str, Any], key: str) -> str:
+    """`ours` against `theirs` as a signed percentage."""
     return f"{ours[key] / theirs[key] - 1.0:+.0%}" if theirs[key] else "n/a"

@@ -1,0 +1,93 @@
+"""What is evaluated: an opened model with its tokenizer, profile and plan."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trimmoe.core.errors import UserError
+from trimmoe.core.plan import Plan, load_plan
+from trimmoe.core.profile import Profile, load_profile
+from trimmoe.experiments.compare import access_servers
+from trimmoe.experiments.methods import (
+    UNLIMITED,
+    configured,
+    find_method,
+    method_engine,
+    require_fitting,
+)
+from trimmoe.experiments.opening import open_view, resolved
+from trimmoe.models.base import MoEView
+from trimmoe.models.load import load_tokenizer
+from trimmoe.policy.settings import PolicySettings
+from trimmoe.runtime.local import LocalDriver
+
+if TYPE_CHECKING:
+    from trimmoe.evaluate.harness import Serving
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Subject:
+    """A model with all that a method needs to run it."""
+
+    view: MoEView
+    tokenizer: Any
+    profile: Profile
+    plan: Plan
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Run:
+    """One method at one budget."""
+
+    method: str
+    policy: PolicySettings
+
+    @property
+    def title(self) -> str:
+        method, budget = find_method(self.method), self.policy.budget
+        return method.title + (f" {budget:.3g}" if 0 < budget < UNLIMITED else "")
+
+
+def open_subject(model: str, profile: Path, plan: Path, *, dtype: str, device: str) -> Subject:
+    """Open what a command line names; raises `UserError` unless all belong together."""
+    calibrated, placed = load_profile(profile), load_plan(plan)
+    path = resolved(model)
+    view = open_view(path, dtype, device)
+    require_fitting(calibrated, placed, view.spec)
+    return Subject(view=view, tokenizer=load_tokenizer(path), profile=calibrated, plan=placed)
+
+
+def make_run(method: str, *, budget: float, confidence: float) -> Run:
+    """Raises `UserError` for an unknown method."""
+    policy = configured(find_method(method), budget=budget, confidence=confidence)
+    return Run(method=method, policy=policy)
+
+
+def serve_run(
+    subject: Subject, run: Run, *, at_once: int, max_length: int | None, seed: int
+) -> tuple[LocalDriver, Serving]:
+    """A fresh driver for a run and how requests meet it. Raises `UserError`."""
+    from trimmoe.evaluate.harness import Serving
+
+    context = subject.view.spec.context_length
+    if max_length is not None and max_length > context:
+        raise UserError(
+            f"The model's context holds {context} tokens, not {max_length}; ask for fewer."
+        )
+    engine = method_engine(
+        find_method(run.method), subject.plan, subject.profile, subject.view.spec, run.policy
+    )
+    driver = LocalDriver(subject.view, subject.profile, engine, slots=at_once, seed=seed)
+    serving = Serving(
+        budget=run.policy.budget,
+        confidence=run.policy.confidence,
+        at_once=at_once,
+        access=partial(access_servers, subject.plan, seed=seed),
+        max_length=max_length or context,
+        seed=seed,
+        label=run.title,
+    )
+    return driver, serving
