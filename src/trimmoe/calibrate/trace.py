@@ -123,6 +123,7 @@ def _blank(windows: Windows, view: MoEView, header: Header) -> Trace:
         steadiness=np.zeros((tokens, layers), dtype=np.int64),
         confidence=np.zeros((tokens, layers), dtype=np.float32),
         exit_at=np.zeros((tokens, layers), dtype=np.int64),
+        probabilities=np.zeros((tokens, layers, view.spec.expert_count), dtype=np.float16),
     )
 
 
@@ -139,7 +140,7 @@ def _record_batch(
         after = run_layer(view, layer, attended, routing, routing.experts)
         routed = observer.routed(_WAVE, layer, attended, routing)
         executed = observer.executed(_WAVE, layer, after)
-        for name in ("experts", "masses", "importance", "steadiness"):
+        for name in ("experts", "masses", "importance", "steadiness", "probabilities"):
             getattr(trace, name)[span, layer] = getattr(routed, name)
         trace.confidence[span, layer] = executed.confidence
         trace.exit_at[span, layer] = executed.exit_at

@@ -20,9 +20,7 @@ ProfileOption = Annotated[Path, typer.Option("--profile", help="Made by `trimmoe
 
 
 def record(
-    model: Annotated[
-        str, typer.Argument(help="A checkpoint folder, a hub id, or `embedded`.")
-    ],
+    model: Annotated[str, typer.Argument(help="A checkpoint folder, a hub id, or `embedded`.")],
     text: Annotated[
         list[Path],
         typer.Option("--text", help="UTF-8 text or .jsonl[.gz] with a `text` field; repeatable."),

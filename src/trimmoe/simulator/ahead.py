@@ -36,6 +36,7 @@ from trimmoe.core.specs import FloatArray, IntArray
 from trimmoe.core.wave import Wave
 from trimmoe.engine.state import EngineState
 from trimmoe.engine.step import Engine
+from trimmoe.policy.trim import rounded_weight
 from trimmoe.simulator.feed import TraceFeed
 from trimmoe.simulator.world import NONE
 
@@ -188,10 +189,11 @@ class Ahead:
         self.ahead = replace(self.ahead, feedback=self.settled.feedback)
 
 
-def _felt(state: EngineState) -> tuple[float, tuple[float, ...], float]:
-    """The part of the feedback that arriving tokens feel."""
+def _felt(state: EngineState) -> tuple[float, ...]:
+    """The part of the feedback that decisions about arriving tokens look at."""
     feedback = state.feedback
-    return feedback.loss_weight, feedback.route_weights, feedback.exit_raise
+    weights = (feedback.loss_weight, *feedback.route_weights)
+    return (*(rounded_weight(weight) for weight in weights), feedback.exit_raise)
 
 
 def uniform(seed: int, requests: IntArray, numbers: IntArray) -> FloatArray:

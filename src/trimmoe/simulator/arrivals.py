@@ -84,11 +84,8 @@ class Source:
         rate, cv2 = self._load.rate_per_s, self._load.burstiness
         if rate is None:
             return np.zeros(count)
-        if cv2 == 0:
-            gaps = np.full(count, 1.0 / rate)
-        else:
-            gaps = rng.gamma(1.0 / cv2, cv2 / rate, count)
-        times = self._clock_s + np.cumsum(gaps)
+        scaled = rng.gamma(1.0 / cv2, cv2, count) if cv2 else np.ones(count)
+        times = self._clock_s + np.cumsum(scaled / rate)
         self._clock_s = float(times[-1])
         return times
 

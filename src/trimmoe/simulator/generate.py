@@ -23,6 +23,7 @@ import numpy as np
 
 from trimmoe.core.specs import FloatArray, IntArray, ModelSpec
 from trimmoe.core.trace import Trace, trace_header
+from trimmoe.simulator.probabilities import complete_probabilities
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -82,17 +83,20 @@ def generate_trace(
     tokens: a profile and a trace of one model share the first and not the second.
     """
     drawn = draw_tokens(model, parameters, sequences * length, seed, structure_seed)
+    masses = drawn.masses.astype(np.float32)
+    rng = np.random.default_rng([seed, 3])
     settings = {"generator": asdict(parameters), "structure_seed": structure_seed}
     hashes = {"model": model.model_hash, "profile": profile_hash}
     return Trace(
         header=trace_header(settings=settings, input_hashes=hashes, seed=seed),
         length=length,
         experts=drawn.experts,
-        masses=drawn.masses.astype(np.float32),
+        masses=masses,
         importance=drawn.importance.astype(np.float32),
         steadiness=drawn.steadiness,
         confidence=drawn.confidence.astype(np.float32),
         exit_at=drawn.exit_at,
+        probabilities=complete_probabilities(rng, drawn.experts, masses, model.expert_count),
     )
 
 

@@ -127,7 +127,7 @@ def _without_states(model: ModelSpec, parameters: Parameters) -> dict:
 
 
 def _substitution(model: ModelSpec, parameters: Parameters, seed: int, tokens: int) -> dict:
-    """Experts are directions; the loss of a substitute grows with the angle, less for the steady."""
+    """Experts are directions; what a substitute loses grows with the angle between them."""
     rng = np.random.default_rng([seed, 2])
     layers, experts = model.layer_count, model.expert_count
     direction = rng.normal(size=(layers, experts, _SIMILARITY_DIMENSIONS))

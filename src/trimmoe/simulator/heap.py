@@ -1,4 +1,8 @@
-"""The event heap, compiled: events ordered by (time, priority, ticket)."""
+"""The event heap, compiled: events ordered by (time, priority, ticket).
+
+What is compiled is kept per file: after a change here or in `service`, touch `loop`, which holds
+the whole loop with everything it calls.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The compiled event loop: queues, links and servers under what the engine decided.
+"""The compiled event loop, part two: tokens, links, and what follows what.
 
 Nothing is decided here. Servers start when all events of an instant have happened, so that what
 is ready at one server for one layer at one instant is one batch.
@@ -7,10 +7,12 @@ is ready at one server for one layer at one instant is one batch.
 from __future__ import annotations
 
 from trimmoe.simulator.heap import inlined, njit, pop, push
+from trimmoe.simulator.service import free, ready, start_all, wake
 from trimmoe.simulator.world import (
     AREA,
     DENSE,
     DISPATCH,
+    DONE,
     DUE,
     EVENTS,
     EXPERTS,
@@ -24,24 +26,24 @@ from trimmoe.simulator.world import (
     LOG_REQUEST,
     LOG_ROW,
     LOGGED,
+    MESSAGE,
     NEXT_REQUEST,
     NONE,
     NOW,
     OWNER,
     PART,
+    REQUEST,
     ROLE,
     RUNNING,
     SOURCE,
     STATE,
     TARGET,
-    TICKET,
+    TOKEN,
     TOKEN_BACK,
     TOKEN_IN,
     VECTORS,
 )
 
-# Kinds of events; the first two happen before the others of the same instant.
-DONE, MESSAGE, TOKEN, REQUEST = range(4)
 # Why the loop stopped.
 TIME_UP, STARVED, NEEDS_ROOM, NEEDS_REQUESTS, LOG_FULL = range(5)
 
@@ -52,11 +54,11 @@ def run_until(world, rows, asked, state, end_s):
     servers = world.delay_s.shape[0]
     numbers = state.numbers
     while True:
-        if numbers[DUE] > 0:
-            if numbers[HEAP_SIZE] == 0 or state.heap_time[0] > state.clock[NOW]:
-                _start_all(world, rows, asked, state)
-                continue
-        if numbers[HEAP_SIZE] == 0 or state.heap_time[0] >= end_s:
+        over = numbers[HEAP_SIZE] == 0
+        if numbers[DUE] > 0 and (over or state.heap_time[0] > state.clock[NOW]):
+            start_all(world, rows, asked, state)
+            continue
+        if over or state.heap_time[0] >= end_s:
             break
         code, now = state.heap_what[0], state.heap_time[0]
         kind, what = code & 7, code >> 3
@@ -110,7 +112,7 @@ def _begun(world, rows, asked, state, request):
     state.numbers[IN_FLIGHT] += 1
     source, target = asked.access[request], int(rows.place[row, 0])
     if source == target:
-        _ready(state, target, DENSE, 0, request)
+        ready(state, target, DENSE, 0, request)
     else:
         _send(world, state, TOKEN_IN, source, target, 0, NONE, 0, 0, _size(rows, row), request)
 
@@ -125,104 +127,6 @@ def _size(rows, row):
     return count
 
 
-@inlined
-def _ready(state, server, kind, layer, unit):
-    """Queue a unit at a server."""
-    state.numbers[FREE_ENTRIES] -= 1
-    entry = state.free_entries[state.numbers[FREE_ENTRIES]]
-    state.entry_unit[entry], state.entry_next[entry] = unit, NONE
-    state.entry_ready_s[entry] = state.clock[NOW]
-    state.entry_ticket[entry] = state.numbers[TICKET]
-    state.numbers[TICKET] += 1
-    last = state.queue_last[server, kind, layer]
-    if last == NONE:
-        state.queue_first[server, kind, layer] = entry
-    else:
-        state.entry_next[last] = entry
-    state.queue_last[server, kind, layer] = entry
-    _wake(state, server)
-
-
-@inlined
-def _wake(state, server):
-    """Let an idle server start at the end of this instant."""
-    if state.batch_first[server] == NONE and not state.starting[server]:
-        state.starting[server] = True
-        state.due[state.numbers[DUE]] = server
-        state.numbers[DUE] += 1
-
-
-@njit
-def _start_all(world, rows, asked, state):
-    """Everything of this instant has happened: idle servers take what there is."""
-    for at in range(state.numbers[DUE]):
-        state.numbers[EVENTS] += 1
-        _started(world, rows, asked, state, state.due[at])
-    state.numbers[DUE] = 0
-
-
-@njit
-def _started(world, rows, asked, state, server):
-    """Take what waits for the layer of the unit that has waited longest, as one batch."""
-    state.starting[server] = False
-    oldest, chosen, at = -1, DENSE, 0
-    for kind in range(2):
-        for layer in range(state.queue_first.shape[2]):
-            entry = state.queue_first[server, kind, layer]
-            if entry != NONE and (oldest < 0 or state.entry_ticket[entry] < oldest):
-                oldest, chosen, at = state.entry_ticket[entry], kind, layer
-    if oldest < 0:
-        return
-    now, first = state.clock[NOW], state.queue_first[server, chosen, at]
-    entry, last, taken = first, first, 0
-    while entry != NONE and taken < world.max_batch:
-        state.waited_s[server, chosen] += now - state.entry_ready_s[entry]
-        taken += 1
-        last, entry = entry, state.entry_next[entry]
-    state.entry_next[last] = NONE
-    state.queue_first[server, chosen, at] = entry
-    if entry == NONE:
-        state.queue_last[server, chosen, at] = NONE
-    state.batch_first[server] = first
-    state.batch_kind[server], state.batch_layer[server] = chosen, at
-    service_s = _service_s(world, rows, asked, state, server)
-    state.served[server, chosen, 0] += 1
-    state.served[server, chosen, 1] += taken
-    state.busy_s[server] += service_s
-    state.serving_until_s[server] = now + service_s
-    push(state, now + service_s, 0, DONE, server)
-
-
-@njit
-def _service_s(world, rows, asked, state, server):
-    """Time of a batch: what one token takes, of which weights are read once per batch (dense) or
-    per expert."""
-    kind, layer = state.batch_kind[server], state.batch_layer[server]
-    entry, tokens, counts = state.batch_first[server], 0, state.per_expert
-    if kind == EXPERTS:
-        counts[:] = 0
-    while entry != NONE:
-        row = asked.row[state.entry_unit[entry]]
-        while row != NONE:
-            tokens += 1
-            if kind == EXPERTS:
-                for slot in range(rows.expert.shape[2]):
-                    expert = int(rows.expert[row, layer, slot])
-                    if expert >= 0 and rows.server[row, layer, slot] == server:
-                        counts[expert] += 1
-            row = rows.sibling[row]
-        entry = state.entry_next[entry]
-    share = world.batch_share
-    if kind == DENSE:
-        return world.dense_s[server, layer] * (share + (1.0 - share) * tokens)
-    total = 0.0
-    for expert in range(counts.size):
-        if counts[expert] > 0:
-            each = share + (1.0 - share) * counts[expert]
-            total += world.expert_s[server, layer, expert] * each
-    return total
-
-
 @njit
 def _done(world, rows, asked, state, server):
     """A batch is through: its units go where the engine sends them."""
@@ -233,7 +137,7 @@ def _done(world, rows, asked, state, server):
     state.group_vectors[:] = 0
     while entry != NONE:
         unit, following = state.entry_unit[entry], state.entry_next[entry]
-        _free(state, entry)
+        free(state, entry)
         if kind == DENSE:
             _fan_out(world, rows, asked, state, server, unit)
         else:
@@ -247,13 +151,7 @@ def _done(world, rows, asked, state, server):
                 taking = state.group_vectors[0, group, target]
                 counted = state.group_vectors[1, group, target]
                 _send(world, state, role, server, target, layer, first, taking, counted, 0, NONE)
-    _wake(state, server)
-
-
-@inlined
-def _free(state, entry):
-    state.free_entries[state.numbers[FREE_ENTRIES]] = entry
-    state.numbers[FREE_ENTRIES] += 1
+    wake(state, server)
 
 
 @inlined
@@ -307,7 +205,7 @@ def _fan_out(world, rows, asked, state, server, unit):
     for place in range(used.size):
         if used[place] > 0:
             if place == server:
-                _ready(state, server, EXPERTS, layer, unit)
+                ready(state, server, EXPERTS, layer, unit)
             else:
                 _join(state, 0, place, unit, used[place], used[place])
     if residuals > 0:
@@ -348,7 +246,7 @@ def _gathered(world, rows, asked, state, server, unit):
     asked.layer[unit] += 1
     layer, row, access = asked.layer[unit], asked.row[unit], asked.access[unit]
     if layer < rows.layers[row]:
-        _ready(state, server, DENSE, layer, unit)
+        ready(state, server, DENSE, layer, unit)
         return
     if server == access:
         _finished(world, asked, state, unit)
@@ -420,14 +318,14 @@ def _delivered(world, rows, asked, state, at):
     state.free_messages[state.numbers[FREE_MESSAGES]] = at
     state.numbers[FREE_MESSAGES] += 1
     if role == TOKEN_IN:
-        _ready(state, server, DENSE, 0, owner)
+        ready(state, server, DENSE, 0, owner)
     elif role == TOKEN_BACK:
         _finished(world, asked, state, owner)
     while entry != NONE:
         unit, following = state.entry_unit[entry], state.entry_next[entry]
-        _free(state, entry)
+        free(state, entry)
         if role == DISPATCH:
-            _ready(state, server, EXPERTS, layer, unit)
+            ready(state, server, EXPERTS, layer, unit)
         else:
             _part(world, rows, asked, state, server, unit)
         entry = following

@@ -7,7 +7,7 @@ the compiled event loop find out when what was decided happens.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import numpy as np
 
@@ -24,9 +24,10 @@ from trimmoe.simulator.ahead import Ahead
 from trimmoe.simulator.arrivals import Source
 from trimmoe.simulator.feed import TraceFeed
 from trimmoe.simulator.heap import push
-from trimmoe.simulator.measure import Sample, Snapshot, UnitLog, Units, sample
+from trimmoe.simulator.measure import Sample, Snapshot, sample
 from trimmoe.simulator.settings import Prefill, SimulationSettings
 from trimmoe.simulator.tables import RequestTable, RowPool
+from trimmoe.simulator.tally import UnitLog, Units
 from trimmoe.simulator.world import (
     EXPERTS,
     IN_FLIGHT,
@@ -35,6 +36,7 @@ from trimmoe.simulator.world import (
     NEXT_REQUEST,
     NONE,
     NOW,
+    REQUEST,
     State,
     make_state,
     make_world,
@@ -63,8 +65,8 @@ def simulate(
     """One sample per seed; the same arguments always give the same samples.
 
     `policy_of` makes the policy of a deployment anew where waiting times are fed back; by default
-    the one of the engine's settings. Raises `UserError` if prompts are to be simulated under `migrate` accounting, where a chunk has
-    no one place.
+    the one of the engine's settings. Raises `UserError` if prompts are to be simulated under
+    `migrate` accounting, where a chunk has no one place.
     """
     load = settings.load
     migrates = engine.cost.accounting is Accounting.MIGRATE
@@ -141,7 +143,7 @@ class _Run:
         self.state = with_room(self.state, count)
         for request in range(count):
             at_s = 0.0 if self.closed else float(self.table.asked.arrival_s[0])
-            push(self.state, at_s, 1, loop.REQUEST, request)
+            push(self.state, at_s, 1, REQUEST, request)
         self.state.numbers[NEXT_REQUEST] = count
 
     def to_the_end(self, advance: Advance) -> Sample:
@@ -311,6 +313,4 @@ class _Run:
 
 
 def _with_log(state: State, size: int) -> State:
-    return state._replace(
-        log=np.zeros((size, 2), dtype=np.int64), log_time=np.zeros((size, 2))
-    )
+    return state._replace(log=np.zeros((size, 2), dtype=np.int64), log_time=np.zeros((size, 2)))

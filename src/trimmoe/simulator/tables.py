@@ -9,13 +9,12 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from trimmoe.core.ledger import Ledger
 from trimmoe.core.events import Receipt
+from trimmoe.core.ledger import Ledger
 from trimmoe.core.specs import IntArray
 from trimmoe.simulator.ahead import Itinerary
 from trimmoe.simulator.arrivals import Requests, join_requests
 from trimmoe.simulator.world import NONE, Asked, Rows, make_rows
-
 
 _UNUSED = Ledger.empty(0, 0, 0)
 

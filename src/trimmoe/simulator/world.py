@@ -16,6 +16,8 @@ from trimmoe.cost.model import Accounting, CostModel
 
 NONE = -1
 
+# Kinds of events; the first two happen before the others of the same instant.
+DONE, MESSAGE, TOKEN, REQUEST = range(4)
 # Words of `State.numbers`.
 HEAP_SIZE, TICKET, FREE_ENTRIES, FREE_MESSAGES, NEXT_REQUEST, IN_FLIGHT, LOGGED, EVENTS = range(8)
 RUNNING, DUE = 8, 9
