@@ -4,7 +4,7 @@ A replay takes routing, importance, steadiness and confidence as recorded, whate
 left out before: it measures delay and traffic; what becomes of quality is measured by running the
 model (`trimmoe compare`).
 
-Shapes: T tokens in S sequences of equal length, N MoE layers, k activated experts.
+Shapes: T tokens in S sequences of equal length, N MoE layers of E experts, k of them activated.
 """
 
 from __future__ import annotations
@@ -42,6 +42,9 @@ class Trace:
     """xi of (7) after each layer, [T, N]."""
     exit_at: IntArray
     """Predicted exit layer (36) after each layer, 1..N, [T, N]."""
+    probabilities: NDArray[np.float16] | None = None
+    """The router's whole softmax, [T, N, E]; None where it was not kept. Only policies that route
+    anew over all experts ask for it."""
 
     @property
     def token_count(self) -> int:

@@ -14,7 +14,7 @@ import numpy as np
 from trimmoe.core.specs import BoolArray, FloatArray, IntArray
 from trimmoe.cost.actions import DROPPED, ActionSpace
 from trimmoe.cost.kernels import curve_at
-from trimmoe.cost.model import CostModel, layer_delay_s
+from trimmoe.cost.model import Accounting, CostModel, layer_delay_s
 from trimmoe.policy.base import Decision, Observation
 
 
@@ -37,14 +37,16 @@ class MixtureOfDepths:
         """Exact execution, or a skip where the importance is low."""
         exact = exact_decision(self.space, self.routes, observation)
         skipped = observation.importance < self.below[observation.layer]
-        source = _source(self.routes, observation)
+        source = observation.server
         skip_loss = _skip_loss(self.space, observation)
         skipped &= skip_loss <= observation.allowance
-        travel = self.space.cost.transfer_s[source, exact.destination]
+        stays = self.space.cost.accounting is Accounting.MIGRATE
+        destination = np.where(skipped & stays, source, exact.destination)
+        travel = self.space.cost.transfer_s[source, destination]
         return Decision(
             slot_expert=np.where(skipped[:, None], DROPPED, exact.slot_expert),
             slot_server=np.where(skipped[:, None], source[:, None], exact.slot_server),
-            destination=exact.destination,
+            destination=destination,
             delay_s=np.where(skipped, travel, exact.delay_s),
             loss=np.where(skipped, skip_loss, 0.0),
         )
@@ -77,8 +79,7 @@ class LocalPrior:
     def decide(self, observation: Observation) -> Decision:
         """The biased activated set at its nearest hosts; needs the router's probabilities."""
         assert observation.probabilities is not None, "local routing needs the whole router output"
-        layer, source = observation.layer, _source(self.routes, observation)
-        local = self.space.hosts[source, layer]
+        local = self.space.hosts[observation.server, observation.layer]
         return masked_decision(
             self.space,
             self.routes,
@@ -142,8 +143,8 @@ def masked_decision(
         stays = np.isin(targets[row], wanted[row])
         newcomers = wanted[row][~np.isin(wanted[row], targets[row])]
         ran[row, ~stays] = newcomers
-    source, destination = _source(routes, observation), _destination(routes, observation)
-    server = space.menu.best_server[layer, source[:, None], destination[:, None], ran]
+    source = observation.server
+    destination, server = _placed(space, routes, observation, ran)
     loss = space.substitution_loss[layer, _class(space, observation)[:, None], targets, ran]
     total = np.where(ran == targets, 0.0, loss).sum(1)
     exact = exact_decision(space, routes, observation)
@@ -152,7 +153,7 @@ def masked_decision(
     return Decision(
         slot_expert=np.where(keeps[:, None], targets, ran),
         slot_server=np.where(keeps[:, None], exact.slot_server, server),
-        destination=destination,
+        destination=np.where(keeps, exact.destination, destination),
         delay_s=np.where(keeps, exact.delay_s, delay_s),
         loss=np.where(keeps, 0.0, total),
     )
@@ -160,18 +161,35 @@ def masked_decision(
 
 def exact_decision(space: ActionSpace, routes: IntArray, observation: Observation) -> Decision:
     """Every slot's target at its nearest host."""
-    layer = observation.layer
-    source, destination = _source(routes, observation), _destination(routes, observation)
-    server = space.menu.best_server[
-        layer, source[:, None], destination[:, None], observation.experts
-    ]
+    layer, source, experts = observation.layer, observation.server, observation.experts
+    destination, server = _placed(space, routes, observation, experts)
     return Decision(
-        slot_expert=observation.experts,
+        slot_expert=experts,
         slot_server=server,
         destination=destination,
-        delay_s=layer_delay_s(space.cost, layer, source, destination, observation.experts, server),
-        loss=np.zeros(observation.experts.shape[0]),
+        delay_s=layer_delay_s(space.cost, layer, source, destination, experts, server),
+        loss=np.zeros(experts.shape[0]),
     )
+
+
+def _placed(
+    space: ActionSpace, routes: IntArray, observation: Observation, ran: IntArray
+) -> tuple[IntArray, IntArray]:
+    """Where the results of the experts `ran` [n, k] gather, [n], and their hosts, [n, k].
+
+    On the route, or under `migrate` where the first slot runs, at its fastest host.
+    """
+    cost, layer, source = space.cost, observation.layer, observation.server
+    nearest = space.menu.best_server[layer]
+    if cost.accounting is not Accounting.MIGRATE:
+        destination = routes[observation.route, min(layer + 1, routes.shape[1] - 1)]
+        return destination, nearest[source[:, None], destination[:, None], ran]
+    first = ran[:, 0]
+    alone_s = cost.transfer_s[source] + cost.waiting_s + cost.expert_s[:, layer, first].T
+    destination = np.where(space.hosts[:, layer, first].T, alone_s, np.inf).argmin(1)
+    server = nearest[source[:, None], destination[:, None], ran]
+    server[:, 0] = destination
+    return destination, server
 
 
 def _skip_loss(space: ActionSpace, observation: Observation) -> FloatArray:
@@ -183,11 +201,3 @@ def _skip_loss(space: ActionSpace, observation: Observation) -> FloatArray:
 
 def _class(space: ActionSpace, observation: Observation) -> IntArray:
     return np.minimum(observation.steadiness, space.class_count - 1)
-
-
-def _source(routes: IntArray, observation: Observation) -> IntArray:
-    return routes[observation.route, observation.layer]
-
-
-def _destination(routes: IntArray, observation: Observation) -> IntArray:
-    return routes[observation.route, min(observation.layer + 1, routes.shape[1] - 1)]
