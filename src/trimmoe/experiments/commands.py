@@ -145,3 +145,62 @@ def regret(
     Console().print(experiment.regret_table(content))
     if json_path is not None:
         write_json(json_path, content)
+
+
+@app.command("budget-meaning")
+def budget_meaning(
+    text: Annotated[
+        list[str],
+        typer.Option("--text", help="NAME=FILE, held out; repeatable; the first is in-domain."),
+    ],
+    profile: ProfileOption,
+    plan: PlanOption,
+    model: ModelOption = "embedded",
+    budget: Annotated[
+        list[float] | None,
+        typer.Option(min=0.0, max=1.0, help="Repeatable; default: 0.005, 0.01, 0.02, 0.03."),
+    ] = None,
+    confidence: float = 0.9,
+    passages: Annotated[int, typer.Option(min=1)] = 32,
+    context: Annotated[int, typer.Option(min=1)] = 64,
+    steps: Annotated[int, typer.Option(min=1)] = 32,
+    seed: int = 0,
+    json_path: JsonOption = None,
+    device: str = "cpu",
+) -> None:
+    """What a budget charges, and what really flips at it, on texts near and far."""
+    from rich.console import Console
+
+    from trimmoe.calibrate.text import read_texts, text_hash
+    from trimmoe.experiments import budget_meaning as experiment
+    from trimmoe.experiments.compare import write_json
+    from trimmoe.experiments.subject import open_subject
+
+    domains: dict[str, list[str]] = {}
+    for each in text:
+        name, given, path = each.partition("=")
+        if not (name and given and path) or name in domains:
+            raise UserError(f"--text {each} is not of the form NAME=FILE with a name of its own.")
+        domains[name] = read_texts([Path(path)])
+    subject = open_subject(model, profile, plan, dtype="auto", device=device)
+    settings = experiment.MeaningSettings(
+        budgets=tuple(budget or experiment.MeaningSettings().budgets),
+        confidence=confidence,
+        passages=passages,
+        context=context,
+        steps=steps,
+        seed=seed,
+    )
+    ids = {
+        name: subject.tokenizer("\n\n".join(texts), verbose=False)["input_ids"]
+        for name, texts in domains.items()
+    }
+    measured = experiment.measure_meaning(
+        subject.view, subject.profile, subject.plan, ids, settings
+    )
+    inputs = {"profile": subject.profile.hash, "plan": subject.plan.hash}
+    inputs |= {f"text {name}": text_hash(texts) for name, texts in domains.items()}
+    content = experiment.meaning_json(settings, measured, inputs)
+    Console().print(experiment.meaning_table(content))
+    if json_path is not None:
+        write_json(json_path, content)
