@@ -390,35 +390,36 @@ def arrival_values(actions, place, local_loss, after, goes_on, levels, weights, 
     _, classes, patterns, exits, count = after.shape
     columns = actions.loss.shape[1]
     value = np.zeros((classes, patterns, exits, count))
-    level = np.empty(columns, dtype=np.int64)
-    column = np.empty(columns, dtype=np.int64)
-    cost = np.empty(columns)
+    least = np.empty((exits, count))
+    hair = _HAIR * levels[1] if count > 1 else 0.0
     for row in range(actions.loss.shape[0]):
         b, p = row // (deciles * patterns), row % patterns
         delay, loss = actions.delay_s[row], actions.loss[row]
         kept = _undominated(delay, loss, place[row], columns)
-        for v in range(count):
-            allowance = levels[v]
-            usable = 0
-            for index in range(kept.shape[0]):
-                c = kept[index]
+        least[:] = np.inf
+        for index in range(kept.shape[0]):
+            c = kept[index]
+            skips = c == columns - 1
+            cost = step_cost(delay[c], loss[c], loss_weight, reference_s, budget)
+            ahead = after[place[row, c], b, p]
+            left = 0
+            for v in range(count):
+                allowance = levels[v]
                 if c > 0 and loss[c] > allowance:
                     continue
-                if c == columns - 1 and gated and local_loss[row] <= allowance:
+                if skips and gated and local_loss[row] <= allowance:
                     continue
-                cost[usable] = step_cost(delay[c], loss[c], loss_weight, reference_s, budget)
-                level[usable] = level_of(levels, max(allowance - loss[c], 0.0))
-                column[usable] = c
-                usable += 1
-            for q in range(exits):
-                least = np.inf
-                for index in range(usable):
-                    c = column[index]
-                    ahead = after[place[row, c], b, p, q, level[index]]
+                # Allowances ascend, so what is left of them does too.
+                while left + 1 < count and levels[left + 1] <= allowance - loss[c] + hair:
+                    left += 1
+                for q in range(exits):
                     # A skip cannot be the end: only an executed layer is followed by an exit.
-                    stays = 1.0 if c == columns - 1 else goes_on[q]
-                    least = min(least, cost[index] + stays * ahead)
-                value[b, p, q, v] += least / deciles
+                    stays = 1.0 if skips else goes_on[q]
+                    total = cost + stays * ahead[q, left]
+                    least[q, v] = min(least[q, v], total)
+        for q in range(exits):
+            for v in range(count):
+                value[b, p, q, v] += least[q, v] / deciles
     return value
 
 

@@ -83,7 +83,7 @@ def allowance_levels(budget: float, per_budget: int, budgets: int = 8) -> FloatA
     if budget <= 0:
         return np.zeros(1)
     fine = np.arange(2 * per_budget + 1) / per_budget
-    coarse = np.geomspace(2.0, budgets, 2 * per_budget + 1)[1:]
+    coarse = np.geomspace(2.0, budgets, per_budget + 1)[1:]
     return budget * np.concatenate([fine, coarse])
 
 

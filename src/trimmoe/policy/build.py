@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -107,6 +107,13 @@ def action_space(deployment: Deployment, profile: Profile, settings: PolicySetti
         theta_drop=theta_drop,
         levers=settings.levers,
     )
+
+
+def inflated(plan: Plan, settings: PolicySettings) -> PolicySettings:
+    """`settings` with the joint inflation measured for the plan, unless they name their own."""
+    if settings.inflation > 1.0 or not settings.inflate:
+        return settings
+    return replace(settings, inflation=plan.inflation(settings.budget))
 
 
 def starting_weights(

@@ -76,15 +76,15 @@ class PolicySettings:
     loss_weight_range: tuple[float, float] = (0.05, 0.95)
     weight_step: float = 0.05
     """kappa of (43)."""
-    steer_step: float = 2.0
+    steer_step: float = 4.0
     """Step of omega_D's log odds per window and unit of budget use, where it is steered."""
     exit_step: float = 0.1
     """eta of (37)."""
     audit_share: float = 0.02
     """Would-be exits that run to full depth to measure the false-exit rate."""
-    window_tokens: int = 64
+    window_tokens: int = 32
     """Tokens between two feedback updates."""
-    allowance_levels: int = 4
+    allowance_levels: int = 8
     """Budget levels per D-bar in the look-ahead."""
     steadiness: bool = True
     """Whether losses depend on how steady the token is; off, all tokens are alike."""

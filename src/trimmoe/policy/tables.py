@@ -47,7 +47,7 @@ class TableBank:
         """Make the tables of these weights."""
         for loss_weight in loss_weights:
             if loss_weight not in self._tables:
-                self._tables[loss_weight] = build_tables(
+                tables = build_tables(
                     self.space,
                     self.profile,
                     replace(self.weights, loss_weight=loss_weight),
@@ -55,6 +55,8 @@ class TableBank:
                     self.routes,
                     self.levels,
                 )
+                # Another thread may be looking meanwhile: replaced, never changed.
+                self._tables = {**self._tables, loss_weight: tables}
 
     def layer_values(self, tables: ValueTables, layer: int, members: BoolArray) -> kernels.Values:
         """One layer of tables for the compiled loop; `members` [N, P, E]."""
