@@ -22,7 +22,14 @@ from trimmoe.policy.baselines import (
     admitted_servers,
     skip_thresholds,
 )
-from trimmoe.policy.build import Deployment, action_space, deploy, make_policy, starting_weights
+from trimmoe.policy.build import (
+    Deployment,
+    action_space,
+    deploy,
+    inflated,
+    make_policy,
+    starting_weights,
+)
 from trimmoe.policy.settings import PolicySettings, exact, paper, substitute_only, trimmoe
 
 PolicyMaker = Callable[[ActionSpace, Deployment, Profile], Policy]
@@ -221,13 +228,6 @@ def method_engine(
     """The engine of a method, with `settings` as `configured` made them, beside a given plan."""
     own = plan_for(method, plan, profile, model)
     return make_engine(own, profile, model, settings, method.policy)
-
-
-def inflated(plan: Plan, settings: PolicySettings) -> PolicySettings:
-    """`settings` with the joint inflation measured for the plan, unless they name their own."""
-    if settings.inflation > 1.0 or not settings.inflate:
-        return settings
-    return replace(settings, inflation=plan.inflation(settings.budget))
 
 
 def require_fitting(profile: Profile, plan: Plan, model: ModelSpec) -> None:

@@ -10,7 +10,16 @@ import torch
 from torch import Tensor
 
 from trimmoe.core.events import Complete
-from trimmoe.runtime.node.messages import NO_TOKEN, Parcel, Propagate, Rows, Token, Tokens
+from trimmoe.runtime.node.messages import (
+    NO_TOKEN,
+    LedgerSpec,
+    Parcel,
+    Propagate,
+    ReceiptSpec,
+    Rows,
+    Token,
+    Tokens,
+)
 from trimmoe.runtime.node.passengers import pack_ledger, pack_receipt
 from trimmoe.runtime.node.units import Unit
 from trimmoe.runtime.sampling import draw
@@ -46,18 +55,26 @@ def completed(
     return to_users(units, tokens) + propagating
 
 
-def token_of(unit: Unit, logits: Tensor, **books: object) -> Token:
+def token_of(
+    unit: Unit,
+    logits: Tensor,
+    *,
+    ledger: LedgerSpec | None = None,
+    receipt: ReceiptSpec | None = None,
+    agrees: bool | None = None,
+) -> Token:
     """The token drawn after the unit's last row."""
     position = unit.start + unit.count
     drawn = draw(logits, unit.seat.sampling, position)
-    empty: dict = {"ledger": None, "receipt": None, "agrees": None}
     return Token(
         sequence=unit.seat.sequence,
         position=position,
         token=drawn.token,
         logprob=drawn.logprob,
         top=list(drawn.top),
-        **(empty | books),
+        ledger=ledger,
+        receipt=receipt,
+        agrees=agrees,
     )
 
 

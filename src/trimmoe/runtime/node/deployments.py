@@ -17,10 +17,11 @@ from trimmoe.core.profile import Profile
 from trimmoe.core.specs import BoolArray, FloatArray, IntArray, ModelSpec
 from trimmoe.cost.expected import expected_layer_delay_s
 from trimmoe.cost.model import Accounting, CostModel, cost_model
+from trimmoe.engine.feedback import Feedback
 from trimmoe.engine.step import Engine
 from trimmoe.placement.routes import best_routes
-from trimmoe.policy.build import Deployment, deploy, make_policy, starting_weights
-from trimmoe.policy.settings import PolicySettings, WeightRule
+from trimmoe.policy.build import Deployment, deploy, inflated, make_policy, starting_weights
+from trimmoe.policy.settings import PolicySettings
 from trimmoe.policy.trim import WEIGHT_GRID, rounded_weight
 from trimmoe.runtime.node.passage import Passage, passage_of
 
@@ -65,8 +66,10 @@ class Basis:
     profile: Profile
     model: ModelSpec
     settings: PolicySettings
-    """With the loss weight that decisions start from."""
+    """With the plan's inflation of losses."""
     planned: Deployment
+    route_weights: tuple[float, ...]
+    """omega_D to begin with of the plan's routes; empty if all routes share one."""
 
     @staticmethod
     def of(plan: Plan, profile: Profile, model: ModelSpec, settings: PolicySettings) -> Basis:
@@ -77,7 +80,15 @@ class Basis:
                 f"real server can do; choose another one."
             )
         planned = deploy(plan, profile, model, settings.accounting)
-        return Basis(plan=plan, profile=profile, model=model, settings=settings, planned=planned)
+        settings = inflated(plan, settings)
+        return Basis(
+            plan=plan,
+            profile=profile,
+            model=model,
+            settings=settings,
+            planned=planned,
+            route_weights=starting_weights(planned, profile, settings),
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,7 +140,7 @@ def build(basis: Basis, conditions: Conditions, extra: tuple[Route, ...]) -> Bui
             cost=cost,
             routes=deployment.routes,
             reference_s=deployment.reference_s,
-            route_weights=starting_weights(deployment, basis.profile, basis.settings),
+            route_weights=_weights(basis, rows[planned.shape[0] :]),
         ),
         passage=passage_of(space),
         conditions=conditions,
@@ -138,21 +149,25 @@ def build(basis: Basis, conditions: Conditions, extra: tuple[Route, ...]) -> Bui
     )
 
 
-def prepare(engine: Engine, loss_weight: float) -> None:
-    """Make the value tables of a loss weight; from then on decisions never make any."""
+def _weights(basis: Basis, added: list[Route]) -> tuple[float, ...]:
+    """omega_D to begin with of all routes; the added ones are priced on the plan as it was."""
+    if not basis.route_weights or not added:
+        return basis.route_weights
+    deployment = replace(basis.planned, routes=np.array(added))
+    more = starting_weights(deployment, basis.profile, basis.settings)
+    return basis.route_weights + more
+
+
+def prepare(engine: Engine, feedback: Feedback, *, around: int = 0) -> None:
+    """Make the value tables of the loss weights in force, and of so many steps of the grid around
+    them; from the first time on decisions never make any."""
     tables = getattr(engine.policy, "tables", None)
-    if tables is not None:
-        tables.prepare([rounded_weight(loss_weight)])
-        tables.on_demand = False
-
-
-def prepare_all(engine: Engine) -> None:
-    """Make the tables of every weight that feedback may come to."""
-    settings = engine.settings
-    if settings.weight_rule is not WeightRule.FIXED and settings.budget > 0:
-        low, high = settings.loss_weight_range
-        for step in range(round(low / WEIGHT_GRID), round(high / WEIGHT_GRID) + 1):
-            prepare(engine, step * WEIGHT_GRID)
+    if tables is None:
+        return
+    for weight in {feedback.loss_weight, *feedback.route_weights, *engine.route_weights}:
+        steps = range(-around, around + 1)
+        tables.prepare([rounded_weight(weight + step * WEIGHT_GRID) for step in steps])
+    tables.on_demand = False
 
 
 def measured_cost(basis: Basis, conditions: Conditions) -> CostModel:
@@ -184,7 +199,8 @@ def covered(hosts: BoolArray, lost: frozenset[int]) -> BoolArray:
     """Live hosts as if experts without any were on every live server, [M, N, E]."""
     alive = np.ones(hosts.shape[0], dtype=bool)
     alive[sorted(lost)] = False
-    return hosts | (~hosts.any(0)[None] & alive[:, None, None])
+    orphans = np.logical_not(hosts.any(axis=0))
+    return hosts | (orphans[None] & alive[:, None, None])
 
 
 def detours(basis: Basis, conditions: Conditions) -> dict[int, Route]:

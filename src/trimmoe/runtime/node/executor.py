@@ -284,6 +284,7 @@ class Executor:
             return output[torch.tensor([at[row] for row in chosen.tolist()])]
 
         for command in self.tell(self.observer.executed(wave, layer, output)):
+            assert isinstance(command, (Probe, Complete, Attend))
             which = [units[row] for row in command.rows.tolist()]
             hidden = states(command.rows)
             if isinstance(command, Probe):
@@ -293,7 +294,6 @@ class Executor:
             elif isinstance(command, Complete):
                 outcome.parcels += completed(self, command, which, hidden)
             else:
-                assert isinstance(command, Attend)
                 tokens = self._departed(wave, command.rows)
                 for row, unit in enumerate(which):
                     unit.layer, unit.wave, unit.row = command.layer, tokens, row

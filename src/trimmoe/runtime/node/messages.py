@@ -76,7 +76,7 @@ class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_lik
     """Any of the messages below."""
 
 
-class Reserve(Message, tag="reserve"):
+class Reserve(Message, frozen=True, tag="reserve"):
     """Access server to every server of a route: keep a place for this sequence."""
 
     sequence: int
@@ -89,26 +89,26 @@ class Reserve(Message, tag="reserve"):
     """Whether to wait for a place or to be refused if there is none."""
 
 
-class Granted(Message, tag="granted"):
+class Granted(Message, frozen=True, tag="granted"):
     """The answer, to the access server."""
 
     sequence: int
     ok: bool
 
 
-class Release(Message, tag="release"):
+class Release(Message, frozen=True, tag="release"):
     """Access server to every server of a route: these sequences are over."""
 
     sequences: list[int]
 
 
-class Prompt(Message, tag="prompt"):
+class Prompt(Message, frozen=True, tag="prompt"):
     """Access server to kappa(0); beside it the token ids, int32 [T]."""
 
     sequence: int
 
 
-class Start(Message, tag="start"):
+class Start(Message, frozen=True, tag="start"):
     """Access server to kappa(0): generated tokens enter the first layer."""
 
     rows: Rows
@@ -116,7 +116,7 @@ class Start(Message, tag="start"):
     wave: bytes = b""
 
 
-class Dispatch(Message, tag="dispatch"):
+class Dispatch(Message, frozen=True, tag="dispatch"):
     """To a server of some slots; beside it the states before the experts [n, d], the experts
     int32 [n, k], -1 where a slot runs elsewhere, and the gates float32 [n, k]."""
 
@@ -127,7 +127,7 @@ class Dispatch(Message, tag="dispatch"):
     decoding: bool
 
 
-class Partial(Message, tag="partial"):
+class Partial(Message, frozen=True, tag="partial"):
     """A server's slots' sum, to where the layer gathers; beside it [n, d]."""
 
     layer: int
@@ -137,7 +137,7 @@ class Partial(Message, tag="partial"):
     """Whether it is the server's own share of rows that came raw, which never travels."""
 
 
-class Onward(Message, tag="onward"):
+class Onward(Message, frozen=True, tag="onward"):
     """kappa(l) to kappa(l+1); beside it one vector per row, [n, d].
 
     For most rows that is the residual with the shared expert and the slots that ran at kappa(l).
@@ -160,7 +160,7 @@ class Onward(Message, tag="onward"):
     wave: bytes = b""
 
 
-class Propagate(Message, tag="propagate"):
+class Propagate(Message, frozen=True, tag="propagate"):
     """Exited tokens' last states [n, d], for the layers from `layer` on."""
 
     layer: int
@@ -207,13 +207,13 @@ class Token(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
     """Whether full depth agreed with an audited exit."""
 
 
-class Tokens(Message, tag="tokens"):
+class Tokens(Message, frozen=True, tag="tokens"):
     """To the access server: tokens of its users."""
 
     tokens: list[Token]
 
 
-class Lost(Message, tag="lost"):
+class Lost(Message, frozen=True, tag="lost"):
     """To the access server: what was under way for a position may have been lost."""
 
     sequence: int
@@ -221,14 +221,14 @@ class Lost(Message, tag="lost"):
     """ANY_POSITION: cached states may be lost too."""
 
 
-class Stranded(Message, tag="stranded"):
+class Stranded(Message, frozen=True, tag="stranded"):
     """To the access server: an expert has no live host and no substitute within budget."""
 
     sequence: int
     layer: int
 
 
-class Weather(Message, tag="weather"):
+class Weather(Message, frozen=True, tag="weather"):
     """What a server measures, told to all now and then."""
 
     delay_s: list[float | None]

@@ -117,7 +117,7 @@ class Node:
             server=settings.server,
             pool=self._planning,
             apply=self._apply,
-            loss_weight=lambda: self.executor.state.feedback.loss_weight,
+            feedback=lambda: self.executor.state.feedback,
             delay_s=settings.gather_news_s,
             changed_share=settings.changed_share if settings.measures else None,
         )
@@ -399,6 +399,7 @@ class Node:
     async def _report(self) -> None:
         while True:
             self._tell_weather()
+            self.planner.look_ahead()
             await asyncio.sleep(self.settings.weather_s)
 
     def _tell_weather(self) -> None:

@@ -44,7 +44,7 @@ class Passage:
 
 def passage_of(space: ActionSpace) -> Passage:
     """The passage of prompts where decisions are made on `space`."""
-    orphans = ~space.hosts.any(0)
+    orphans: BoolArray = np.logical_not(space.hosts.any(axis=0))
     layers, classes, experts = space.substitution_loss.shape[:3]
     itself = np.broadcast_to(np.arange(experts), (layers, classes, experts))
     usable = space.feasible & ~orphans[:, None, :] & space.levers.substitute

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -73,7 +74,7 @@ def unpack_wave(
     records = np.frombuffer(packed, dtype=kind)
     if (records["kinds"] > max(Kind)).any() or (records["server"] >= server_count).any():
         raise MalformedPassengers("a layer of no kind, or no such server")
-    columns = {name: records[name].astype(np.float64) for name in _FLOATS}
+    columns: dict[str, Any] = {name: records[name].astype(np.float64) for name in _FLOATS}
     whole = (*_SHORTS, *_INTS, "kinds", "messages")
     columns |= {name: records[name].astype(np.int64) for name in whole}
     count = len(sequences)

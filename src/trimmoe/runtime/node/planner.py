@@ -10,6 +10,7 @@ from dataclasses import replace
 import numpy as np
 
 from trimmoe.core.profile import Profile
+from trimmoe.engine.feedback import Feedback
 from trimmoe.policy.settings import PolicySettings
 from trimmoe.runtime.node.deployments import (
     Basis,
@@ -19,7 +20,6 @@ from trimmoe.runtime.node.deployments import (
     build,
     changed_much,
     prepare,
-    prepare_all,
 )
 from trimmoe.runtime.node.messages import Weather
 
@@ -34,12 +34,12 @@ class Planner:
         server: int,
         pool: Pool,
         apply: Callable[[Built], None],
-        loss_weight: Callable[[], float],
+        feedback: Callable[[], Feedback],
         delay_s: float,
         changed_share: float | None,
     ) -> None:
         self._basis, self._server, self._pool = basis, server, pool
-        self._apply, self._loss_weight = apply, loss_weight
+        self._apply, self._feedback = apply, feedback
         self._delay_s, self._changed_share = delay_s, changed_share
         count = basis.plan.cluster.server_count
         self._wanted = Conditions.planned(count)
@@ -104,6 +104,11 @@ class Planner:
         self._weather[server] = weather
         self._want(self._wanted)
 
+    def look_ahead(self) -> None:
+        """Make the tables that feedback may ask for next; nothing if they are there."""
+        if self.built is not None:
+            self._pool.submit(prepare, self.built.engine, self._feedback(), around=1)
+
     def _want(self, wanted: Conditions) -> None:
         self._wanted = self._measured(wanted)
         if self._is_due():
@@ -150,11 +155,11 @@ class Planner:
     async def _build(self) -> None:
         loop = asyncio.get_running_loop()
         wanted, extra = self._wanted, tuple(self._extra)
-        weight = self._basis.settings.loss_weight if self.built is None else self._loss_weight()
+        first = self.built is None
 
         def made() -> Built:
             built = build(self._basis, wanted, extra)
-            prepare(built.engine, weight)
+            prepare(built.engine, built.engine.start().feedback if first else self._feedback())
             return built
 
         built = await loop.run_in_executor(self._pool, made)
@@ -162,7 +167,7 @@ class Planner:
         self.builds += 1
         self._apply(built)
         self._changed.set()
-        self._pool.submit(prepare_all, built.engine)
+        self.look_ahead()
 
 
 def _row(values: list[float | None]) -> np.ndarray:
