@@ -26,7 +26,7 @@ from trimmoe.models.load import model_spec
 from trimmoe.placement.make import make_plan
 from trimmoe.runtime.launch.status import Phase, ServerStatus
 
-PATIENCE_S = 120.0
+PATIENCE_S = 300.0
 """What a test waits for must come; how soon depends on the machine."""
 SERVERS = ("desk", "shelf", "attic", "cellar")
 
@@ -89,7 +89,7 @@ def with_routes(plan: Plan, routes: np.ndarray) -> Plan:
 
 def free_ports(count: int) -> int:
     """The first of `count` ports in a row that nobody uses now, below those the system gives."""
-    for first in np.random.default_rng().permutation(np.arange(20_000, 32_000, 50)):
+    for first in np.random.default_rng().permutation(np.arange(20_000, 32_000, 200)):
         try:
             for port in range(int(first), int(first) + count):
                 socket.create_server(("127.0.0.1", port)).close()
@@ -111,6 +111,7 @@ class Serving:
             [sys.executable, *command],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
             text=True,
             env=environment,
         )
@@ -128,7 +129,10 @@ class Serving:
                 self.process.wait(60)
             except subprocess.TimeoutExpired:
                 self.process.kill()
+                self.process.wait()
         self._reader.join(5)
+        assert self.process.stdout is not None
+        self.process.stdout.close()
 
     @property
     def text(self) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -14,26 +15,36 @@ from trimmoe.runtime.launch.handles import ServerGone
 from trimmoe.runtime.launch.process import ServerProcess, log_to_file
 from trimmoe.runtime.launch.raylet import server_resource
 from trimmoe.runtime.launch.server import ServerSpec
-from trimmoe.runtime.launch.status import ServerStatus
+from trimmoe.runtime.launch.status import Phase, ServerStatus
 
 _CALLS = 4
 """Calls an actor answers at once: a look that hangs must not hold up the order to stop."""
 
 
 class ServerActor:
-    """What Ray runs; all work is `ServerProcess`'s."""
+    """What Ray runs; all work is `ServerProcess`'s.
 
-    def __init__(self, cluster: list[ray.ObjectRef], index: int) -> None:
-        """Server `index` of the cluster that the one spec in `cluster` describes."""
-        spec = replace(ray.get(cluster[0]), index=index)
-        log_to_file(spec)
-        self._process = ServerProcess(spec)
+    Empty until it is told what to be, also after Ray has started it again.
+    """
+
+    def __init__(self) -> None:
+        self._process: ServerProcess | None = None
+
+    def begin(self, cluster: ServerSpec, index: int) -> None:
+        """Become server `index` of the cluster that any server's spec describes."""
+        if self._process is None:
+            spec = replace(cluster, index=index)
+            log_to_file(spec)
+            self._process = ServerProcess(spec)
 
     def status(self) -> ServerStatus:
+        if self._process is None:
+            return ServerStatus(phase=Phase.EMPTY, pid=os.getpid())
         return self._process.status()
 
     def stop(self, patience_s: float) -> None:
-        self._process.stop(patience_s)
+        if self._process is not None:
+            self._process.stop(patience_s)
 
 
 def start_actors(specs: Sequence[ServerSpec], *, pinned: bool) -> list[RayHandle]:
@@ -48,7 +59,7 @@ class RayHandle:
 
     def __init__(self, name: str, cluster: ray.ObjectRef, index: int, *, pinned: bool) -> None:
         self.name = name
-        self._cluster = cluster  # Every restart reads it again: it must live as long as we do.
+        self._cluster, self._index = cluster, index
         self._actor: Any = (
             ray.remote(ServerActor)
             .options(
@@ -57,7 +68,7 @@ class RayHandle:
                 max_concurrency=_CALLS,
                 resources={server_resource(name): 1} if pinned else None,
             )
-            .remote([cluster], index)
+            .remote()
         )
         self._asked: ray.ObjectRef | None = None
         self._stopped: ray.ObjectRef | None = None
@@ -71,9 +82,12 @@ class RayHandle:
             return None
         asked, self._asked = self._asked, None
         try:
-            return ray.get(asked)
+            status: ServerStatus = ray.get(asked)
         except (RayActorError, RayTaskError) as error:
             raise ServerGone(_first_line(error)) from error
+        if status.phase is Phase.EMPTY:
+            self._actor.begin.remote(self._cluster, self._index)
+        return status
 
     def restart(self) -> None:
         self._asked = None

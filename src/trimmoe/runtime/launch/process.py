@@ -12,6 +12,7 @@ import faulthandler
 import logging
 import os
 import threading
+import time
 from pathlib import Path
 from typing import TextIO
 
@@ -96,7 +97,8 @@ class ServerProcess:
 
     def _on_started(self, started: Started) -> None:
         self._started = started
-        _log.info("%s serves at %s", self._spec.name, self._spec.endpoint.url)
+        name, url = self._spec.name, self._spec.endpoint.url
+        _log.info("%s serves at %s after %.1f s of processing", name, url, time.process_time())
 
 
 def log_path(spec: ServerSpec) -> Path:

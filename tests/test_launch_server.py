@@ -1,0 +1,207 @@
+"""One server from its description: its own part of the model, its links, its port, its end."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import time
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+
+from launching import Files, answers, free_ports, write_files
+from standin import ECHO
+from trimmoe.api.app import create_app
+from trimmoe.core.errors import UserError
+from trimmoe.core.plan import load_plan
+from trimmoe.core.profile import load_profile
+from trimmoe.models.load import model_spec
+from trimmoe.policy.settings import exact
+from trimmoe.runtime.launch import process
+from trimmoe.runtime.launch.addresses import endpoints
+from trimmoe.runtime.launch.nodes import real_node
+from trimmoe.runtime.launch.process import ServerProcess
+from trimmoe.runtime.launch.server import ServerSpec, Started, open_own_part, run_server
+from trimmoe.runtime.launch.status import Phase
+from trimmoe.runtime.wire.keys import generate_token
+
+NAMES = ("desk", "attic")
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Files:
+    return write_files(tmp_path_factory.mktemp("files"), NAMES)
+
+
+@pytest.fixture
+def specs(files: Files) -> list[ServerSpec]:
+    """Two servers that serve a stand-in."""
+    port = free_ports(20)
+    where = endpoints(
+        NAMES,
+        dict.fromkeys(NAMES, "127.0.0.1"),
+        http_host=None,
+        port_base=port,
+        wire_port_base=port + 10,
+    )
+    one = ServerSpec(
+        index=0,
+        endpoints=where,
+        model=str(files.model),
+        served_name="tiny",
+        dtype="float32",
+        profile=load_profile(files.profile),
+        plan=load_plan(files.plan),
+        policy=exact(),
+        kv_slots=4,
+        max_waiting=4,
+        emulate=True,
+        encrypt=False,
+        app=partial(create_app),
+        node=ECHO,
+    )
+    return [one, replace(one, index=1)]
+
+
+def test_a_server_reads_its_own_experts_and_what_all_hold(files: Files) -> None:
+    plan, whole = load_plan(files.plan), model_spec(files.model, hashed=True)
+    read = []
+    for index in range(len(NAMES)):
+        spec = ServerSpec(
+            index=index, endpoints=(), model="", served_name="", dtype="float32",
+            profile=load_profile(files.profile), plan=plan, policy=exact(), kv_slots=1,
+            max_waiting=0, emulate=False, encrypt=False, app=create_app, node=ECHO,
+        )  # fmt: skip
+        view = open_own_part(spec, str(files.model))
+        held = [set(np.flatnonzero(row).tolist()) for row in plan.hosts[index]]
+        assert [set(layer) for layer in view.loaded] == held
+        assert view.bytes_read.experts == whole.expert_bytes[plan.hosts[index]].sum()
+        assert view.bytes_read.dense == whole.dense_bytes
+        read.append(view.bytes_read.experts)
+    assert max(read) < whole.total_expert_bytes, "no server reads all experts"
+
+
+async def _serving(
+    specs: list[ServerSpec], stop: asyncio.Event
+) -> tuple[list[asyncio.Task[None]], list[Started]]:
+    """Servers in this loop, once all are started."""
+    started: list[Started] = []
+    tasks = [asyncio.create_task(run_server(spec, stop, started.append)) for spec in specs]
+    while len(started) < len(specs):
+        assert not any(task.done() for task in tasks), [task.result() for task in tasks]
+        await asyncio.sleep(0.01)
+    return tasks, started
+
+
+@pytest.mark.parametrize("encrypt", [False, True])
+@pytest.mark.parametrize("node", [ECHO, real_node], ids=["echo", "node"])
+async def test_servers_meet_answer_and_give_their_ports_back(
+    specs: list[ServerSpec], encrypt: bool, node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRIMMOE_TOKEN", generate_token())
+    specs = [replace(spec, encrypt=encrypt, node=node) for spec in specs]
+    stop = asyncio.Event()
+    tasks, started = await _serving(specs, stop)
+    for each in started:
+        await asyncio.wait_for(each.transport.wait_up(*(set(NAMES) - {each.transport.name})), 60)
+    ports = [spec.endpoint.http_port for spec in specs]
+    assert [await asyncio.to_thread(answers, port) for port in ports] == [200, 200]
+    stop.set()
+    await asyncio.wait_for(asyncio.gather(*tasks), 60)
+    for spec in specs:
+        for port in (spec.endpoint.http_port, spec.endpoint.wire_port):
+            socket.create_server(("127.0.0.1", port)).close()
+
+
+async def test_another_token_is_another_cluster(
+    specs: list[ServerSpec], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trimmoe.runtime.launch.server._MEETING_S", 0.2)
+    stop, all_started = asyncio.Event(), []
+    tasks = []
+    for spec in specs:
+        monkeypatch.setenv("TRIMMOE_TOKEN", generate_token())
+        made, started = await _serving([replace(spec, encrypt=True)], stop)
+        tasks += made
+        all_started += started
+    end_s = time.monotonic() + 60
+    while not any(each.transport.counters.dropped for each in all_started):
+        assert time.monotonic() < end_s, "nobody was refused"
+        await asyncio.sleep(0.01)
+    assert all(each.transport.peers_up() == frozenset() for each in all_started)
+    stop.set()
+    await asyncio.gather(*tasks)
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"version": "0.0.0"}, "the head 0.0.0; install the same version"),
+        ({"encrypt": True}, "no cluster token"),
+        ({"model": "/nowhere"}, "There is no directory /nowhere"),
+    ],
+)
+async def test_what_the_operator_can_mend_is_a_sentence(
+    specs: list[ServerSpec], change: dict, sentence: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("TRIMMOE_TOKEN", raising=False)
+    with pytest.raises(UserError, match=sentence):
+        await run_server(replace(specs[0], **change), asyncio.Event(), lambda _: None)
+
+
+async def test_a_port_taken_meanwhile_is_a_sentence(
+    specs: list[ServerSpec], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trimmoe.runtime.launch.server._MEETING_S", 0.0)
+    port = specs[0].endpoint.http_port
+    with (
+        socket.create_server(("127.0.0.1", port)),
+        pytest.raises(UserError, match=f"desk cannot listen on 127.0.0.1, port {port}"),
+    ):
+        await run_server(specs[0], asyncio.Event(), lambda _: None)
+
+
+def test_the_slower_machine_computes_slower(specs: list[ServerSpec]) -> None:
+    speed = specs[0].plan.cluster.flops_per_s
+    assert [spec.slowdown for spec in specs] == [1.0, speed[0] / speed[1]]
+
+
+def test_a_process_tells_how_it_is(
+    specs: list[ServerSpec], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trimmoe.runtime.launch.server._MEETING_S", 0.0)
+    threads = torch.get_num_threads()
+    served = ServerProcess(specs[0])
+    try:
+        while (status := served.status()).phase is Phase.STARTING:
+            time.sleep(0.01)
+        assert status.phase is Phase.SERVING
+        assert (status.healthy, status.reason) == (False, "waits for attic")
+        assert status.dense_bytes > 0
+        assert status.expert_bytes > 0
+    finally:
+        served.stop(60.0)
+        torch.set_num_threads(threads)
+    assert served.status().phase is Phase.STOPPED
+
+
+def test_a_process_that_failed_says_why_and_where_to_look(
+    specs: list[ServerSpec], monkeypatch: pytest.MonkeyPatch, tmp_path
+) -> None:
+    monkeypatch.setenv("TRIMMOE_CACHE", str(tmp_path))
+
+    async def broken(*_: object) -> None:
+        raise RuntimeError("a defect")
+
+    monkeypatch.setattr(process, "run_server", broken)
+    served = ServerProcess(specs[0])
+    while (status := served.status()).phase is Phase.STARTING:
+        time.sleep(0.01)
+    port = specs[0].endpoint.http_port
+    assert status.phase is Phase.FAILED
+    assert status.error == (
+        f"desk failed (RuntimeError: a defect); see {tmp_path}/logs/desk-{port}.log."
+    )
