@@ -48,12 +48,12 @@ class Conditions:
     @staticmethod
     def planned(server_count: int) -> Conditions:
         """As the plan has it."""
-        unknown = np.full((server_count, server_count), np.nan)
+        shape = (server_count, server_count)
         return Conditions(
             lost=frozenset(),
             cut=frozenset(),
-            delay_s=unknown,
-            bandwidth_bytes_per_s=unknown,
+            delay_s=np.full(shape, np.nan),
+            bandwidth_bytes_per_s=np.full(shape, np.nan),
             waiting_s=np.zeros(server_count),
         )
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from trimmoe.core.wave import Wave
+from trimmoe.runtime.node.checks import Geometry
 from trimmoe.runtime.node.chunks import Slots
 from trimmoe.runtime.node.executor import Arrival, Outcome
 from trimmoe.runtime.node.messages import (
@@ -26,17 +26,6 @@ from trimmoe.runtime.node.passengers import MalformedPassengers, unpack_wave
 from trimmoe.runtime.node.scheduler import Scheduler, Step
 from trimmoe.runtime.node.sequences import Seat, Seats
 from trimmoe.runtime.node.units import OWN_RAW, Gather, Part, Unit
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Geometry:
-    """What messages are checked against."""
-
-    layer_count: int
-    server_count: int
-    hidden_size: int
-    top_k: int
-    dtype: torch.dtype
 
 
 class Floor:
@@ -63,8 +52,8 @@ class Floor:
     def take(
         self, sender: int, message: Message, tensors: Sequence[Tensor], wave: Wave | None = None
     ) -> None:
-        """A message came; raises `MalformedPassengers` if it makes no sense."""
-        self._check(message, tensors)
+        """A message came that `checks.check` lets pass; raises `MalformedPassengers` if it makes
+        no sense all the same."""
         self._take[type(message)](sender, message, tuple(tensors), wave)
 
     def absorb(self, outcome: Outcome) -> None:
@@ -81,6 +70,8 @@ class Floor:
         seat, layer = unit.seat, unit.layer
         if not seat.open:
             return
+        if layer not in seat.written:
+            raise MalformedPassengers("a layer of another server")
         if not seat.is_next(layer, unit.start):
             seat.parked.setdefault(layer, []).append(unit)
             return
@@ -100,42 +91,6 @@ class Floor:
         parked = seat.parked.pop(layer, [])
         for unit in parked:
             self.enter(unit)
-
-    def _check(self, message: Message, tensors: Sequence[Tensor]) -> None:
-        if isinstance(message, Prompt):
-            good = len(tensors) == 1 and tensors[0].ndim == 1 and tensors[0].dtype == torch.int32
-            good = good and tensors[0].numel() > 0
-        else:
-            assert isinstance(message, (Start, Dispatch, Partial, Onward, Propagate))
-            good = message.rows.well_formed() and self._fits(message, tensors)
-        if not good:
-            raise MalformedPassengers(type(message).__name__)
-
-    def _fits(
-        self, message: Start | Dispatch | Partial | Onward | Propagate, tensors: Sequence[Tensor]
-    ) -> bool:
-        if isinstance(message, Start):
-            return len(message.tokens) == message.rows.total
-        total, width = message.rows.total, self._geometry.hidden_size
-        layers = self._geometry.layer_count
-        if not tensors or tensors[0].shape != (total, width) or not 0 <= message.layer < layers:
-            return False
-        if tensors[0].dtype != self._geometry.dtype:
-            return False
-        slots = 0
-        if isinstance(message, Dispatch):
-            slots = total
-            if len(message.destinations) != len(message.rows.sequences):
-                return False
-        elif isinstance(message, Onward):
-            slots = len(message.raw)
-            units = len(message.rows.sequences)
-            if len(message.awaited) != units or len(message.probes) != units:
-                return False
-        if not slots:
-            return len(tensors) == 1
-        shape = (slots, self._geometry.top_k)
-        return len(tensors) == 3 and all(tensor.shape == shape for tensor in tensors[1:])
 
     def _prompt(self, sender: int, message: Prompt, tensors: tuple[Tensor], wave: None) -> None:
         seat = self.seats.get(message.sequence)

@@ -21,9 +21,10 @@ from trimmoe.core.profile import Profile
 from trimmoe.models.base import EncoderDecoderView, MoEView
 from trimmoe.policy.settings import PolicySettings
 from trimmoe.runtime.node.access import Backroom, Desk
+from trimmoe.runtime.node.checks import Geometry, check
 from trimmoe.runtime.node.deployments import Basis, Built
 from trimmoe.runtime.node.executor import Arrival, Executor, Outcome
-from trimmoe.runtime.node.floor import Floor, Geometry
+from trimmoe.runtime.node.floor import Floor
 from trimmoe.runtime.node.messages import (
     ANY_POSITION,
     Granted,
@@ -130,15 +131,16 @@ class Node:
         scheduler = Scheduler(
             max_rows=settings.max_batch, now=loop.time, waited=self.reporter.waited
         )
-        geometry = Geometry(
+        self._geometry = Geometry(
             layer_count=spec.layer_count,
             server_count=len(self._names),
             hidden_size=spec.hidden_size,
             top_k=spec.top_k,
             dtype=self._view.dtype,
+            loaded=self._view.loaded,
         )
         self.floor = Floor(
-            geometry, seats, scheduler, server=settings.server, chunk=settings.prefill_chunk
+            self._geometry, seats, scheduler, server=settings.server, chunk=settings.prefill_chunk
         )
         self.desk = Desk(
             self.model, self._backroom(), first_sequence(settings.server, time.time_ns() >> 20)
@@ -288,6 +290,7 @@ class Node:
     def _deliver(self, sender: int, message: Message, parcel: Parcel) -> None:
         """Hand a message to whom it concerns; nonsense is counted and dropped."""
         try:
+            check(self._geometry, message, parcel.tensors)
             match message:
                 case Reserve():
                     self._admit(message)
@@ -302,7 +305,6 @@ class Node:
                 case Stranded():
                     self.desk.stranded(message.sequence)
                 case Weather():
-                    self._check_weather(message)
                     self.planner.note(sender, message)
                     self.reporter.kv_usage[sender] = message.kv_usage
                 case _:
@@ -313,8 +315,6 @@ class Node:
 
     def _admit(self, asked: Reserve) -> None:
         """Keep a place for a sequence, once its route is known to the engine here."""
-        if len(asked.route) != self._view.spec.layer_count:
-            raise MalformedPassengers("Reserve")
         self.planner.want_route(tuple(asked.route))
 
         def answer(ok: bool) -> None:
@@ -339,11 +339,6 @@ class Node:
         for sequence in sequences:
             self._unseated.pop(sequence, None)
         self.floor.release(sequences)
-
-    def _check_weather(self, weather: Weather) -> None:
-        count = len(self._names)
-        if len(weather.delay_s) != count or len(weather.bandwidth_bytes_per_s) != count:
-            raise MalformedPassengers("Weather")
 
     async def _send_all(self) -> None:
         while True:

@@ -1,0 +1,252 @@
+"""What travels arrives as it was, and what makes no sense is dropped and counted."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nodes import answers, request, running, staircase_routes, tokens_of, world
+from serving import Tiny, open_tiny
+from tiny import HIDDEN, TOP_K
+from trimmoe.core.ledger import Kind, Ledger
+from trimmoe.core.wave import NOT_PROBED, Wave
+from trimmoe.runtime.node.messages import (
+    MESSAGE_TYPES,
+    Dispatch,
+    Message,
+    Onward,
+    Parcel,
+    Partial,
+    Prompt,
+    Propagate,
+    Reserve,
+    Rows,
+    SamplingSpec,
+    Start,
+    Weather,
+    access_of,
+    first_sequence,
+)
+from trimmoe.runtime.node.passengers import (
+    MalformedPassengers,
+    pack_ledger,
+    pack_wave,
+    sealed,
+    unpack_ledger,
+    unpack_wave,
+)
+from trimmoe.runtime.node.sequences import Written
+from trimmoe.runtime.wire.codec import decode, encode
+from wires import until
+
+MOST = np.iinfo(np.uint16).max
+
+
+@st.composite
+def waves(draw: st.DrawFn) -> Wave:
+    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    count, layers, servers = draw(st.tuples(*[st.integers(1, 6)] * 3))
+    real = {
+        name: rng.normal(size=count)
+        for name in (
+            "draws", "loss_weight", "exit_loss", "confidence_needed", "budget", "allowance",
+            "delay_s", "loss",
+        )
+    }  # fmt: skip
+    return Wave(
+        layer=int(rng.integers(layers)),
+        sequences=tuple(rng.integers(2**60, size=count).tolist()),
+        alive=np.arange(count),
+        access=rng.integers(servers, size=count),
+        route=np.zeros(count, dtype=np.int64),
+        server=rng.integers(servers, size=count),
+        confidence=np.where(rng.random(count) < 0.5, -np.inf, rng.random(count)),
+        exit_at=rng.integers(1, layers + 1, size=count),
+        probed=rng.choice([NOT_PROBED, 0, layers - 1], size=count),
+        kinds=rng.integers(len(Kind), size=(count, layers)),
+        slots_run=rng.integers(1000, size=count),
+        slots_dropped=rng.integers(1000, size=count),
+        messages=rng.integers(MOST + 1, size=(count, servers, servers)),
+        **real,
+    )
+
+
+@given(waves())
+def test_a_wave_arrives_as_it_left(wave: Wave) -> None:
+    layers, servers = wave.kinds.shape[1], wave.messages.shape[1]
+    packed = pack_wave(wave)
+    again = unpack_wave(
+        packed,
+        layer=wave.layer,
+        sequences=wave.sequences,
+        layer_count=layers,
+        server_count=servers,
+    )
+    for item in fields(Wave):
+        np.testing.assert_array_equal(getattr(again, item.name), getattr(wave, item.name))
+        if item.name not in ("layer", "sequences"):
+            assert getattr(again, item.name).dtype == getattr(wave, item.name).dtype
+    with pytest.raises(MalformedPassengers):
+        unpack_wave(
+            packed[:-1],
+            layer=0,
+            sequences=wave.sequences,
+            layer_count=layers,
+            server_count=servers,
+        )
+
+
+@given(st.integers(0, 2**32 - 1), st.integers(1, 8), st.integers(1, 6))
+def test_a_ledger_arrives_as_it_left(seed: int, layers: int, servers: int) -> None:
+    rng = np.random.default_rng(seed)
+    kinds = np.zeros((layers, len(Kind)), dtype=np.int64)
+    kinds[np.arange(layers), rng.integers(len(Kind), size=layers)] = 1
+    ledger = Ledger(
+        tokens=1,
+        kinds=kinds,
+        slots_run=int(rng.integers(99)),
+        slots_dropped=int(rng.integers(99)),
+        messages=rng.integers(99, size=(servers, servers)),
+        hidden_bytes=64,
+        delay_s=float(rng.random()),
+        loss=float(rng.random()),
+        budget=float(rng.random()),
+        audits=int(rng.integers(2)),
+    )
+    again = unpack_ledger(
+        pack_ledger(ledger), layer_count=layers, server_count=servers, hidden_bytes=64
+    )
+    for item in fields(Ledger):
+        np.testing.assert_array_equal(getattr(again, item.name), getattr(ledger, item.name))
+
+
+@given(waves())
+def test_rows_pass_the_codec_with_their_wave(wave: Wave) -> None:
+    count = len(wave.sequences)
+    rows = Rows(list(wave.sequences), list(range(count)), [1] * count, [])
+    start = Start(rows=rows, tokens=list(range(count)))
+    message = sealed(Parcel(to=0, message=start, wave=wave))
+    (arrived, tensors) = decode(encode(message), MESSAGE_TYPES)
+    assert arrived == message
+    assert tensors == ()
+    assert isinstance(arrived, Start)
+    assert arrived.wave == pack_wave(wave)
+
+
+def test_every_message_has_a_tag_of_its_own() -> None:
+    tags = [kind.__struct_config__.tag for kind in MESSAGE_TYPES]
+    assert len(set(tags)) == len(tags) == len(Message.__subclasses__())
+
+
+@given(st.integers(0, 1000), st.integers(0, 2**62), st.integers(0, 2**20))
+def test_a_sequences_number_says_whose_it_is(access: int, incarnation: int, later: int) -> None:
+    assert access_of(first_sequence(access, incarnation) + later % 2**16) == access
+
+
+@given(st.permutations(range(8)))
+def test_states_may_be_written_in_any_order(order: list[int]) -> None:
+    written = Written()
+    for done, position in enumerate(order):
+        written.mark(position, 1)
+        present = set(order[: done + 1])
+        assert written.length == next(i for i in range(9) if i not in present)
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
+    return open_tiny(tmp_path_factory.mktemp("tiny"))
+
+
+def one(counts: int = 1, starts: int = 0) -> Rows:
+    return Rows([7], [starts], [counts], [])
+
+
+HIDDEN_ROW = torch.zeros(1, HIDDEN)
+EXPERTS, GATES = torch.zeros(1, TOP_K, dtype=torch.int32), torch.zeros(1, TOP_K)
+NONSENSE: list[tuple[Message, tuple[torch.Tensor, ...]]] = [
+    (Prompt(sequence=7), ()),
+    (Prompt(sequence=7), (torch.zeros(3),)),
+    (Prompt(sequence=7), (torch.zeros(0, dtype=torch.int32),)),
+    (Start(rows=one(), tokens=[1, 2]), ()),
+    (Start(rows=one(), tokens=[1], wave=b"short"), ()),
+    (Propagate(layer=0, rows=one()), ()),
+    (Propagate(layer=99, rows=one()), (HIDDEN_ROW,)),
+    (Propagate(layer=-1, rows=one()), (HIDDEN_ROW,)),
+    (Propagate(layer=0, rows=one(starts=-1)), (HIDDEN_ROW,)),
+    (Propagate(layer=0, rows=one(counts=2)), (HIDDEN_ROW,)),
+    (Propagate(layer=0, rows=Rows([], [], [], [])), (HIDDEN_ROW,)),
+    (Propagate(layer=0, rows=one()), (HIDDEN_ROW.to(torch.bfloat16),)),
+    (Partial(layer=0, rows=one(), decoding=True), (HIDDEN_ROW[:, :5],)),
+    (Dispatch(layer=0, rows=one(), destinations=[0], decoding=True), (HIDDEN_ROW,)),
+    (
+        Dispatch(layer=0, rows=one(), destinations=[0, 1], decoding=True),
+        (HIDDEN_ROW, EXPERTS, GATES),
+    ),
+    (
+        Dispatch(layer=0, rows=one(), destinations=[99], decoding=True),
+        (HIDDEN_ROW, EXPERTS, GATES),
+    ),
+    (
+        Dispatch(layer=0, rows=one(), destinations=[0], decoding=True),
+        (HIDDEN_ROW, EXPERTS + 99, GATES),
+    ),
+    (
+        Onward(layer=0, rows=one(), awaited=[], raw=[], probes=[-1], decoding=False, last=False),
+        (HIDDEN_ROW,),
+    ),
+    (
+        Onward(layer=0, rows=one(), awaited=[[]], raw=[5], probes=[-1], decoding=False, last=False),
+        (HIDDEN_ROW, EXPERTS, GATES),
+    ),
+    (
+        Onward(layer=0, rows=one(), awaited=[[]], raw=[], probes=[-1], decoding=True, last=False),
+        (HIDDEN_ROW,),
+    ),
+    (Reserve(7, [0], SamplingSpec(0.0, 1.0, 0, 0, None), 0.0, True), ()),
+    (Reserve(7, [0, 1, 2, 99], SamplingSpec(0.0, 1.0, 0, 0, None), 0.0, True), ()),
+    (Reserve(7, [0, 1, 0, 1], SamplingSpec(-1.0, 1.0, 0, 0, None), 0.0, True), ()),
+    (Weather([], [], 0.0, 0.0, []), ()),
+    (Weather([None] * 2, [None] * 2, 0.0, 0.0, [99]), ()),
+]
+
+
+async def test_nonsense_from_a_peer_is_dropped_and_counted(tiny: Tiny) -> None:
+    profile, plan = world(tiny, servers=2, routes=staircase_routes(2))
+    async with running(tiny, profile=profile, plan=plan) as cluster:
+        bad, node = cluster.transports[1], cluster.nodes[0]
+        for message, tensors in NONSENSE:
+            await bad.send(cluster.names[0], message, tensors)
+        await until(lambda: sum(node.malformed.values()) == len(NONSENSE))
+        (made,) = await answers(cluster, [(0, request([3, 4, 5], 8))])
+        await cluster.all_free()
+    assert tokens_of(made) == tiny.greedy([3, 4, 5], 8, eos=None)
+
+
+async def test_rows_of_sequences_that_are_over_are_forgotten(tiny: Tiny) -> None:
+    """Late messages about them are harmless."""
+    profile, plan = world(tiny, servers=2, routes=staircase_routes(2))
+    layers = tiny.view.spec.layer_count
+    onward = Onward(
+        layer=1, rows=one(), awaited=[[0]], raw=[], probes=[-1], decoding=False, last=True
+    )
+    stray: list[tuple[Message, tuple[torch.Tensor, ...]]] = [
+        (Prompt(sequence=7), (torch.zeros(3, dtype=torch.int32),)),
+        (Propagate(layer=layers - 1, rows=one()), (HIDDEN_ROW,)),
+        (Partial(layer=1, rows=one(), decoding=True), (HIDDEN_ROW,)),
+        (onward, (HIDDEN_ROW,)),
+    ]
+    async with running(tiny, profile=profile, plan=plan) as cluster:
+        for message, tensors in stray:
+            await cluster.transports[1].send(cluster.names[0], message, tensors)
+        (made,) = await answers(cluster, [(1, request([3, 4, 5], 8))])
+        await cluster.all_free()
+        assert not cluster.nodes[0].malformed
+        assert cluster.nodes[0].snapshot().traffic.received[cluster.names[1]].messages >= 4
+    assert tokens_of(made) == tiny.greedy([3, 4, 5], 8, eos=None)
+    assert msgspec.structs.asdict(onward)["last"]

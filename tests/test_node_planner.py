@@ -1,0 +1,243 @@
+"""What is measured reaches the costs, beside the decisions and never in their way."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncGenerator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from factories import random_cluster, random_model_spec, random_profile
+from nodes import answers, request, running, staircase_routes, world
+from serving import Tiny, open_tiny
+from synthetic import random_plan
+from trimmoe.core.errors import UserError
+from trimmoe.core.plan import Plan
+from trimmoe.cost.model import cost_model
+from trimmoe.policy.settings import PRESETS
+from trimmoe.runtime.node import planner as planner_module
+from trimmoe.runtime.node.deployments import (
+    CUT_DELAY_S,
+    Basis,
+    Conditions,
+    build,
+    changed_much,
+    detours,
+)
+from trimmoe.runtime.node.messages import Weather
+from trimmoe.runtime.node.planner import Planner
+from wires import soon, until
+
+SERVERS = 4
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
+    return open_tiny(tmp_path_factory.mktemp("tiny"))
+
+
+def basis(name: str = "substitute-only", *, density: float = 0.4, **changes: object) -> Basis:
+    rng = np.random.default_rng(5)
+    model = random_model_spec(rng, layers=3, experts=5, top_k=2)
+    profile = random_profile(rng, model)
+    plan: Plan = random_plan(rng, model, random_cluster(rng, servers=SERVERS), density=density)
+    plan = replace(plan, routes=np.array([[0, 1, 1], [1, 1, 2], [2, 2, 2], [3, 0, 3]]))
+    return Basis.of(plan, profile, model, replace(PRESETS[name](), **changes))
+
+
+def weather(**changes: object) -> Weather:
+    fields = {
+        "delay_s": [None] * SERVERS,
+        "bandwidth_bytes_per_s": [None] * SERVERS,
+        "waiting_s": 0.0,
+        "kv_usage": 0.0,
+        "unreachable": [],
+    }
+    return Weather(**(fields | changes))
+
+
+@asynccontextmanager
+async def planning(
+    basis: Basis, changed_share: float | None = 0.25
+) -> AsyncGenerator[tuple[Planner, list]]:
+    """A planner at work and the engines it came up with."""
+    pool, applied = ThreadPoolExecutor(1), []
+    planner = Planner(
+        basis,
+        server=0,
+        pool=pool,
+        apply=applied.append,
+        feedback=lambda: applied[-1].engine.start().feedback,
+        delay_s=0.01,
+        changed_share=changed_share,
+    )
+    await planner.build_first()
+    task = asyncio.create_task(planner.run())
+    try:
+        yield planner, applied
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        pool.shutdown()
+
+
+async def test_measured_links_and_waiting_are_in_the_rebuilt_engines_costs() -> None:
+    fixed = basis()
+    plan, model = fixed.plan, fixed.model
+    async with planning(fixed) as (planner, applied):
+        before = applied[0].engine.cost
+        np.testing.assert_allclose(before.transfer_s, plan.cluster.transfer_s(model.hidden_bytes))
+        delays = [None, 0.5, 0.25, None]
+        rates = [None, 1e6, None, None]
+        planner.note(0, weather(delay_s=delays, bandwidth_bytes_per_s=rates))
+        planner.note(2, weather(waiting_s=0.75))
+        await until(lambda: len(applied) == 2)
+        cost = applied[1].engine.cost
+        z = model.hidden_bytes
+        assert cost.transfer_s[0, 1] == pytest.approx(0.5 + z / 1e6)
+        planned = z / plan.cluster.bandwidth_bytes_per_s[0, 2]
+        assert cost.transfer_s[0, 2] == pytest.approx(0.25 + planned)
+        assert cost.transfer_s[0, 3] == before.transfer_s[0, 3]
+        assert cost.transfer_s[1, 0] == before.transfer_s[1, 0]
+        assert cost.waiting_s.tolist() == [0.0, 0.0, 0.75, 0.0]
+        assert applied[1].engine.reference_s == applied[0].engine.reference_s
+        # Exact execution of prompts looks at the same costs.
+        assert not np.array_equal(applied[1].passage.server, applied[0].passage.server)
+
+
+async def test_small_changes_are_not_worth_an_engine() -> None:
+    fixed = basis()
+    async with planning(fixed) as (planner, applied):
+        nearly = (fixed.plan.cluster.delay_s[0] * 1.05).tolist()
+        planner.note(0, weather(delay_s=nearly))
+        twice = (fixed.plan.cluster.delay_s[1] * 2).tolist()
+        assert len(applied) == 1
+        planner.note(1, weather(delay_s=twice))
+        await until(lambda: len(applied) == 2)
+        await asyncio.sleep(0.05)
+        assert len(applied) == 2
+
+
+async def test_without_measuring_the_plan_stands() -> None:
+    async with planning(basis(), changed_share=None) as (planner, applied):
+        planner.note(0, weather(delay_s=[None, 5.0, 5.0, 5.0], waiting_s=3.0))
+        planner.want_lost(frozenset({3}))
+        await until(lambda: len(applied) == 2)
+        np.testing.assert_array_equal(
+            applied[1].engine.cost.transfer_s, applied[0].engine.cost.transfer_s
+        )
+        assert not applied[1].engine.cost.waiting_s.any()
+
+
+async def test_lost_servers_leave_the_hosts_and_the_routes() -> None:
+    fixed = basis()
+    async with planning(fixed) as (planner, applied):
+        planner.want_lost(frozenset({1}))
+        assert not planner.settled
+        await soon(planner.until_settled())
+        built = planner.in_force
+        assert built is applied[-1]
+        # The plan's rows stay what they are; the new routes come after them.
+        np.testing.assert_array_equal(built.engine.routes[:SERVERS], fixed.plan.routes)
+        assert set(built.detours) == {0}
+        assert 1 not in built.route_of(0)
+        assert built.route_of(2) == (2, 2, 2)
+        assert built.route_of(0) in map(tuple, built.engine.routes.tolist())
+        planner.want_lost(frozenset())
+        await soon(planner.until_settled())
+        assert planner.in_force.route_of(0) == (0, 1, 1)
+
+
+async def test_a_route_that_comes_from_elsewhere_is_learnt_and_never_forgotten() -> None:
+    async with planning(basis()) as (planner, applied):
+        planner.want_route((3, 2, 1))
+        await soon(planner.until_settled())
+        row = applied[-1].engine.routes.tolist().index([3, 2, 1])
+        planner.want_route((2, 3, 1))
+        planner.want_lost(frozenset({0}))
+        await soon(planner.until_settled())
+        assert applied[-1].engine.routes.tolist().index([3, 2, 1]) == row
+        assert [2, 3, 1] in applied[-1].engine.routes.tolist()
+
+
+async def test_links_between_others_that_are_down_are_avoided_by_everybody() -> None:
+    async with planning(basis()) as (planner, _):
+        planner.note(1, weather(unreachable=[2]))
+        await soon(planner.until_settled())
+        built = planner.in_force
+        assert built.conditions.cut == {(1, 2)}
+        assert built.engine.cost.transfer_s[1, 2] >= CUT_DELAY_S
+        assert set(built.detours) == {1}
+        planner.note(1, weather())
+        await soon(planner.until_settled())
+        assert not planner.in_force.detours
+
+
+def test_all_servers_come_to_the_same_detours_whatever_they_measure() -> None:
+    fixed = basis()
+    planned = Conditions.planned(SERVERS)
+    lost = replace(planned, lost=frozenset({1}))
+    measured = replace(lost, delay_s=np.full((SERVERS, SERVERS), 0.9), waiting_s=np.ones(SERVERS))
+    assert detours(fixed, lost) == detours(fixed, measured) != {}
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("name", ["trimmoe", "substitute-only", "exact"])
+def test_experts_without_hosts_break_neither_tables_nor_routes(name: str) -> None:
+    fixed = basis(name, density=0.0)
+    for lost in range(SERVERS):
+        conditions = replace(Conditions.planned(SERVERS), lost=frozenset({lost}))
+        built = build(fixed, conditions, ())
+        planner_module.prepare(built.engine, built.engine.start().feedback)
+        assert all(lost not in route for route in built.detours.values())
+        assert built.passage.orphans.any()
+
+
+def test_changes_are_judged_against_what_is_decided_with() -> None:
+    fixed = basis()
+    then = Conditions.planned(SERVERS)
+    slow = replace(then, waiting_s=np.full(SERVERS, 1.0))
+    slower = replace(then, waiting_s=np.full(SERVERS, 1.2))
+    assert changed_much(slow, then, fixed, 0.25)
+    assert not changed_much(slower, slow, fixed, 0.25)
+    assert not changed_much(then, then, fixed, 0.25)
+
+
+def test_policies_that_no_real_system_can_run_are_refused() -> None:
+    with pytest.raises(UserError, match="migrate"):
+        basis("paper")
+
+
+async def test_engines_are_built_beside_the_decisions(
+    tiny: Tiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever is built under way is built by the planning thread; batches only ever swap."""
+    builders: set[str] = set()
+    original = planner_module.build
+
+    def watched(*arguments):
+        builders.add(threading.current_thread().name)
+        return original(*arguments)
+
+    monkeypatch.setattr(planner_module, "build", watched)
+    profile, plan = world(tiny, servers=2, routes=staircase_routes(2))
+    policy = replace(PRESETS["trimmoe"](), budget=0.2, exit_risk=None)
+    async with running(
+        tiny, profile=profile, plan=plan, policy=policy, measures=True, weather_s=0.05
+    ) as cluster:
+        for node in cluster.nodes.values():
+            policy_tables = node.executor.engine.policy.tables  # type: ignore[attr-defined]
+            assert not policy_tables.on_demand
+        # The links in memory are far quicker than the plan says: that is noticed and used.
+        await answers(cluster, [(0, request([3, 4, i], 20)) for i in range(4)])
+        node = cluster.nodes[0]
+        planned = cost_model(tiny.view.spec, plan.cluster).transfer_s[0, 1]
+        await until(lambda: node.executor.engine.cost.transfer_s[0, 1] != planned)
+        await answers(cluster, [(0, request([3, 4, i], 20)) for i in range(4)])
+    assert builders
+    assert all(name.startswith("trimmoe-plan") for name in builders)
