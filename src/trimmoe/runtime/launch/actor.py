@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -29,13 +30,16 @@ class ServerActor:
 
     def __init__(self) -> None:
         self._process: ServerProcess | None = None
+        self._told = threading.Lock()
 
     def begin(self, cluster: ServerSpec, index: int) -> None:
         """Become server `index` of the cluster that any server's spec describes."""
-        if self._process is None:
-            spec = replace(cluster, index=index)
-            log_to_file(spec)
-            self._process = ServerProcess(spec)
+        # Calls run in threads of their own, and may be repeated.
+        with self._told:
+            if self._process is None:
+                spec = replace(cluster, index=index)
+                log_to_file(spec)
+                self._process = ServerProcess(spec)
 
     def status(self) -> ServerStatus:
         if self._process is None:
@@ -70,6 +74,8 @@ class RayHandle:
             )
             .remote()
         )
+        self._told_pid = 0
+        """The process that was last told what to be."""
         self._asked: ray.ObjectRef | None = None
         self._stopped: ray.ObjectRef | None = None
 
@@ -85,7 +91,8 @@ class RayHandle:
             status: ServerStatus = ray.get(asked)
         except (RayActorError, RayTaskError) as error:
             raise ServerGone(_first_line(error)) from error
-        if status.phase is Phase.EMPTY:
+        if status.phase is Phase.EMPTY and status.pid != self._told_pid:
+            self._told_pid = status.pid
             self._actor.begin.remote(self._cluster, self._index)
         return status
 

@@ -70,11 +70,10 @@ def head_ray(token: str, *, address: str, port: int, servers: tuple[str, ...]) -
     """
     with _environment(token), _folder() as folder, _ending():
         command = [
-            *_start_command(port, servers),
+            *_start_command(port, servers, folder),
             "--head",
             f"--port={port}",
             f"--node-ip-address={address}",
-            f"--temp-dir={folder}",
             "--include-dashboard=false",
         ]
         process = _spawn(command, folder)
@@ -101,7 +100,7 @@ def join_ray(
     Raises `UserError` if the head cannot be joined or goes away.
     """
     with _environment(token), _folder() as folder, _ending():
-        process = _spawn([*_start_command(port_base, servers), f"--address={head}"], folder)
+        process = _spawn([*_start_command(port_base, servers, folder), f"--address={head}"], folder)
         try:
             _wait_started(process, folder, stopping)
             say(f"Joined {head} as {', '.join(servers)}.")
@@ -146,13 +145,14 @@ def _shutdown() -> None:
     ray.shutdown()
 
 
-def _start_command(port: int, servers: tuple[str, ...]) -> list[str]:
+def _start_command(port: int, servers: tuple[str, ...], folder: Path) -> list[str]:
     """`ray start` with every port in a narrow range from `port` on, for the firewall's sake."""
     first = port + _FIRST_WORKER
     resources = {server_resource(name): 1 for name in servers}
     return [
         *(sys.executable, "-m", "ray.scripts.scripts", "start", "--block"),
         "--disable-usage-stats",
+        f"--temp-dir={folder}",
         f"--num-cpus={_CPUS}",
         "--num-gpus=0",
         f"--object-store-memory={_STORE_BYTES}",
