@@ -118,9 +118,15 @@ def calibrate(
 
 @app.command()
 def plan(
-    profile: Annotated[Path, typer.Argument(help="Made by `trimmoe calibrate`.")],
-    cluster: Annotated[Path, typer.Argument(help="A cluster file, see clusters/.")],
-    output: Output,
+    profile: Annotated[
+        Path, typer.Argument(help="Made by `trimmoe calibrate`; left out with --dry-run.")
+    ],
+    cluster: Annotated[
+        Path | None, typer.Argument(help="A cluster file, see clusters/.", show_default=False)
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Where to write the result.")
+    ] = None,
     model: ModelOption = "embedded",
     preset: Annotated[
         Literal["default", "paper"],
@@ -165,8 +171,19 @@ def plan(
         typer.Option("--explain", help="Show hosts and routes, why, and what more memory saves."),
     ] = False,
     picture: Annotated[Path | None, typer.Option(help="Write a heat map as PNG.")] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Only say what fits where, from --config.")
+    ] = False,
+    config: Annotated[
+        Path | None, typer.Option(help="A model's config.json, for --dry-run CLUSTER.")
+    ] = None,
 ) -> None:
     """Place the experts and choose the routes (Algorithm 1, lines 9-14)."""
+    if dry_run or config is not None:
+        _dry_run(config if dry_run else None, profile, cluster)
+        return
+    if cluster is None or output is None:
+        raise UserError("Give a profile, a cluster file and --output; see `trimmoe plan --help`.")
     from trimmoe.core.artifact import file_hash
     from trimmoe.core.cluster_file import load_cluster
     from trimmoe.core.profile import load_profile
@@ -637,6 +654,14 @@ def evaluate(
 
 app.command()(record)
 app.command()(simulate)
+
+
+def _dry_run(config: Path | None, cluster: Path, more: Path | None) -> None:
+    if config is None or more is not None:
+        raise UserError("A dry run is `trimmoe plan --dry-run --config config.json CLUSTER`.")
+    from trimmoe.experiments.dry_run import print_dry_run
+
+    print_dry_run(config, cluster, console)
 
 
 def _say(line: str) -> None:
