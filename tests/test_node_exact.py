@@ -105,7 +105,7 @@ async def test_frames_are_those_of_the_cost_model(tiny: Tiny, prompts: list[list
         await cluster.all_free()
         sent = np.zeros((4, 4), dtype=int)
         for source, node in cluster.nodes.items():
-            for destination, count in node.vectors_sent.items():
+            for destination, count in node.mail.vectors_sent.items():
                 sent[source, destination] = count
     ledgers = [event.ledger for events in made for event in events if event.ledger is not None]
     np.testing.assert_array_equal(sent, sum(ledger.messages for ledger in ledgers))

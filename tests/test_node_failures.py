@@ -245,3 +245,39 @@ async def test_the_budget_holds_across_a_restart(tiny: Tiny) -> None:
         assert sum(event.ledger is None for event in made) == 2  # each prompt's first prediction
         spent_later += sum(event.ledger.loss for event in rest if event.ledger is not None)
     assert spent_later > 0
+
+
+@pytest.mark.parametrize("seed", range(4))
+async def test_servers_may_die_and_return_at_any_moment(tiny: Tiny, seed: int) -> None:
+    """Long prompts and answers everywhere, one server after the other gone and back."""
+    rng = np.random.default_rng(seed)
+    profile, plan = replicated(tiny, holders={0: ALL, 1: ALL, 2: [0, 2], 3: [1, 3]})
+    routes = rng.integers(4, size=(4, LAYERS))
+    plan = replace(plan, routes=routes)
+    prompts = [rng.integers(0, 256, int(rng.integers(1, 120))).tolist() for _ in range(6)]
+    async with running(tiny, profile=profile, plan=plan, prefill_chunk=16) as cluster:
+        streams = [cluster.nodes[0].service.submit(request(prompt, 40)) for prompt in prompts]
+        reading = asyncio.gather(*(read(stream) for stream in streams))
+        for victim in rng.permutation([1, 2, 3])[:2].tolist():
+            await asyncio.sleep(float(rng.uniform(0.0, 0.6)))
+            await cluster.kill(victim)
+            if rng.random() < 0.5:
+                await until(lambda: cluster.nodes[0].planner.lost)
+            await cluster.revive(victim)
+        made = await asyncio.wait_for(reading, 60)
+        await cluster.all_free()
+    for prompt, events in zip(prompts, made, strict=True):
+        assert tokens_of(events) == expected(tiny, prompt, 40)
+
+
+async def test_over_sockets_too(tiny: Tiny) -> None:
+    profile, plan = replicated(tiny, holders=EVERYWHERE)
+    async with running(tiny, profile=profile, plan=plan, sockets=True) as cluster:
+        streams = [cluster.nodes[a].service.submit(request([3, 4, a], LONG)) for a in (0, 2)]
+        heads = [await some(stream, 5) for stream in streams]
+        await cluster.kill(1)
+        rests = await soon(asyncio.gather(*(read(stream) for stream in streams)))
+        assert restarts(cluster)[2] == 0
+        await cluster.all_free()
+    for access, head, rest in zip((0, 2), heads, rests, strict=True):
+        assert tokens_of(head + rest) == expected(tiny, [3, 4, access], LONG)

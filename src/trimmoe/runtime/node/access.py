@@ -10,15 +10,14 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Callable
-from dataclasses import dataclass, field
 
 import torch
 
-from trimmoe.core.events import Receipt, SequenceOpened
+from trimmoe.core.events import SequenceOpened
 from trimmoe.core.ledger import Ledger
 from trimmoe.policy.settings import BudgetRule
 from trimmoe.runtime.node.executor import Arrival
+from trimmoe.runtime.node.jobs import Attempt, Backroom, Job, Stream
 from trimmoe.runtime.node.messages import (
     ANY_POSITION,
     Message,
@@ -30,7 +29,6 @@ from trimmoe.runtime.node.messages import (
     Token,
 )
 from trimmoe.runtime.node.passengers import unpack_ledger, unpack_receipt
-from trimmoe.runtime.node.planner import Planner
 from trimmoe.runtime.service import (
     GenerationRequest,
     Health,
@@ -55,71 +53,6 @@ STRANDED = (
 GIVEN_UP = "Servers were lost again and again while this request was answered; try again shortly."
 STOPPING = "The server is stopping."
 LOST, NO_EXPERT = "lost", "no expert"
-
-Item = TokenEvent | Unavailable
-
-
-@dataclass(eq=False, kw_only=True, slots=True)
-class Attempt:
-    """One sequence under way."""
-
-    sequence: int
-    route: tuple[int, ...]
-    trouble: asyncio.Future[str]
-    """Why it is over; empty if the answer is complete."""
-    grants: dict[int, asyncio.Future[bool]] = field(default_factory=dict)
-    position: int = 0
-    """Of the token that is awaited."""
-    fed: int = 0
-    """First position of what is under way."""
-
-    @property
-    def servers(self) -> list[int]:
-        return sorted(set(self.route))
-
-    def fail(self, reason: str) -> None:
-        """It cannot go on."""
-        if not self.trouble.done():
-            self.trouble.set_result(reason)
-        for grant in self.grants.values():
-            if not grant.done():
-                grant.set_result(False)
-
-
-@dataclass(eq=False, kw_only=True, slots=True)
-class Job:
-    """A request on its way."""
-
-    request: GenerationRequest
-    out: asyncio.Queue[Item] = field(default_factory=asyncio.Queue)
-    tokens: list[int] = field(default_factory=list)
-    """Made and handed out so far."""
-    credit: float = 0.0
-    """What those tokens left of their budget."""
-    attempt: Attempt | None = None
-    seated: bool = False
-    task: asyncio.Task[None] | None = None
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Backroom:
-    """What the desk needs of its server."""
-
-    server: int
-    kv_slots: int
-    max_waiting: int
-    patience_s: float
-    planner: Planner
-    post: Callable[[Parcel], None]
-    control: Callable[[Callable[[], None]], None]
-    """Run something in the worker, before its next batch."""
-    open_account: Callable[[SequenceOpened, tuple[int, ...]], None]
-    close_account: Callable[[int], None]
-    settle: Callable[[tuple[Receipt, ...], list[bool]], None]
-    arrive: Callable[[Arrival], None]
-    health: Callable[[], Health]
-    stats: Callable[[int, int], ServiceStats]
-    ledger_shape: dict[str, int]
 
 
 class Desk:
@@ -157,7 +90,7 @@ class Desk:
         job = Job(request=request)
         self._jobs.add(job)
         job.task = asyncio.create_task(self._serve(job), name=f"request {request.request_id}")
-        return _Stream(self, job)
+        return Stream(self.cancel, job)
 
     def health(self) -> Health:
         return self._room.health()
@@ -377,28 +310,3 @@ class Desk:
             job.out.put_nowait(error)
         if job.task is not None:
             job.task.cancel()
-
-
-class _Stream:
-    """The reader's end of a job."""
-
-    def __init__(self, desk: Desk, job: Job) -> None:
-        self._desk, self._job, self._ended = desk, job, False
-
-    def __aiter__(self) -> _Stream:
-        return self
-
-    async def __anext__(self) -> TokenEvent:
-        if self._ended:
-            raise StopAsyncIteration
-        item = await self._job.out.get()
-        if isinstance(item, Unavailable):
-            self._ended = True
-            raise item
-        self._ended = item.finish_reason is not None
-        return item
-
-    async def aclose(self) -> None:
-        if not self._ended:
-            self._ended = True
-            self._desk.cancel(self._job)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
@@ -25,6 +25,7 @@ from trimmoe.runtime.node.checks import Geometry, check
 from trimmoe.runtime.node.deployments import Basis, Built
 from trimmoe.runtime.node.executor import Arrival, Executor, Outcome
 from trimmoe.runtime.node.floor import Floor
+from trimmoe.runtime.node.mail import Mail
 from trimmoe.runtime.node.messages import (
     ANY_POSITION,
     Granted,
@@ -39,10 +40,10 @@ from trimmoe.runtime.node.messages import (
     access_of,
     first_sequence,
 )
-from trimmoe.runtime.node.passengers import MalformedPassengers, sealed
+from trimmoe.runtime.node.passengers import MalformedPassengers
 from trimmoe.runtime.node.perform import perform
 from trimmoe.runtime.node.planner import Planner
-from trimmoe.runtime.node.reports import NodeSnapshot, Reporter, affected, vectors_of
+from trimmoe.runtime.node.reports import NodeSnapshot, Reporter
 from trimmoe.runtime.node.scheduler import Scheduler, Step, Work
 from trimmoe.runtime.node.sequences import Seats
 from trimmoe.runtime.node.settings import NodeSettings
@@ -50,7 +51,6 @@ from trimmoe.runtime.service import Health, InferenceService, ServedModel
 from trimmoe.runtime.wire.base import (
     PeerChange,
     PeerDown,
-    PeerUnreachable,
     Transport,
     TransportClosed,
 )
@@ -89,17 +89,20 @@ class Node:
             1, thread_name_prefix="trimmoe-work", initializer=torch.set_num_threads, initargs=(1,)
         )
         self._planning = ThreadPoolExecutor(1, thread_name_prefix="trimmoe-plan")
-        self._outbox: deque[Parcel] = deque()
-        self._to_send, self._to_do = asyncio.Event(), asyncio.Event()
+        self._to_do = asyncio.Event()
         self._controls: list[Control] = []
         self._tasks: list[asyncio.Task[None]] = []
         self._admissions: set[asyncio.Task[None]] = set()
+        self.mail = Mail(
+            transport,
+            self._names,
+            server=settings.server,
+            deliver=lambda parcel: self._deliver(parcel.to, parcel),
+        )
         self._unseated: dict[int, Reserve] = {}
         """Reservations that wait until the engine knows their route."""
         self._failure = "The server is starting."
         self.malformed: Counter[str] = Counter()
-        self.vectors_sent: Counter[int] = Counter()
-        """Hidden vectors of generated tokens sent to each server."""
         self.batches: list[tuple[str, int, int]] = []
         """Step, layer and items of every batch, if events are logged."""
         self.batch_counts: Counter[str] = Counter()
@@ -146,7 +149,7 @@ class Node:
             self.model, self._backroom(), first_sequence(settings.server, time.time_ns() >> 20)
         )
         self._failure = ""
-        for work in (self._pump, self._listen, self._send_all, self.planner.run, self._report):
+        for work in (self._pump, self._listen, self.mail.run, self.planner.run, self._report):
             task = asyncio.create_task(work(), name=f"{work.__name__} of {self._transport.name}")
             task.add_done_callback(self._task_ended)
             self._tasks.append(task)
@@ -175,14 +178,6 @@ class Node:
         """What there is to say about this server now."""
         return self.reporter.snapshot(self)
 
-    def post(self, parcel: Parcel) -> None:
-        """Send a message; to this server itself it is delivered at once."""
-        if parcel.to == self.settings.server:
-            self._deliver(parcel.to, parcel.message, parcel)
-        else:
-            self._outbox.append(parcel)
-            self._to_send.set()
-
     def control(self, control: Control) -> None:
         """Run something in the worker before its next batch."""
         self._controls.append(control)
@@ -196,7 +191,7 @@ class Node:
             max_waiting=settings.max_waiting,
             patience_s=settings.patience_s,
             planner=self.planner,
-            post=self.post,
+            post=self.mail.post,
             control=self.control,
             open_account=worker.open,
             close_account=worker.close,
@@ -242,10 +237,10 @@ class Node:
                 self._count(work)
             self.floor.absorb(outcome)
             for parcel in outcome.parcels:
-                self.post(parcel)
+                self.mail.post(parcel)
             for unit in outcome.stranded:
                 message = Stranded(unit.seat.sequence, unit.layer)
-                self.post(Parcel(to=unit.seat.access, message=message))
+                self.mail.post(Parcel(to=unit.seat.access, message=message))
 
     def _compute(self, controls: list[Control], work: Work | None) -> Outcome:
         """In the worker."""
@@ -285,10 +280,11 @@ class Node:
             message = received.message
             assert isinstance(message, Message)
             parcel = Parcel(to=self.settings.server, message=message, tensors=received.tensors)
-            self._deliver(self._index[received.peer], message, parcel)
+            self._deliver(self._index[received.peer], parcel)
 
-    def _deliver(self, sender: int, message: Message, parcel: Parcel) -> None:
+    def _deliver(self, sender: int, parcel: Parcel) -> None:
         """Hand a message to whom it concerns; nonsense is counted and dropped."""
+        message = parcel.message
         try:
             check(self._geometry, message, parcel.tensors)
             match message:
@@ -319,7 +315,7 @@ class Node:
 
         def answer(ok: bool) -> None:
             to = access_of(asked.sequence)
-            self.post(Parcel(to=to, message=Granted(asked.sequence, ok)))
+            self.mail.post(Parcel(to=to, message=Granted(asked.sequence, ok)))
 
         if self.planner.settled:
             self.floor.seats.reserve(asked, answer)
@@ -340,30 +336,6 @@ class Node:
             self._unseated.pop(sequence, None)
         self.floor.release(sequences)
 
-    async def _send_all(self) -> None:
-        while True:
-            while self._outbox:
-                await self._send(self._outbox.popleft())
-            self._to_send.clear()
-            await self._to_send.wait()
-
-    async def _send(self, parcel: Parcel) -> None:
-        peer = self._names[parcel.to]
-        try:
-            await self._transport.send(peer, sealed(parcel), parcel.tensors)
-            self.vectors_sent[parcel.to] += vectors_of(parcel)
-        except PeerUnreachable as error:
-            if isinstance(parcel.message, Release) and error.reason != "not up":
-                # A peer that is up would keep the places for ever; one that is down frees them.
-                await asyncio.sleep(0.01)
-                self._outbox.append(parcel)
-                return
-            for sequence in affected(parcel.message):
-                self._tell_lost(sequence, ANY_POSITION)
-
-    def _tell_lost(self, sequence: int, position: int) -> None:
-        self.post(Parcel(to=access_of(sequence), message=Lost(sequence, position)))
-
     # Peers.
 
     def _lost(self) -> frozenset[int]:
@@ -382,13 +354,14 @@ class Node:
         seats = self.floor.seats
         unseated = [each for each in self._unseated if access_of(each) == server]
         self._release([*seats.of_access(server), *unseated])
-        for sequence, start in self.floor.gather.awaiting(server):
-            self._tell_lost(sequence, start)
+        waiting = self.floor.gather.awaiting(server)
+        for sequence, start in {*waiting, *self.mail.returned_to(server)}:
+            self.mail.tell_lost(sequence, start)
         for seat in seats:
             if seat.crosses(server):
-                self._tell_lost(seat.sequence, ANY_POSITION)
+                self.mail.tell_lost(seat.sequence, ANY_POSITION)
             elif server in seat.dispatched:
-                self._tell_lost(seat.sequence, seat.dispatched[server])
+                self.mail.tell_lost(seat.sequence, seat.dispatched[server])
         self.desk.server_lost(server)
 
     async def _report(self) -> None:
@@ -401,4 +374,4 @@ class Node:
         weather = self.reporter.weather(self.floor.seats.usage, self._lost())
         self.planner.note(self.settings.server, weather)
         for server in set(range(len(self._names))) - self._lost() - {self.settings.server}:
-            self.post(Parcel(to=server, message=weather))
+            self.mail.post(Parcel(to=server, message=weather))

@@ -1,0 +1,80 @@
+"""Messages on their way out, and whose work is lost when one does not get through."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+
+from trimmoe.runtime.node.messages import ANY_POSITION, Lost, Parcel, Partial, Release, access_of
+from trimmoe.runtime.node.passengers import sealed
+from trimmoe.runtime.node.reports import affected, vectors_of
+from trimmoe.runtime.wire.base import PeerUnreachable, Transport
+
+REMEMBERED = 4096
+"""Units whose partial sums went to a server last, so many are remembered."""
+RETRY_S = 0.01
+
+
+class Mail:
+    """The way out of a server; `deliver` takes what is addressed to the server itself."""
+
+    def __init__(
+        self,
+        transport: Transport,
+        names: Sequence[str],
+        *,
+        server: int,
+        deliver: Callable[[Parcel], None],
+    ) -> None:
+        self._transport, self._names, self._server = transport, names, server
+        self._deliver = deliver
+        self._outbox: deque[Parcel] = deque()
+        self._news = asyncio.Event()
+        self._returned: dict[int, deque[tuple[int, int]]] = {}
+        self.vectors_sent: Counter[int] = Counter()
+        """Hidden vectors of generated tokens sent to each server."""
+
+    def post(self, parcel: Parcel) -> None:
+        """Send a message; to this server itself it is delivered at once."""
+        if parcel.to == self._server:
+            self._deliver(parcel)
+        else:
+            self._outbox.append(parcel)
+            self._news.set()
+
+    def tell_lost(self, sequence: int, position: int) -> None:
+        """What was under way for a position of a sequence may be lost."""
+        self.post(Parcel(to=access_of(sequence), message=Lost(sequence, position)))
+
+    def returned_to(self, server: int) -> set[tuple[int, int]]:
+        """(sequence, start) of units whose partial sums went there of late, and forget them.
+
+        Who gathers a unit may not know yet that it awaits a partial sum that was lost.
+        """
+        return set(self._returned.pop(server, ()))
+
+    async def run(self) -> None:
+        """Send what is posted, in order; ends when cancelled."""
+        while True:
+            while self._outbox:
+                await self._send(self._outbox.popleft())
+            self._news.clear()
+            await self._news.wait()
+
+    async def _send(self, parcel: Parcel) -> None:
+        message = parcel.message
+        try:
+            await self._transport.send(self._names[parcel.to], sealed(parcel), parcel.tensors)
+        except PeerUnreachable as error:
+            if isinstance(message, Release) and error.reason != "not up":
+                # A peer that is up would keep the places for ever; one that is down frees them.
+                asyncio.get_running_loop().call_later(RETRY_S, self.post, parcel)
+                return
+            for sequence in affected(message):
+                self.tell_lost(sequence, ANY_POSITION)
+            return
+        self.vectors_sent[parcel.to] += vectors_of(parcel)
+        if isinstance(message, Partial):
+            sent = self._returned.setdefault(parcel.to, deque(maxlen=REMEMBERED))
+            sent.extend(zip(message.rows.sequences, message.rows.starts, strict=True))
