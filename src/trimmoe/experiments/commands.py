@@ -11,10 +11,13 @@ from typing import Annotated, Literal
 import typer
 
 from trimmoe.core.errors import UserError
+from trimmoe.experiments.figures.commands import all_figures, figure
 
 app = typer.Typer(
     help="Experiments: what each reading, policy and baseline is worth.", no_args_is_help=True
 )
+app.command("figure")(figure)
+app.command("all")(all_figures)
 
 ProfileOption = Annotated[Path, typer.Option("--profile", help="Made by `trimmoe calibrate`.")]
 PlanOption = Annotated[Path, typer.Option("--plan", help="Made by `trimmoe plan`.")]

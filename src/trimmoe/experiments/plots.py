@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from trimmoe.core.artifact import written_whole
 
 # Okabe and Ito's palette, told apart by the colour-blind too; hatching tells the rest.
-_LOOK = {
+LAYER_LOOK = {
     "local_exact": ("#009E73", None),
     "local_substitute": ("#56B4E9", "//"),
     "remote_exact": ("#D55E00", None),
@@ -42,7 +42,7 @@ def _draw_layers(panel: Any, row: dict[str, Any]) -> None:
     share = kinds / kinds.sum(1, keepdims=True)
     layers, bottom = np.arange(1, len(share) + 1), np.zeros(len(share))
     for name, part in zip(row["kind_names"], share.T, strict=True):
-        colour, hatch = _LOOK[name]
+        colour, hatch = LAYER_LOOK[name]
         panel.bar(
             layers,
             part,

@@ -1,0 +1,1 @@
+"""The paper's figures: each a measurement, a picture and a JSON."""

@@ -1,0 +1,274 @@
+"""Runs contenders in a world, each once however many figures ask for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from trimmoe.core.errors import UserError
+from trimmoe.core.ledger import Kind, Ledger
+from trimmoe.core.plan import Plan
+from trimmoe.core.specs import FloatArray
+from trimmoe.core.trace import Trace
+from trimmoe.cost.clairvoyant import Exits, clairvoyant_bound
+from trimmoe.engine.step import Engine
+from trimmoe.experiments.figures.contenders import Contender
+from trimmoe.experiments.figures.world import Announce, Effort, World, first_tokens
+from trimmoe.experiments.methods import configured, make_engine, plan_for
+from trimmoe.policy.build import Deployment, deploy
+from trimmoe.policy.settings import PolicySettings
+from trimmoe.policy.trim import TrimPolicy
+from trimmoe.simulator.measure import Sample
+from trimmoe.simulator.replay import replay
+from trimmoe.simulator.run import simulate
+from trimmoe.simulator.settings import Load, Prefill, SimulationSettings
+
+BUDGET = 0.02
+CONFIDENCE = 0.9
+SLA_S = 0.3
+"""The paper's target, here per token."""
+RATE_PER_S = 40.0
+_EXTENSIONS = 8
+"""Times a run is made longer for tokens that wait."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rig:
+    """A contender ready to run."""
+
+    contender: Contender
+    engine: Engine
+    deployment: Deployment
+    settings: PolicySettings
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Replayed:
+    """A contender's tokens without load."""
+
+    ledger: Ledger
+    delay_s: FloatArray
+    """Of each token, [T]."""
+
+
+Execute = Callable[[Rig], dict[str, float]]
+"""Runs a contender on a real model and says what became of delay and quality."""
+
+
+@dataclass(kw_only=True)
+class Bench:
+    """One world's runs; `announce` is told which is going on."""
+
+    world: World
+    effort: Effort
+    seed: int = 0
+    announce: Announce = lambda _: None
+    execute: Execute | None = None
+    """None where no model is at hand: then nothing is said about measured quality."""
+    _executed: dict[tuple[str, float], dict[str, float]] = field(default_factory=dict)
+    _rigs: dict[tuple[str, float], Rig] = field(default_factory=dict)
+    _plans: dict[tuple[str, bool, str], Plan] = field(default_factory=dict)
+    _replays: dict[tuple[str, float, int], Replayed] = field(default_factory=dict)
+    _samples: dict[tuple[str, float | None], list[Sample]] = field(default_factory=dict)
+
+    def there(self, contenders: tuple[Contender, ...]) -> tuple[list[Contender], dict[str, str]]:
+        """Those that can run in this world, and why the others cannot, by key."""
+        kept, left_out = [], {}
+        for contender in contenders:
+            reason = self._impossible(contender)
+            if reason is None:
+                kept.append(contender)
+            else:
+                left_out[contender.key] = f"{contender.title}: {reason}"
+        return kept, left_out
+
+    def _impossible(self, contender: Contender) -> str | None:
+        if contender.probabilities and self.world.trace.probabilities is None:
+            return "the trace does not hold the router's whole output; record it anew."
+        try:
+            self.plan(contender)
+        except UserError as error:
+            return str(error)
+        return None
+
+    def plan(self, contender: Contender) -> Plan:
+        """The plan a contender runs on; raises `UserError` if its placement cannot serve."""
+        method, world = contender.method, self.world
+        key = (method.seed or "", method.home, "" if method.seed else contender.on)
+        if key not in self._plans:
+            given = world.plan if contender.on == "ours" else world.paper_plan
+            self._plans[key] = plan_for(method, given, world.profile, world.model)
+        return self._plans[key]
+
+    def rig(self, contender: Contender, budget: float = BUDGET) -> Rig:
+        """A contender's engine, made once."""
+        key = (contender.key, budget)
+        if key not in self._rigs:
+            plan, world = self.plan(contender), self.world
+            method = contender.method
+            policy = configured(method, budget=budget, confidence=CONFIDENCE)
+            policy = contender.change(policy)
+            self._rigs[key] = Rig(
+                contender=contender,
+                engine=make_engine(plan, world.profile, world.model, policy, method.policy),
+                deployment=deploy(plan, world.profile, world.model, policy.accounting),
+                settings=policy,
+            )
+        return self._rigs[key]
+
+    def replayed(
+        self, contender: Contender, budget: float = BUDGET, tokens: int | None = None
+    ) -> Replayed:
+        """Expected delays and traffic without load, of about `tokens` tokens or all."""
+        if tokens is None:
+            tokens = self.effort.letter_tokens if contender.slow else self.world.trace.token_count
+        key = (contender.key, budget, tokens)
+        if key not in self._replays:
+            self.announce(f"{contender.title}: replay")
+            trace = first_tokens(self.world.trace, tokens)
+            self._replays[key] = self._replay(self.rig(contender, budget), trace)
+        return self._replays[key]
+
+    def _replay(self, rig: Rig, trace: Trace) -> Replayed:
+        access = self.world.access(self.world.trace.sequence_count, self.seed)
+        ledgers = replay(
+            rig.engine,
+            trace,
+            access[: trace.sequence_count],
+            budget=rig.settings.budget,
+            confidence=rig.settings.confidence,
+            seed=self.seed,
+        )
+        return Replayed(
+            ledger=sum(ledgers[1:], ledgers[0]),
+            delay_s=np.array([ledger.delay_s for ledger in ledgers]),
+        )
+
+    def simulated(self, contender: Contender, rate_per_s: float = RATE_PER_S) -> list[Sample]:
+        """Under an open load; one sample per seed. The warm-up lasts as long as one answer."""
+        key = (contender.key, rate_per_s)
+        if key not in self._samples:
+            output = self.effort.output_tokens
+            alone_s = self.replayed(contender).ledger.mean_delay_s
+            self._samples[key] = self._simulate(
+                contender,
+                Load(
+                    rate_per_s=rate_per_s,
+                    prompt_tokens=1,
+                    output_tokens=output,
+                    prefill=Prefill.EXCLUDED,
+                ),
+                warm_up_s=1.2 * output * alone_s,
+                duration_s=self.effort.load_tokens / (rate_per_s * output),
+                label=f"{rate_per_s:g} requests/s",
+            )
+        return self._samples[key]
+
+    def saturated(self, contender: Contender, concurrency: int) -> list[Sample]:
+        """As many requests at a time as given, for throughput."""
+        key = (contender.key, None)
+        if key not in self._samples:
+            alone_s = self.replayed(contender).ledger.mean_delay_s
+            load = Load(
+                concurrency=concurrency,
+                prompt_tokens=1,
+                output_tokens=self.effort.output_tokens,
+                prefill=Prefill.EXCLUDED,
+            )
+            rounds = max(1.0, self.effort.load_tokens / concurrency)
+            self._samples[key] = self._simulate(
+                contender,
+                load,
+                warm_up_s=2.0 * alone_s,
+                duration_s=rounds * alone_s,
+                label=f"{concurrency} at a time",
+            )
+        return self._samples[key]
+
+    def _simulate(
+        self, contender: Contender, load: Load, *, warm_up_s: float, duration_s: float, label: str
+    ) -> list[Sample]:
+        self.announce(f"{contender.title}: {label}")
+        rig = self.rig(contender)
+        for _ in range(_EXTENSIONS):
+            settings = SimulationSettings(
+                load=load,
+                budget=rig.settings.budget,
+                confidence=rig.settings.confidence,
+                warm_up_s=warm_up_s,
+                duration_s=duration_s,
+                control_s=max(1.0, duration_s / 16),
+                seeds=tuple(self.seed + seed for seed in self.effort.seeds),
+                sla_s=SLA_S,
+            )
+            samples = simulate(rig.engine, rig.deployment, self.world.trace, settings)
+            if min(one.token_s.size for one in samples) >= self.effort.load_tokens / 4:
+                return samples
+            # Queues made tokens slower than they are alone: look for longer.
+            warm_up_s, duration_s = 2.0 * warm_up_s, 4.0 * duration_s
+        raise UserError(
+            f"{contender.title} hardly finishes any token under {label}; the cluster is too small."
+        )
+
+    def executed(self, contender: Contender, budget: float = BUDGET) -> dict[str, float]:
+        """What executing the model under a contender measured; only where `execute` is given."""
+        assert self.execute is not None
+        key = (contender.key, budget)
+        if key not in self._executed:
+            self.announce(f"{contender.title}: executing")
+            self._executed[key] = self.execute(self.rig(contender, budget))
+        return self._executed[key]
+
+    def bound_s(self, contender: Contender, budget: float = BUDGET) -> float:
+        """Mean delay per token that no policy with the contender's actions could go below."""
+        rig = self.rig(contender, budget)
+        assert isinstance(rig.engine.policy, TrimPolicy)
+        self.announce(f"{contender.title}: clairvoyant")
+        needed, charge = rig.engine.exit_terms(CONFIDENCE)
+        return clairvoyant_bound(
+            rig.engine.policy.lookahead.space,
+            self.world.trace,
+            rig.engine.routes,
+            self.world.access(self.world.trace.sequence_count, self.seed),
+            budget=budget,
+            exits=Exits(threshold=needed, loss=charge),
+        ).delay_s
+
+    def way_s(self, contender: Contender) -> float:
+        """Mean time per token that full depth spends on the way along its route and in attention,
+        which skips, drops and substitutes leave as it is; only exits shorten it."""
+        rig = self.rig(contender)
+        cost, routes = rig.engine.cost, rig.engine.routes
+        entries = np.arange(cost.server_count)
+        hops = cost.transfer_s[routes[:, :-1], routes[:, 1:]].sum(1)
+        dense = cost.dense_s[routes, np.arange(cost.layer_count)].sum(1)
+        ends = cost.token_transfer_s[entries, routes[:, 0]]
+        ends = ends + cost.token_transfer_s[routes[:, -1], entries]
+        access = self.world.access(self.world.trace.sequence_count, self.seed)
+        return float((hops + dense + ends)[access].mean())
+
+
+def replay_row(replayed: Replayed) -> dict[str, Any]:
+    """Figures of a replay, in units named by their keys."""
+    ledger, tokens = replayed.ledger, replayed.ledger.tokens
+    return {
+        "tokens": tokens,
+        "delay_ms": ledger.mean_delay_s * 1e3,
+        "delay_p99_ms": float(np.quantile(replayed.delay_s, 0.99)) * 1e3,
+        **ledger_row(ledger),
+    }
+
+
+def ledger_row(ledger: Ledger) -> dict[str, Any]:
+    """What was executed, sent and charged per token."""
+    tokens = max(ledger.tokens, 1)
+    return {
+        "hops_per_token": ledger.hops / tokens,
+        "mb_per_1000_tokens": ledger.total_bytes / tokens / 1e3,
+        "remote_share": ledger.remote_share,
+        "charged_loss_per_token": ledger.loss / tokens,
+        "kinds": {kind.name.lower(): ledger.share(kind) for kind in Kind},
+    }

@@ -1,0 +1,205 @@
+"""The paper's claims and ours beside them: the table that heads the report."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from trimmoe.experiments.figures.base import Content, change, find
+
+Contents = dict[str, Content]
+"""JSONs by figure number."""
+
+COLUMNS = {
+    "letter": "migrate, the paper's preset (not physical)",
+    "moving": "the same, every baseline migrating too",
+    "pinned_own": "pinned, default preset; baselines on their own placements",
+    "pinned_best": "pinned, default preset; native EdgeShard, baselines on our plan",
+}
+NOT_RUN = "not run here"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Claim:
+    """One number of the paper, and where ours comes from."""
+
+    text: str
+    paper: float | None
+    """A share; None where the paper says nothing."""
+    ours: Callable[[Contents, str], float | None]
+    """By column; None where it has no counterpart."""
+    less_is_better: bool = True
+    ratio: bool = False
+    """Whether it is a factor, not a share."""
+
+
+def _against(key: str, of: str, figure: str = "4") -> Callable[[Contents, str], float | None]:
+    def ours(contents: Contents, column: str) -> float | None:
+        rows = contents[figure]["arenas"].get(column, [])
+        mine, theirs = find(rows, "trimmoe"), find(rows, of)
+        return None if mine is None or theirs is None else change(mine[key], theirs[key])
+
+    return ours
+
+
+def _throughput(contents: Contents, column: str) -> float | None:
+    more = _against("saturated_tokens_per_s", "edgeshard")(contents, column)
+    return None if more is None else 1.0 + more
+
+
+def _own(key: str) -> Callable[[Contents, str], float | None]:
+    def ours(contents: Contents, column: str) -> float | None:
+        mine = find(contents["4"]["arenas"].get(column, []), "trimmoe")
+        return None if mine is None else mine[key]
+
+    return ours
+
+
+_HORIZON = {
+    "letter": "migrate, the paper's preset (not physical)",
+    "pinned_own": "pinned, the paper's placement at home",
+    "pinned_best": "pinned, our plan",
+}
+
+
+def _horizon(key: str) -> Callable[[Contents, str], float | None]:
+    def ours(contents: Contents, column: str) -> float | None:
+        rows = contents["8"]["curves"].get(_HORIZON.get(column, ""), [])
+        by_horizon = {row["horizon"]: row for row in rows}
+        if not {"1", "3"} <= by_horizon.keys():
+            return None
+        return change(by_horizon["3"][key], by_horizon["1"][key])
+
+    return ours
+
+
+def _served(contents: Contents, column: str) -> float | None:
+    arena = {"letter": "letter/paper", "pinned_best": "pinned/trimmoe"}.get(column)
+    rows = [r for r in contents["11"]["rows"] if r["key"] == arena and r["rate_per_s"] == 80.0]
+    return rows[0]["sla_share"] if rows else None
+
+
+def _lossless(contents: Contents, column: str) -> float | None:
+    rows = contents["4"]["arenas"].get(column, [])
+    mine = find(rows, "trimmoe")
+    exact = [row for row in rows if row is not mine and row["charged_loss_per_token"] == 0.0]
+    if mine is None or not exact:
+        return None
+    return change(mine["delay_ms"], min(row["delay_ms"] for row in exact))
+
+
+CLAIMS = (
+    Claim(text="latency against EdgeShard", paper=-0.628, ours=_against("delay_ms", "edgeshard")),
+    Claim(text="latency against MoE^2", paper=-0.396, ours=_against("delay_ms", "moe2")),
+    Claim(
+        text="latency against Substitute-Only",
+        paper=-0.245,
+        ours=_against("delay_ms", "substitute-only"),
+    ),
+    Claim(
+        text="traffic against EdgeShard",
+        paper=-0.772,
+        ours=_against("mb_per_1000_tokens", "edgeshard"),
+    ),
+    Claim(
+        text="traffic against Substitute-Only",
+        paper=-0.300,
+        ours=_against("mb_per_1000_tokens", "substitute-only"),
+    ),
+    Claim(text="remote execution ratio", paper=0.16, ours=_own("remote_share")),
+    Claim(
+        text="throughput over EdgeShard's",
+        paper=2.35,
+        ours=_throughput,
+        less_is_better=False,
+        ratio=True,
+    ),
+    Claim(
+        text="P99 against EdgeShard", paper=-0.640, ours=_against("delay_p99_ms", "edgeshard", "5")
+    ),
+    Claim(text="P99 against MoE^2", paper=-0.411, ours=_against("delay_p99_ms", "moe2", "5")),
+    Claim(text="latency, H = 3 against H = 1", paper=-0.170, ours=_horizon("delay_ms")),
+    Claim(text="traffic, H = 3 against H = 1", paper=-0.291, ours=_horizon("mb_per_1000_tokens")),
+    Claim(text="within 300 ms at 80 requests/s", paper=0.71, ours=_served, less_is_better=False),
+    Claim(text="latency against the pipeline", paper=None, ours=_against("delay_ms", "pipeline")),
+    Claim(text="latency against the best lossless method", paper=None, ours=_lossless),
+)
+
+GOAL = -0.30
+"""Against the best lossless alternative, at no more than 2 % measured flips."""
+
+
+def claim_rows(contents: Contents) -> list[Content]:
+    """The head table, JSON-like."""
+    return [
+        {
+            "claim": claim.text,
+            "paper": claim.paper,
+            "ours": {column: claim.ours(contents, column) for column in COLUMNS},
+            "reached": {
+                column: _reached(claim, claim.ours(contents, column)) for column in COLUMNS
+            },
+            "ratio": claim.ratio,
+        }
+        for claim in CLAIMS
+    ]
+
+
+def _reached(claim: Claim, ours: float | None) -> bool | None:
+    if ours is None or claim.paper is None:
+        return None
+    return ours <= claim.paper if claim.less_is_better else ours >= claim.paper
+
+
+def shown(value: float | None, *, ratio: bool) -> str:
+    """A cell of the head table."""
+    if value is None:
+        return "-"
+    return f"{value:.2f}x" if ratio else f"{value:+.1%}" if value < 0 else f"{value:.1%}"
+
+
+def missed(rows: list[Content], contents: Contents) -> list[str]:
+    """A sentence for every margin that is not reached, with what bounds it."""
+    from trimmoe.experiments.figures.overall import bound_sentence
+
+    found = []
+    for row in rows:
+        for column, reached in row["reached"].items():
+            if reached is False:
+                ours = shown(row["ours"][column], ratio=row["ratio"])
+                paper = shown(row["paper"], ratio=row["ratio"])
+                found.append(
+                    f"Margin not reached: {row['claim']} is {ours}, the paper's is {paper} "
+                    f"({COLUMNS[column]}). {_why(row['claim'], column)}"
+                )
+    return [*found, bound_sentence(contents["4"]["unloaded"]), _goal(contents)]
+
+
+def _why(claim: str, column: str) -> str:
+    if claim.startswith(("latency, H", "traffic, H")):
+        return "The myopic choice is already near what looking ahead finds, see Fig. 8."
+    if column == "pinned_best":
+        return (
+            "Native EdgeShard hops a few times per token, and on our plan the baselines inherit "
+            "our placement and routes: what is left to differ is what trimming itself saves."
+        )
+    if column == "moving":
+        return (
+            "Where everybody's tokens move for free, EdgeShard's placement needs no return trips "
+            "and is a pipeline."
+        )
+    if claim == "remote execution ratio":
+        return "Whole-layer locality depends on the placement's spare memory, not on the policy."
+    return "See the tables and findings of the figure for where the time goes."
+
+
+def _goal(contents: Contents) -> str:
+    executed = contents["E"].get("executed")
+    asked = "The goal of 30 % below the best lossless method at no more than 2 % measured flips"
+    if not executed:
+        return f"{asked} is not judged: nothing was executed (--measure)."
+    best_ms = min(row["delay_ms"] for row in contents["E"]["lossless"])
+    ours_ms = executed["at_equal_flips"]["TrimMoE"]["0.02"]
+    saved = change(ours_ms, min(best_ms, executed["exact"]["delay_ms"])) or 0.0
+    verdict = "is reached" if saved <= GOAL else "is not reached"
+    return f"{asked} {verdict}: {saved:+.1%} ({ours_ms:.2f} ms), measured by execution."

@@ -1,0 +1,134 @@
+"""Who competes: methods with the placement and the accounting they are run under.
+
+Three arenas, kept apart because they answer different questions:
+
+- `letter`: as the paper seems to have run it. The authors' own schemes move their tokens
+  (`migrate`, not physical), all others dispatch from home and return.
+- `moving`: every scheme moves its tokens, the same fiction for everybody.
+- `pinned`: what can be built. Baselines once on the placement they come with, once on our plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from trimmoe.cost.model import Accounting
+from trimmoe.experiments.methods import METHODS, Method
+from trimmoe.policy.settings import PolicySettings
+
+OURS = "trimmoe"
+EXACT = "exact"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Contender:
+    """One row of a figure."""
+
+    key: str
+    """Unique among all contenders."""
+    title: str
+    method: Method
+    on: Literal["ours", "paper"] = "ours"
+    """The plan it runs on, unless its method brings a placement of its own."""
+    change: Callable[[PolicySettings], PolicySettings] = lambda policy: policy
+    """Applied last, so that it overrides the method's settings."""
+    slow: bool = False
+    """Whether it decides by the literal recursion, which takes long."""
+    of: str = ""
+    """The paper's name for it, by which claims are looked up."""
+    probabilities: bool = False
+    """Whether it routes anew over all experts, and needs to know the router's whole output."""
+
+
+def moving(policy: PolicySettings) -> PolicySettings:
+    """The same policy where tokens move for free; not physical."""
+    return replace(policy, accounting=Accounting.MIGRATE)
+
+
+def _row(
+    arena: str, name: str, of: str = "", title: str | None = None, **settings: object
+) -> Contender:
+    method = METHODS[name]
+    key = f"{arena}/{name}"
+    shown = method.title if title is None else title
+    whole = name in ("local-prior", "moe2")
+    return Contender(key=key, title=shown, method=method, of=of, probabilities=whole, **settings)  # type: ignore[arg-type]
+
+
+def letter() -> tuple[Contender, ...]:
+    """As the paper seems to have run it."""
+    return (
+        _row("letter", "edgeshard-experts", "edgeshard", "EdgeShard (expert-wise)"),
+        _row("letter", "slimcaching", "slimcaching"),
+        _row("letter", "moe2", "moe2", on="paper"),
+        _row("letter", "mixture-of-depths", "mod", on="paper"),
+        _row(
+            "letter",
+            "substitute-only-1",
+            "substitute-only",
+            "Substitute-Only (migrate)",
+            on="paper",
+            change=moving,
+        ),
+        _row("letter", "paper", OURS, "TrimMoE, paper's preset (migrate)", on="paper", slow=True),
+    )
+
+
+def moving_all() -> tuple[Contender, ...]:
+    """The same with every scheme moving its tokens."""
+    rows = [
+        replace(row, key=row.key.replace("letter/", "moving/"), change=moving)
+        for row in letter()
+        if row.of not in ("substitute-only", OURS)
+    ]
+    return (*rows, *(row for row in letter() if row.of in ("substitute-only", OURS)))
+
+
+def pinned_own() -> tuple[Contender, ...]:
+    """Physical, the paper's baselines on the placements they come with."""
+    return (
+        _row("letter", "edgeshard-experts", "edgeshard", "EdgeShard (expert-wise)"),
+        _row("letter", "slimcaching", "slimcaching"),
+        _row("letter", "moe2", "moe2", on="paper"),
+        _row("letter", "mixture-of-depths", "mod", on="paper"),
+        _row("own", "substitute-only-1", "substitute-only", "Substitute-Only (home)", on="paper"),
+        _row("pinned", "trimmoe", OURS),
+    )
+
+
+def pinned_best() -> tuple[Contender, ...]:
+    """Physical, EdgeShard native, all that needs a placement on ours."""
+    return (
+        _row("pinned", "pipeline", "pipeline"),
+        _row("pinned", "edgeshard", "edgeshard"),
+        _row("pinned", "edgeshard-throughput"),
+        _row("pinned", "activation-aware"),
+        _row("pinned", "load-balanced"),
+        _row("pinned", "exact", EXACT, "exact, our plan"),
+        _row("pinned", "mixture-of-depths", "mod", "Mixture-of-Depths, our plan"),
+        _row("pinned", "local-prior", "local-prior", "Local-Prior, our plan"),
+        _row("pinned", "moe2", "moe2", "MoE^2, our plan"),
+        _row("pinned", "substitute-only", "substitute-only", "Substitute-Only, our plan"),
+        _row("pinned", "trimmoe", OURS),
+    )
+
+
+ARENAS: dict[str, Callable[[], tuple[Contender, ...]]] = {
+    "letter": letter,
+    "moving": moving_all,
+    "pinned_own": pinned_own,
+    "pinned_best": pinned_best,
+}
+ARENA_TITLES = {
+    "letter": "as the paper seems to have run it (ours and Substitute-Only migrate: not physical)",
+    "moving": "every scheme under migrate (not physical)",
+    "pinned_own": "pinned, baselines on their own placements",
+    "pinned_best": "pinned, native EdgeShard, baselines on our plan",
+}
+
+
+def everybody() -> tuple[Contender, ...]:
+    """All contenders of all arenas, once each."""
+    return tuple({row.key: row for arena in ARENAS.values() for row in arena()}.values())

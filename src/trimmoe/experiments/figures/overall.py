@@ -1,0 +1,137 @@
+"""Fig. 4: mean latency, traffic, remote ratio and throughput of everybody in every arena."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from trimmoe.experiments.figures.base import (
+    Content,
+    Grid,
+    change,
+    figure_json,
+    find,
+    load_row,
+    named,
+    percent,
+)
+from trimmoe.experiments.figures.bench import RATE_PER_S, SLA_S, Bench
+from trimmoe.experiments.figures.contenders import ARENA_TITLES, ARENAS
+from trimmoe.experiments.figures.draw import bars, picture
+
+CONCURRENCY = 240
+"""The paper's throughput times its latency, 1620/s x 142 ms = 230 for TrimMoE and 690/s x 382 ms =
+263 for EdgeShard, is how many tokens were in flight: by Little's law about 240."""
+
+_PANELS = (
+    ("delay_ms", "ms per token"),
+    ("mb_per_1000_tokens", "MB per 1000 tokens"),
+    ("remote_share", "remote share of executed layers"),
+    ("saturated_tokens_per_s", f"tokens/s, {CONCURRENCY} at a time"),
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Overall:
+    """Mean latency and traffic at 40 requests per second, throughput in a closed loop."""
+
+    number: str = "4"
+    title: str = "Overall performance"
+    paper: str = (
+        "Mixtral-8x7B at 40 requests/s: TrimMoE 142 ms, 62.8 % below EdgeShard, 39.6 % below "
+        "MoE^2, 24.5 % below Substitute-Only; 1.05 GB per 1000 tokens; 16 % remote; 1620 tokens/s."
+    )
+
+    def measure(self, bench: Bench) -> Content:
+        """Everybody under the same load, by arena."""
+        arenas, left_out = {}, {}
+        for name, contenders in ARENAS.items():
+            kept, missing = bench.there(contenders())
+            left_out |= missing
+            arenas[name] = [named(one, _row(bench, one)) for one in kept]
+        ours = next(one for one in ARENAS["pinned_best"]() if one.of == "trimmoe")
+        exact = next(one for one in ARENAS["pinned_best"]() if one.of == "exact")
+        body = {
+            "rate_per_s": RATE_PER_S,
+            "concurrency": CONCURRENCY,
+            "arenas": arenas,
+            "left_out": left_out,
+            "unloaded": {
+                "exact_ms": bench.replayed(exact).ledger.mean_delay_s * 1e3,
+                "ours_ms": bench.replayed(ours).ledger.mean_delay_s * 1e3,
+                "clairvoyant_ms": bench.bound_s(ours) * 1e3,
+                "way_ms": bench.way_s(exact) * 1e3,
+            },
+        }
+        return figure_json(self, bench, body)
+
+    def plot(self, content: Content, path: Path) -> None:
+        """Four panels per arena."""
+        arenas = content["arenas"]
+        with picture(path, len(arenas), 4, size=(17, 2.7 * len(arenas))) as panels:
+            for line, (name, rows) in zip(panels, arenas.items(), strict=True):
+                for panel, (key, label) in zip(line, _PANELS, strict=True):
+                    bars(panel, rows, key, label)
+                for panel in line[1:]:
+                    panel.set_yticks([])
+                line[0].set_title(ARENA_TITLES[name], fontsize=9, loc="left")
+
+    def grids(self, content: Content) -> dict[str, Grid]:
+        """One table per arena."""
+        return {ARENA_TITLES[name]: _grid(rows) for name, rows in content["arenas"].items()}
+
+    def findings(self, content: Content) -> list[str]:
+        """Who is ahead by how much, and what is left to gain."""
+        found = []
+        for name, rows in content["arenas"].items():
+            ours = find(rows, "trimmoe")
+            assert ours is not None
+            parts = [
+                f"{percent(change(ours['delay_ms'], row['delay_ms']), signed=True)} against "
+                f"{row['title']}"
+                for row in rows
+                if row is not ours
+            ]
+            found.append(f"{ARENA_TITLES[name]}: {', '.join(parts)} (mean latency).")
+        return [*found, bound_sentence(content["unloaded"]), *content["left_out"].values()]
+
+
+def bound_sentence(unloaded: Content) -> str:
+    """How much of exact execution on our plan could be saved at all, and what the rest is."""
+    exact, ours = unloaded["exact_ms"], unloaded["ours_ms"]
+    bound, way = unloaded["clairvoyant_ms"], unloaded["way_ms"]
+    return (
+        f"On our plan exact execution takes {exact:.2f} ms per token without load, "
+        f"{way:.2f} ms of it on the way along the route and in attention, which no skip, drop or "
+        f"substitute shortens. Ours takes {ours:.2f} ms; knowing every token's future, the same "
+        f"actions at the same budget could not go below {bound:.2f} ms "
+        f"({percent(change(bound, exact), signed=True)})."
+    )
+
+
+def _row(bench: Bench, one) -> Content:
+    row = load_row(bench.simulated(one), SLA_S)
+    full = load_row(bench.saturated(one, CONCURRENCY), SLA_S)
+    return row | {
+        "saturated_tokens_per_s": full["tokens_per_s"],
+        "saturated_server_use_max": full["server_use_max"],
+    }
+
+
+def _grid(rows: list[Content]) -> Grid:
+    headings = ("method", "ms", "±", "P99", "MB/1000", "remote", "hops", "charged", "tokens/s")
+    cells = [
+        (
+            row["title"],
+            f"{row['delay_ms']:.2f}",
+            "-" if row["delay_half_width_ms"] is None else f"{row['delay_half_width_ms']:.2f}",
+            f"{row['delay_p99_ms']:.1f}",
+            f"{row['mb_per_1000_tokens']:.2f}",
+            percent(row["remote_share"]),
+            f"{row['hops_per_token']:.2f}",
+            f"{row['charged_loss_per_token']:.4f}",
+            f"{row['saturated_tokens_per_s']:.0f}",
+        )
+        for row in rows
+    ]
+    return Grid(headings=headings, rows=cells)
