@@ -69,12 +69,15 @@ class Desk:
         self.blocked = False
         """Whether the one whose turn it is had to queue for a place."""
         self.restarts = 0
+        """Attempts that were lost."""
+        self._closing = False
 
     async def start(self) -> None:
         """The node starts its desk; nothing is left to do."""
 
     async def close(self) -> None:
-        """End all streams."""
+        """End all streams and take no more requests."""
+        self._closing = True
         for job in list(self._jobs):
             self._end(job, Unavailable(self.health().reason or STOPPING))
 
@@ -93,7 +96,8 @@ class Desk:
         return Stream(self.cancel, job)
 
     def health(self) -> Health:
-        return self._room.health()
+        health = self._room.health()
+        return Health(ok=False, reason=STOPPING) if health.ok and self._closing else health
 
     def stats(self) -> ServiceStats:
         waiting = self._waiting

@@ -10,10 +10,7 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-
-import torch
 
 from trimmoe.core.errors import UserError
 from trimmoe.core.plan import Plan
@@ -23,7 +20,7 @@ from trimmoe.policy.settings import PolicySettings
 from trimmoe.runtime.node.access import Backroom, Desk
 from trimmoe.runtime.node.checks import Geometry, check
 from trimmoe.runtime.node.deployments import Basis, Built
-from trimmoe.runtime.node.executor import Arrival, Executor, Outcome
+from trimmoe.runtime.node.executor import Arrival, Executor
 from trimmoe.runtime.node.floor import Floor
 from trimmoe.runtime.node.mail import Mail
 from trimmoe.runtime.node.messages import (
@@ -41,10 +38,10 @@ from trimmoe.runtime.node.messages import (
     first_sequence,
 )
 from trimmoe.runtime.node.passengers import MalformedPassengers
-from trimmoe.runtime.node.perform import perform
 from trimmoe.runtime.node.planner import Planner
+from trimmoe.runtime.node.pump import Pump
 from trimmoe.runtime.node.reports import NodeSnapshot, Reporter
-from trimmoe.runtime.node.scheduler import Scheduler, Step, Work
+from trimmoe.runtime.node.scheduler import Scheduler, Step
 from trimmoe.runtime.node.sequences import Seats
 from trimmoe.runtime.node.settings import NodeSettings
 from trimmoe.runtime.service import Health, InferenceService, ServedModel
@@ -56,7 +53,6 @@ from trimmoe.runtime.wire.base import (
 )
 
 _log = logging.getLogger(__name__)
-Control = Callable[[], None]
 
 
 class Node:
@@ -85,12 +81,8 @@ class Node:
         self._names = plan.cluster.server_names
         self._index = {name: index for index, name in enumerate(self._names)}
         assert self._names[settings.server] == transport.name
-        self._pool = ThreadPoolExecutor(
-            1, thread_name_prefix="trimmoe-work", initializer=torch.set_num_threads, initargs=(1,)
-        )
+        self.pump = Pump(slowdown=settings.slowdown, log_batches=settings.log_events)
         self._planning = ThreadPoolExecutor(1, thread_name_prefix="trimmoe-plan")
-        self._to_do = asyncio.Event()
-        self._controls: list[Control] = []
         self._tasks: list[asyncio.Task[None]] = []
         self._admissions: set[asyncio.Task[None]] = set()
         self.mail = Mail(
@@ -103,10 +95,6 @@ class Node:
         """Reservations that wait until the engine knows their route."""
         self._failure = "The server is starting."
         self.malformed: Counter[str] = Counter()
-        self.batches: list[tuple[str, int, int]] = []
-        """Step, layer and items of every batch, if events are logged."""
-        self.batch_counts: Counter[str] = Counter()
-        self.row_counts: Counter[str] = Counter()
 
     @property
     def service(self) -> InferenceService:
@@ -149,8 +137,12 @@ class Node:
             self.model, self._backroom(), first_sequence(settings.server, time.time_ns() >> 20)
         )
         self._failure = ""
-        for work in (self._pump, self._listen, self.mail.run, self.planner.run, self._report):
-            task = asyncio.create_task(work(), name=f"{work.__name__} of {self._transport.name}")
+        pumping = self.pump.run(
+            self.floor, self.executor, lambda: self.planner.in_force.passage, self.mail.post
+        )
+        loops = (pumping, self._listen(), self.mail.run(), self.planner.run(), self._report())
+        for work in loops:
+            task = asyncio.create_task(work, name=f"{work.__qualname__} of {self._transport.name}")
             task.add_done_callback(self._task_ended)
             self._tasks.append(task)
 
@@ -165,9 +157,8 @@ class Node:
             task.cancel()
         # What failed was logged when it did.
         await asyncio.gather(*tasks, return_exceptions=True)
-        for pool in (self._pool, self._planning):
-            pool.shutdown(wait=False, cancel_futures=True)
-        await asyncio.to_thread(self._pool.shutdown)
+        await self.pump.close()
+        self._planning.shutdown(wait=False, cancel_futures=True)
         await asyncio.to_thread(self._planning.shutdown)
 
     def health(self) -> Health:
@@ -178,11 +169,6 @@ class Node:
         """What there is to say about this server now."""
         return self.reporter.snapshot(self)
 
-    def control(self, control: Control) -> None:
-        """Run something in the worker before its next batch."""
-        self._controls.append(control)
-        self._to_do.set()
-
     def _backroom(self) -> Backroom:
         settings, worker = self.settings, self.executor
         return Backroom(
@@ -192,7 +178,7 @@ class Node:
             patience_s=settings.patience_s,
             planner=self.planner,
             post=self.mail.post,
-            control=self.control,
+            control=self.pump.control,
             open_account=worker.open,
             close_account=worker.close,
             settle=worker.settle,
@@ -219,48 +205,11 @@ class Node:
                 log_events=self.settings.log_events,
             )
         else:
-            self.control(lambda: self.executor.swap(built.engine))
-
-    # Work.
-
-    async def _pump(self) -> None:
-        loop = asyncio.get_running_loop()
-        while True:
-            work = self.floor.scheduler.next()
-            controls, self._controls = self._controls, []
-            if work is None and not controls:
-                self._to_do.clear()
-                await self._to_do.wait()
-                continue
-            outcome = await loop.run_in_executor(self._pool, self._compute, controls, work)
-            if work is not None:
-                self._count(work)
-            self.floor.absorb(outcome)
-            for parcel in outcome.parcels:
-                self.mail.post(parcel)
-            for unit in outcome.stranded:
-                message = Stranded(unit.seat.sequence, unit.layer)
-                self.mail.post(Parcel(to=unit.seat.access, message=message))
-
-    def _compute(self, controls: list[Control], work: Work | None) -> Outcome:
-        """In the worker."""
-        for control in controls:
-            control()
-        if work is None:
-            return Outcome()
-        return perform(
-            self.executor, self.planner.in_force.passage, work, slowdown=self.settings.slowdown
-        )
-
-    def _count(self, work: Work) -> None:
-        self.batch_counts[work.step.name] += 1
-        self.row_counts[work.step.name] += len(work.items)
-        if self.settings.log_events:
-            self.batches.append((work.step.name, work.layer, len(work.items)))
+            self.pump.control(lambda: self.executor.swap(built.engine))
 
     def _arrive(self, arrival: Arrival) -> None:
         self.floor.scheduler.put(Step.ARRIVE, 0, arrival)
-        self._to_do.set()
+        self.pump.wake()
 
     def _task_ended(self, task: asyncio.Task[None]) -> None:
         """A loop that ends by an error takes the whole server out of service."""
@@ -307,7 +256,7 @@ class Node:
                     self.floor.take(sender, message, parcel.tensors, parcel.wave)
         except MalformedPassengers as error:
             self.malformed[str(error)] += 1
-        self._to_do.set()
+        self.pump.wake()
 
     def _admit(self, asked: Reserve) -> None:
         """Keep a place for a sequence, once its route is known to the engine here."""

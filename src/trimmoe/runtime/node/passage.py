@@ -34,6 +34,8 @@ class Passage:
         A prompt's token is held to what a generated one is credited, split evenly over layers,
         so that no account of a prompt has to travel.
         """
+        if budget <= 0:
+            return None
         classes = np.minimum(classes, self.stand_in.shape[1] - 1)[:, None]
         chosen = self.stand_in[layer][classes, experts]
         loss = self.loss[layer][classes, experts].sum(1)

@@ -1,0 +1,93 @@
+"""Hands the worker thread one batch after the other and spreads what comes back."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+
+from trimmoe.runtime.node.executor import Executor, Outcome
+from trimmoe.runtime.node.floor import Floor
+from trimmoe.runtime.node.messages import Parcel, Stranded
+from trimmoe.runtime.node.passage import Passage
+from trimmoe.runtime.node.perform import perform
+from trimmoe.runtime.node.scheduler import Work
+
+Control = Callable[[], None]
+
+
+class Pump:
+    """The worker thread with what it is to do; `log_batches` keeps a list of all batches."""
+
+    def __init__(self, *, slowdown: float, log_batches: bool) -> None:
+        self._pool = ThreadPoolExecutor(
+            1, thread_name_prefix="trimmoe-work", initializer=torch.set_num_threads, initargs=(1,)
+        )
+        self._slowdown, self._log_batches = slowdown, log_batches
+        self._controls: list[Control] = []
+        self._to_do = asyncio.Event()
+        self.batches: list[tuple[str, int, int]] = []
+        """Step, layer and items of every batch, if they are kept."""
+        self.batch_counts: Counter[str] = Counter()
+        self.item_counts: Counter[str] = Counter()
+
+    def control(self, control: Control) -> None:
+        """Run something in the worker before its next batch."""
+        self._controls.append(control)
+        self._to_do.set()
+
+    def wake(self) -> None:
+        """There may be work."""
+        self._to_do.set()
+
+    async def run(
+        self,
+        floor: Floor,
+        executor: Executor,
+        passage: Callable[[], Passage],
+        post: Callable[[Parcel], None],
+    ) -> None:
+        """Work while there is any; ends when cancelled."""
+        loop = asyncio.get_running_loop()
+        while True:
+            work = floor.scheduler.next()
+            controls, self._controls = self._controls, []
+            if work is None and not controls:
+                self._to_do.clear()
+                await self._to_do.wait()
+                continue
+            outcome = await loop.run_in_executor(
+                self._pool, self._compute, controls, executor, passage(), work
+            )
+            if work is not None:
+                self._count(work)
+            floor.absorb(outcome)
+            for parcel in outcome.parcels:
+                post(parcel)
+            for unit in outcome.stranded:
+                message = Stranded(unit.seat.sequence, unit.layer)
+                post(Parcel(to=unit.seat.access, message=message))
+
+    async def close(self) -> None:
+        """Wait until the worker has stopped."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        await asyncio.to_thread(self._pool.shutdown)
+
+    def _compute(
+        self, controls: list[Control], executor: Executor, passage: Passage, work: Work | None
+    ) -> Outcome:
+        """In the worker."""
+        for control in controls:
+            control()
+        if work is None:
+            return Outcome()
+        return perform(executor, passage, work, slowdown=self._slowdown)
+
+    def _count(self, work: Work) -> None:
+        self.batch_counts[work.step.name] += 1
+        self.item_counts[work.step.name] += len(work.items)
+        if self._log_batches:
+            self.batches.append((work.step.name, work.layer, len(work.items)))
