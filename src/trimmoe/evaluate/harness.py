@@ -177,10 +177,11 @@ class DriverLM(TemplateLM):
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         """Continuations, each ending before the first of its stops."""
-        untils = [_stops(request.args[1]) for request in requests]
+        asked: list[tuple[str, dict[str, Any]]] = [request.arguments for request in requests]
+        untils = [_stops(options) for _, options in asked]
         jobs = [
-            self._generated(number, *request.args, until)
-            for number, (request, until) in enumerate(zip(requests, untils, strict=True))
+            self._generated(number, context, options, until)
+            for number, ((context, options), until) in enumerate(zip(asked, untils, strict=True))
         ]
         self._run(jobs, "generating")
         self.record.generated += jobs

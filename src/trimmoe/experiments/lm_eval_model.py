@@ -40,7 +40,7 @@ class TrimMoELM(DriverLM):
         seed: int = 0,
     ) -> None:
         subject = open_subject(
-            model, Path(profile), Path(plan), dtype=dtype, device=device or "cpu"
+            model, Path(profile), Path(plan), dtype=dtype, device=_device(device)
         )
         driver, serving = serve_run(
             subject,
@@ -50,6 +50,14 @@ class TrimMoELM(DriverLM):
             seed=seed,
         )
         super().__init__(driver, subject.tokenizer, serving)
+
+
+def _device(wanted: str | None) -> str:
+    """The device, or the CPU where there is no other: the harness names a GPU unless told."""
+    import torch
+
+    absent = (wanted or "cpu").startswith("cuda") and not torch.cuda.is_available()
+    return "cpu" if absent else wanted or "cpu"
 
 
 def _at_once(batch_size: int | str | None, most: int | None) -> int:
