@@ -10,10 +10,11 @@ import re
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import openai
@@ -23,7 +24,6 @@ from transformers import Qwen2MoeForCausalLM
 
 from launching import PATIENCE_S, SERVERS, Files, Serving, await_answer, free_ports, write_files
 from trimmoe.core.plan import load_plan
-from trimmoe.models.load import load_tokenizer
 from trimmoe.runtime.launch import family
 
 pytestmark = pytest.mark.slow
@@ -31,20 +31,7 @@ KILLED = 1
 """The server that dies; every route crosses it."""
 
 
-@dataclass(frozen=True)
-class Reference:
-    """What transformers itself generates."""
-
-    model: Qwen2MoeForCausalLM
-    decode: object
-
-    def text(self, prompt: list[int], new: int) -> str:
-        ids = torch.tensor([prompt])
-        made = self.model.generate(
-            ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, do_sample=False,
-            eos_token_id=257, pad_token_id=258,
-        )  # fmt: skip
-        return self.decode(made[0, len(prompt) :].tolist(), skip_special_tokens=True)
+EXTRAS = {"return_token_ids": True, "ignore_eos": True}
 
 
 @pytest.fixture(scope="module")
@@ -65,10 +52,23 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Files:
     return files
 
 
+Reference = Callable[[list[int], int], list[int]]
+"""What transformers itself generates after a prompt, so many tokens."""
+
+
 @pytest.fixture(scope="module")
 def reference(files: Files) -> Reference:
-    model = Qwen2MoeForCausalLM.from_pretrained(files.model)
-    return Reference(model, load_tokenizer(files.model).decode)
+    model: Any = Qwen2MoeForCausalLM.from_pretrained(files.model)
+
+    def greedy(prompt: list[int], new: int) -> list[int]:
+        ids = torch.tensor([prompt])
+        made = model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, do_sample=False,
+            eos_token_id=None, pad_token_id=258,
+        )  # fmt: skip
+        return made[0, len(prompt) :].tolist()
+
+    return greedy
 
 
 @dataclass(frozen=True)
@@ -111,16 +111,18 @@ def _prompts(count: int, seed: int, longest: int) -> list[list[int]]:
     return [rng.integers(0, 256, rng.integers(1, longest)).tolist() for _ in range(count)]
 
 
-def _whole(client: openai.OpenAI, prompt: list[int], new: int) -> str:
-    made = client.completions.create(model="tiny", prompt=prompt, max_tokens=new, temperature=0)
-    return made.choices[0].text
+def _whole(client: openai.OpenAI, prompt: list[int], new: int) -> list[int]:
+    made: Any = client.completions.create(
+        model="tiny", prompt=prompt, max_tokens=new, temperature=0, extra_body=EXTRAS
+    )
+    return made.choices[0].token_ids
 
 
 def test_32_requests_at_once_get_what_transformers_generates(
     cluster: Cluster, reference: Reference
 ) -> None:
     prompts = _prompts(32, seed=1, longest=80)
-    lengths = np.random.default_rng(2).integers(2, 40, len(prompts)).tolist()
+    lengths = np.random.default_rng(2).integers(2, 16, len(prompts)).tolist()
     clients = [cluster.client(index) for index in range(len(SERVERS))]
     with ThreadPoolExecutor(32) as pool:
         asked = [
@@ -128,40 +130,40 @@ def test_32_requests_at_once_get_what_transformers_generates(
             for index, (prompt, new) in enumerate(zip(prompts, lengths, strict=True))
         ]
         got = [each.result() for each in asked]
-    assert got == [
-        reference.text(prompt, new) for prompt, new in zip(prompts, lengths, strict=True)
-    ]
+    assert got == [reference(prompt, new) for prompt, new in zip(prompts, lengths, strict=True)]
 
 
 def test_a_server_killed_during_streams_costs_nobody_their_answer(
     cluster: Cluster, reference: Reference
 ) -> None:
-    prompts, new = _prompts(9, seed=3, longest=20), 120
+    prompts, new = _prompts(6, seed=3, longest=20), 60
     others = [server for server in range(len(SERVERS)) if server != KILLED]
     under_way = threading.Semaphore(0)
 
-    def stream(index: int) -> str:
+    def stream(index: int) -> list[int]:
         client = cluster.client(others[index % len(others)])
-        pieces: list[str] = []
+        tokens: list[int] = []
         with client.completions.create(
-            model="tiny", prompt=prompts[index], max_tokens=new, temperature=0, stream=True
-        ) as events:
+            model="tiny", prompt=prompts[index], max_tokens=new, temperature=0, stream=True,
+            extra_body=EXTRAS,
+        ) as events:  # fmt: skip
             for event in events:
-                if not pieces:
-                    under_way.release()
-                pieces += [choice.text for choice in event.choices]
-        return "".join(pieces)
+                each: Any
+                for each in event.choices:
+                    tokens += each.token_ids or []
+                under_way.release()
+        return tokens
 
     before = cluster.pid(KILLED)
     with ThreadPoolExecutor(len(prompts)) as pool:
         asked = [pool.submit(stream, index) for index in range(len(prompts))]
-        for _ in prompts:
+        for _ in range(3 * len(prompts)):
             assert under_way.acquire(timeout=PATIENCE_S)
         unfinished = sum(not each.done() for each in asked)
         os.kill(before, signal.SIGKILL)
         got = [each.result() for each in asked]
     assert unfinished >= len(prompts) // 2, "the streams were over before the server was killed"
-    assert got == [reference.text(prompt, new) for prompt in prompts]
+    assert got == [reference(prompt, new) for prompt in prompts]
 
     cluster.serving.said(f"Server {SERVERS[KILLED]} is back")
     await_answer(cluster.port + KILLED)
@@ -175,7 +177,7 @@ def test_a_server_killed_during_streams_costs_nobody_their_answer(
         except openai.InternalServerError:  # Until it has met the others again.
             assert time.monotonic() < deadline_s
             time.sleep(0.2)
-    assert again == reference.text(prompt, 12)
+    assert again == reference(prompt, 12)
 
 
 def test_without_the_key_nobody_comes_in(cluster: Cluster) -> None:

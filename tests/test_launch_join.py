@@ -1,0 +1,83 @@
+"""A head and a machine that joins it, both on this one."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from launching import Serving, await_answer, free_ports, write_files
+from trimmoe.runtime.launch import family
+from trimmoe.runtime.launch.several import own_address
+from trimmoe.runtime.wire.keys import generate_token
+
+pytestmark = pytest.mark.slow
+NAMES = ("desk", "attic")
+
+
+def test_a_head_serves_with_those_that_join_and_ends_with_all_it_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files, cache = write_files(tmp_path, NAMES), tmp_path / "cache"
+    ports = free_ports(330)
+    head_ray, join_ray = ports + 110, ports + 220
+    token_file, address = tmp_path / "token", own_address()
+    token_file.write_text(generate_token())
+    monkeypatch.delenv("TRIMMOE_TOKEN", raising=False)
+    trimmoe = ["-m", "trimmoe.cli", "serve", "--token-file", str(token_file)]
+    head = [
+        *(*trimmoe, "--head", "--server", "desk", "--address", address),
+        *("--ray-port", str(head_ray), "--port-base", str(ports), "--host", "127.0.0.1"),
+        *("--cluster", str(files.cluster), "--model", str(files.model), "--policy", "exact"),
+        *("--profile", str(files.profile), "--plan", str(files.plan)),
+    ]
+    join = [
+        *(*trimmoe, "--join", f"{address}:{head_ray}", "--server", "attic"),
+        *("--ray-port", str(join_ray)),
+    ]
+    before = set(Path("/tmp").glob("trimmoe-*"))
+    with Serving(head, cache=cache) as first:
+        first.said(f"Waiting at {address}:{head_ray} for attic")
+        with Serving(join, cache=cache) as second:
+            second.said("Joined")
+            first.said("Ready")
+            for index in range(len(NAMES)):
+                await_answer(ports + index)
+            log = (cache / "logs" / f"attic-{ports + 1}.log").read_text()
+            pid = int(log.split("Started server process [")[1].split("]")[0])
+            below = family.descendants(second.process.pid)
+            assert pid in {process.pid for process in below}, "it runs where it joined"
+            started = below | family.descendants(first.process.pid)
+            assert os.getpid() not in {process.pid for process in started}
+            first.process.send_signal(signal.SIGINT)
+            assert first.ended() == 0
+            second.process.send_signal(signal.SIGINT)
+            assert second.ended() in (0, 2), second.text  # 2: it saw the head go first.
+    assert family.alive(started) == frozenset()
+    assert set(Path("/tmp").glob("trimmoe-*")) <= before
+
+
+def test_a_wrong_token_is_not_let_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files, cache = write_files(tmp_path, NAMES), tmp_path / "cache"
+    head_ray, address = free_ports(220), own_address()
+    join_ray = head_ray + 110
+    head = [
+        *("-m", "trimmoe.cli", "serve", "--head", "--server", "desk", "--address", address),
+        *("--ray-port", str(head_ray), "--cluster", str(files.cluster)),
+        *("--model", str(files.model), "--profile", str(files.profile)),
+        *("--plan", str(files.plan)),
+    ]
+    join = [
+        *("-m", "trimmoe.cli", "serve", "--join", f"{address}:{head_ray}", "--server", "attic"),
+        *("--ray-port", str(join_ray)),
+    ]
+    monkeypatch.setenv("TRIMMOE_TOKEN", generate_token())
+    with Serving(head, cache=cache) as first:
+        first.said(f"Waiting at {address}:{head_ray} for attic")
+        monkeypatch.setenv("TRIMMOE_TOKEN", generate_token())
+        with Serving(join, cache=cache) as second:
+            assert second.ended() == 2
+            assert "Ray does not start here" in second.text
+        assert first.process.poll() is None
