@@ -81,7 +81,7 @@ def measure(
     settings = PRESETS[preset]()
     engine = make_engine(plan, profile, model, settings)
     access = np.arange(trace.sequence_count) % plan.cluster.server_count
-    quality = {"budget": settings.budget, "confidence": settings.confidence}
+    quality: dict[str, Any] = {"budget": settings.budget, "confidence": settings.confidence}
     replay(engine, trace, access, **quality)
     started = time.process_time()
     replay(engine, trace, access, **quality)

@@ -70,8 +70,8 @@ def test_parameters_are_found_again(parameters: Parameters, experts: int, top_k:
     # Similarities are few random directions: the least of those above the threshold is above it.
     absolute = {"feasible_similarity": 0.3, "skew": 0.08, "affinity": 0.04}
     for name, value in given.items():
-        tolerance = {"rel": loose.get(name, 0.02), "abs": absolute.get(name, 0.02)}
-        assert found[name] == pytest.approx(value, **tolerance), name
+        rel, allowed = loose.get(name, 0.02), absolute.get(name, 0.02)
+        assert found[name] == pytest.approx(value, rel=rel, abs=allowed), name
 
 
 def test_tokens_are_what_a_router_would_say() -> None:

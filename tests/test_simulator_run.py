@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -40,12 +41,16 @@ class World:
     deployment: Deployment
     engine: Engine
 
-    def run(self, load: Load, **changes) -> Sample:
-        wanted = {"warm_up_s": 0.0, "duration_s": 1000.0, "seeds": (0,)} | changes
+    def run(self, load: Load, **changes: Any) -> Sample:
         policy = self.engine.settings
-        asked = SimulationSettings(
-            load=load, **{"budget": policy.budget, "confidence": policy.confidence} | wanted
-        )
+        wanted: dict[str, Any] = {
+            "budget": policy.budget,
+            "confidence": policy.confidence,
+            "warm_up_s": 0.0,
+            "duration_s": 1000.0,
+            "seeds": (0,),
+        }
+        asked = SimulationSettings(load=load, **(wanted | changes))
         return simulate(self.engine, self.deployment, self.trace, asked)[0]
 
 

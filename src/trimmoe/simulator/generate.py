@@ -153,7 +153,7 @@ def rankings(model: ModelSpec, structure_seed: int) -> IntArray:
 
 def class_shares(classes: int) -> FloatArray:
     """Share of each steadiness class, least steady first: half of what is left, [B]."""
-    share = 0.5 ** np.arange(1, classes + 1)
+    share = 0.5 ** np.arange(1.0, classes + 1.0)
     share[-1] *= 2
     return share
 

@@ -175,7 +175,7 @@ def _uses(rows, row, layer, server):
     return False
 
 
-@njit
+@inlined
 def _fan_out(world, rows, asked, state, server, unit):
     """After attention and router: dispatches, work here, and the residual; see
     `cost.model.layer_messages` for which of them are one message."""
@@ -214,7 +214,7 @@ def _fan_out(world, rows, asked, state, server, unit):
         _gathered(world, rows, asked, state, target, unit)
 
 
-@njit
+@inlined
 def _gather(world, rows, asked, state, server, unit):
     """After the experts here: their sum goes to where the layer gathers."""
     row, layer = asked.row[unit], asked.layer[unit]
@@ -240,18 +240,25 @@ def _part(world, rows, asked, state, server, unit):
         _gathered(world, rows, asked, state, server, unit)
 
 
-@njit
+@inlined
 def _gathered(world, rows, asked, state, server, unit):
     """A layer's result is whole: on to the next layer, or back to the user."""
     asked.layer[unit] += 1
-    layer, row, access = asked.layer[unit], asked.row[unit], asked.access[unit]
-    if layer < rows.layers[row]:
+    layer = asked.layer[unit]
+    if layer < rows.layers[asked.row[unit]]:
         ready(state, server, DENSE, layer, unit)
-        return
+    else:
+        _completed(world, asked, state, server, unit)
+
+
+@njit
+def _completed(world, asked, state, server, unit):
+    """A unit has passed its last layer."""
+    access = asked.access[unit]
     if server == access:
         _finished(world, asked, state, unit)
     else:
-        _send(world, state, TOKEN_BACK, server, access, layer, NONE, 0, 0, 1, unit)
+        _send(world, state, TOKEN_BACK, server, access, 0, NONE, 0, 0, 1, unit)
     if not world.migrates:
         # After full depth no layer is left to propagate to.
         _propagate(world, asked, state, server, unit)

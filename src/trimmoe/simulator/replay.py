@@ -60,7 +60,7 @@ def replay(
         event: Event = TokensArrived(
             wave=WAVE, sequences=sequences, draws=draws.random(len(sequences))
         )
-        pending = [event]
+        pending: list[Event] = [event]
         probed: set[int] = set()
         while pending:
             state, commands = engine.step(state, pending.pop(0))

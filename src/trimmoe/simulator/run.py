@@ -43,8 +43,11 @@ from trimmoe.simulator.world import (
     with_room,
 )
 
-AHEAD = 2
-"""Tokens of a request that are decided before they begin."""
+AHEAD = 6
+"""Tokens of a request that are decided before they begin: the more, the wider the waves, and the
+more is forgotten when the feedback changes."""
+_AHEAD_OF_CHANGE = 2
+"""The same where it changes at every control instant."""
 _PREFILL_ROWS = 4096
 """Prompt tokens decided at once."""
 
@@ -256,9 +259,10 @@ class _Run:
         requests = self._soon()
         self._admit(requests[~table.admitted[requests]])
         decoded = table.requests.decoded
+        ahead = _AHEAD_OF_CHANGE if self.settings.waiting_feedback else AHEAD
         while True:
             wanting = requests[
-                (asked.ahead[requests] < AHEAD) & (table.decided[requests] < decoded[requests])
+                (asked.ahead[requests] < ahead) & (table.decided[requests] < decoded[requests])
             ]
             if not wanting.size:
                 return

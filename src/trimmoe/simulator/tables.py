@@ -65,7 +65,7 @@ class RowPool:
         before = len(self.ledgers)
         layers, slots = self.rows.expert.shape[1:]
         pairs = zip(self.rows, make_rows(more, layers, slots), strict=True)
-        self.rows = Rows(*(np.concatenate(pair) for pair in pairs))
+        self.rows = Rows._make(np.concatenate(pair) for pair in pairs)
         self.ledgers += [_UNUSED] * more
         self.receipts += [None] * more
         self._free += range(before + more - 1, before - 1, -1)
@@ -118,9 +118,8 @@ class RequestTable:
         """Add requests at the end."""
         other = RequestTable.of(more, self.chunk)
         self.requests = join_requests([self.requests, more])
-        self.asked = Asked(
-            *(np.concatenate(pair) for pair in zip(self.asked, other.asked, strict=True))
-        )
+        pairs = zip(self.asked, other.asked, strict=True)
+        self.asked = Asked._make(np.concatenate(pair) for pair in pairs)
         for name in ("prefills", "admitted", "decided"):
             setattr(self, name, np.concatenate([getattr(self, name), getattr(other, name)]))
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from trimmoe.core.specs import ClusterSpec, FloatArray, IntArray
 from trimmoe.cost.model import Accounting, CostModel
@@ -58,11 +59,11 @@ class World(NamedTuple):
 class Rows(NamedTuple):
     """Decided tokens, one row each."""
 
-    expert: IntArray
+    expert: NDArray[np.int16]
     """-1 = dropped, [T, N, k]."""
-    server: IntArray
+    server: NDArray[np.int16]
     """[T, N, k]."""
-    place: IntArray
+    place: NDArray[np.int16]
     """Where the token is at each layer and after the last one it passes, [T, N+1]."""
     layers: IntArray
     """Layers it passes, [T]."""
