@@ -136,13 +136,11 @@ def masked_decision(
     displaced, the least probable slot last.
     """
     layer, targets = observation.layer, observation.experts
-    count, slots = targets.shape
-    wanted = np.argsort(-scores, axis=1, kind="stable")[:, :slots]
+    wanted = np.argsort(-scores, axis=1, kind="stable")[:, : targets.shape[1]]
+    same = targets[:, :, None] == wanted[:, None, :]
+    # Every row has as many newcomers as slots without an owner, so both sides run in step.
     ran = targets.copy()
-    for row in range(count):
-        stays = np.isin(targets[row], wanted[row])
-        newcomers = wanted[row][~np.isin(wanted[row], targets[row])]
-        ran[row, ~stays] = newcomers
+    ran[~same.any(2)] = wanted[~same.any(1)]
     source = observation.server
     destination, server = _placed(space, routes, observation, ran)
     loss = space.substitution_loss[layer, _class(space, observation)[:, None], targets, ran]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -32,12 +32,18 @@ class Grid:
 
 
 class Figure(Protocol):
-    """One figure of the paper's section VI; a module of functions would do as well."""
+    """One figure of the paper's section VI."""
 
-    number: str
-    title: str
-    paper: str
-    """What the paper reports, in a sentence."""
+    @property
+    def number(self) -> str: ...
+
+    @property
+    def title(self) -> str: ...
+
+    @property
+    def paper(self) -> str:
+        """What the paper reports, in a sentence."""
+        ...
 
     def measure(self, bench: Bench) -> Content:
         """Everything the picture shows, JSON-like and finite."""
@@ -115,5 +121,3 @@ def percent(share: float | None, *, signed: bool = False) -> str:
 
 
 KIND_NAMES = tuple(kind.name.lower() for kind in Kind)
-
-Progress = Callable[[str], None]
