@@ -14,6 +14,7 @@ from factories import random_cluster, random_profile
 from serving import Tiny
 from synthetic import random_plan
 from tiny import LAYERS
+from trimmoe.core.events import Complete
 from trimmoe.core.plan import Plan
 from trimmoe.core.profile import Profile
 from trimmoe.models.base import MoEView
@@ -198,3 +199,16 @@ async def answers(
 
 def tokens_of(events: Sequence[TokenEvent]) -> list[int]:
     return [event.token for event in events]
+
+
+def replayed(node: Node) -> int:
+    """Check a node's log event by event; rows that completed."""
+    log, engines = node.executor.log, node.executor.engines
+    assert log is not None
+    state, completed = engines[0].start(), 0
+    for entry in log:
+        state, again = engines[entry.engine].step(state, entry.event)
+        assert repr(again) == repr(entry.commands)
+        completed += sum(one.rows.size for one in again if isinstance(one, Complete))
+    assert not state.waves
+    return completed

@@ -13,6 +13,7 @@ from nodes import (
     constant_routes,
     hybrid_routes,
     read,
+    replayed,
     request,
     running,
     staircase_routes,
@@ -20,9 +21,7 @@ from nodes import (
     world,
 )
 from serving import Tiny, open_tiny
-from trimmoe.core.events import Complete
 from trimmoe.policy.settings import PRESETS
-from trimmoe.runtime.node.node import Node
 from trimmoe.runtime.node.scheduler import Scheduler, Step
 from trimmoe.runtime.service import Overloaded
 from wires import soon, until
@@ -153,19 +152,6 @@ async def test_logs_replay_through_a_fresh_engine(tiny: Tiny) -> None:
         nodes = list(cluster.nodes.values())
     completed = sum(replayed(node) for node in nodes)
     assert completed == 16 * 15
-
-
-def replayed(node: Node) -> int:
-    """Check a node's log event by event; rows that completed."""
-    log, engines = node.executor.log, node.executor.engines
-    assert log
-    state, completed = engines[0].start(), 0
-    for entry in log:
-        state, again = engines[entry.engine].step(state, entry.event)
-        assert repr(again) == repr(entry.commands)
-        completed += sum(one.rows.size for one in again if isinstance(one, Complete))
-    assert not state.waves
-    return completed
 
 
 async def test_a_cancelled_request_is_freed_on_every_server_of_its_route(tiny: Tiny) -> None:

@@ -67,6 +67,20 @@ async def test_concurrent_greedy_answers_are_those_of_transformers(
         assert all(event.ledger.loss == 0 for event in events[1:] if event.ledger is not None)
 
 
+async def test_ten_servers_answer_thirty_two_at_once(
+    tiny: Tiny, prompts: list[list[int]], expected: list[list[int]]
+) -> None:
+    profile, plan = world(tiny, servers=10, routes=hybrid_routes(10), density=0.15)
+    asked = [
+        (i % 10, request(prompt, new, stop_ids=frozenset({EOS})))
+        for i, (prompt, new) in enumerate(zip(prompts * 2, NEW * 2, strict=True))
+    ]
+    async with running(tiny, profile=profile, plan=plan) as cluster:
+        made = await answers(cluster, asked)
+        await cluster.all_free()
+    assert [tokens_of(events) for events in made] == expected * 2
+
+
 async def test_exact_requests_stay_exact_under_a_trimming_policy(
     tiny: Tiny, prompts: list[list[int]], expected: list[list[int]]
 ) -> None:

@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from nodes import LINKS, Servers, read, request, running, tokens_of, world
+from nodes import LINKS, Servers, read, replayed, request, running, tokens_of, world
 from serving import Tiny, open_tiny
 from tiny import LAYERS
 from trimmoe.core.ledger import Kind
@@ -73,6 +73,30 @@ async def test_a_server_that_dies_takes_no_answer_with_it(tiny: Tiny) -> None:
     for prompt, head, tail in zip(prompts, begun, rest, strict=True):
         assert tokens_of(head) + tokens_of(tail) == expected(tiny, prompt, LONG)
         assert (head + tail)[-1].finish_reason == "length"
+
+
+async def test_a_server_that_fails_inside_is_as_good_as_dead(
+    tiny: Tiny, caplog: pytest.LogCaptureFixture
+) -> None:
+    profile, plan = replicated(tiny, holders=EVERYWHERE)
+    async with running(tiny, profile=profile, plan=plan) as cluster:
+        bad = cluster.nodes[1]
+        other, own = (
+            cluster.nodes[server].service.submit(request([3, 4, 5], LONG)) for server in (0, 1)
+        )
+        head = await some(other, 4)
+        await some(own, 1)
+
+        def breaks(*_: object) -> None:
+            raise RuntimeError("broken on purpose")
+
+        bad.executor.attend = breaks  # type: ignore[method-assign]
+        with pytest.raises(Unavailable, match="failed"):
+            await soon(read(own))
+        assert not bad.service.health().ok
+        rest = await soon(read(other))
+    assert tokens_of(head + rest) == expected(tiny, [3, 4, 5], LONG)
+    assert "broken on purpose" in caplog.text
 
 
 async def test_sampled_answers_go_on_with_the_same_draws(tiny: Tiny) -> None:
@@ -235,6 +259,10 @@ async def test_the_budget_holds_across_a_restart(tiny: Tiny) -> None:
         heads = await asyncio.gather(*(some(stream, 7 + i) for i, stream in enumerate(streams)))
         await cluster.kill(1)
         rests = await soon(asyncio.gather(*(read(stream) for stream in streams)))
+        await cluster.all_free()
+        # The logs replay across the change of engines too.
+        assert all(len(node.executor.engines) > 1 for node in cluster.nodes.values())
+        assert sum(replayed(node) for node in cluster.nodes.values()) > 6 * (LONG // 2)
     spent_later = 0.0
     for head, rest in zip(heads, rests, strict=True):
         made = head + rest

@@ -8,6 +8,7 @@ from collections.abc import AsyncGenerator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -50,8 +51,8 @@ def basis(name: str = "substitute-only", *, density: float = 0.4, **changes: obj
     return Basis.of(plan, profile, model, replace(PRESETS[name](), **changes))
 
 
-def weather(**changes: object) -> Weather:
-    fields = {
+def weather(**changes: Any) -> Weather:
+    fields: dict[str, Any] = {
         "delay_s": [None] * SERVERS,
         "bandwidth_bytes_per_s": [None] * SERVERS,
         "waiting_s": 0.0,
@@ -193,7 +194,7 @@ def test_experts_without_hosts_break_neither_tables_nor_routes(name: str) -> Non
     for lost in range(SERVERS):
         conditions = replace(Conditions.planned(SERVERS), lost=frozenset({lost}))
         built = build(fixed, conditions, ())
-        planner_module.prepare(built.engine, built.engine.start().feedback)
+        planner_module.prepared(built.engine, built.engine.start().feedback)
         assert all(lost not in route for route in built.detours.values())
         assert built.passage.orphans.any()
 

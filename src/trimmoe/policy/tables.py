@@ -8,7 +8,7 @@ import numpy as np
 
 from trimmoe.core.profile import Profile
 from trimmoe.core.specs import BoolArray, FloatArray, IntArray
-from trimmoe.cost import kernels
+from trimmoe.cost import deciding
 from trimmoe.cost.actions import ActionSpace
 from trimmoe.cost.exits import ExitForecast
 from trimmoe.cost.lookahead import Weights
@@ -58,9 +58,22 @@ class TableBank:
                 # Another thread may be looking meanwhile: replaced, never changed.
                 self._tables = {**self._tables, loss_weight: tables}
 
-    def layer_values(self, tables: ValueTables, layer: int, members: BoolArray) -> kernels.Values:
+    def fixed(self, loss_weights: list[float]) -> TableBank:
+        """Another bank with tables of these weights too, that never makes any more.
+
+        What it decides is a function of what it is made with, whoever prepares what meanwhile.
+        """
+        bank = replace(self, _tables=dict(self._tables), on_demand=False)
+        bank.prepare(loss_weights)
+        return bank
+
+    def has(self, loss_weight: float) -> bool:
+        """Whether there are tables for a weight."""
+        return loss_weight in self._tables
+
+    def layer_values(self, tables: ValueTables, layer: int, members: BoolArray) -> deciding.Values:
         """One layer of tables for the compiled loop; `members` [N, P, E]."""
-        return kernels.Values(
+        return deciding.Values(
             levels=tables.levels,
             after=tables.after[layer],
             goes_on=np.ascontiguousarray(tables.exits.goes_on[:, layer]),

@@ -22,7 +22,7 @@ from trimmoe.engine.step import Engine
 from trimmoe.placement.routes import best_routes
 from trimmoe.policy.build import Deployment, deploy, inflated, make_policy, starting_weights
 from trimmoe.policy.settings import PolicySettings
-from trimmoe.policy.trim import WEIGHT_GRID, rounded_weight
+from trimmoe.policy.trim import WEIGHT_GRID, TrimPolicy, rounded_weight
 from trimmoe.runtime.node.passage import Passage, passage_of
 
 Route = tuple[int, ...]
@@ -158,16 +158,22 @@ def _weights(basis: Basis, added: list[Route]) -> tuple[float, ...]:
     return basis.route_weights + more
 
 
-def prepare(engine: Engine, feedback: Feedback, *, around: int = 0) -> None:
-    """Make the value tables of the loss weights in force, and of so many steps of the grid around
-    them; from the first time on decisions never make any."""
-    tables = getattr(engine.policy, "tables", None)
-    if tables is None:
-        return
-    for weight in {feedback.loss_weight, *feedback.route_weights, *engine.route_weights}:
-        steps = range(-around, around + 1)
-        tables.prepare([rounded_weight(weight + step * WEIGHT_GRID) for step in steps])
-    tables.on_demand = False
+def prepared(engine: Engine, feedback: Feedback) -> Engine:
+    """An engine with the value tables of the loss weights in force and of their neighbours; the
+    same one if it has them.
+
+    Engines never make tables while they decide, so that a decision depends on nothing but the
+    engine and what it is told.
+    """
+    policy = engine.policy
+    if not isinstance(policy, TrimPolicy) or policy.tables is None:
+        return engine
+    in_force = {feedback.loss_weight, *feedback.route_weights, *engine.route_weights}
+    wanted = {rounded_weight(w + step * WEIGHT_GRID) for w in in_force for step in (-1, 0, 1)}
+    missing = sorted(weight for weight in wanted if not policy.tables.has(weight))
+    if not missing and not policy.tables.on_demand:
+        return engine
+    return replace(engine, policy=replace(policy, tables=policy.tables.fixed(missing)))
 
 
 def measured_cost(basis: Basis, conditions: Conditions) -> CostModel:

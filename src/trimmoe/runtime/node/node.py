@@ -60,6 +60,7 @@ class Node:
 
     `view` holds the dense part and this server's experts. `transport` speaks `MESSAGE_TYPES`; its
     peers are named as in the plan. Whoever made it starts it before the node and closes it after.
+    A node that fails closes it itself, so that the others see it gone; `health` says so.
     """
 
     def __init__(
@@ -219,7 +220,12 @@ class Node:
             return
         _log.error("%s failed", task.get_name(), exc_info=error)
         self._failure = "This server failed; see its log and restart it."
-        self._ending = asyncio.ensure_future(self.desk.close())
+        self._ending = asyncio.ensure_future(self._leave())
+
+    async def _leave(self) -> None:
+        """Tell users that nothing more will come, and other servers by falling silent."""
+        await self.desk.close()
+        await self._transport.close()
 
     # Messages.
 

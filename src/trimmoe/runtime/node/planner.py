@@ -19,7 +19,7 @@ from trimmoe.runtime.node.deployments import (
     Route,
     build,
     changed_much,
-    prepare,
+    prepared,
 )
 from trimmoe.runtime.node.messages import Weather
 
@@ -48,6 +48,7 @@ class Planner:
         self._news, self._changed = asyncio.Event(), asyncio.Event()
         self.built: Built | None = None
         self.builds = 0
+        self._looking: asyncio.Task[None] | None = None
 
     @property
     def profile(self) -> Profile:
@@ -105,9 +106,17 @@ class Planner:
         self._want(self._wanted)
 
     def look_ahead(self) -> None:
-        """Make the tables that feedback may ask for next; nothing if they are there."""
-        if self.built is not None:
-            self._pool.submit(prepare, self.built.engine, self._feedback(), around=1)
+        """Have the tables made that feedback may ask for next; nothing if they are there."""
+        if self._looking is None or self._looking.done():
+            self._looking = asyncio.create_task(self._look_ahead())
+
+    async def _look_ahead(self) -> None:
+        engine, feedback = self.in_force.engine, self._feedback()
+        loop = asyncio.get_running_loop()
+        better = await loop.run_in_executor(self._pool, prepared, engine, feedback)
+        if better is not engine and self.in_force.engine is engine:
+            self.built = replace(self.in_force, engine=better)
+            self._apply(self.built)
 
     def _want(self, wanted: Conditions) -> None:
         self._wanted = self._measured(wanted)
@@ -159,15 +168,14 @@ class Planner:
 
         def made() -> Built:
             built = build(self._basis, wanted, extra)
-            prepare(built.engine, built.engine.start().feedback if first else self._feedback())
-            return built
+            feedback = built.engine.start().feedback if first else self._feedback()
+            return replace(built, engine=prepared(built.engine, feedback))
 
         built = await loop.run_in_executor(self._pool, made)
         self.built = built
         self.builds += 1
         self._apply(built)
         self._changed.set()
-        self.look_ahead()
 
 
 def _row(values: list[float | None]) -> np.ndarray:
