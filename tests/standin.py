@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
 import msgspec
@@ -19,12 +18,32 @@ from trimmoe.runtime.service import (
     ServedModel,
     ServiceStats,
     TokenEvent,
+    TokenStream,
 )
 from trimmoe.runtime.wire.transport import LinkTransport
 
 
 class Ping(msgspec.Struct, tag="ping", frozen=True, forbid_unknown_fields=True):
     """What stand-ins could tell each other."""
+
+
+class EchoStream:
+    """The prompt's tokens, the last one as the end."""
+
+    def __init__(self, request: GenerationRequest) -> None:
+        self._left = list(request.prompt_ids[-request.max_new_tokens :])
+
+    def __aiter__(self) -> EchoStream:
+        return self
+
+    async def __anext__(self) -> TokenEvent:
+        if not self._left:
+            raise StopAsyncIteration
+        token = self._left.pop(0)
+        return TokenEvent(token=token, finish_reason=None if self._left else "length")
+
+    async def aclose(self) -> None:
+        self._left.clear()
 
 
 class EchoService:
@@ -41,13 +60,8 @@ class EchoService:
     async def close(self) -> None:
         pass
 
-    def submit(self, request: GenerationRequest) -> AsyncIterator[TokenEvent]:
-        async def tokens() -> AsyncIterator[TokenEvent]:
-            for token in request.prompt_ids[: request.max_new_tokens - 1]:
-                yield TokenEvent(token=token)
-            yield TokenEvent(token=request.prompt_ids[-1], finish_reason="length")
-
-        return tokens()
+    def submit(self, request: GenerationRequest) -> TokenStream:
+        return EchoStream(request)
 
     def health(self) -> Health:
         missing = sorted(self._others - self._transport.peers_up())

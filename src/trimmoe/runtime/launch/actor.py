@@ -76,8 +76,8 @@ class RayHandle:
         )
         self._told_pid = 0
         """The process that was last told what to be."""
-        self._asked: ray.ObjectRef | None = None
-        self._stopped: ray.ObjectRef | None = None
+        self._asked: Any = None
+        self._stopped: Any = None
 
     def status(self, patience_s: float) -> ServerStatus | None:
         # One question at a time: a server that hangs is not asked again and again.
