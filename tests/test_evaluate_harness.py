@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from lm_eval.api.instance import Instance
 from transformers import Qwen2MoeForCausalLM
 
+import checkpoints
 from evaluating import Bench, make_bench
+from factories import random_cluster, random_profile
+from synthetic import random_plan
 from trimmoe.core.errors import UserError
 from trimmoe.core.ledger import Kind, Ledger
 from trimmoe.evaluate.harness import DriverLM, cut_at
+from trimmoe.evaluate.jobs import Forced
+from trimmoe.evaluate.reference import ExactReference
+from trimmoe.models.base import EncoderDecoderView, MoEView
+from trimmoe.models.load import open_model
 from trimmoe.policy.settings import exact, trimmoe
 
 PAIRS = [
@@ -66,6 +75,57 @@ def test_exact_log_likelihoods_are_those_of_transformers(bench: Bench, reference
         )
         assert score == pytest.approx(expected[0], abs=1e-4)
         assert greedy == expected[1]
+
+
+def reference_logits(
+    view: MoEView, reference: Any, context: list[int], answer: list[int]
+) -> torch.Tensor:
+    """Before each token of `answer` by transformers, [n, V]; a decoder is fed token by token."""
+    with torch.no_grad():
+        if not isinstance(view, EncoderDecoderView):
+            return reference(torch.tensor([context + answer[:-1]])).logits[0, -len(answer) :]
+        cache, rows = None, []
+        read = reference.get_encoder()(torch.tensor([context]))
+        for token in [view.start_token, *answer[:-1]]:
+            output = reference(
+                encoder_outputs=read, decoder_input_ids=torch.tensor([[token]]),
+                past_key_values=cache, use_cache=True,
+            )  # fmt: skip
+            cache = output.past_key_values
+            rows.append(output.logits[0, -1])
+        return torch.stack(rows)
+
+
+@pytest.mark.parametrize("family", [*checkpoints.DECODERS, "switch"])
+def test_every_family_scores_as_transformers_does(tmp_path: Path, family: str) -> None:
+    """Token ids instead of texts; with an encoder, the context is what it reads."""
+    folder = checkpoints.write(family, tmp_path)
+    view = open_model(folder)
+    rng = np.random.default_rng(2)
+    bench = Bench(
+        folder=folder,
+        view=view,
+        tokenizer=None,
+        profile=random_profile(rng, view.spec),
+        plan=random_plan(rng, view.spec, random_cluster(rng, servers=4)),
+    )
+    pairs = [
+        (rng.integers(3, 96, before).tolist(), rng.integers(3, 96, after).tolist())
+        for before, after in ((5, 4), (1, 9), (12, 1), (7, 7))
+    ]
+    scored = bench.model(exact(), max_length=64)._loglikelihood_tokens(
+        [(None, context, answer) for context, answer in pairs]
+    )
+    judged = ExactReference(view)
+    reference = checkpoints.reference(folder)
+    for (context, answer), (score, greedy) in zip(pairs, scored, strict=True):
+        logits = reference_logits(view, reference, context, answer)
+        wanted = logits.log_softmax(-1).gather(1, torch.tensor(answer)[:, None])[:, 0]
+        assert score == pytest.approx(float(wanted.sum()), abs=1e-4)
+        assert greedy == (logits.argmax(-1).tolist() == answer)
+        (told,) = judged.answers([Forced(prompt=context, answer=answer)])
+        assert told.logprobs == pytest.approx(wanted.numpy(), abs=1e-4)
+        assert told.predictions.tolist() == logits.argmax(-1).tolist()
 
 
 def test_what_the_model_itself_generates_is_greedy(bench: Bench) -> None:
@@ -198,6 +258,28 @@ def test_continuations_run_under_the_policy_token_by_token_and_contexts_exactly(
     )
     assert score != pytest.approx(exact_score, abs=1e-3)
     assert forced.logprobs[0] == pytest.approx(exact_model.record.forced[0].logprobs[0], abs=1e-5)
+
+
+def test_agreement_counts_decoded_tokens_that_the_exact_model_predicts_otherwise(
+    bench: Bench,
+) -> None:
+    context, answer = bench.tokenizer.encode("Numbers: 1 2 3"), bench.tokenizer.encode(" 4 5 6 7 8")
+    reference = ExactReference(bench.view)
+    (told,) = reference.answers([Forced(prompt=context, answer=answer)])
+    right = told.predictions.tolist()
+    wrong = [token + 1 for token in right]
+    ledger = Ledger.empty(4, 4, bench.view.spec.hidden_bytes)
+    forced = Forced(
+        prompt=context, answer=answer, predictions=[*wrong[:3], *right[3:]],
+        logprobs=told.logprobs.tolist(), ledger=replace(ledger, tokens=len(answer) - 1),
+    )  # fmt: skip
+    single = Forced(prompt=context, answer=answer[:1], predictions=[wrong[0]], logprobs=[-1.0])
+    scored = reference.score([forced, single])
+    assert scored is not None
+    # The prompt made the first prediction, and an answer of one token has no other.
+    assert (scored.flips, scored.tokens) == (2, len(answer) - 1)
+    assert scored.nll == pytest.approx(reference.nll([forced, single]))
+    assert reference.score([single]) is None
 
 
 def test_sampled_generation_is_repeatable_and_differs_between_requests(bench: Bench) -> None:

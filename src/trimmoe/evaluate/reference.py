@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,7 +13,7 @@ from trimmoe.core.specs import FloatArray, IntArray
 from trimmoe.evaluate.jobs import Forced, added
 from trimmoe.evaluate.teacher import Score
 from trimmoe.models.base import EncoderDecoderView, MoEView
-from trimmoe.models.exact import full_depth
+from trimmoe.models.exact import exact_logits, full_depth
 from trimmoe.progress import track
 
 _HEAD_ROWS = 256
@@ -68,26 +68,41 @@ class ExactReference:
         return float(losses.mean())
 
 
-@torch.inference_mode()
 def exact_answer(view: MoEView, prompt: Sequence[int], answer: Sequence[int]) -> ExactAnswer:
-    """Predictions at every token of `answer` after `prompt`, by one exact pass.
+    """Predictions at every token of `answer` after `prompt`, executed exactly.
 
-    With an encoder the prompt is its input.
+    All at once; with an encoder, which reads the prompt, token by token, since experts there turn
+    tokens away that come in one call with too many others.
     """
+    if isinstance(view, EncoderDecoderView):
+        ids = [view.start_token, *answer[:-1]]
+        return _answered(exact_logits(view, [ids], sources=[prompt], chunk=1)[0], answer)
     cache = view.new_cache(slots=1)
     slot = cache.alloc()
     ids = [*prompt, *answer[:-1]]
-    if isinstance(view, EncoderDecoderView):
-        view.attach(cache, slot, view.encode([prompt])[0])
-        ids = [view.start_token, *answer[:-1]]
-    batch = view.batch(cache, [slot], [range(len(ids))])
-    hidden = full_depth(view, view.embed(batch.pad([ids]), batch), batch, cache)
-    predictions, logprobs = [], []
-    rows = hidden[-len(answer) :].split(_HEAD_ROWS)
-    wanted = torch.tensor(answer, device=hidden.device).split(_HEAD_ROWS)
-    for states, tokens in zip(rows, wanted, strict=True):
-        logits: Tensor = view.logits(states)
-        predictions.append(logits.argmax(-1).numpy(force=True))
-        scores = logits.float().log_softmax(-1).gather(1, tokens[:, None])[:, 0]
-        logprobs.append(scores.double().numpy(force=True))
-    return ExactAnswer(predictions=np.concatenate(predictions), logprobs=np.concatenate(logprobs))
+    with torch.inference_mode():
+        batch = view.batch(cache, [slot], [range(len(ids))])
+        hidden = full_depth(view, view.embed(batch.pad([ids]), batch), batch, cache)
+        parts = [
+            _answered(view.logits(states), answer[start : start + _HEAD_ROWS])
+            for start, states in _slices(hidden[-len(answer) :])
+        ]
+    return ExactAnswer(
+        predictions=np.concatenate([part.predictions for part in parts]),
+        logprobs=np.concatenate([part.logprobs for part in parts]),
+    )
+
+
+def _slices(hidden: Tensor) -> Iterator[tuple[int, Tensor]]:
+    for start in range(0, len(hidden), _HEAD_ROWS):
+        yield start, hidden[start : start + _HEAD_ROWS]
+
+
+def _answered(logits: Tensor, answer: Sequence[int]) -> ExactAnswer:
+    """From logits [n, V] at the n positions before each token of `answer`."""
+    tokens = torch.tensor(answer, device=logits.device)[:, None]
+    scores = logits.float().log_softmax(-1).gather(1, tokens)[:, 0]
+    return ExactAnswer(
+        predictions=logits.argmax(-1).numpy(force=True),
+        logprobs=scores.double().numpy(force=True),
+    )

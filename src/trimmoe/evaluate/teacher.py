@@ -100,7 +100,8 @@ def _exact(view: MoEView, token_ids: list[int], context: int) -> Tensor:
     """The exact model's logits after each token from `context` on, [steps, V]."""
     if isinstance(view, EncoderDecoderView):
         decoded = [view.start_token, *token_ids[context:]]
-        return exact_logits(view, [decoded], sources=[token_ids[:context]])[0][1:]
+        # One by one, as they are decoded: experts turn tokens away from a call with too many.
+        return exact_logits(view, [decoded], sources=[token_ids[:context]], chunk=1)[0][1:]
     return exact_logits(view, [token_ids])[0][context:]
 
 
