@@ -168,15 +168,29 @@ def simulation_table(content: dict[str, Any]) -> Table:
     table = Table(
         title=f"{offered} on {content['cluster']}, {content['settings']['duration_s']:g} s",
         caption=(
-            f"ms per decoded token and to the first one; ±: 95 % over {seeds} seeds; MB/s over all "
-            f"links; SLA: tokens within {content['settings']['sla_s'] * 1e3:g} ms"
+            f"ms per decoded token, ±: 95 % over {seeds} seeds; ttft: ms to the first token; srv, "
+            f"link: use of the busiest; MB/s: all links; rem: remote; bud: budget spent; SLA: "
+            f"tokens within {content['settings']['sla_s'] * 1e3:g} ms"
         ),
         box=box.SIMPLE_HEAD,
         padding=0,
     )
     table.add_column("method", no_wrap=True)
-    headings = ("ms", "±", "p50", "p99", "first", "tok/s", "busiest", "link", "MB/s", "remote")
-    for heading in (*headings, "budget", "SLA"):
+    headings = (
+        "ms",
+        "±",
+        "p50",
+        "p99",
+        "ttft",
+        "tok/s",
+        "srv",
+        "link",
+        "MB/s",
+        "rem",
+        "bud",
+        "SLA",
+    )
+    for heading in headings:
         table.add_column(heading, justify="right", no_wrap=True)
     for row in content["methods"]:
         table.add_row(row["title"], *_cells(row))
