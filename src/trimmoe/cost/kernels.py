@@ -1,8 +1,8 @@
-"""The inner loops of costs and decisions, compiled: one implementation for every caller.
+"""The inner loops of costs and actions, compiled: one implementation for every caller.
 
-Nothing here allocates per token or knows a class; `cost.model`, `cost.actions` and `cost.values`
-wrap these with named arrays. Shapes: n tokens, k slots, M servers, N layers, E experts, R
-substitutes, B steadiness classes, G bins of a curve, C candidate actions, P patterns.
+Nothing here allocates per token or knows a class; `cost.model` and `cost.actions` wrap these with
+named arrays, `cost.deciding` chooses among what they list. Shapes: n tokens, k slots, M servers,
+N layers, E experts, R substitutes, B steadiness classes, G bins of a curve, C candidate actions.
 """
 
 from __future__ import annotations
@@ -24,8 +24,6 @@ else:
 
 DROPPED = -1
 _NOWHERE = -1
-_HAIR = 1e-9
-"""Of a level step, so that 3 * 0.1 counts as 0.3; a real shortfall is orders larger."""
 
 
 class Links(NamedTuple):
@@ -97,19 +95,6 @@ class Actions(NamedTuple):
     """[n, C]."""
     loss: FloatArray
     """[n, C]."""
-
-
-class Values(NamedTuple):
-    """Cost to go after a layer and how to look it up; see `cost.values.ValueTables`."""
-
-    levels: FloatArray
-    """Ascending allowances from 0, [V]."""
-    after: FloatArray
-    """Of one layer: by place, steadiness, pattern, exit row and level, [W, B, P, Q, V]."""
-    goes_on: FloatArray
-    """Of one layer: probability that a token does not exit right after executing, [Q]."""
-    members: BoolArray
-    """Of one layer: which experts a pattern has, [P, E]."""
 
 
 @njit
@@ -242,7 +227,7 @@ def _write_action(menu, layer, source, destination, room, at, out, i, c):
 
 
 @njit
-def _token_actions(menu, layer, tokens, i, ends, first_at, limit, room, at, out, row):
+def token_actions(menu, layer, tokens, i, ends, first_at, limit, room, at, out, row):
     """All actions of token `i` toward one destination into row `row`: exact, then per cap."""
     source, destination = ends
     _slot_options(menu, layer, tokens, i, source, destination, first_at, limit, room)
@@ -289,160 +274,4 @@ def enumerate_actions(menu, layer, tokens, first_at, out):
     room, at = make_room(menu, slots), np.empty(slots, dtype=np.int64)
     for i in range(count):
         ends = tokens.source[i], tokens.destination[i]
-        _token_actions(menu, layer, tokens, i, ends, first_at[i], np.inf, room, at, out, i)
-
-
-@njit
-def local_loss_of(menu, layer, source, experts, steady):
-    """Least loss of running all slots on the source, infinite if it cannot."""
-    total = 0.0
-    for j in range(experts.shape[0]):
-        total += menu.local_loss[source, layer, steady, experts[j]]
-    return total
-
-
-@njit
-def step_cost(delay_s, loss, loss_weight, reference_s, budget):
-    """f of (31) and (32) of one action."""
-    if delay_s == np.inf:
-        return np.inf
-    cost = (1.0 - loss_weight) * delay_s / reference_s
-    if budget > 0:
-        return cost + loss_weight * loss / budget
-    return np.inf if loss > 0 else cost
-
-
-@njit
-def level_of(levels, allowance):
-    """The last level within the allowance: rounded down, never up."""
-    hair = _HAIR * levels[1] if levels.shape[0] > 1 else 0.0
-    return max(np.searchsorted(levels, allowance + hair, side="right") - 1, 0)
-
-
-@njit
-def nearest_pattern(members, experts):
-    """The pattern [P, E] with the largest overlap with a token's experts [k]."""
-    best, most = 0, -1
-    for p in range(members.shape[0]):
-        shared = 0
-        for j in range(experts.shape[0]):
-            if members[p, experts[j]]:
-                shared += 1
-        if shared > most:
-            best, most = p, shared
-            if shared == experts.shape[0]:
-                break
-    return best
-
-
-@njit
-def choose(menu, layer, tokens, allowance, exit_row, place, values, weights, gated, picked):
-    """The action of least step cost plus cost to go per token (40).
-
-    `weights`: loss weight, reference_s, budget; `gated`: whether a skip needs Gamma > 0 (35).
-    Writes expert and server [n, k], delay and loss [n] into `picked`.
-    """
-    loss_weight, reference_s, budget = weights
-    expert, server, delay_s, loss = picked
-    count, slots = tokens.experts.shape
-    columns = 2 + slots * (menu.substitutes.shape[3] + 2)
-    room, at = make_room(menu, slots), np.empty(slots, dtype=np.int64)
-    out = Actions(
-        np.empty((1, columns, slots), dtype=np.int64),
-        np.empty((1, columns, slots), dtype=np.int64),
-        np.empty((1, columns)),
-        np.empty((1, columns)),
-    )
-    for i in range(count):
-        ends = tokens.source[i], tokens.destination[i]
-        skip = _token_actions(menu, layer, tokens, i, ends, -1, allowance[i], room, at, out, 0)
-        steady = tokens.steadiness[i]
-        pattern = nearest_pattern(values.members, tokens.experts[i])
-        to_go = values.after[place[i], steady, pattern, exit_row[i]]
-        stays = values.goes_on[exit_row[i]]
-        best, least = 0, np.inf
-        for c in range(skip + 1):
-            lost = out.loss[0, c]
-            if out.delay_s[0, c] == np.inf or (c > 0 and lost > allowance[i]):
-                continue
-            if c == skip and gated:
-                local = local_loss_of(menu, layer, ends[0], tokens.experts[i], steady)
-                if local <= allowance[i]:
-                    continue
-            cost = step_cost(out.delay_s[0, c], lost, loss_weight, reference_s, budget)
-            ahead = to_go[level_of(values.levels, max(allowance[i] - lost, 0.0))]
-            cost += ahead if c == skip else stays * ahead
-            if cost < least:
-                best, least = c, cost
-        expert[i], server[i] = out.expert[0, best], out.server[0, best]
-        delay_s[i], loss[i] = out.delay_s[0, best], out.loss[0, best]
-
-
-@njit
-def arrival_values(actions, place, local_loss, after, goes_on, levels, weights, gated, deciles):
-    """Least expected cost from entering a layer at one place, [B, P, Q, V].
-
-    `actions`: of P * D rows per class, deciles outermost, as [B * P * D, C, ...]; the last column
-    skips. `place` [B * P * D, C]: where each action leads to, an index into `after`
-    [W, B, P, Q, V], the cost to go after the layer. `local_loss` [B * P * D].
-    """
-    loss_weight, reference_s, budget = weights
-    _, classes, patterns, exits, count = after.shape
-    columns = actions.loss.shape[1]
-    value = np.zeros((classes, patterns, exits, count))
-    least = np.empty((exits, count))
-    hair = _HAIR * levels[1] if count > 1 else 0.0
-    for row in range(actions.loss.shape[0]):
-        b, p = row // (deciles * patterns), row % patterns
-        delay, loss = actions.delay_s[row], actions.loss[row]
-        kept = _undominated(delay, loss, place[row], columns)
-        least[:] = np.inf
-        for index in range(kept.shape[0]):
-            c = kept[index]
-            skips = c == columns - 1
-            cost = step_cost(delay[c], loss[c], loss_weight, reference_s, budget)
-            ahead = after[place[row, c], b, p]
-            left = 0
-            for v in range(count):
-                allowance = levels[v]
-                if c > 0 and loss[c] > allowance:
-                    continue
-                if skips and gated and local_loss[row] <= allowance:
-                    continue
-                # Allowances ascend, so what is left of them does too.
-                while left + 1 < count and levels[left + 1] <= allowance - loss[c] + hair:
-                    left += 1
-                for q in range(exits):
-                    # A skip cannot be the end: only an executed layer is followed by an exit.
-                    stays = 1.0 if skips else goes_on[q]
-                    total = cost + stays * ahead[q, left]
-                    least[q, v] = min(least[q, v], total)
-        for q in range(exits):
-            for v in range(count):
-                value[b, p, q, v] += least[q, v] / deciles
-    return value
-
-
-@njit
-def _undominated(delay, loss, place, columns):
-    """Columns that exist and that no other with the same end is both faster and less lossy than;
-    exact execution and the skip stay."""
-    kept = np.empty(columns, dtype=np.int64)
-    size = 0
-    for c in range(columns):
-        if delay[c] == np.inf:
-            continue
-        beaten = False
-        if 0 < c < columns - 1:
-            for other in range(columns - 1):
-                if other == c or delay[other] == np.inf or place[other] != place[c]:
-                    continue
-                no_worse = delay[other] <= delay[c] and loss[other] <= loss[c]
-                better = delay[other] < delay[c] or loss[other] < loss[c]
-                if no_worse and (better or other < c):
-                    beaten = True
-                    break
-        if not beaten:
-            kept[size] = c
-            size += 1
-    return kept[:size]
+        token_actions(menu, layer, tokens, i, ends, first_at[i], np.inf, room, at, out, i)

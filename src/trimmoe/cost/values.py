@@ -17,7 +17,7 @@ import numpy as np
 
 from trimmoe.core.profile import Profile
 from trimmoe.core.specs import BoolArray, FloatArray, IntArray
-from trimmoe.cost import kernels
+from trimmoe.cost import deciding, kernels
 from trimmoe.cost.actions import ActionSpace, Candidates, as_batch
 from trimmoe.cost.exits import ExitForecast
 from trimmoe.cost.lookahead import IMPORTANCE_DECILES, Weights, typical_tokens
@@ -175,7 +175,7 @@ def _arrivals(
             menus[key] = _typical(space, profile, layer, source, destination)
         typical = menus[key]
         found.append(
-            kernels.arrival_values(
+            deciding.arrival_values(
                 typical.actions,
                 typical.destination
                 if destination is None

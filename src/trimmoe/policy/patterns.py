@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from trimmoe.core.specs import BoolArray, IntArray
-from trimmoe.cost.kernels import nearest_pattern
+from trimmoe.cost.deciding import nearest_pattern
 from trimmoe.cost.values import members_of
 
 

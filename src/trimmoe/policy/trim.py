@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from trimmoe.core.specs import FloatArray, IntArray
-from trimmoe.cost import kernels
+from trimmoe.cost import deciding
 from trimmoe.cost.actions import Candidates, as_batch
 from trimmoe.cost.lookahead import LookAhead, Place, Weights
 from trimmoe.cost.model import Accounting
@@ -124,7 +124,7 @@ class TrimPolicy:
             np.empty(count),
         )
         weights = self.lookahead.weights
-        kernels.choose(
+        deciding.choose(
             space.menu,
             layer,
             batch,
