@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import threading
 from collections.abc import Callable
 
@@ -10,6 +11,7 @@ import pytest
 from launching import status
 from trimmoe.core.errors import UserError
 from trimmoe.runtime.launch.handles import ServerGone
+from trimmoe.runtime.launch.signals import stop_on_signal
 from trimmoe.runtime.launch.status import Phase, ServerStatus
 from trimmoe.runtime.launch.supervise import Patience, Supervisor
 
@@ -146,6 +148,21 @@ def test_a_server_that_fails_is_tried_again_but_not_all_the_time() -> None:
     made.watch()
     assert said == ["No memory. Trying again."]
     assert fake.restarts == 3  # at 1, 6 and 11 seconds
+
+
+def test_a_second_signal_hurries_only_what_may_be_hurried() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    with stop_on_signal() as stop:
+        signal.raise_signal(signal.SIGTERM)
+        assert stop.is_set()
+        signal.raise_signal(signal.SIGINT)  # Clearing up goes on.
+        finished = False
+        with stop.hurried():
+            signal.raise_signal(signal.SIGTERM)
+            finished = True
+        assert not finished
+        signal.raise_signal(signal.SIGTERM)
+    assert signal.getsignal(signal.SIGTERM) is before
 
 
 def test_all_are_asked_to_stop_before_any_is_ended() -> None:

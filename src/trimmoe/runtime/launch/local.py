@@ -60,7 +60,8 @@ def run_cluster(
             supervisor.watch()
         say("Stopping ...")
     finally:
-        supervisor.stop()
+        with stop.hurried():
+            supervisor.stop()
 
 
 def announce(config: ServeConfig, specs: Sequence[ServerSpec], say: Say) -> None:

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM as an event; a second one as an interrupt."""
+"""Ctrl-C and SIGTERM as an event; a second one hurries what may be hurried, and only that."""
 
 from __future__ import annotations
 
@@ -14,15 +14,30 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 class Stop(threading.Event):
     """Set by the first signal."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self._may_hurry = False
+
     def listen(self) -> None:
         """Take the signals over, again if something else has since."""
         for number in _SIGNALS:
             signal.signal(number, self._received)
 
     def _received(self, _number: int, _frame: FrameType | None) -> None:
-        if self.is_set():
+        if self.is_set() and self._may_hurry:
             raise KeyboardInterrupt
         self.set()
+
+    @contextmanager
+    def hurried(self) -> Iterator[None]:
+        """What another signal may cut short; clearing up is not among it."""
+        self._may_hurry = True
+        try:
+            yield
+        except KeyboardInterrupt:
+            pass
+        finally:
+            self._may_hurry = False
 
 
 @contextmanager
