@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 from evaluating import Bench, make_bench
 from trimmoe.cli import app
 from trimmoe.core.errors import UserError
+from trimmoe.evaluate.harness import DriverLM
 from trimmoe.evaluate.local_data import local_data
 from trimmoe.evaluate.optional import require_harness
 from trimmoe.evaluate.squad import process_results
@@ -261,6 +262,7 @@ def test_the_harness_finds_the_model_by_name_with_arguments(
         "max_length=64",
         {"batch_size": "auto:4", "max_batch_size": None, "device": "cpu"},
     )
+    assert isinstance(model, DriverLM)
     assert model.serving.budget == 0.02
     assert model.driver.engine.settings.name == "trimmoe"
     assert (model.batch_size, model.max_length) == (16, 64)

@@ -64,8 +64,8 @@ def evaluation(
     from trimmoe.experiments import evaluate as experiment
     from trimmoe.experiments.subject import open_subject
 
-    subject = open_subject(model, profile, plan, dtype=dtype, device=device)
     tasks = {one.name: local_task(one) for one in data} if data else hub_tasks(names)
+    subject = open_subject(model, profile, plan, dtype=dtype, device=device)
     results = list(experiment.evaluate_tasks(subject, tasks, settings))
     content = experiment.evaluation_json(settings, subject, results, input_hashes(data))
     experiment.print_evaluation(console, content)
