@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 from rich import box
+from rich.markup import escape
 from rich.table import Table
 
 import trimmoe
@@ -206,19 +207,20 @@ def meaning_table(content: dict[str, Any]) -> Table:
         box=box.SIMPLE_HEAD,
         padding=(0, 1, 0, 0),
         caption="charged: proxy degradation per token, most: of its credit at any prefix; ppl: "
-        "against the exact model's; p: asked, calibrated, after audits (false/audited)",
+        "against the exact model; p: asked, calibrated, after audits (false/audited)",
     )
-    table.add_column("text")
+    table.add_column("text", no_wrap=True)
     table.add_column("policy", no_wrap=True)
     for name in ("budget", "charged", "most", "flips (95 %)", "ppl", "p"):
         table.add_column(name, justify="right", no_wrap=True)
+    lines: dict[str, int] = {}
     last = None
     for row in content["points"]:
-        key = (row["domain"], row["policy"])
-        first_of_text = last is None or last[0] != row["domain"]
+        domain, key = row["domain"], (row["domain"], row["policy"])
+        line = lines[domain] = lines.get(domain, -1) + 1
         p = [row["confidence_asked"], row["confidence_calibrated"], row["confidence_at_end"]]
         table.add_row(
-            f"{row['domain']} ({row['exact_perplexity']:.1f})" if first_of_text else "",
+            {0: escape(domain), 1: f"[dim]ppl {row['exact_perplexity']:.1f}[/]"}.get(line, ""),
             row["policy"] if key != last else "",
             f"{row['budget']:.1%}",
             f"{row['charged_per_token']:.2%}",
