@@ -175,9 +175,9 @@ def test_the_report_holds_every_figure_and_every_claim_with_both_numbers(
     for row in claim_rows(contents):
         line = lines[row["claim"]]
         if row["paper"] is not None:
-            assert shown(row["paper"], ratio=row["ratio"]) in line
+            assert shown(row["paper"], kind=row["kind"]) in line
         for value in row["ours"].values():
-            assert shown(value, ratio=row["ratio"]) in line
+            assert shown(value, kind=row["kind"]) in line
 
 
 def test_every_claim_has_a_number_of_ours_and_a_missed_margin_is_named(contents: Contents) -> None:

@@ -44,8 +44,8 @@ def head_grid(contents: dict[str, Content]) -> Grid:
         cells = []
         for column in COLUMNS:
             star = " *" if row["reached"][column] else ""
-            cells.append(shown(row["ours"][column], ratio=row["ratio"]) + star)
-        paper = "-" if row["paper"] is None else shown(row["paper"], ratio=row["ratio"])
+            cells.append(shown(row["ours"][column], kind=row["kind"]) + star)
+        paper = "-" if row["paper"] is None else shown(row["paper"], kind=row["kind"])
         rows.append((row["claim"], paper, *cells))
     return Grid(headings=("claim", "paper", *COLUMNS.values()), rows=rows)
 

@@ -21,6 +21,8 @@ from trimmoe.experiments.figures.quality import CHARGED
 from trimmoe.experiments.methods import METHODS
 from trimmoe.policy.settings import PolicySettings
 
+_NOTHING = 0.005
+"""Smaller relative differences are not made much of."""
 ABLATIONS = ("no-skip", "no-exit", "no-look-ahead", "no-redundancy")
 
 
@@ -126,10 +128,13 @@ class Ablation:
             whole, others = rows[0], rows[1:]
             effect = {row["title"]: change(row["delay_ms"], whole["delay_ms"]) for row in others}
             most = max(effect, key=lambda title: effect[title] or 0.0)
-            idle = [title for title, more in effect.items() if (more or 0.0) < 0.005]
+            idle = [title for title, more in effect.items() if abs(more or 0.0) < _NOTHING]
+            worse = [title for title, more in effect.items() if (more or 0.0) <= -_NOTHING]
             text = f"{_TITLES[name]}: dearest {most} ({percent(effect[most], signed=True)})"
             if idle:
-                text += f"; no more than 0.5 % from: {', '.join(idle)}"
+                text += f"; hardly any effect: {', '.join(idle)}"
+            for title in worse:
+                text += f"; faster {title} ({percent(effect[title], signed=True)})"
             found.append(text + " (paper: every part counts, skipping +23.9 %).")
         return found
 

@@ -262,6 +262,19 @@ class Bench:
         access = self.world.access(self.world.trace.sequence_count, self.seed)
         return float((hops + dense + ends)[access].mean())
 
+    def detour_share(self, contender: Contender) -> float:
+        """Share of the exit points along its route, averaged over the users' routes, at which the
+        link straight back is slower than hops and attention of all that is left of the route."""
+        cost, routes = self.rig(contender).engine.cost, self.rig(contender).engine.routes
+        servers, layers = np.arange(cost.server_count), np.arange(1, cost.layer_count)
+        straight = cost.token_transfer_s[routes[:, 1:], servers[:, None]]
+        hops = np.zeros((servers.size, layers.size))
+        hops[:, :-1] = cost.transfer_s[routes[:, 1:-1], routes[:, 2:]]
+        left = hops + cost.dense_s[routes[:, 1:], layers]
+        on = np.cumsum(left[:, ::-1], axis=1)[:, ::-1] + straight[:, -1:]
+        slower = (straight > on).mean(1) if layers.size else np.zeros(servers.size)
+        return float(self.world.plan.cluster.access_share @ slower)
+
 
 def replay_row(replayed: Replayed) -> dict[str, Any]:
     """Figures of a replay, in units named by their keys."""

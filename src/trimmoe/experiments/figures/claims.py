@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 from trimmoe.experiments.figures.base import Content, change, find
 from trimmoe.experiments.figures.overall import bound_sentence
@@ -30,8 +31,7 @@ class Claim:
     ours: Callable[[Contents, str], float | None]
     """By column; None where it has no counterpart."""
     less_is_better: bool = True
-    ratio: bool = False
-    """Whether it is a factor, not a share."""
+    kind: Literal["change", "share", "ratio"] = "change"
 
 
 def _against(key: str, of: str, figure: str = "4") -> Callable[[Contents, str], float | None]:
@@ -107,13 +107,13 @@ CLAIMS = (
         paper=-0.300,
         ours=_against("mb_per_1000_tokens", "substitute-only"),
     ),
-    Claim(text="remote execution ratio", paper=0.16, ours=_own("remote_share")),
+    Claim(text="remote execution ratio", paper=0.16, ours=_own("remote_share"), kind="share"),
     Claim(
         text="throughput over EdgeShard's",
         paper=2.35,
         ours=_throughput,
         less_is_better=False,
-        ratio=True,
+        kind="ratio",
     ),
     Claim(
         text="P99 against EdgeShard", paper=-0.640, ours=_against("delay_p99_ms", "edgeshard", "5")
@@ -121,7 +121,13 @@ CLAIMS = (
     Claim(text="P99 against MoE^2", paper=-0.411, ours=_against("delay_p99_ms", "moe2", "5")),
     Claim(text="latency, H = 3 against H = 1", paper=-0.170, ours=_horizon("delay_ms")),
     Claim(text="traffic, H = 3 against H = 1", paper=-0.291, ours=_horizon("mb_per_1000_tokens")),
-    Claim(text="within 300 ms at 80 requests/s", paper=0.71, ours=_served, less_is_better=False),
+    Claim(
+        text="within 300 ms at 80 requests/s",
+        paper=0.71,
+        ours=_served,
+        less_is_better=False,
+        kind="share",
+    ),
     Claim(text="latency against the pipeline", paper=None, ours=_against("delay_ms", "pipeline")),
     Claim(text="latency against the best lossless method", paper=None, ours=_lossless),
 )
@@ -140,7 +146,7 @@ def claim_rows(contents: Contents) -> list[Content]:
             "reached": {
                 column: _reached(claim, claim.ours(contents, column)) for column in COLUMNS
             },
-            "ratio": claim.ratio,
+            "kind": claim.kind,
         }
         for claim in CLAIMS
     ]
@@ -152,14 +158,14 @@ def _reached(claim: Claim, ours: float | None) -> bool | None:
     return ours <= claim.paper if claim.less_is_better else ours >= claim.paper
 
 
-def shown(value: float | None, *, ratio: bool) -> str:
+def shown(value: float | None, *, kind: str) -> str:
     """A cell of the head table."""
     if value is None:
         return "-"
-    if ratio:
+    if kind == "ratio":
         return f"{value:.2f}x"
-    # No "-0.0%".
-    return f"{round(value, 3) + 0.0:.1%}"
+    value = round(value, 3) + 0.0  # No "-0.0%".
+    return f"{value:.1%}" if kind == "share" or value == 0 else f"{value:+.1%}"
 
 
 def missed(rows: list[Content], contents: Contents) -> list[str]:
@@ -168,9 +174,9 @@ def missed(rows: list[Content], contents: Contents) -> list[str]:
     for row in rows:
         short = [column for column in COLUMNS if row["reached"][column] is False]
         if short:
-            paper = shown(row["paper"], ratio=row["ratio"])
+            paper = shown(row["paper"], kind=row["kind"])
             parts = [
-                f"{shown(row['ours'][column], ratio=row['ratio'])} {_under(column)}"
+                f"{shown(row['ours'][column], kind=row['kind'])} {_under(column)}"
                 f"{_ceiling(row['claim'], column, contents)}"
                 for column in short
             ]

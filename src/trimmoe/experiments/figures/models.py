@@ -44,12 +44,14 @@ class Models:
         if self.bench_of is not None:
             benches |= {m: self.bench_of(m) for m in MODELS if m != bench.world.name}
         for name, other in benches.items():
-            arenas = {}
+            arenas, left_out = {}, {}
             for arena, contenders in (("letter", letter()), ("pinned_best", pinned_best())):
                 chosen = tuple(_fast(one) for one in contenders if one.of in _RUN)
-                kept, _ = other.there(chosen)
+                kept, missing = other.there(chosen)
+                left_out |= missing
                 arenas[arena] = [named(one, replay_row(other.replayed(one))) for one in kept]
-            worlds[name] = {"world": other.world.described(), "arenas": arenas}
+            described = other.world.described()
+            worlds[name] = {"world": described, "arenas": arenas, "left_out": left_out}
         return figure_json(self, bench, {"worlds": worlds})
 
     def plot(self, content: Content, path: Path) -> None:
@@ -100,6 +102,7 @@ class Models:
                     text += f", {less} against {best['title']}"
                 kept = percent(1.0 - ours["charged_loss_per_token"])
                 found.append(f"{text}; {kept} retained as charged, not measured.")
+            found += world["left_out"].values()
         return found
 
 
