@@ -205,7 +205,7 @@ def meaning_table(content: dict[str, Any]) -> Table:
     """One line per text, policy and budget."""
     table = Table(
         box=box.SIMPLE_HEAD,
-        padding=(0, 1, 0, 0),
+        padding=0,
         caption="charged: proxy degradation per token, most: of its credit at any prefix; ppl: "
         "against the exact model; p: asked, calibrated, after audits (false/audited)",
     )
@@ -225,8 +225,8 @@ def meaning_table(content: dict[str, Any]) -> Table:
             f"{row['budget']:.1%}",
             f"{row['charged_per_token']:.2%}",
             f"{row['worst_prefix_share']:.0%}",
-            f"{row['flip_rate']:.1%} ({row['flip_rate_low_95']:.1%}-"
-            f"{row['flip_rate_high_95']:.1%})",
+            f"{row['flip_rate']:.1%} ({100 * row['flip_rate_low_95']:.1f}-"
+            f"{100 * row['flip_rate_high_95']:.1f})",
             f"{row['perplexity'] / row['exact_perplexity'] - 1:+.1%}",
             f"{_path(p)} {row['false_exits']}/{row['audits']}",
         )
