@@ -239,3 +239,30 @@ def test_a_shortened_trace_keeps_the_beginnings_of_its_sequences() -> None:
     assert (short.sequence_count, short.length) == (6, 2)
     np.testing.assert_array_equal(short.experts[2:4], trace.experts[6:8])
     assert first_tokens(trace, 10**6).token_count == trace.token_count
+
+
+def test_sequences_enter_as_users_do_as_nearly_as_whole_sequences_allow() -> None:
+    world = tiny_world()
+    for count in (1, 7, 100):
+        entered = np.bincount(world.access(count, 3), minlength=3)
+        assert entered.sum() == count
+        assert (np.abs(entered - world.plan.cluster.access_share * count) < 1.0 + 1e-9).all()
+    assert (world.access(100, 3) != world.access(100, 4)).any()
+
+
+def test_a_straight_link_back_that_is_slower_than_the_route_is_a_detour() -> None:
+    world = tiny_world()
+    bench = Bench(world=world, effort=quick())
+    ours = next(one for one in everybody() if one.key == "pinned/trimmoe")
+    cost, routes = bench.rig(ours).engine.cost, bench.rig(ours).engine.routes
+    share, layers = world.plan.cluster.access_share, cost.layer_count
+    expected = 0.0
+    for access, route in enumerate(routes.tolist()):
+        slower = 0
+        for layer in range(1, layers):  # An exit before this layer leaves from its server.
+            on = sum(cost.dense_s[route[at], at] for at in range(layer, layers))
+            on += sum(cost.transfer_s[route[at], route[at + 1]] for at in range(layer, layers - 1))
+            on += cost.token_transfer_s[route[-1], access]
+            slower += cost.token_transfer_s[route[layer], access] > on
+        expected += share[access] * slower / (layers - 1)
+    assert bench.detour_share(ours) == pytest.approx(expected)

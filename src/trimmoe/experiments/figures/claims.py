@@ -202,8 +202,9 @@ def _ceiling(claim: str, column: str, contents: Contents) -> str:
         return ""
     theirs = find(contents["4"]["arenas"][column], of)
     assert theirs is not None
-    best = change(contents["4"]["unloaded"]["clairvoyant_ms"], theirs["delay_ms"])
-    return f", where a clairvoyant with our actions and budget would reach {best or 0.0:+.1%}"
+    best = change(contents["4"]["unloaded"]["clairvoyant_ms"], theirs["unloaded_ms"])
+    reach = shown(best, kind="change")
+    return f", where without load a clairvoyant with our actions and budget would reach {reach}"
 
 
 def _why(claim: str, columns: list[str]) -> str:

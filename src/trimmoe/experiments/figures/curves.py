@@ -98,7 +98,14 @@ class Curves:
         """Delay and traffic against what was charged and, below, against what flipped."""
         kinds = [("points", "charged_loss_per_token", CHARGED, content["points"])]
         if content["executed"]:
-            kinds.append(("executed", "flip_rate", MEASURED, content["executed"]["points"]))
+            kinds.append(
+                (
+                    "executed",
+                    "flip_rate",
+                    f"{MEASURED}, share of tokens",
+                    content["executed"]["points"],
+                )
+            )
         with picture(path, len(kinds), 2, size=(12, 3.8 * len(kinds))) as panels:
             for row, (_, key, label, points) in zip(panels, kinds, strict=True):
                 for panel, value, name in zip(
@@ -111,7 +118,7 @@ class Curves:
                     for flat in content["lossless"]:
                         if flat["title"] == "exact, our plan":
                             panel.axhline(flat[value], color="#555555", ls=":", label="exact")
-                    panel.set(xlabel=f"{label}, per token", ylabel=name, xlim=(-0.001, 0.08))
+                    panel.set(xlabel=label, ylabel=name, xlim=(-0.001, 0.08))
                     panel.legend(fontsize=7)
 
     def grids(self, content: Content) -> dict[str, Grid]:

@@ -13,7 +13,19 @@ from trimmoe.core.artifact import written_whole
 from trimmoe.experiments.plots import LAYER_LOOK
 
 OURS_COLOUR, OTHER_COLOUR = "#0072B2", "#999999"
-LINES = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#555555", "#000000")
+LINES = (
+    "#0072B2",
+    "#D55E00",
+    "#009E73",
+    "#CC79A7",
+    "#E69F00",
+    "#56B4E9",
+    "#555555",
+    "#000000",
+    "#B09A00",
+    "#7A3B9E",
+    "#8C564B",
+)
 MARKS = "osD^vP*X"
 
 

@@ -121,6 +121,7 @@ def _row(bench: Bench, one) -> Content:
     row = load_row(bench.simulated(one), SLA_S)
     full = load_row(bench.saturated(one, CONCURRENCY), SLA_S)
     return row | {
+        "unloaded_ms": bench.replayed(one).ledger.mean_delay_s * 1e3,
         "saturated_tokens_per_s": full["tokens_per_s"],
         "saturated_server_use_max": full["server_use_max"],
     }

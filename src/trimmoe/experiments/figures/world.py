@@ -114,9 +114,13 @@ class World:
         }
 
     def access(self, count: int, seed: int) -> IntArray:
-        """Access servers of `count` sequences, drawn by the users' shares, [count]."""
-        share = self.plan.cluster.access_share
-        return np.random.default_rng([seed, 7]).choice(share.size, size=count, p=share)
+        """Access servers of `count` sequences, [count]: the users' shares as nearly as whole
+        sequences allow, in an order drawn from the seed."""
+        exact = self.plan.cluster.access_share * count
+        whole = np.floor(exact).astype(int)
+        most = np.argsort(whole - exact, kind="stable")[: count - whole.sum()]
+        servers = np.concatenate([np.repeat(np.arange(whole.size), whole), most])
+        return np.random.default_rng([seed, 7]).permutation(servers)
 
 
 def generated_world(
