@@ -1,0 +1,5 @@
+"""`python -m trimmoe.cli`."""
+
+from trimmoe.cli import main
+
+main()

@@ -1,0 +1,93 @@
+"""What several commands share: options, and opening what they name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+from trimmoe.core.errors import UserError
+
+if TYPE_CHECKING:
+    pass
+
+console = Console()
+
+Model = Annotated[
+    str,
+    typer.Argument(help="A checkpoint folder, a hub id, or `embedded` for the model that ships."),
+]
+ModelOption = Annotated[
+    str, typer.Option("--model", help="A checkpoint folder, a hub id, or `embedded`.")
+]
+Texts = Annotated[
+    list[Path],
+    typer.Option("--text", help="UTF-8 text or .jsonl[.gz] with a `text` field; repeatable."),
+]
+ProfileOption = Annotated[Path, typer.Option("--profile", help="Made by `trimmoe calibrate`.")]
+PlanOption = Annotated[Path, typer.Option("--plan", help="Made by `trimmoe plan`.")]
+Output = Annotated[Path, typer.Option("--output", "-o", help="Where to write the result.")]
+Budget = Annotated[
+    float, typer.Option(min=0.0, max=1.0, help="Flip rate a generated token may lose on average.")
+]
+Confidence = Annotated[
+    float, typer.Option(min=0.0, help="Confidence an early exit needs; above 1 nothing exits.")
+]
+Device = Annotated[str, typer.Option(help="Where the model runs, e.g. `cpu` or `cuda`.")]
+Dtype = Annotated[
+    Literal["auto", "float32", "bfloat16"],
+    typer.Option(help="Arithmetic; `auto`: float32 on a CPU, the checkpoint's own elsewhere."),
+]
+
+
+def prompt_ids(tokenizer, prompt: str, chat: bool) -> list[int]:
+    """Token ids of a prompt, as a chat turn if so wished; raises `UserError` if it is empty."""
+    if not prompt.strip():
+        raise UserError("The prompt is empty; give some text to continue.")
+    if not chat:
+        return tokenizer(prompt)["input_ids"]
+    if not tokenizer.chat_template:
+        raise UserError("This model has no chat template; leave out --chat.")
+    turns = [{"role": "user", "content": prompt}]
+    return tokenizer.apply_chat_template(turns, add_generation_prompt=True)["input_ids"]
+
+
+def stop_tokens(tokenizer) -> frozenset[int]:
+    """Tokens that end an answer."""
+    return frozenset(() if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,))
+
+
+def server_index(names: tuple[str, ...], wanted: str | None) -> int:
+    """The index of a server by name, the first if none is named; raises `UserError`."""
+    if wanted is None:
+        return 0
+    if wanted not in names:
+        raise UserError(
+            f"There is no server `{wanted}` in the plan; choose from {', '.join(names)}."
+        )
+    return names.index(wanted)
+
+
+def require_folder(path: Path) -> None:
+    """Refuse before an hour's work what could not be written after it."""
+    if not path.parent.is_dir():
+        raise UserError(f"The folder {path.parent} does not exist; create it or write elsewhere.")
+    if path.is_dir():
+        raise UserError(f"{path} is a folder; name a file to write.")
+
+
+def say(line: str) -> None:
+    """Print one line as it is."""
+    console.print(escape(line), highlight=False, soft_wrap=True)
+
+
+def show_dry_run(config: Path | None, cluster: Path, more: Path | None) -> None:
+    """`trimmoe plan --dry-run`; raises `UserError` if the arguments are those of a plan."""
+    if config is None or more is not None:
+        raise UserError("A dry run is `trimmoe plan --dry-run --config config.json CLUSTER`.")
+    from trimmoe.experiments.dry_run import print_dry_run
+
+    print_dry_run(config, cluster, console)

@@ -1,0 +1,237 @@
+"""Commands that prepare: fetch, sample-text, calibrate, plan, tune.
+
+Everything heavy is imported inside the command that needs it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+from rich.markup import escape
+
+from trimmoe.cli.options import (
+    Budget,
+    Confidence,
+    Device,
+    Dtype,
+    Model,
+    ModelOption,
+    Output,
+    PlanOption,
+    ProfileOption,
+    Texts,
+    console,
+    require_folder,
+    show_dry_run,
+)
+from trimmoe.core.errors import UserError
+from trimmoe.experiments.opening import open_view, resolved
+
+
+def fetch() -> None:
+    """Fetch and materialise the embedded model; prints its folder."""
+    print(resolved("embedded"))
+
+
+def sample_text(
+    output: Output,
+    part: Annotated[Literal["calibration", "held-out"], typer.Option()] = "calibration",
+) -> None:
+    """Write English prose that every Python carries: a text to try things with."""
+    from trimmoe.experiments.sample_text import write_sample_text
+
+    write_sample_text(output, part)
+    console.print(f"Wrote {escape(str(output))}.")
+
+
+def calibrate(
+    model: Model,
+    text: Texts,
+    output: Output,
+    tokens: Annotated[int, typer.Option(help="Calibration tokens.")] = 20_000,
+    budget: Budget = 0.02,
+    confidence: Annotated[float, typer.Option(help="Exit confidence p_J.")] = 0.9,
+    importance: Annotated[
+        Literal["softmax_mass", "gates"],
+        typer.Option(help="Importance (4); `gates` is the paper's letter."),
+    ] = "softmax_mass",
+    seed: int = 0,
+    dtype: Dtype = "auto",
+    device: Device = "cpu",
+) -> None:
+    """Measure a model on text: what its layers and experts are worth (Algorithm 1, lines 1-8)."""
+    from trimmoe.calibrate.run import calibrate as run
+    from trimmoe.calibrate.settings import CalibrationSettings
+    from trimmoe.calibrate.text import read_texts
+    from trimmoe.models.load import load_tokenizer
+
+    require_folder(output)
+    settings = CalibrationSettings(
+        tokens=tokens, budget=budget, confidence=confidence, importance=importance, seed=seed
+    )
+    texts = read_texts(text)
+    path = resolved(model)
+    view = open_view(path, dtype, device)
+    settings = replace(settings, window=min(settings.window, view.spec.context_length))
+    profile = run(view, load_tokenizer(path), texts, settings)
+    profile.save(output)
+    console.print(f"Wrote {escape(str(output))} ({profile.hash[:12]}).")
+
+
+def plan(
+    profile: Annotated[
+        Path, typer.Argument(help="Made by `trimmoe calibrate`; left out with --dry-run.")
+    ],
+    cluster: Annotated[
+        Path | None, typer.Argument(help="A cluster file, see clusters/.", show_default=False)
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Where to write the result.")
+    ] = None,
+    model: ModelOption = "embedded",
+    preset: Annotated[
+        Literal["default", "paper"],
+        typer.Option(help="`paper`: Algorithm 1 to the letter, everything starts at home."),
+    ] = "default",
+    seed_plan: Annotated[
+        Literal[
+            "best",
+            "dispersed",
+            "pipeline",
+            "compact_pipeline",
+            "edgeshard_latency",
+            "edgeshard_throughput",
+            "activation_aware",
+            "load_balanced",
+            "single_server",
+        ]
+        | None,
+        typer.Option(help="The first deployment; `best` tries the first three."),
+    ] = None,
+    optimise: Annotated[
+        bool, typer.Option("--optimise", help="Search from every seed for the least value.")
+    ] = False,
+    seconds: Annotated[
+        float | None, typer.Option(min=1.0, help="How long to search; default: 60.")
+    ] = None,
+    iterations: Annotated[
+        int | None,
+        typer.Option(min=1, help="End the search after so many steps: the same plan every time."),
+    ] = None,
+    objective: Annotated[
+        Literal["exact", "trimmed"] | None,
+        typer.Option(help="Least delay of exact execution (default) or within the budget."),
+    ] = None,
+    budget: Annotated[
+        float | None,
+        typer.Option(min=0.0, max=1.0, help="Flip rate of `--objective trimmed`; default: 0.02."),
+    ] = None,
+    seed: Annotated[int | None, typer.Option(min=0, help="Of the search; default: 0.")] = None,
+    explain: Annotated[
+        bool,
+        typer.Option("--explain", help="Show hosts and routes, why, and what more memory saves."),
+    ] = False,
+    picture: Annotated[Path | None, typer.Option(help="Write a heat map as PNG.")] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Only say what fits where, from --config.")
+    ] = False,
+    config: Annotated[
+        Path | None, typer.Option(help="A model's config.json, for --dry-run CLUSTER.")
+    ] = None,
+) -> None:
+    """Place the experts and choose the routes (Algorithm 1, lines 9-14)."""
+    if dry_run or config is not None:
+        show_dry_run(config if dry_run else None, profile, cluster)
+        return
+    if cluster is None or output is None:
+        raise UserError("Give a profile, a cluster file and --output; see `trimmoe plan --help`.")
+    from trimmoe.core.artifact import file_hash
+    from trimmoe.core.cluster_file import load_cluster
+    from trimmoe.core.profile import load_profile
+    from trimmoe.experiments.explain import explain_plan, plot_plan
+    from trimmoe.experiments.planning import Countdown, optimise_for, search_settings
+    from trimmoe.models.load import model_spec
+    from trimmoe.placement import make
+
+    require_folder(output)
+    wanted = {"objective": objective, "budget": budget, "iterations": iterations, "seed": seed}
+    given = {name: value for name, value in wanted.items() if value is not None}
+    if not optimise and (given or seconds is not None):
+        raise UserError("Searching is asked for with --optimise; add it or leave its options out.")
+    if optimise and (preset == "paper" or seed_plan is not None):
+        raise UserError("--optimise starts from every seed; leave out --preset and --seed-plan.")
+    calibrated = load_profile(profile)
+    machines = load_cluster(cluster)
+    settings = make.paper() if preset == "paper" else make.default()
+    if seed_plan is not None:
+        settings = replace(settings, seed_plan=seed_plan)
+    spec = model_spec(resolved(model), hashed=True)
+    inputs, hashed = (calibrated, spec, machines), file_hash(cluster)
+    if optimise:
+        search = search_settings(given, seconds=seconds)
+        made = optimise_for(seconds, *inputs, search, cluster_hash=hashed)
+    else:
+        made = make.make_plan(*inputs, settings, cluster_hash=hashed)
+    made.save(output)
+    console.print(f"Wrote {escape(str(output))} ({made.hash[:12]}).")
+    if picture is not None:
+        plot_plan(made, picture)
+    if explain:
+        with Countdown(20.0, None) as countdown:
+            explain_plan(made, calibrated, spec, console, countdown.keep_going)
+
+
+def tune(
+    text: Texts,
+    profile: ProfileOption,
+    plan: PlanOption,
+    output: Output,
+    model: ModelOption = "embedded",
+    budget: Annotated[
+        list[float] | None,
+        typer.Option(min=0.0, max=1.0, help="Repeatable."),
+    ] = None,
+    confidence: Confidence = 0.9,
+    passages: Annotated[int, typer.Option(min=1)] = 32,
+    context: Annotated[int, typer.Option(min=1)] = 64,
+    steps: Annotated[int, typer.Option(min=1)] = 32,
+    seed: int = 0,
+    dtype: Dtype = "auto",
+    device: Device = "cpu",
+) -> None:
+    """Measure how much more approximations flip together than alone; notes it in the plan."""
+    from trimmoe.calibrate.text import read_texts
+    from trimmoe.core.plan import load_plan
+    from trimmoe.core.profile import load_profile
+    from trimmoe.experiments.methods import require_fitting
+    from trimmoe.experiments.tune import tune as run
+    from trimmoe.models.load import load_tokenizer
+
+    require_folder(output)
+    calibrated, placed, texts = load_profile(profile), load_plan(plan), read_texts(text)
+    path = resolved(model)
+    view = open_view(path, dtype, device)
+    require_fitting(calibrated, placed, view.spec)
+    tuned, scores = run(
+        view,
+        calibrated,
+        placed,
+        load_tokenizer(path)("\n\n".join(texts), verbose=False)["input_ids"],
+        budgets=budget or (0.01, 0.02, 0.03),
+        confidence=confidence,
+        passages=passages,
+        context=context,
+        steps=steps,
+        seed=seed,
+    )
+    tuned.save(output)
+    for each, score in scores.items():
+        console.print(
+            f"budget {each:g}: charged {score.ledger.loss / score.tokens:.2%}, flipped "
+            f"{score.flips / score.tokens:.2%} of {score.tokens} tokens, gamma "
+            f"{tuned.inflation(each):.2f}"
+        )
+    console.print(f"Wrote {escape(str(output))} ({tuned.hash[:12]}).")

@@ -1,0 +1,203 @@
+"""Commands that serve: serve, serve-local.
+
+Everything heavy is imported inside the command that needs it.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.markup import escape
+
+from trimmoe.cli.options import (
+    Budget,
+    Confidence,
+    Device,
+    Dtype,
+    ModelOption,
+    console,
+    say,
+    server_index,
+)
+from trimmoe.core.errors import UserError
+from trimmoe.experiments.opening import open_view, resolved
+
+
+def serve_local(
+    model: ModelOption = "embedded",
+    profile: Annotated[
+        Path | None, typer.Option(help="Made by `trimmoe calibrate`; without it, exact.")
+    ] = None,
+    plan: Annotated[Path | None, typer.Option(help="Made by `trimmoe plan`.")] = None,
+    method: Annotated[str, typer.Option(help="The policy: see `trimmoe compare`.")] = "trimmoe",
+    budget: Budget = 0.02,
+    confidence: Confidence = 0.9,
+    access: Annotated[str | None, typer.Option(help="The server the users talk to.")] = None,
+    host: str = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 8000,
+    api_key: Annotated[
+        list[str] | None, typer.Option(envvar="TRIMMOE_API_KEY", help="Repeatable; default: none.")
+    ] = None,
+    served_model_name: Annotated[
+        str | None, typer.Option(help="What requests call the model; default: its own name.")
+    ] = None,
+    max_num_seqs: Annotated[int, typer.Option(min=1, help="Requests decoded together.")] = 8,
+    max_waiting: Annotated[int, typer.Option(min=0, help="Requests that may wait.")] = 64,
+    seed: int = 0,
+    dtype: Dtype = "auto",
+    device: Device = "cpu",
+) -> None:
+    """Serve a model in this process behind OpenAI's HTTP interface; links are only charged."""
+    from trimmoe.api.settings import ApiSettings
+    from trimmoe.core.plan import load_plan
+    from trimmoe.core.profile import load_profile
+    from trimmoe.experiments import serve_local as local
+    from trimmoe.experiments.methods import configured, find_method, plan_for
+    from trimmoe.models.load import load_tokenizer
+    from trimmoe.runtime.decoder import ExactDecoder
+    from trimmoe.runtime.local_service import LocalService
+
+    chosen = find_method(method)
+    if (profile is None) != (plan is None):
+        raise UserError("Give --profile and --plan together, or neither to serve the exact model.")
+    if any(not key for key in api_key or ()):
+        raise UserError("An empty --api-key would let everybody in; leave it out or give a key.")
+    with local.listen(host, port) as listener:
+        path = resolved(model)
+        tokenizer = load_tokenizer(path)
+        calibrated = None if profile is None else load_profile(profile)
+        placed = None if plan is None else load_plan(plan)
+        view = open_view(path, dtype, device)
+        if calibrated is None or placed is None:
+            decoder = ExactDecoder(view, slots=max_num_seqs)
+        else:
+            decoder = local.planned_decoder(
+                view,
+                calibrated,
+                plan_for(chosen, placed, calibrated, view.spec),
+                configured(chosen, budget=budget, confidence=confidence),
+                slots=max_num_seqs,
+                access=server_index(placed.cluster.server_names, access),
+                seed=seed,
+            )
+        name = served_model_name or ("embedded" if model == "embedded" else None)
+        served = local.served_model(path, view, tokenizer, name)
+        shown_port = listener.getsockname()[1]
+        console.print(
+            f"Serving {escape(served.id)} on http://{host}:{shown_port}/v1, Ctrl-C to stop."
+        )
+        service = LocalService(decoder, served, max_waiting=max_waiting)
+        local.serve(service, ApiSettings(api_keys=tuple(api_key or ())), listener)
+
+
+def serve(
+    cluster: Annotated[
+        Path | None, typer.Option(help="A cluster file, see clusters/; or give --plan.")
+    ] = None,
+    config: Annotated[
+        Path | None, typer.Option(help="YAML with these options as keys; options given win.")
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option(help="A checkpoint folder, a hub id, or `embedded` (default).")
+    ] = None,
+    profile: Annotated[
+        Path | None, typer.Option(help="Made by `trimmoe calibrate`; without it, made and kept.")
+    ] = None,
+    plan: Annotated[
+        Path | None, typer.Option(help="Made by `trimmoe plan`; without it, made and kept.")
+    ] = None,
+    text: Annotated[
+        list[Path] | None, typer.Option(help="What to calibrate on without a profile; repeatable.")
+    ] = None,
+    policy: Annotated[str | None, typer.Option(help="trimmoe, substitute-only or exact.")] = None,
+    budget: Annotated[
+        float | None, typer.Option(help="Flip rate a token may lose; default 0.02.")
+    ] = None,
+    confidence: Annotated[
+        float | None, typer.Option(help="Confidence an early exit needs; default 0.9.")
+    ] = None,
+    api_key: Annotated[
+        list[str] | None, typer.Option(envvar="TRIMMOE_API_KEY", help="Repeatable; default: none.")
+    ] = None,
+    served_name: Annotated[
+        str | None, typer.Option(help="What requests call the model; default: its own name.")
+    ] = None,
+    host: Annotated[
+        str | None, typer.Option(help="Where HTTP listens; default: this machine only.")
+    ] = None,
+    port_base: Annotated[
+        int | None, typer.Option(help="HTTP port of the first server; default 8000.")
+    ] = None,
+    wire_port_base: Annotated[
+        int | None, typer.Option(help="First port of the links; default: 100 above --port-base.")
+    ] = None,
+    emulate: Annotated[
+        bool | None,
+        typer.Option(
+            "--emulate/--no-emulate",
+            help="Slow links and computing down to the cluster file; default: on one machine.",
+        ),
+    ] = None,
+    encrypt: Annotated[
+        bool | None,
+        typer.Option("--encrypt/--no-encrypt", help="Links; default: unless all are loopback."),
+    ] = None,
+    kv_slots: Annotated[
+        int | None, typer.Option(help="Sequences a server admits at once; default 16.")
+    ] = None,
+    max_waiting: Annotated[
+        int | None, typer.Option(help="Requests that may wait at a server; default 64.")
+    ] = None,
+    head: Annotated[bool, typer.Option("--head", help="Wait for other machines to join.")] = False,
+    join: Annotated[str | None, typer.Option(help="Join the head at this host[:port].")] = None,
+    server: Annotated[
+        list[str] | None,
+        typer.Option(help="With --head or --join: which servers this machine is; repeatable."),
+    ] = None,
+    address: Annotated[
+        str | None, typer.Option(help="With --head: this machine's address for the others.")
+    ] = None,
+    ray_port: Annotated[
+        int | None, typer.Option(help="First of the ports between machines; default 6379.")
+    ] = None,
+    token_file: Annotated[
+        Path | None, typer.Option(help="Holds the cluster token; default: $TRIMMOE_TOKEN.")
+    ] = None,
+) -> None:
+    """Serve a model on a cluster, one process per server; calibrates and plans if need be."""
+    from trimmoe.experiments import serve_cluster as launcher
+    from trimmoe.runtime.launch.config import serve_config
+
+    if head and join is not None:
+        raise UserError("A machine is either the --head or joins one; give one of the two.")
+    if not (head or join) and (server or address or ray_port or token_file):
+        raise UserError(
+            "--server, --address, --ray-port and --token-file are for several machines; give "
+            "--head or --join too, or leave them out."
+        )
+    if join is not None:
+        launcher.serve_as_joined(
+            join, say, ray_port=ray_port, servers=server or (), token_file=token_file
+        )
+        return
+    given = {
+        "cluster": cluster, "model": model, "profile": profile, "plan": plan, "text": text or None,
+        "policy": policy, "budget": budget, "confidence": confidence,
+        "api_keys": api_key or None, "served_name": served_name, "host": host,
+        "port_base": port_base, "wire_port_base": wire_port_base, "emulate": emulate,
+        "encrypt": encrypt, "kv_slots": kv_slots, "max_waiting": max_waiting,
+    }  # fmt: skip
+    chosen = serve_config(config, given)
+    if head:
+        launcher.serve_as_head(
+            chosen,
+            say,
+            address=address,
+            ray_port=ray_port,
+            servers=server or (),
+            token_file=token_file,
+        )
+    else:
+        launcher.serve_here(chosen, say)
