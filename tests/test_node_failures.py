@@ -136,6 +136,34 @@ async def test_a_server_that_comes_back_takes_work_again(tiny: Tiny) -> None:
     assert tokens_of(own) == expected(tiny, [8, 9], 12)
 
 
+async def test_detours_outlive_the_failure_that_they_were_found_for(tiny: Tiny) -> None:
+    """Everybody's route crosses the dead server; when it is back nobody needs the detours, but
+    the answers that were begun on them do."""
+    profile, plan = replicated(tiny, holders=EVERYWHERE)
+    plan = replace(plan, routes=np.array([[a, 1, (a + 1) % 4, a] for a in range(4)]))
+    access = [0, 2, 3, 0, 2, 3]
+    prompts = [[5 + i, 9, 77] for i in range(len(access))]
+    async with running(tiny, profile=profile, plan=plan) as cluster:
+        streams = [
+            cluster.nodes[server].service.submit(request(prompt, 200))
+            for server, prompt in zip(access, prompts, strict=True)
+        ]
+        made = await asyncio.gather(*(some(stream, 4) for stream in streams))
+        await cluster.kill(1)
+        await until(lambda: all(1 in node.planner.lost for node in cluster.nodes.values()))
+        more = await asyncio.gather(*(some(stream, 8) for stream in streams))
+        on_detours = restarts(cluster)
+        await cluster.revive(1)
+        await until(
+            lambda: not any(n.planner.in_force.conditions.lost for n in cluster.nodes.values())
+        )
+        rest = await soon(asyncio.gather(*(read(stream) for stream in streams)))
+        assert restarts(cluster) == {1: 0} | on_detours
+        await cluster.all_free()
+    for prompt, *parts in zip(prompts, made, more, rest, strict=True):
+        assert tokens_of([event for part in parts for event in part]) == expected(tiny, prompt, 200)
+
+
 async def test_an_expert_whose_host_died_runs_at_another(tiny: Tiny) -> None:
     """The route does not cross the dead server, its experts did."""
     holders = {1: ALL, 3: ALL}

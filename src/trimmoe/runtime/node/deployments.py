@@ -101,6 +101,8 @@ class Built:
     detours: dict[int, Route]
     """By access server: the route instead of its own, which crosses lost servers."""
     known: frozenset[Route]
+    added: tuple[Route, ...]
+    """The rows of the engine's routes beyond the plan's."""
 
     def route_of(self, access: int) -> Route:
         """The route that new sequences of an access server take."""
@@ -111,6 +113,9 @@ class Built:
 
 def build(basis: Basis, conditions: Conditions, extra: tuple[Route, ...]) -> Built:
     """The engine for these conditions; `extra` are the routes to know beyond the plan's.
+
+    Rows come in the order of `extra`, new detours last: pass what the engine before had `added`
+    first, for accounts keep the row of their route.
 
     d_ref stays the plan's, so that the price of quality means the same throughout.
     """
@@ -146,6 +151,7 @@ def build(basis: Basis, conditions: Conditions, extra: tuple[Route, ...]) -> Bui
         conditions=conditions,
         detours=found,
         known=frozenset(rows),
+        added=tuple(rows[planned.shape[0] :]),
     )
 
 

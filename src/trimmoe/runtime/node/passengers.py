@@ -21,6 +21,7 @@ _FLOATS = (
     "draws",
     "loss_weight",
     "exit_loss",
+    "ahead",
     "confidence_needed",
     "budget",
     "allowance",

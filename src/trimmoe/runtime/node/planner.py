@@ -122,6 +122,9 @@ class Planner:
         self._wanted = self._measured(wanted)
         if self._is_due():
             self._news.set()
+        if self.settled:
+            # What was wanted may be what is in force again before anything was built.
+            self._changed.set()
 
     def _is_due(self) -> bool:
         if self.built is None or not self.settled:
@@ -163,8 +166,10 @@ class Planner:
 
     async def _build(self) -> None:
         loop = asyncio.get_running_loop()
-        wanted, extra = self._wanted, tuple(self._extra)
         first = self.built is None
+        # Those that are known come first and in order: accounts are kept by row.
+        known = () if self.built is None else self.built.added
+        wanted, extra = self._wanted, tuple(dict.fromkeys((*known, *self._extra)))
 
         def made() -> Built:
             built = build(self._basis, wanted, extra)
