@@ -232,6 +232,27 @@ def test_feedback_moves_and_stays_in_its_range(field: str) -> None:
     assert max(seen) <= 1.0
 
 
+def test_a_token_only_exits_where_going_on_would_cost_more_than_the_exit_is_charged() -> None:
+    """Every expert everywhere, a route that crosses one slow link after its third layer: an exit
+    before it saves the way there and back, behind it next to nothing."""
+    model, profile = _example_world(3)
+    profile = replace(profile, exit_error_upper=np.full(profile.exit_grid.size, 0.05))
+    policy = replace(PRESETS["trimmoe"](), budget=0.02, exit_risk=None, audit_share=0.0)
+    left: dict[bool, set[int]] = {}
+    for weighed in (True, False):
+        rng = np.random.default_rng(5)
+        plan = random_plan(rng, model, _example_cluster(2), density=1.0)
+        slow = replace(plan.cluster, delay_s=np.where(np.eye(2) > 0, 0.0, 10.0))
+        plan = replace(plan, cluster=slow, routes=np.tile([0, 0, 0, 1, 1, 1], (2, 1)))
+        settled = replace(policy, exits_weighed=weighed)
+        driver = SyntheticDriver(engine=make_engine(plan, profile, model, settled), rng=rng)
+        driver.open(0, access=0, budget=1.0, confidence=0.9)
+        left[weighed] = {driver.decode((0,))[0].exit_layer for _ in range(60)}
+    assert left[True] <= {1, 2, model.layer_count}
+    assert left[True] & {1, 2}
+    assert left[False] & {3, 4, 5}
+
+
 def exit_charge(trajectory: Trajectory, driver: SyntheticDriver) -> float:
     """What an exit was charged: the calibrated bound of a threshold that its confidence met."""
     settings, profile = driver.engine.settings, driver.engine.profile

@@ -119,6 +119,7 @@ class Scripted:
             destination=observation.server,
             delay_s=np.zeros(count),
             loss=np.zeros(count),
+            ahead=np.full(observation.experts.shape[0], np.inf),
         )
 
 

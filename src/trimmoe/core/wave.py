@@ -33,6 +33,9 @@ class Wave:
     """omega_D in force when the token arrived, [n]."""
     exit_loss: FloatArray
     """Quality loss charged if it exits, [n]."""
+    ahead: FloatArray
+    """What is expected still to come if it goes on, in units of step cost; infinite where the
+    policy does not say, [n]."""
     confidence_needed: FloatArray
     """p of each token, [n]."""
     budget: FloatArray

@@ -79,10 +79,11 @@ def choose(menu, layer, tokens, allowance, exit_row, place, values, weights, gat
     """The action of least step cost plus cost to go per token (40).
 
     `weights`: loss weight, reference_s, budget; `gated`: whether a skip needs Gamma > 0 (35).
-    Writes expert and server [n, k], delay and loss [n] into `picked`.
+    Writes expert and server [n, k], delay, loss and the cost to go if the token does not exit [n]
+    into `picked`.
     """
     loss_weight, reference_s, budget = weights
-    expert, server, delay_s, loss = picked
+    expert, server, delay_s, loss, to_come = picked
     count, slots = tokens.experts.shape
     columns = 2 + slots * (menu.substitutes.shape[3] + 2)
     room, at = make_room(menu, slots), np.empty(slots, dtype=np.int64)
@@ -99,7 +100,7 @@ def choose(menu, layer, tokens, allowance, exit_row, place, values, weights, gat
         pattern = nearest_pattern(values.members, tokens.experts[i])
         to_go = values.after[place[i], steady, pattern, exit_row[i]]
         stays = values.goes_on[exit_row[i]]
-        best, least = 0, np.inf
+        best, least, expected = 0, np.inf, np.inf
         for c in range(skip + 1):
             lost = out.loss[0, c]
             if out.delay_s[0, c] == np.inf or (c > 0 and lost > allowance[i]):
@@ -112,9 +113,10 @@ def choose(menu, layer, tokens, allowance, exit_row, place, values, weights, gat
             ahead = to_go[level_of(values.levels, max(allowance[i] - lost, 0.0))]
             cost += ahead if c == skip else stays * ahead
             if cost < least:
-                best, least = c, cost
+                best, least, expected = c, cost, ahead
         expert[i], server[i] = out.expert[0, best], out.server[0, best]
         delay_s[i], loss[i] = out.delay_s[0, best], out.loss[0, best]
+        to_come[i] = expected
 
 
 @njit

@@ -75,6 +75,7 @@ def new_wave(
         server=server,
         loss_weight=loss_weight,
         exit_loss=exit_loss,
+        ahead=np.full(count, np.inf),
         confidence_needed=confidence_needed,
         budget=np.array([account.budget for account in accounts]),
         allowance=allowance,

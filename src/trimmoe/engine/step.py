@@ -207,6 +207,7 @@ class Engine:
             allowance=np.maximum(wave.allowance[rows] - decision.loss, 0.0),
             loss=wave.loss[rows] + decision.loss,
             delay_s=wave.delay_s[rows] + decision.delay_s + dense_s,
+            ahead=decision.ahead,
             messages=wave.messages[rows] + messages,
             slots_run=wave.slots_run[rows] + run,
             slots_dropped=wave.slots_dropped[rows] + dropped,
@@ -253,6 +254,7 @@ class Engine:
         due = confidence >= wave.confidence_needed[rows]
         due &= self.settings.levers.exit & (wave.probed[rows] == NOT_PROBED)
         due &= wave.exit_loss[rows] <= wave.allowance[rows]
+        due &= self._worth_leaving(wave, rows)
         audit = due & (wave.draws[rows] < self.settings.audit_share)
         commands: tuple[Command, ...] = ()
         if audit.any():
@@ -264,6 +266,25 @@ class Engine:
             server = state.waves[event.wave].server[left]
             completions += (Attend(wave=event.wave, layer=done, rows=left, server=server),)
         return state, commands + completions
+
+    def _worth_leaving(self, wave: Wave, rows: IntArray) -> BoolArray:
+        """Whether an exit costs less than going on: its charge and the way back from here, against
+        what is expected still to come, the attention of the layers left and the way back from the
+        last. Both as step costs (31)."""
+        if not self.settings.exits_weighed:
+            return np.ones(rows.size, dtype=bool)
+        weight, access, server = wave.loss_weight[rows], wave.access[rows], wave.server[rows]
+        last, back_s = server, self.cost.token_transfer_s
+        left_s = np.zeros(rows.size)
+        if self.cost.accounting is not Accounting.MIGRATE:
+            route = self.routes[wave.route[rows]]
+            last, left = route[:, -1], np.arange(wave.layer, self.cost.layer_count)
+            left_s = self.cost.dense_s[route[:, left], left].sum(1)
+        saved_s = left_s + back_s[last, access] - back_s[server, access]
+        budget = self.settings.budget
+        charge = weight * wave.exit_loss[rows] / budget if budget > 0 else wave.exit_loss[rows]
+        gain = wave.ahead[rows] + (1.0 - weight) * saved_s / self.reference_s
+        return charge < gain
 
     def _completed(self, state: EngineState, identity: int, wave: Wave, rows: IntArray) -> Step:
         """Close the books of `rows`; the wave goes with its last row."""

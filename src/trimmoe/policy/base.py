@@ -50,6 +50,9 @@ class Decision:
     has a host nor a substitute is within the allowance."""
     loss: FloatArray
     """Quality loss charged to the budget, [n]."""
+    ahead: FloatArray
+    """Step cost expected after the layer if the token does not exit, [n]; infinite where the
+    policy does not know, so that any exit is worth it."""
 
 
 class Policy(Protocol):

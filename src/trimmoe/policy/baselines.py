@@ -49,6 +49,7 @@ class MixtureOfDepths:
             destination=destination,
             delay_s=np.where(skipped, travel, exact.delay_s),
             loss=np.where(skipped, skip_loss, 0.0),
+            ahead=exact.ahead,
         )
 
 
@@ -154,6 +155,7 @@ def masked_decision(
         destination=np.where(keeps, exact.destination, destination),
         delay_s=np.where(keeps, exact.delay_s, delay_s),
         loss=np.where(keeps, 0.0, total),
+        ahead=exact.ahead,
     )
 
 
@@ -167,6 +169,7 @@ def exact_decision(space: ActionSpace, routes: IntArray, observation: Observatio
         destination=destination,
         delay_s=layer_delay_s(space.cost, layer, source, destination, experts, server),
         loss=np.zeros(experts.shape[0]),
+        ahead=np.full(experts.shape[0], np.inf),
     )
 
 

@@ -68,6 +68,9 @@ class PolicySettings:
     exits_charged: bool = True
     """Whether an exit spends the budget: the bound of its conditional flip rate. Off, exits are
     free, as in the paper."""
+    exits_weighed: bool = True
+    """Whether a token only exits where what it would still cost is worth more than the quality an
+    exit is charged. Off, it exits as soon as it may, as in the paper."""
     budget_rule: BudgetRule = BudgetRule.BUCKET
     weight_rule: WeightRule = WeightRule.STEER
     exit_rule: ExitRule = ExitRule.AUDITED
@@ -112,6 +115,7 @@ def paper() -> PolicySettings:
         exit_risk=None,
         inflate=False,
         exits_charged=False,
+        exits_weighed=False,
         budget_rule=BudgetRule.EVEN,
         weight_rule=WeightRule.PAPER,
         exit_rule=ExitRule.PAPER,

@@ -100,6 +100,7 @@ class TrimPolicy:
             destination=menu.destination[at],
             delay_s=menu.delay_s[at],
             loss=menu.loss[at],
+            ahead=np.full(rows.size, np.inf),
         )
 
     def _decide_at_once(
@@ -122,6 +123,7 @@ class TrimPolicy:
             np.empty((count, slots), dtype=np.int64),
             np.empty(count),
             np.empty(count),
+            np.empty(count),
         )
         weights = self.lookahead.weights
         deciding.choose(
@@ -142,6 +144,7 @@ class TrimPolicy:
             destination=batch.destination,
             delay_s=picked[2],
             loss=picked[3],
+            ahead=picked[4],
         )
 
     def _cost(
