@@ -367,8 +367,8 @@ def test_keys_open_every_route_and_health_needs_none(tiny: Tiny) -> None:
                 assert answer.json()["error"]["code"] == "invalid_api_key"
             assert httpx.get(f"{url}/health", headers=headers).status_code == 200
         for key in settings.api_keys:
-            headers = {"Authorization": f"Bearer {key}".encode()}
-            statuses = [httpx.get(url + path, headers=headers).status_code for path in paths]
+            right = {b"Authorization": f"Bearer {key}".encode()}
+            statuses = [httpx.get(url + path, headers=right).status_code for path in paths]
             assert statuses == [200, 200, 200, 404]
         with pytest.raises(openai.AuthenticationError):
             openai.OpenAI(base_url=f"{url}/v1", api_key="firs").models.list()
