@@ -8,6 +8,7 @@ from collections.abc import AsyncGenerator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -29,6 +30,7 @@ from trimmoe.runtime.node.deployments import (
     build,
     changed_much,
     detours,
+    measured_cost,
 )
 from trimmoe.runtime.node.messages import Weather
 from trimmoe.runtime.node.planner import Planner
@@ -111,6 +113,29 @@ async def test_measured_links_and_waiting_are_in_the_rebuilt_engines_costs() -> 
         assert not np.array_equal(applied[1].passage.server, applied[0].passage.server)
 
 
+@pytest.mark.parametrize("nonsense", [np.nan, np.inf, -np.inf, -1.0, 0.0, 5e-324, 1e300])
+def test_no_measurement_makes_costs_absurd(nonsense: float) -> None:
+    """A peer's figures are not trusted; the worst that a link can be is cut."""
+    fixed = basis()
+    planned = measured_cost(fixed, Conditions.planned(SERVERS))
+    square = np.full((SERVERS, SERVERS), nonsense)
+    conditions = Conditions(
+        lost=frozenset(),
+        cut=frozenset(),
+        delay_s=square,
+        bandwidth_bytes_per_s=square,
+        waiting_s=np.full(SERVERS, nonsense),
+    )
+    cost = measured_cost(fixed, conditions)
+    assert not cost.transfer_s.diagonal().any()
+    for seconds in (cost.transfer_s, cost.waiting_s):
+        assert ((seconds >= 0) & (seconds <= 2 * CUT_DELAY_S)).all()
+    if not nonsense >= 0 or np.isinf(nonsense):
+        np.testing.assert_array_equal(cost.transfer_s, planned.transfer_s)
+    slow = replace(conditions, delay_s=np.full_like(square, np.nan))
+    assert (measured_cost(fixed, slow).transfer_s <= planned.transfer_s + CUT_DELAY_S).all()
+
+
 async def test_small_changes_are_not_worth_an_engine() -> None:
     fixed = basis()
     async with planning(fixed) as (planner, applied):
@@ -152,6 +177,36 @@ async def test_lost_servers_leave_the_hosts_and_the_routes() -> None:
         planner.want_lost(frozenset())
         await soon(planner.until_settled())
         assert planner.in_force.route_of(0) == (0, 1, 1)
+
+
+async def test_rows_of_routes_keep_their_meaning_whatever_comes_and_goes() -> None:
+    """Accounts are kept by row."""
+    fixed = basis()
+    crossing = replace(fixed.plan, routes=np.array([[a, 1, (a + 1) % 4] for a in range(4)]))
+    fixed = Basis.of(crossing, fixed.profile, fixed.model, fixed.settings)
+    async with planning(fixed) as (planner, applied):
+        planner.want_route((3, 3, 2))
+        for lost in ({1}, set(), {1, 2}, set(), {3}, set()):
+            planner.want_lost(frozenset(lost))
+            await soon(planner.until_settled())
+            # Servers ask for detours in any order, also after they are needed.
+            for route in sorted(planner.in_force.detours.values(), reverse=True):
+                planner.want_route(route)
+        rows = [built.engine.routes.tolist() for built in applied]
+        assert len(rows[-1]) > SERVERS + 3
+        for earlier, later in pairwise(rows):
+            assert later[: len(earlier)] == earlier
+
+
+async def test_a_server_that_was_gone_for_a_moment_keeps_nobody_waiting() -> None:
+    """Its return is known before anything was built without it, and nothing is left to build."""
+    async with planning(basis()) as (planner, applied):
+        planner.want_lost(frozenset({1}))
+        waiting = asyncio.create_task(planner.until_settled())
+        await asyncio.sleep(0)
+        planner.want_lost(frozenset())
+        await soon(waiting)
+        assert len(applied) == 1
 
 
 async def test_a_route_that_comes_from_elsewhere_is_learnt_and_never_forgotten() -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 
 import torch
 
@@ -29,6 +30,7 @@ from trimmoe.runtime.node.messages import (
     Token,
 )
 from trimmoe.runtime.node.passengers import unpack_ledger, unpack_receipt
+from trimmoe.runtime.node.stalls import stalled
 from trimmoe.runtime.service import (
     GenerationRequest,
     Health,
@@ -42,9 +44,12 @@ from trimmoe.runtime.service import (
     quality,
 )
 
+_log = logging.getLogger(__name__)
 RETRY_AFTER_S = 1.0
 MOST_RESTARTS = 12
 """Attempts in a row without a new token, after which a request is given up."""
+STALL_COUNTS = 4
+"""A stall takes so long that it counts as so many."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.02, 1.0
 STRANDED = (
     "An expert that this request needs is on a server that cannot be reached, and no substitute "
@@ -52,7 +57,7 @@ STRANDED = (
 )
 GIVEN_UP = "Servers were lost again and again while this request was answered; try again shortly."
 STOPPING = "The server is stopping."
-LOST, NO_EXPERT = "lost", "no expert"
+LOST, NO_EXPERT, STALLED = "lost", "no expert", "stalled"
 
 
 class Desk:
@@ -70,6 +75,8 @@ class Desk:
         """Whether the one whose turn it is had to queue for a place."""
         self.restarts = 0
         """Attempts that were lost."""
+        self.stalls = 0
+        """Of which nobody knew anything any more."""
         self._closing = False
 
     async def start(self) -> None:
@@ -110,9 +117,23 @@ class Desk:
     def granted(self, server: int, sequence: int, ok: bool) -> None:
         """A server answered a reservation."""
         attempt = self._attempt(sequence)
+        self.in_hand(sequence)
         grant = attempt.grants.get(server) if attempt else None
         if grant is not None and not grant.done():
             grant.set_result(ok)
+
+    def in_hand(self, sequence: int) -> None:
+        """Some server works at a sequence."""
+        if attempt := self._attempt(sequence):
+            attempt.news = True
+
+    def look_after(self) -> None:
+        """Begin anew what nobody has in hand; called now and then, see `stalls`."""
+        attempts = [job.attempt for job in self._by_sequence.values() if job.attempt]
+        for attempt in stalled(attempts, self._room.ask):
+            _log.warning("Sequence %d on route %s stalled.", attempt.sequence, attempt.route)
+            self.stalls += 1
+            attempt.fail(STALLED)
 
     def lost(self, sequence: int, position: int) -> None:
         """Work for a position may be lost; old news if that token has come."""
@@ -156,6 +177,7 @@ class Desk:
 
     def _advance(self, job: Job, attempt: Attempt, token: Token) -> None:
         """Hand out a token; the next one is predicted from it unless it is the last."""
+        attempt.news = True
         ledger: Ledger | None = None
         if token.ledger is not None:
             ledger = unpack_ledger(token.ledger, **self._room.ledger_shape)
@@ -192,7 +214,8 @@ class Desk:
                 return
             self._forget(job)
             self.restarts += 1
-            restarts = 0 if len(job.tokens) > made else restarts + 1
+            counts = STALL_COUNTS if trouble == STALLED else 1
+            restarts = 0 if len(job.tokens) > made else restarts + counts
             made = len(job.tokens)
             if trouble == NO_EXPERT and not await self._help_comes():
                 self._end(job, Unavailable(STRANDED))
@@ -225,7 +248,7 @@ class Desk:
             job.attempt = attempt
             self._by_sequence[attempt.sequence] = job
             if not await self._seat(job, attempt):
-                return LOST
+                return attempt.trouble.result() if attempt.trouble.done() else LOST
         job.seated = True
         self._send_off(job, attempt)
         return await attempt.trouble

@@ -34,6 +34,10 @@ class Slots:
     """Whether the rows came raw: the shared expert is run too."""
     decoding: bool
 
+    @property
+    def sequences(self) -> Sequence[int]:
+        return self.rows.sequences
+
 
 @torch.inference_mode()
 def pass_layer(worker: Executor, passage: Passage, layer: int, unit: Unit) -> Outcome:

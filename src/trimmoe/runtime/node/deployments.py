@@ -187,17 +187,23 @@ def measured_cost(basis: Basis, conditions: Conditions) -> CostModel:
     cluster = basis.plan.cluster
 
     def measured(values: FloatArray, planned: FloatArray) -> FloatArray:
-        merged = np.where(np.isnan(values), planned, values)
+        sensible = np.isfinite(values) & (values >= 0)
+        merged = np.where(sensible, values, planned)
         np.fill_diagonal(merged, planned.diagonal())
         return merged
 
-    delay_s = measured(conditions.delay_s, cluster.delay_s)
+    # Peers' figures are not trusted to make sense: nothing is free of time and no working link or
+    # queue is worse than a cut.
+    delay_s = np.minimum(measured(conditions.delay_s, cluster.delay_s), CUT_DELAY_S)
     for a, b in conditions.cut:
         delay_s[a, b] = delay_s[b, a] = CUT_DELAY_S
+    slowest = basis.model.hidden_bytes / CUT_DELAY_S
     bandwidth = measured(conditions.bandwidth_bytes_per_s, cluster.bandwidth_bytes_per_s)
+    bandwidth = np.maximum(bandwidth, slowest)
     cluster = replace(cluster, delay_s=delay_s, bandwidth_bytes_per_s=bandwidth)
     cost = cost_model(basis.model, cluster, basis.settings.accounting)
-    return cost.with_waiting(conditions.waiting_s)
+    waiting_s = np.nan_to_num(conditions.waiting_s, nan=0.0, posinf=CUT_DELAY_S)
+    return cost.with_waiting(np.clip(waiting_s, 0.0, CUT_DELAY_S))
 
 
 def live_hosts(hosts: BoolArray, lost: frozenset[int]) -> BoolArray:

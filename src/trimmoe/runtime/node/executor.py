@@ -66,6 +66,10 @@ class Arrival:
     position: int
     token: int
 
+    @property
+    def sequences(self) -> tuple[int, ...]:
+        return (self.sequence,)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LogEntry:

@@ -11,7 +11,7 @@ from torch import Tensor
 from trimmoe.core.wave import Wave
 from trimmoe.runtime.node.checks import Geometry
 from trimmoe.runtime.node.chunks import Slots
-from trimmoe.runtime.node.executor import Arrival, Outcome
+from trimmoe.runtime.node.executor import Outcome
 from trimmoe.runtime.node.messages import (
     Dispatch,
     Message,
@@ -23,7 +23,7 @@ from trimmoe.runtime.node.messages import (
     Start,
 )
 from trimmoe.runtime.node.passengers import MalformedPassengers, unpack_wave
-from trimmoe.runtime.node.scheduler import Scheduler, Step
+from trimmoe.runtime.node.scheduler import Scheduler, Step, Work
 from trimmoe.runtime.node.sequences import Seat, Seats
 from trimmoe.runtime.node.units import OWN_RAW, Gather, Part, Unit
 
@@ -65,6 +65,13 @@ class Floor:
         for unit in outcome.ready:
             self.enter(unit)
 
+    def worked(self, work: Work) -> None:
+        """These were computed just now."""
+        for item in work.items:
+            for sequence in item.sequences:
+                if (seat := self.seats.get(sequence)) is not None:
+                    seat.worked_s = self.scheduler.now()
+
     def enter(self, unit: Unit) -> None:
         """A unit is about to enter a layer; it waits for the states that it attends to."""
         seat, layer = unit.seat, unit.layer
@@ -85,7 +92,7 @@ class Floor:
         gone = set(sequences)
         self.seats.release(gone)
         self.gather.drop(gone)
-        self.scheduler.drop(lambda item: _belongs(item, gone))
+        self.scheduler.drop(lambda item: gone.issuperset(item.sequences))
 
     def _wake(self, seat: Seat, layer: int) -> None:
         parked = seat.parked.pop(layer, [])
@@ -223,13 +230,3 @@ class Floor:
             layer_count=self._geometry.layer_count,
             server_count=self._geometry.server_count,
         )
-
-
-def _belongs(item: Unit | Slots | Arrival, gone: set[int]) -> bool:
-    match item:
-        case Unit():
-            return item.seat.sequence in gone
-        case Slots():
-            return gone.issuperset(item.rows.sequences)
-        case Arrival():
-            return item.sequence in gone

@@ -34,6 +34,10 @@ class Attempt:
     """Of the token that is awaited."""
     fed: int = 0
     """First position of what is under way."""
+    news: bool = True
+    """Whether anything was heard of it since it was last looked at."""
+    asked: bool = False
+    """Whether everybody was asked for it since."""
 
     @property
     def servers(self) -> list[int]:
@@ -71,6 +75,8 @@ class Backroom:
     kv_slots: int
     max_waiting: int
     patience_s: float
+    ask: Callable[[int], None]
+    """Ask all servers whether they work at a sequence."""
     planner: Planner
     post: Callable[[Parcel], None]
     control: Callable[[Callable[[], None]], None]

@@ -228,6 +228,18 @@ class Stranded(Message, frozen=True, tag="stranded"):
     layer: int
 
 
+class Ask(Message, frozen=True, tag="ask"):
+    """Access server to everybody: does anyone work at this sequence?"""
+
+    sequence: int
+
+
+class InHand(Message, frozen=True, tag="in_hand"):
+    """To the access server: this server does."""
+
+    sequence: int
+
+
 class Weather(Message, frozen=True, tag="weather"):
     """What a server measures, told to all now and then."""
 
@@ -252,6 +264,8 @@ MESSAGE_TYPES: tuple[type[msgspec.Struct], ...] = (
     Tokens,
     Lost,
     Stranded,
+    Ask,
+    InHand,
     Weather,
 )
 """What a node's transport has to be made for."""

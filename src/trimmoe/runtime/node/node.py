@@ -25,7 +25,9 @@ from trimmoe.runtime.node.floor import Floor
 from trimmoe.runtime.node.mail import Mail
 from trimmoe.runtime.node.messages import (
     ANY_POSITION,
+    Ask,
     Granted,
+    InHand,
     Lost,
     Message,
     Parcel,
@@ -44,6 +46,7 @@ from trimmoe.runtime.node.reports import NodeSnapshot, Reporter
 from trimmoe.runtime.node.scheduler import Scheduler, Step
 from trimmoe.runtime.node.sequences import Seats
 from trimmoe.runtime.node.settings import NodeSettings
+from trimmoe.runtime.node.stalls import in_hand
 from trimmoe.runtime.service import Health, InferenceService, ServedModel
 from trimmoe.runtime.wire.base import (
     PeerChange,
@@ -141,7 +144,9 @@ class Node:
         pumping = self.pump.run(
             self.floor, self.executor, lambda: self.planner.in_force.passage, self.mail.post
         )
-        loops = (pumping, self._listen(), self.mail.run(), self.planner.run(), self._report())
+        listening, mailing = self._listen(), self.mail.run()
+        planning, minding = self.planner.run(), self._look_after()
+        loops = (pumping, listening, mailing, planning, minding, self._report())
         for work in loops:
             task = asyncio.create_task(work, name=f"{work.__qualname__} of {self._transport.name}")
             task.add_done_callback(self._task_ended)
@@ -177,6 +182,7 @@ class Node:
             kv_slots=settings.kv_slots,
             max_waiting=settings.max_waiting,
             patience_s=settings.patience_s,
+            ask=self._ask,
             planner=self.planner,
             post=self.mail.post,
             control=self.pump.control,
@@ -255,6 +261,10 @@ class Node:
                     self.desk.lost(message.sequence, message.position)
                 case Stranded():
                     self.desk.stranded(message.sequence)
+                case Ask():
+                    self._asked(sender, message.sequence)
+                case InHand():
+                    self.desk.in_hand(message.sequence)
                 case Weather():
                     self.planner.note(sender, message)
                     self.reporter.kv_usage[sender] = message.kv_usage
@@ -263,6 +273,20 @@ class Node:
         except MalformedPassengers as error:
             self.malformed[str(error)] += 1
         self.pump.wake()
+
+    def _asked(self, access: int, sequence: int) -> None:
+        recent_s = self.settings.stall_s
+        if sequence in self._unseated or in_hand(self.floor, sequence, recent_s):
+            self.mail.post(Parcel(to=access, message=InHand(sequence)))
+
+    def _ask(self, sequence: int) -> None:
+        for server in range(len(self._names)):
+            self.mail.post(Parcel(to=server, message=Ask(sequence)))
+
+    async def _look_after(self) -> None:
+        while True:
+            await asyncio.sleep(self.settings.stall_s)
+            self.desk.look_after()
 
     def _admit(self, asked: Reserve) -> None:
         """Keep a place for a sequence, once its route is known to the engine here."""

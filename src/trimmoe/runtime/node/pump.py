@@ -64,6 +64,7 @@ class Pump:
             )
             if work is not None:
                 self._count(work)
+                floor.worked(work)
             floor.absorb(outcome)
             for parcel in outcome.parcels:
                 post(parcel)

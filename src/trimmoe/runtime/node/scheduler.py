@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import IntEnum
+from itertools import chain
 from typing import Any
 
 
@@ -65,6 +66,8 @@ class Scheduler:
     _queues: dict[tuple[Step, int], deque[_Queued]] = field(default_factory=dict)
     _ticket: int = 0
     _prompts_turn: bool = False
+    _taken: list[Any] = field(default_factory=list)
+    """What was handed out last."""
 
     def __len__(self) -> int:
         return sum(len(queue) for queue in self._queues.values())
@@ -77,6 +80,7 @@ class Scheduler:
 
     def next(self) -> Work | None:
         """The batch to run now, None if there is nothing to do."""
+        self._taken = []
         if not self._queues:
             return None
         of_prompts = {key for key in self._queues if key[0] in _PROMPTS}
@@ -85,7 +89,13 @@ class Scheduler:
         self._prompts_turn = not prompts
         among = of_prompts if prompts else others
         key = min(among, key=lambda key: self._queues[key][0].ticket)
-        return Work(step=key[0], layer=key[1], items=self._take(key))
+        self._taken = self._take(key)
+        return Work(step=key[0], layer=key[1], items=self._taken)
+
+    def any(self, like: Callable[[Any], bool]) -> bool:
+        """Whether an item that is ready, or being computed, is like that."""
+        queued = chain.from_iterable(self._queues.values())
+        return any(map(like, self._taken)) or any(like(each.item) for each in queued)
 
     def drop(self, gone: Callable[[Any], bool]) -> None:
         """Forget the items that are no longer wanted."""

@@ -8,6 +8,7 @@ waits for one server after the other in ascending order, so that no two can wait
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -53,6 +54,8 @@ class Seat:
     """Units that came to a layer before the states they attend to."""
     dispatched: dict[int, int] = field(default_factory=dict)
     """Last position of which slots were sent to a server."""
+    worked_s: float = -math.inf
+    """When anything of it was computed here last."""
 
     @property
     def access(self) -> int:
@@ -91,6 +94,10 @@ class Seats:
 
     def get(self, sequence: int) -> Seat | None:
         return self._seats.get(sequence)
+
+    def is_waiting(self, sequence: int) -> bool:
+        """Whether a sequence waits for a place."""
+        return any(asked.sequence == sequence for asked, _ in self._waiting)
 
     def reserve(self, asked: Reserve, answer: Callable[[bool], None]) -> None:
         """Take a place now, later or not at all; `answer` is told."""

@@ -30,6 +30,9 @@ class NodeSettings:
     """How long to wait for more news before an engine is built."""
     patience_s: float = 10.0
     """How long a request whose expert has no live host waits for a lost server to come back."""
+    stall_s: float = 5.0
+    """A sequence unheard of for so long is asked for; if no server has it in hand after as long
+    again, it is begun anew."""
     seed: int = 0
     """Of the draws that choose which exits are audited."""
     log_events: bool = False

@@ -50,6 +50,10 @@ class Unit:
     last: bool = False
 
     @property
+    def sequences(self) -> tuple[int, ...]:
+        return (self.seat.sequence,)
+
+    @property
     def decoding(self) -> bool:
         return self.wave is not None
 
