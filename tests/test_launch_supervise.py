@@ -68,7 +68,7 @@ def supervisor(
         fakes,
         say=said.append,
         stopping=stopping,
-        patience=Patience(ready_s=6.0, hung_s=3.0, again_s=5.0, stop_s=2.0),
+        patience=Patience(ready_s=6.0, hung_s=3.0, ill_s=3.0, again_s=5.0, stop_s=2.0),
         clock=clock or (lambda: stopping.now_s),
     )
     return made, said
@@ -148,6 +148,23 @@ def test_a_server_that_fails_is_tried_again_but_not_all_the_time() -> None:
     made.watch()
     assert said == ["No memory. Trying again."]
     assert fake.restarts == 3  # at 1, 6 and 11 seconds
+
+
+def test_a_server_that_answers_but_takes_no_requests_is_replaced() -> None:
+    ill = status(healthy=False)
+    fake = Fake("b", SERVING, *[ill] * 5, status(Phase.STARTING, pid=2), status(pid=2))
+    made, said = supervisor(fake)
+    made.watch()
+    assert fake.restarts == 1
+    assert said == ["Server b takes no requests and is replaced.", "Server b is back."]
+
+
+def test_a_short_illness_passes() -> None:
+    ill = status(healthy=False)
+    fake = Fake("b", SERVING, ill, ill, ill, SERVING, ill, ill, ill, SERVING)
+    made, said = supervisor(fake)
+    made.watch()
+    assert (fake.restarts, said) == (0, [])
 
 
 def test_a_second_signal_hurries_only_what_may_be_hurried() -> None:

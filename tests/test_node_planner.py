@@ -209,6 +209,17 @@ async def test_a_server_that_was_gone_for_a_moment_keeps_nobody_waiting() -> Non
         assert len(applied) == 1
 
 
+async def test_mere_weather_is_no_change() -> None:
+    async with planning(basis(), changed_share=None) as (planner, _):
+        waiting = asyncio.create_task(planner.next_change())
+        await asyncio.sleep(0)
+        planner.note(1, weather(waiting_s=3.0))
+        await asyncio.sleep(0.05)
+        assert not waiting.done()
+        planner.want_lost(frozenset({1}))
+        await soon(waiting)
+
+
 async def test_a_route_that_comes_from_elsewhere_is_learnt_and_never_forgotten() -> None:
     async with planning(basis()) as (planner, applied):
         planner.want_route((3, 2, 1))

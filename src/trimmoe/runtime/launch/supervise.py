@@ -28,6 +28,8 @@ class Patience:
     """For one answer."""
     hung_s: float = 120.0
     """Without any answer until a process is taken for hung and started anew."""
+    ill_s: float = 10.0
+    """Of answering, but taking no requests, until a server is started anew."""
     again_s: float = 5.0
     """Between two attempts to replace a server that fails."""
     stop_s: float = 8.0
@@ -40,6 +42,8 @@ class _Watched:
 
     handle: ServerHandle
     heard_s: float
+    ill_since_s: float | None = None
+    """Since when it has served, but nobody."""
     replaced_s: float = -math.inf
     here: bool = True
     seen: ServerStatus | None = None
@@ -148,15 +152,27 @@ class Supervisor:
             # It died and was started again between two looks.
             self._lost(watched, f"Server {name} was lost and is being started again.")
         watched.seen = status
+        if self._ill_too_long(watched, status):
+            self._replace(watched, f"Server {name} takes no requests and is replaced.")
         if status.ready and not watched.here:
             watched.here = True
             self._say(f"Server {name} is back.")
+
+    def _ill_too_long(self, watched: _Watched, status: ServerStatus) -> bool:
+        """Its process lives, but something in it has failed for good."""
+        if status.phase is not Phase.SERVING or status.healthy:
+            watched.ill_since_s = None
+            return False
+        if watched.ill_since_s is None:
+            watched.ill_since_s = self._clock()
+        return self._clock() - watched.ill_since_s > self._patience.ill_s
 
     def _replace(self, watched: _Watched, why: str) -> None:
         self._lost(watched, why)
         now_s = self._clock()
         if now_s - watched.replaced_s >= self._patience.again_s:
             watched.heard_s = watched.replaced_s = now_s
+            watched.ill_since_s = None
             watched.handle.restart()
 
     def _lost(self, watched: _Watched, why: str) -> None:

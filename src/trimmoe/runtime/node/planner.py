@@ -84,7 +84,7 @@ class Planner:
             await self.next_change()
 
     async def next_change(self) -> None:
-        """Return when another engine is in force."""
+        """Return when another engine is in force, or the one in force is right again."""
         self._changed.clear()
         await self._changed.wait()
 
@@ -119,10 +119,11 @@ class Planner:
             self._apply(self.built)
 
     def _want(self, wanted: Conditions) -> None:
+        unsettled = not self.settled
         self._wanted = self._measured(wanted)
         if self._is_due():
             self._news.set()
-        if self.settled:
+        if unsettled and self.settled:
             # What was wanted may be what is in force again before anything was built.
             self._changed.set()
 
