@@ -67,6 +67,7 @@ def waves(draw: st.DrawFn) -> Wave:
         route=np.zeros(count, dtype=np.int64),
         server=rng.integers(servers, size=count),
         confidence=np.where(rng.random(count) < 0.5, -np.inf, rng.random(count)),
+        ahead=np.where(rng.random(count) < 0.5, np.inf, rng.random(count)),
         exit_at=rng.integers(1, layers + 1, size=count),
         probed=rng.choice([NOT_PROBED, 0, layers - 1], size=count),
         kinds=rng.integers(len(Kind), size=(count, layers)),
