@@ -1,4 +1,4 @@
-"""`make bench`: calibration, decisions, hops and the model view, one JSON each.
+"""`make bench`: calibration, decisions, hops, the simulator and the model view, one JSON each.
 
     python benchmarks/run_all.py --output FOLDER
 
@@ -32,6 +32,7 @@ def main() -> None:
         temporary.write_text(sample_text("calibration"), encoding="utf-8")
     run("bench_decisions.py", "--output", str(folder / "decisions.json"))
     run("bench_hop.py", "--output", str(folder / "hop.json"))
+    run("bench_simulator.py", "--output", str(folder / "simulator.json"))
     for dtype in ("float32", "bfloat16"):
         run(
             "bench_view.py", model, "--dtype", dtype, "--output", str(folder / f"view-{dtype}.json")
