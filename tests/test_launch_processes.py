@@ -152,12 +152,20 @@ def test_a_launcher_killed_outright_takes_its_servers_with_it(files: Files) -> N
         serving.process.kill()
         serving.ended()
         end_s = time.monotonic() + 60
-        while family.alive(started - helpers):
+        # Ray may yet start a server anew before its raylet ends: its port tells.
+        while family.alive(started - helpers) or _is_taken(port):
             assert time.monotonic() < end_s, "processes were left behind"
             time.sleep(0.2)
-        _all_free(port)
         for one in family.alive(helpers):
             os.kill(one.pid, signal.SIGKILL)
+
+
+def _is_taken(port: int) -> bool:
+    try:
+        _all_free(port)
+    except OSError:
+        return True
+    return False
 
 
 def _is_rays_helper(pid: int) -> bool:
