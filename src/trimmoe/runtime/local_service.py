@@ -14,6 +14,7 @@ import threading
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from torch import Tensor
 
@@ -31,11 +32,10 @@ from trimmoe.runtime.service import (
     Unavailable,
     check_length,
 )
+from trimmoe.runtime.streams import Item, QueueStream
 
 _log = logging.getLogger(__name__)
 RETRY_AFTER_S = 1.0
-
-Item = TokenEvent | Unavailable
 
 
 @dataclass(eq=False, kw_only=True, slots=True)
@@ -93,7 +93,7 @@ class LocalService:
             job = _Job(request=request, sequence=next(self._sequences), out=asyncio.Queue())
             shared.waiting.append(job)
             shared.changed.notify()
-        return _Stream(self, job)
+        return QueueStream(job.out, partial(self.cancel, job))
 
     def health(self) -> Health:
         if self._loop is None or self._shared.closing:
@@ -214,28 +214,3 @@ class LocalService:
 def _put(items: Sequence[tuple[_Job, Item]]) -> None:
     for job, item in items:
         job.out.put_nowait(item)
-
-
-class _Stream:
-    """The reader's end of a job."""
-
-    def __init__(self, service: LocalService, job: _Job) -> None:
-        self._service, self._job, self._ended = service, job, False
-
-    def __aiter__(self) -> _Stream:
-        return self
-
-    async def __anext__(self) -> TokenEvent:
-        if self._ended:
-            raise StopAsyncIteration
-        item = await self._job.out.get()
-        if isinstance(item, Unavailable):
-            self._ended = True
-            raise item
-        self._ended = item.finish_reason is not None
-        return item
-
-    async def aclose(self) -> None:
-        if not self._ended:
-            self._ended = True
-            self._service.cancel(self._job)

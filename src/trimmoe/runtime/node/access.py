@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+from functools import partial
 
 import torch
 
@@ -18,7 +19,7 @@ from trimmoe.core.events import SequenceOpened
 from trimmoe.core.ledger import Ledger
 from trimmoe.policy.settings import BudgetRule
 from trimmoe.runtime.node.executor import Arrival
-from trimmoe.runtime.node.jobs import Attempt, Backroom, Job, Stream
+from trimmoe.runtime.node.jobs import Attempt, Backroom, Job
 from trimmoe.runtime.node.messages import (
     ANY_POSITION,
     Message,
@@ -43,6 +44,7 @@ from trimmoe.runtime.service import (
     check_length,
     quality,
 )
+from trimmoe.runtime.streams import QueueStream
 
 _log = logging.getLogger(__name__)
 RETRY_AFTER_S = 1.0
@@ -100,7 +102,7 @@ class Desk:
         job = Job(request=request)
         self._jobs.add(job)
         job.task = asyncio.create_task(self._serve(job), name=f"request {request.request_id}")
-        return Stream(self.cancel, job)
+        return QueueStream(job.out, partial(self.cancel, job))
 
     def health(self) -> Health:
         health = self._room.health()

@@ -10,15 +10,8 @@ from trimmoe.core.events import Receipt, SequenceOpened
 from trimmoe.runtime.node.executor import Arrival
 from trimmoe.runtime.node.messages import Parcel
 from trimmoe.runtime.node.planner import Planner
-from trimmoe.runtime.service import (
-    GenerationRequest,
-    Health,
-    ServiceStats,
-    TokenEvent,
-    Unavailable,
-)
-
-Item = TokenEvent | Unavailable
+from trimmoe.runtime.service import GenerationRequest, Health, ServiceStats
+from trimmoe.runtime.streams import Item
 
 
 @dataclass(eq=False, kw_only=True, slots=True)
@@ -88,28 +81,3 @@ class Backroom:
     health: Callable[[], Health]
     stats: Callable[[int, int], ServiceStats]
     ledger_shape: dict[str, int]
-
-
-class Stream:
-    """The reader's end of a job."""
-
-    def __init__(self, cancel: Callable[[Job], None], job: Job) -> None:
-        self._cancel, self._job, self._ended = cancel, job, False
-
-    def __aiter__(self) -> Stream:
-        return self
-
-    async def __anext__(self) -> TokenEvent:
-        if self._ended:
-            raise StopAsyncIteration
-        item = await self._job.out.get()
-        if isinstance(item, Unavailable):
-            self._ended = True
-            raise item
-        self._ended = item.finish_reason is not None
-        return item
-
-    async def aclose(self) -> None:
-        if not self._ended:
-            self._ended = True
-            self._cancel(self._job)
