@@ -42,7 +42,11 @@ def local_loss_of(menu, layer, source, experts, steady):
 
 @njit
 def step_cost(delay_s, loss, loss_weight, reference_s, budget):
-    """f of (31) and (32) of one action."""
+    """f of (31) and (32) of one action.
+
+    Zero weights must not meet infinities: an action that does not exist stays infinite, and
+    without a budget any loss is.
+    """
     if delay_s == np.inf:
         return np.inf
     cost = (1.0 - loss_weight) * delay_s / reference_s
@@ -52,10 +56,28 @@ def step_cost(delay_s, loss, loss_weight, reference_s, budget):
 
 
 @njit
+def step_costs(delay_s, loss, loss_weight, reference_s, budget):
+    """`step_cost` of every action [n]."""
+    cost = np.empty(delay_s.shape[0])
+    for i in range(cost.shape[0]):
+        cost[i] = step_cost(delay_s[i], loss[i], loss_weight, reference_s, budget)
+    return cost
+
+
+@njit
 def level_of(levels, allowance):
     """The last level within the allowance: rounded down, never up."""
     hair = _HAIR * levels[1] if levels.shape[0] > 1 else 0.0
     return max(np.searchsorted(levels, allowance + hair, side="right") - 1, 0)
+
+
+@njit
+def levels_of(levels, allowances):
+    """`level_of` every allowance [n]."""
+    level = np.empty(allowances.shape[0], dtype=np.int64)
+    for i in range(level.shape[0]):
+        level[i] = level_of(levels, max(allowances[i], 0.0))
+    return level
 
 
 @njit

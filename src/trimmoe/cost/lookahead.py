@@ -19,6 +19,7 @@ import numpy as np
 from trimmoe.core.profile import Profile
 from trimmoe.core.specs import FloatArray, IntArray
 from trimmoe.cost.actions import ActionSpace, Candidates
+from trimmoe.cost.deciding import step_costs
 from trimmoe.cost.exits import ExitForecast
 
 IMPORTANCE_DECILES = (2, 5, 8)
@@ -38,15 +39,9 @@ class Weights:
 
     def step_cost(self, delay_s: FloatArray, loss: FloatArray) -> FloatArray:
         """f of (31) and (32), same shape as the arguments."""
-        # Zero weights must not meet infinities: an action that does not exist stays infinite, and
-        # without a budget any loss is.
-        exists = np.isfinite(delay_s)
-        delay = np.where(exists, delay_s, 0.0) / self.reference_s
-        if self.budget > 0:
-            loss_cost = self.loss_weight * loss / self.budget
-        else:
-            loss_cost = np.where(loss > 0, np.inf, 0.0)
-        return np.where(exists, (1.0 - self.loss_weight) * delay + loss_cost, np.inf)
+        flat = (np.ascontiguousarray(array).reshape(-1) for array in (delay_s, loss))
+        cost = step_costs(*flat, self.loss_weight, self.reference_s, self.budget)
+        return cost.reshape(delay_s.shape)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from trimmoe.core.profile import Profile
-from trimmoe.core.specs import BoolArray, FloatArray, IntArray
+from trimmoe.core.specs import FloatArray, IntArray
 from trimmoe.cost import deciding, kernels
 from trimmoe.cost.actions import ActionSpace, Candidates, as_batch
 from trimmoe.cost.exits import ExitForecast
@@ -70,9 +70,8 @@ class ValueTables:
 
     def level_of(self, allowance: FloatArray) -> IntArray:
         """The last level within each allowance, same shape."""
-        hair = 1e-9 * self.levels[1] if self.levels.size > 1 else 0.0
-        found = np.searchsorted(self.levels, np.maximum(allowance, 0.0) + hair, side="right")
-        return np.maximum(found - 1, 0)
+        flat = np.ascontiguousarray(allowance).reshape(-1)
+        return deciding.levels_of(self.levels, flat).reshape(allowance.shape)
 
 
 def allowance_levels(budget: float, per_budget: int, budgets: int = 8) -> FloatArray:
@@ -228,10 +227,3 @@ def _typical(
         destination=np.zeros(actions.loss.shape, dtype=np.int64),
         local_loss=local.sum(-1),
     )
-
-
-def members_of(patterns: IntArray, expert_count: int) -> BoolArray:
-    """Which experts each pattern has, [N, P, E]; `patterns` [N, P, k]."""
-    members = np.zeros((*patterns.shape[:2], expert_count), dtype=bool)
-    np.put_along_axis(members, patterns, True, axis=2)
-    return members

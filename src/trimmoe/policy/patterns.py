@@ -8,7 +8,6 @@ import numpy as np
 
 from trimmoe.core.specs import BoolArray, IntArray
 from trimmoe.cost.deciding import nearest_pattern
-from trimmoe.cost.values import members_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,7 +20,9 @@ class PatternIndex:
     @staticmethod
     def of(patterns: IntArray, expert_count: int) -> PatternIndex:
         """Index the codebook `patterns` [N, P, k]."""
-        return PatternIndex(members=members_of(patterns, expert_count))
+        members = np.zeros((*patterns.shape[:2], expert_count), dtype=bool)
+        np.put_along_axis(members, patterns, True, axis=2)
+        return PatternIndex(members=members)
 
     def lookup(self, layer: int, experts: IntArray) -> IntArray:
         """The pattern with the largest overlap with each activated set [n, k]; shape [n]."""
