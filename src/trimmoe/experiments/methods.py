@@ -24,7 +24,6 @@ from trimmoe.policy.baselines import (
 )
 from trimmoe.policy.build import (
     Deployment,
-    action_space,
     deploy,
     inflated,
     make_policy,
@@ -208,9 +207,9 @@ def make_engine(
     """The engine of a policy on a plan; `maker` makes another policy than that of `settings`."""
     deployment = deploy(plan, profile, model, settings.accounting)
     settings = inflated(plan, settings)
-    policy: Policy = make_policy(deployment, profile, settings)
-    if maker is not None:
-        policy = maker(action_space(deployment, profile, settings), deployment, profile)
+    standard = make_policy(deployment, profile, settings)
+    space = standard.lookahead.space
+    policy: Policy = standard if maker is None else maker(space, deployment, profile)
     return Engine(
         policy=policy,
         settings=settings,
@@ -218,7 +217,7 @@ def make_engine(
         cost=deployment.cost,
         routes=deployment.routes,
         reference_s=deployment.reference_s,
-        route_weights=starting_weights(deployment, profile, settings),
+        route_weights=starting_weights(space, deployment, profile, settings),
     )
 
 

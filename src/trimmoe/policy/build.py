@@ -117,15 +117,18 @@ def inflated(plan: Plan, settings: PolicySettings) -> PolicySettings:
 
 
 def starting_weights(
-    deployment: Deployment, profile: Profile, settings: PolicySettings
+    space: ActionSpace, deployment: Deployment, profile: Profile, settings: PolicySettings
 ) -> tuple[float, ...]:
-    """omega_D to begin with by route; empty if all routes share `settings.loss_weight`."""
+    """omega_D to begin with by route; empty if all routes share `settings.loss_weight`.
+
+    `space`: what `action_space` makes of the other arguments, or a policy already has.
+    """
     if not settings.price_start or settings.budget <= 0 or settings.levers.lossless:
         return ()
     if deployment.cost.accounting is Accounting.MIGRATE:
         return ()
     return meeting_weights(
-        action_space(deployment, profile, settings),
+        space,
         profile,
         Weights(
             loss_weight=settings.loss_weight,

@@ -15,12 +15,20 @@ from trimmoe.core.errors import UserError
 from trimmoe.core.plan import Plan
 from trimmoe.core.profile import Profile
 from trimmoe.core.specs import BoolArray, FloatArray, IntArray, ModelSpec
+from trimmoe.cost.actions import ActionSpace
 from trimmoe.cost.expected import expected_layer_delay_s
 from trimmoe.cost.model import Accounting, CostModel, cost_model
 from trimmoe.engine.feedback import Feedback
 from trimmoe.engine.step import Engine
 from trimmoe.placement.routes import best_routes
-from trimmoe.policy.build import Deployment, deploy, inflated, make_policy, starting_weights
+from trimmoe.policy.build import (
+    Deployment,
+    action_space,
+    deploy,
+    inflated,
+    make_policy,
+    starting_weights,
+)
 from trimmoe.policy.settings import PolicySettings
 from trimmoe.policy.trim import WEIGHT_GRID, TrimPolicy, rounded_weight
 from trimmoe.runtime.node.passage import Passage, passage_of
@@ -68,6 +76,8 @@ class Basis:
     settings: PolicySettings
     """With the plan's inflation of losses."""
     planned: Deployment
+    space: ActionSpace
+    """What may be done where every server is there."""
     route_weights: tuple[float, ...]
     """omega_D to begin with of the plan's routes; empty if all routes share one."""
 
@@ -81,13 +91,15 @@ class Basis:
             )
         planned = deploy(plan, profile, model, settings.accounting)
         settings = inflated(plan, settings)
+        space = action_space(planned, profile, settings)
         return Basis(
             plan=plan,
             profile=profile,
             model=model,
             settings=settings,
             planned=planned,
-            route_weights=starting_weights(planned, profile, settings),
+            space=space,
+            route_weights=starting_weights(space, planned, profile, settings),
         )
 
 
@@ -160,7 +172,7 @@ def _weights(basis: Basis, added: list[Route]) -> tuple[float, ...]:
     if not basis.route_weights or not added:
         return basis.route_weights
     deployment = replace(basis.planned, routes=np.array(added))
-    more = starting_weights(deployment, basis.profile, basis.settings)
+    more = starting_weights(basis.space, deployment, basis.profile, basis.settings)
     return basis.route_weights + more
 
 
