@@ -73,6 +73,16 @@ def test_prompts_and_tokens_take_turns() -> None:
     assert set(steps) == {Step.CHUNK, Step.ATTEND}
 
 
+def test_quick_steps_come_first_and_take_nobodys_turn() -> None:
+    ready, _ = scheduler()
+    ready.put(Step.ATTEND, 1, "token")
+    ready.put(Step.CHUNK, 0, "prompt")
+    ready.put(Step.FINISH, 0, "gathered")
+    ready.put(Step.ARRIVE, 0, "arrived")
+    order = [work.items for _ in range(4) if (work := ready.next()) is not None]
+    assert order == [["gathered"], ["arrived"], ["token"], ["prompt"]]
+
+
 def test_only_slots_report_how_long_they_waited() -> None:
     ready, waits = scheduler()
     ready.put(Step.ATTEND, 0, "a")

@@ -13,7 +13,7 @@ from trimmoe.runtime.node.completion import to_users, token_of
 from trimmoe.runtime.node.executor import Executor, Outcome
 from trimmoe.runtime.node.messages import Parcel, Partial, Rows
 from trimmoe.runtime.node.passage import Passage
-from trimmoe.runtime.node.shipping import Cargo, Split, shipped
+from trimmoe.runtime.node.shipping import Cargo, Split, dispatched, onward
 from trimmoe.runtime.node.units import Unit
 
 
@@ -53,6 +53,7 @@ def pass_layer(worker: Executor, passage: Passage, layer: int, unit: Unit) -> Ou
         hidden = batch.unpack(unit.states())
     attended = batch.pack(view.attend(layer, hidden, batch, worker.cache))
     routing = view.route(layer, attended)
+    worker.pace.dense(layer, unit.count)
     outcome = Outcome(written=[(unit, layer)])
     destination = unit.seat.route[min(layer + 1, len(unit.seat.route) - 1)]
     experts = routing.experts.cpu().numpy()
@@ -70,21 +71,26 @@ def pass_layer(worker: Executor, passage: Passage, layer: int, unit: Unit) -> Ou
         here=here,
         server_count=passage.server.shape[1],
     )
-    output = worker.run_here(layer, attended, split.at(here), routing.gates, routing.normed)
-    if not split.leaves.any():
-        unit.hidden, unit.parts, unit.layer = output, (), layer + 1
-        outcome.ready.append(unit)
-        return outcome
     cargo = Cargo(
         layer=layer,
         units=[unit],
         unit_of=np.zeros(unit.count, dtype=np.int64),
         offset=np.arange(unit.count),
         attended=attended,
-        output=output,
+        output=torch.empty_like(attended),
         gates=routing.gates,
     )
-    outcome.parcels = shipped(cargo, split, np.arange(unit.count), None)
+    rows, leaves = np.arange(unit.count), bool(split.leaves.any())
+    if leaves:
+        worker.emit(dispatched(cargo, split, rows), outcome)
+    at = split.at(here)
+    cargo.output[:] = worker.run_here(layer, attended, at, routing.gates, routing.normed)
+    worker.pace.experts(layer, at)
+    if leaves:
+        outcome.parcels += onward(cargo, split, rows, None)
+    else:
+        unit.hidden, unit.parts, unit.layer = cargo.output, (), layer + 1
+        outcome.ready.append(unit)
     return outcome
 
 
@@ -107,6 +113,7 @@ def run_slots(worker: Executor, layer: int, items: Sequence[Slots]) -> Outcome:
     hidden = torch.cat([item.hidden for item in items]).to(view.device)
     experts = torch.cat([item.experts for item in items]).long()
     sums = view.experts(layer, hidden, experts, torch.cat([item.gates for item in items]))
+    worker.pace.experts(layer, experts.cpu().numpy())
     outcome, at = Outcome(), 0
     for item in items:
         part = sums[at : at + item.rows.total]

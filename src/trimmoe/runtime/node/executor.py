@@ -6,7 +6,7 @@ row has left it as a `Wave` row of its own, so that the engine can be exchanged 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -38,8 +38,10 @@ from trimmoe.engine.step import Engine
 from trimmoe.models.base import MoEView, Routing, TokenBatch
 from trimmoe.runtime.counters import ExpertCounter
 from trimmoe.runtime.node.completion import completed
+from trimmoe.runtime.node.execution import run_and_ship
 from trimmoe.runtime.node.messages import Parcel, Rows, Start
-from trimmoe.runtime.node.shipping import Cargo, Split, shipped
+from trimmoe.runtime.node.pace import Pace
+from trimmoe.runtime.node.shipping import Cargo, Split
 from trimmoe.runtime.node.units import Unit, boarded
 from trimmoe.runtime.observe import Observer
 
@@ -93,9 +95,13 @@ class Executor:
         server: int,
         slots: int,
         seed: int = 0,
+        pace: Pace | None = None,
         log_events: bool = False,
     ) -> None:
         self.view, self.server = view, server
+        self.pace = pace or Pace()
+        self.send: Callable[[list[Parcel]], None] | None = None
+        """Sends what can leave before its batch is through; without it nothing does."""
         self.cache = view.new_cache(slots=slots)
         self.engines = [engine]
         self.state = engine.start()
@@ -161,7 +167,7 @@ class Executor:
         sequences = tuple(one.sequence for one in going)
         draws = self._draws.random(len(going))
         self.tell(TokensArrived(wave=wave, sequences=sequences, draws=draws))
-        tokens = self._departed(wave, np.arange(len(going)))
+        tokens = self.departed(wave, np.arange(len(going)))
         parcels = []
         for first in np.unique(tokens.server).tolist():
             which = np.flatnonzero(tokens.server == first)
@@ -190,6 +196,7 @@ class Executor:
         self.tell(TokensImported(wave=identity, tokens=wave, executing=False))
         attended = batch.pack(self.view.attend(layer, hidden, batch, self.cache))
         routing = self.view.route(layer, attended)
+        self.pace.dense(layer, len(ordered))
         outcome = Outcome(written=[(unit, layer) for unit in ordered])
         for command in self.tell(self.observer.routed(identity, layer, attended, routing)):
             if isinstance(command, Strand):
@@ -252,25 +259,27 @@ class Executor:
             server_count=self.engine.cost.server_count,
         )
         attended, gates = attended[rows], routing.gates[rows]
-        normed = routing.normed[rows]
-        output = self.run_here(layer, attended, split.at(self.server), gates, normed)
-        leaves = split.leaves
-        leaving, staying = np.flatnonzero(leaves), np.flatnonzero(~leaves)
-        if leaving.size:
-            cargo = Cargo(
-                layer=layer,
-                units=[units[row] for row in command.rows.tolist()],
-                unit_of=np.arange(command.rows.size),
-                offset=np.zeros(command.rows.size, dtype=np.int64),
-                attended=attended,
-                output=output,
-                gates=gates,
-            )
-            tokens = self._departed(command.wave, command.rows[leaving])
-            outcome.parcels += shipped(cargo, split, leaving, tokens)
+        cargo = Cargo(
+            layer=layer,
+            units=[units[row] for row in command.rows.tolist()],
+            unit_of=np.arange(command.rows.size),
+            offset=np.zeros(command.rows.size, dtype=np.int64),
+            attended=attended,
+            output=torch.empty_like(attended),
+            gates=gates,
+        )
+        run_and_ship(self, command, cargo, split, routing.normed[rows], outcome)
+        staying = np.flatnonzero(~split.leaves)
         if staying.size:
-            kept = output[torch.from_numpy(staying)]
+            kept = cargo.output[torch.from_numpy(staying)]
             self._executed(command.wave, layer, command.rows[staying], kept, units, outcome)
+
+    def emit(self, parcels: list[Parcel], outcome: Outcome) -> None:
+        """Send parcels now if that is possible, or with the rest of the outcome."""
+        if self.send is None:
+            outcome.parcels += parcels
+        elif parcels:
+            self.send(parcels)
 
     def _executed(
         self,
@@ -298,7 +307,7 @@ class Executor:
             elif isinstance(command, Complete):
                 outcome.parcels += completed(self, command, which, hidden)
             else:
-                tokens = self._departed(wave, command.rows)
+                tokens = self.departed(wave, command.rows)
                 for row, unit in enumerate(which):
                     unit.layer, unit.wave, unit.row = command.layer, tokens, row
                     unit.hidden, unit.parts = hidden[row : row + 1], ()
@@ -310,7 +319,8 @@ class Executor:
         route = np.array([self.route_rows[unit.seat.route] for unit in ordered], dtype=np.int64)
         return ordered, replace(wave, route=route)
 
-    def _departed(self, wave: int, rows: IntArray) -> Wave:
+    def departed(self, wave: int, rows: IntArray) -> Wave:
+        """Take rows out of the engine."""
         (depart,) = self.tell(TokensExported(wave=wave, rows=rows))
         assert isinstance(depart, Depart)
         return depart.tokens

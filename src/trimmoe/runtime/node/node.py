@@ -39,6 +39,7 @@ from trimmoe.runtime.node.messages import (
     access_of,
     first_sequence,
 )
+from trimmoe.runtime.node.pace import EmulatedPace, Pace
 from trimmoe.runtime.node.passengers import MalformedPassengers
 from trimmoe.runtime.node.planner import Planner
 from trimmoe.runtime.node.pump import Pump
@@ -209,10 +210,17 @@ class Node:
                 server=self.settings.server,
                 slots=self.settings.kv_slots,
                 seed=self.settings.seed,
+                pace=self._pace(),
                 log_events=self.settings.log_events,
             )
         else:
             self.pump.control(lambda: self.executor.swap(built.engine))
+
+    def _pace(self) -> Pace:
+        share = self.settings.batch_share
+        if share is None:
+            return Pace()
+        return EmulatedPace.of(self._basis.planned.cost, self.settings.server, share)
 
     def _arrive(self, arrival: Arrival) -> None:
         self.floor.scheduler.put(Step.ARRIVE, 0, arrival)

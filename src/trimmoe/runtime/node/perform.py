@@ -13,6 +13,7 @@ from trimmoe.runtime.node.scheduler import Step, Work
 def perform(worker: Executor, passage: Passage, work: Work, *, slowdown: float = 1.0) -> Outcome:
     """In the worker thread; takes `slowdown` times as long as it would."""
     began_s = time.perf_counter()
+    worker.pace.begin()
     outcome = _performed(worker, passage, work)
     if slowdown > 1.0:
         time.sleep((time.perf_counter() - began_s) * (slowdown - 1.0))

@@ -52,6 +52,15 @@ class Pump:
     ) -> None:
         """Work while there is any; ends when cancelled."""
         loop = asyncio.get_running_loop()
+
+        def send(parcels: list[Parcel]) -> None:
+            for parcel in parcels:
+                post(parcel)
+
+        def send_early(parcels: list[Parcel]) -> None:
+            loop.call_soon_threadsafe(send, parcels)
+
+        executor.send = send_early
         while True:
             work = floor.scheduler.next()
             controls, self._controls = self._controls, []
@@ -66,8 +75,7 @@ class Pump:
                 self._count(work)
                 floor.worked(work)
             floor.absorb(outcome)
-            for parcel in outcome.parcels:
-                post(parcel)
+            send(outcome.parcels)
             for unit in outcome.stranded:
                 message = Stranded(unit.seat.sequence, unit.layer)
                 post(Parcel(to=unit.seat.access, message=message))

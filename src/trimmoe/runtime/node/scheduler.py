@@ -1,8 +1,8 @@
 """What a server computes next: all that is ready for the same step of the same layer together.
 
-Steps of generated tokens and steps of prompts take turns, so that neither starves: between two
-chunks of a long prompt everybody else's tokens move on. On either side the step whose first item
-has waited longest comes first.
+Quick steps, of which others' work follows, come before all else. Steps of generated tokens and
+steps of prompts take turns, so that neither starves: between two chunks of a long prompt everybody
+else's tokens move on. On either side the step whose first item has waited longest comes first.
 """
 
 from __future__ import annotations
@@ -33,8 +33,9 @@ class Step(IntEnum):
     """After the last layer: the prediction that follows the prompt."""
 
 
+_QUICK = frozenset({Step.ARRIVE, Step.FINISH, Step.CHUNK_END})
 _ONE_AT_A_TIME = frozenset({Step.CHUNK, Step.CHUNK_END})
-_PROMPTS = frozenset({Step.CHUNK, Step.CHUNK_SLOTS, Step.CHUNK_END})
+_PROMPTS = frozenset({Step.CHUNK, Step.CHUNK_SLOTS})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -83,14 +84,20 @@ class Scheduler:
         self._taken = []
         if not self._queues:
             return None
+        among = self._eligible()
+        key = min(among, key=lambda key: self._queues[key][0].ticket)
+        self._taken = self._take(key)
+        return Work(step=key[0], layer=key[1], items=self._taken)
+
+    def _eligible(self) -> set[tuple[Step, int]]:
+        """The queues one of which comes next."""
+        if quick := {key for key in self._queues if key[0] in _QUICK}:
+            return quick
         of_prompts = {key for key in self._queues if key[0] in _PROMPTS}
         others = self._queues.keys() - of_prompts
         prompts = bool(of_prompts) and (self._prompts_turn or not others)
         self._prompts_turn = not prompts
-        among = of_prompts if prompts else others
-        key = min(among, key=lambda key: self._queues[key][0].ticket)
-        self._taken = self._take(key)
-        return Work(step=key[0], layer=key[1], items=self._taken)
+        return of_prompts if prompts else others
 
     def any(self, like: Callable[[Any], bool]) -> bool:
         """Whether an item that is ready, or being computed, is like that."""

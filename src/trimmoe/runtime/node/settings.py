@@ -20,6 +20,9 @@ class NodeSettings:
     """Prompt tokens that pass a layer together; what a long prompt delays others by."""
     slowdown: float = 1.0
     """Emulates a machine that computes so many times slower than this one."""
+    batch_share: float | None = None
+    """If set, batches take what the cost model says of the plan's machine, see `cost.batching`,
+    instead of what they take here; this machine has to be the faster one."""
     measures: bool = True
     """Whether measured links and waiting times enter the costs that decisions are made with."""
     changed_share: float = 0.25
@@ -42,3 +45,4 @@ class NodeSettings:
         assert min(self.kv_slots, self.max_batch, self.prefill_chunk) > 0
         assert self.max_waiting >= 0
         assert self.slowdown >= 1.0
+        assert self.batch_share is None or (0.0 <= self.batch_share <= 1.0 == self.slowdown)

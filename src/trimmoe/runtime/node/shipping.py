@@ -105,21 +105,35 @@ class Cargo:
         )
 
 
-def shipped(cargo: Cargo, split: Split, leaving: IntArray, wave: Wave | None) -> list[Parcel]:
-    """The frames of the rows `leaving`, whole units; `wave` has a row for each, None in prompts."""
-    mask = np.zeros(split.destination.size, dtype=bool)
-    mask[leaving] = True
+def dispatched(cargo: Cargo, split: Split, leaving: IntArray) -> list[Parcel]:
+    """The frames to servers of slots of the rows `leaving`; they need no `output`."""
+    mask = _mask(split, leaving)
     raw = split.raw
     parcels = []
     for server in np.flatnonzero(split.used[leaving].any(0)).tolist():
         sent = mask & split.used[:, server] & ~(raw & (split.destination == server))
         if server != split.here and sent.any():
             parcels.append(_dispatch(cargo, split, server, np.flatnonzero(sent)))
+    return parcels
+
+
+def onward(cargo: Cargo, split: Split, leaving: IntArray, wave: Wave | None) -> list[Parcel]:
+    """The frames to where the rows `leaving` gather, whole units; `wave` has a row for each, None
+    in prompts."""
+    mask = _mask(split, leaving)
+    raw = split.raw
+    parcels = []
     for destination in np.unique(split.destination[leaving]).tolist():
         which = np.flatnonzero(mask & (split.destination == destination))
         among = None if wave is None else wave.take(np.searchsorted(leaving, which))
         parcels.append(_onward(cargo, split, destination, which, raw[which], among))
     return parcels
+
+
+def _mask(split: Split, rows: IntArray) -> BoolArray:
+    mask = np.zeros(split.destination.size, dtype=bool)
+    mask[rows] = True
+    return mask
 
 
 def _dispatch(cargo: Cargo, split: Split, server: int, which: IntArray) -> Parcel:

@@ -1,0 +1,70 @@
+"""How long the steps of a batch take: as long as they do, or as long as on another machine.
+
+An emulated machine takes what the cost model says, however fast this one is; the worker works
+first and waits for the rest. Where this one is too slow for a step, it catches up in the next.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from trimmoe.core.specs import FloatArray, IntArray
+from trimmoe.cost.batching import batch_s
+from trimmoe.cost.model import CostModel
+from trimmoe.models.base import DROPPED
+
+
+class Pace:
+    """Nothing is waited for; used by the worker only."""
+
+    def begin(self) -> None:
+        """A batch begins."""
+
+    def dense(self, layer: int, rows: int) -> None:
+        """Attention, router and shared expert of so many rows are computed."""
+
+    def experts(self, layer: int, experts: IntArray) -> None:
+        """Slots of these experts are computed, [n, k]; `DROPPED` ones are none."""
+
+
+@dataclass(kw_only=True, slots=True)
+class EmulatedPace(Pace):
+    """Returns when the emulated machine would be done."""
+
+    dense_s: FloatArray
+    """Of one row, [N]."""
+    expert_s: FloatArray
+    """Of one row, [N, E]."""
+    batch_share: float
+    """As in `cost.batching`."""
+    _due_s: float = field(default=0.0)
+
+    @staticmethod
+    def of(cost: CostModel, server: int, batch_share: float) -> EmulatedPace:
+        """The pace of one server of the cost model's cluster."""
+        return EmulatedPace(
+            dense_s=cost.dense_s[server],
+            expert_s=cost.expert_s[server],
+            batch_share=batch_share,
+        )
+
+    def begin(self) -> None:
+        self._due_s = time.perf_counter()
+
+    def dense(self, layer: int, rows: int) -> None:
+        self._spend(batch_s(float(self.dense_s[layer]), rows, self.batch_share))
+
+    def experts(self, layer: int, experts: IntArray) -> None:
+        used, rows = np.unique(experts[experts != DROPPED], return_counts=True)
+        each_s = self.expert_s[layer, used].tolist()
+        pairs = zip(each_s, rows.tolist(), strict=True)
+        self._spend(sum(batch_s(one_s, count, self.batch_share) for one_s, count in pairs))
+
+    def _spend(self, seconds: float) -> None:
+        self._due_s += seconds
+        left_s = self._due_s - time.perf_counter()
+        if left_s > 0:
+            time.sleep(left_s)

@@ -1,0 +1,119 @@
+"""Emulated computing: what a batch is made to take, and what does not wait for it."""
+
+from __future__ import annotations
+
+import asyncio
+from functools import partial
+from itertools import pairwise
+
+import numpy as np
+import pytest
+
+from nodes import answers, read, request, running, tokens_of, world
+from serving import Tiny, open_tiny
+from trimmoe.cost.batching import batch_s
+from trimmoe.runtime.node import pace as pace_module
+from trimmoe.runtime.node.messages import Dispatch, Onward, Parcel
+from trimmoe.runtime.node.pace import EmulatedPace, Pace
+from wires import until
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
+    return open_tiny(tmp_path_factory.mktemp("tiny"))
+
+
+class Clock:
+    """Time that only passes by being slept through, or by hand."""
+
+    def __init__(self) -> None:
+        self.now_s = 100.0
+
+    def perf_counter(self) -> float:
+        return self.now_s
+
+    def sleep(self, seconds: float) -> None:
+        assert seconds > 0
+        self.now_s += seconds
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(pace_module, "time", clock)
+    return clock
+
+
+def emulated(batch_share: float) -> EmulatedPace:
+    return EmulatedPace(
+        dense_s=np.array([1.0, 2.0]),
+        expert_s=np.array([[3.0, 5.0, 7.0], [10.0, 20.0, 40.0]]),
+        batch_share=batch_share,
+    )
+
+
+def test_one_row_takes_what_the_cost_model_says_and_weights_are_read_once() -> None:
+    assert batch_s(4.0, 1, 0.9) == pytest.approx(4.0)
+    assert batch_s(4.0, 8, 1.0) == pytest.approx(4.0)
+    assert batch_s(4.0, 8, 0.0) == pytest.approx(32.0)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
+def test_a_batch_lasts_until_the_emulated_machine_would_be_done(clock: Clock, share: float) -> None:
+    pace = emulated(share)
+    pace.begin()
+    clock.now_s += 0.25  # Spent computing; not on top of the emulated time.
+    pace.dense(1, rows=3)
+    assert clock.now_s - 100.0 == pytest.approx(batch_s(2.0, 3, share))
+    pace.experts(1, np.array([[0, -1], [2, 0], [-1, -1]]))
+    experts_s = batch_s(10.0, 2, share) + batch_s(40.0, 1, share)
+    assert clock.now_s - 100.0 == pytest.approx(batch_s(2.0, 3, share) + experts_s)
+
+
+def test_a_machine_that_was_too_slow_for_a_step_catches_up_in_the_next(clock: Clock) -> None:
+    pace = emulated(0.9)
+    pace.begin()
+    clock.now_s += 2.5
+    pace.dense(0, rows=1)
+    pace.experts(0, np.array([[1]]))
+    assert clock.now_s - 100.0 == pytest.approx(1.0 + 5.0)
+
+
+async def test_dispatches_leave_before_the_own_slots_are_computed(
+    tiny: Tiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And every answer is what it is without."""
+    profile, plan = world(tiny, servers=3)
+    asked = [(server, request([7, 60 + server, 9], new=4)) for server in range(3)]
+    story: list[tuple[str, str]] = []
+
+    def noted(self: Pace, layer: int, experts: np.ndarray) -> None:
+        del layer
+        if (experts >= 0).any():
+            story.append((worker[id(self)], "own slots"))
+
+    monkeypatch.setattr(Pace, "experts", noted)
+    async with running(tiny, profile=profile, plan=plan) as servers:
+        worker = {id(node.executor.pace): str(index) for index, node in servers.nodes.items()}
+        for index, node in servers.nodes.items():
+            send = node.executor.send
+            assert send is not None
+
+            def sent(parcels: list[Parcel], name: str = str(index), send=send) -> None:
+                kinds = {type(parcel.message) for parcel in parcels}
+                assert kinds <= {Dispatch, Onward}
+                if Dispatch in kinds:
+                    story.append((name, "dispatch"))
+                send(parcels)
+
+            node.executor.send = sent
+        early = [tokens_of(events) for events in await answers(servers, asked)]
+        followed = [
+            [what for who, what in story if who == name] for name in dict.fromkeys(worker.values())
+        ]
+        assert any(pair == ("dispatch", "own slots") for one in followed for pair in pairwise(one))
+        for node in servers.nodes.values():
+            node.executor.send = None
+        streams = [servers.nodes[access].service.submit(one) for access, one in asked]
+        late = await asyncio.gather(*(read(stream) for stream in streams))
+    assert early == [tokens_of(events) for events in late]
