@@ -173,6 +173,15 @@ def test_models_without_what_ifs_are_measured_by_sparse_passes(
     assert 0 < measured.sum() < 216
 
 
+def test_an_exit_is_charged_its_echo_too(profile: Profile) -> None:
+    echo = profile.header.extra["exit_echo"]
+    assert echo > 0
+    own = np.array(profile.header.extra["exit_table"])[:, 1] - echo
+    assert (own >= -1e-4).all()
+    assert (own <= 1 + 1e-4).all()
+    assert np.allclose(profile.exit_error_upper, own + echo, atol=1e-4)
+
+
 def test_the_profile_is_whole(profile: Profile) -> None:
     assert profile.layer_count == LAYERS
     assert profile.expert_count == EXPERTS

@@ -32,11 +32,14 @@ class Exits:
     """float32 [N]."""
     grid: FloatArray
     error_upper: FloatArray
+    """Own errors alone until echoes are added."""
     rate: FloatArray
     threshold: float
     """Confidence at which tokens are taken to exit; infinite if none may."""
     layer: IntArray
     """L_q of every recorded token at that confidence, 1..N, [T]."""
+    score: np.ndarray
+    """xi of every recorded token after every layer, float32 [N, T]."""
 
 
 @torch.inference_mode()
@@ -69,6 +72,7 @@ def calibrate_exits(recording: Recording, settings: CalibrationSettings, advance
         rate=rate,
         threshold=threshold,
         layer=exit_layers(score, threshold),
+        score=score,
     )
 
 

@@ -48,8 +48,12 @@ class Windows:
 
     def part(self, first: int, last: int) -> Windows:
         """Windows first to last, the last one excluded."""
-        sources = None if self.sources is None else self.sources[first:last]
-        return Windows(ids=self.ids[first:last], sources=sources)
+        return self.take(np.arange(self.count)[first:last])
+
+    def take(self, index: IntArray) -> Windows:
+        """The windows of these indices."""
+        sources = None if self.sources is None else self.sources[index]
+        return Windows(ids=self.ids[index], sources=sources)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

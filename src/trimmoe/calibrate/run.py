@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
 from trimmoe.calibrate.centroids import fit_centroids
+from trimmoe.calibrate.echoes import echo_tokens, with_echoes
 from trimmoe.calibrate.exits import Exits, calibrate_exits, split_windows
 from trimmoe.calibrate.hazard import exit_hazard
 from trimmoe.calibrate.losses import Losses, measure_losses, plan_experiments
@@ -72,6 +73,8 @@ def calibrate(
             )
         with phases.run("Exit heads", layers) as advance:
             exits = calibrate_exits(recording, settings, advance)
+        with phases.run("Exit echoes", echo_tokens(recording, settings)) as advance:
+            exits, echo = with_echoes(view, recording, exits, settings, advance)
         with phases.run("Steadiness", layers) as advance:
             steadiness = _steadiness(recording, settings, advance)
         classes = Classes(
@@ -88,6 +91,7 @@ def calibrate(
             measured = _Measured(
                 recording=recording,
                 exits=exits,
+                echo=echo,
                 steadiness=steadiness,
                 losses=losses,
                 centroids=centroids,
@@ -160,6 +164,8 @@ class _Measured:
 
     recording: Recording
     exits: Exits
+    echo: float
+    """What of an exit's charge is for later tokens."""
     steadiness: Steadiness
     losses: Losses
     centroids: _Centroids
@@ -236,6 +242,7 @@ def _report(measured: _Measured) -> dict[str, Any]:
         "tokens": recording.token_count,
         "agreement": [round(float(share), 4) for share in recording.agreement],
         "exit_threshold": exits.threshold if may_exit else None,
+        "exit_echo": round(measured.echo, 5),
         "steadiness_explained": [round(float(r2), 4) for r2 in measured.steadiness.explained],
         "exit_table": [[round(float(value), 5) for value in row] for row in table],
         **losses.report,

@@ -22,7 +22,7 @@ from trimmoe.core.errors import UserError
 from trimmoe.core.specs import BoolArray, FloatArray, IntArray
 
 PROFILE_KIND = "profile"
-PROFILE_FORMAT = 2
+PROFILE_FORMAT = 3
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,7 +73,8 @@ class Profile:
     exit_grid: FloatArray
     """Candidate thresholds p, ascending, [T]."""
     exit_error_upper: FloatArray
-    """Upper bound of P(prediction differs | exit at the first layer with confidence >= p), [T]."""
+    """Upper bound of the predictions that one exit at the first layer with confidence >= p flips:
+    its own and those of later tokens, which attend to the state it left; may exceed 1, [T]."""
     exit_rate: FloatArray
     """Share of held-out tokens that exit before full depth at each p, [T]."""
 

@@ -146,14 +146,15 @@ class Engine:
         return needed, float(self._exit_loss(np.array([needed]))[0])
 
     def _exit_loss(self, needed: FloatArray) -> FloatArray:
-        """What an exit at these thresholds is charged: the bound of its conditional flip rate."""
+        """What an exit at these thresholds is charged: the bound of all that it flips."""
         if not self.settings.exits_charged:
             return np.zeros_like(needed)
         grid, bound = self.profile.exit_grid, self.profile.exit_error_upper
         # Rounded to the laxer threshold of the grid, and below the grid nothing is known.
         index = np.searchsorted(grid, needed, side="right") - 1
-        known = np.where(index >= 0, bound[np.maximum(index, 0)], 1.0)
-        return np.minimum(known * self.settings.inflation, 1.0)
+        unknown = max(1.0, float(bound.max()))
+        known = np.where(index >= 0, bound[np.maximum(index, 0)], unknown)
+        return known * self.settings.inflation
 
     def _imported(self, state: EngineState, event: TokensImported) -> Step:
         wave, tokens = event.wave, event.tokens

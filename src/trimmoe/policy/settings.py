@@ -66,8 +66,8 @@ class PolicySettings:
     inflate: bool = True
     """Take gamma from the plan, where `trimmoe tune` has measured it."""
     exits_charged: bool = True
-    """Whether an exit spends the budget: the bound of its conditional flip rate. Off, exits are
-    free, as in the paper."""
+    """Whether an exit spends the budget: the bound of what it flips, itself and later. Off, exits
+    are free, as in the paper."""
     exits_weighed: bool = True
     """Whether a token only exits where what it would still cost is worth more than the quality an
     exit is charged. Off, it exits as soon as it may, as in the paper."""

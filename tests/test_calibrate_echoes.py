@@ -1,0 +1,68 @@
+"""What exits do to later tokens, counted by calibration, against really decoding with exits."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from tiny import LAYERS, write_tiny_checkpoint
+from trimmoe.calibrate.curves import clopper_pearson_upper
+from trimmoe.calibrate.echoes import flipped_by_exits, poisson_upper
+from trimmoe.calibrate.head import greedy
+from trimmoe.calibrate.record import Windows, run_layer
+from trimmoe.models.base import MoEView
+from trimmoe.models.load import open_model
+
+
+@pytest.fixture(scope="module")
+def view(tmp_path_factory: pytest.TempPathFactory) -> MoEView:
+    return open_model(write_tiny_checkpoint(tmp_path_factory.mktemp("tiny")))
+
+
+@pytest.fixture(scope="module")
+def windows() -> Windows:
+    return Windows(ids=np.random.default_rng(3).integers(0, 250, size=(3, 40)))
+
+
+@torch.inference_mode()
+def _decoded(view: MoEView, ids: np.ndarray, exit_layer: np.ndarray) -> np.ndarray:
+    """Predictions after every token, decoded one by one with the view's own state propagation."""
+    cache, predicted = view.new_cache(slots=1), []
+    slot = cache.alloc()
+    for position, (token, leaves) in enumerate(zip(ids, exit_layer, strict=True)):
+        batch = view.batch(cache, [slot], [range(position, position + 1)])
+        hidden = view.embed(torch.tensor([[token]]), batch)
+        for layer in range(leaves):
+            flat = batch.pack(view.attend(layer, hidden, batch, cache))
+            routing = view.route(layer, flat)
+            hidden = batch.unpack(run_layer(view, layer, flat, routing, routing.experts))
+        for layer in range(leaves, LAYERS):
+            view.propagate(layer, hidden, batch, cache)
+        predicted.append(int(greedy(view, batch.pack(hidden))[0]))
+    return np.array(predicted)
+
+
+def test_echoes_are_what_decoding_with_exits_really_flips(view: MoEView, windows: Windows) -> None:
+    rng = np.random.default_rng(7)
+    shape = windows.ids.shape
+    layer = np.where(rng.random(shape) < 0.3, rng.integers(1, LAYERS, size=shape), LAYERS)
+    whole = np.full(shape, LAYERS)
+    exact = np.stack([_decoded(view, *pair) for pair in zip(windows.ids, whole, strict=True)])
+    really = np.stack([_decoded(view, *pair) for pair in zip(windows.ids, layer, strict=True)])
+    flipped = flipped_by_exits(view, windows, layer.ravel(), exact.ravel(), lambda _: None)
+    assert flipped.any()
+    assert np.array_equal(flipped, ((really != exact) & (layer == LAYERS)).ravel())
+
+
+def test_nothing_flips_where_nothing_exits(view: MoEView, windows: Windows) -> None:
+    whole = np.full(windows.ids.shape, LAYERS)
+    exact = np.stack([_decoded(view, *pair) for pair in zip(windows.ids, whole, strict=True)])
+    assert not flipped_by_exits(view, windows, whole.ravel(), exact.ravel(), lambda _: None).any()
+
+
+@pytest.mark.parametrize("events", [0, 3, 40])
+def test_the_bound_of_a_count_is_the_binomial_one_of_a_rare_event(events: int) -> None:
+    many = 10_000_000
+    binomial = clopper_pearson_upper(np.array([events]), np.array([many]), 0.95)[0] * many
+    assert poisson_upper(events, 0.95) == pytest.approx(binomial, rel=1e-4)
