@@ -96,6 +96,7 @@ async def test_dispatches_leave_before_the_own_slots_are_computed(
     async with running(tiny, profile=profile, plan=plan) as servers:
         worker = {id(node.executor.pace): str(index) for index, node in servers.nodes.items()}
         for index, node in servers.nodes.items():
+            await until(partial(getattr, node.executor, "send"))
             send = node.executor.send
             assert send is not None
 
