@@ -117,7 +117,7 @@ def measure(geometry: Geometry, repeats: int) -> dict[str, Any]:
 
     literal: dict[int, float] = {}
     for horizon in geometry.literal_horizons:
-        policy = policy_of(replace(default_policy(), horizon=horizon))
+        policy = policy_of(replace(default_policy(), horizon=horizon, literal_lookahead=True))
         taken = []
         for row in rng.dirichlet(np.full(geometry.experts, 0.5), repeats):
             taken.append(timed(forgetful(policy), observation(policy, row[None], rng)))

@@ -74,12 +74,23 @@ def parts(engine: Engine) -> tuple[TrimPolicy, LookAhead]:
 
 @settings(max_examples=50)
 @given(engines(presets=("trimmoe", "paper")))
-def test_tables_equal_the_literal_recursion_to_full_depth(world) -> None:
+def test_tables_equal_the_literal_recursion_to_any_depth(world) -> None:
+    """H of (40) counts the layer that is decided, so that H - 1 follow it."""
     engine, rng = world
     policy, look = parts(engine)
-    tables = build_tables(look.space, look.profile, look.weights, look.exits, policy.routes, LEVELS)
-    migrates = engine.cost.accounting is Accounting.MIGRATE
     layers, servers = engine.cost.layer_count, engine.cost.server_count
+    horizon = None if rng.random() < 0.5 else int(rng.integers(1, layers + 1))
+    tables = build_tables(
+        look.space,
+        look.profile,
+        look.weights,
+        look.exits,
+        policy.routes,
+        LEVELS,
+        horizon=horizon,
+    )
+    ahead = layers if horizon is None else horizon - 1
+    migrates = engine.cost.accounting is Accounting.MIGRATE
     for _ in range(6):
         layer, where = int(rng.integers(layers)), int(rng.integers(servers))
         level = int(rng.integers(21))
@@ -88,7 +99,7 @@ def test_tables_equal_the_literal_recursion_to_full_depth(world) -> None:
             exit_row=int(rng.integers(look.exits.goes_on.shape[0])),
         )
         route = None if migrates else tuple(policy.routes[where].tolist())
-        literal = look.to_go(layer, Place(route=route, server=where), LEVELS[level], layers, kind)
+        literal = look.to_go(layer, Place(route=route, server=where), LEVELS[level], ahead, kind)
         place = tables.place_of[layer, where]
         tabled = tables.after[layer][place, kind.steadiness, :, kind.exit_row, level]
         np.testing.assert_allclose(tabled, literal, rtol=1e-9, atol=1e-12)
@@ -97,14 +108,15 @@ def test_tables_equal_the_literal_recursion_to_full_depth(world) -> None:
 @settings(max_examples=50)
 @given(engines(presets=("trimmoe", "paper")))
 def test_the_compiled_choice_is_that_of_the_literal_recursion(world) -> None:
-    """Same cost and same loss at full horizon; ties may be broken by another equal action."""
+    """Same cost and same loss at any horizon; ties may be broken by another equal action."""
     engine, rng = world
     policy, look = parts(engine)
     assert policy.tables is not None
-    quick = replace(policy, tables=replace(policy.tables, levels=LEVELS, _tables={}))
-    slow = replace(
-        policy, tables=None, horizon=engine.cost.layer_count, lookahead=look, _by_weight={}
-    )
+    layers = engine.cost.layer_count
+    horizon = None if rng.random() < 0.5 else int(rng.integers(1, layers + 1))
+    bank = replace(policy.tables, levels=LEVELS, horizon=horizon, _tables={})
+    quick = replace(policy, tables=bank, horizon=horizon)
+    slow = replace(policy, tables=None, horizon=horizon or layers, lookahead=look, _by_weight={})
     seen = random_observation(rng, engine)
     mine, theirs = quick.decide(seen), slow.decide(seen)
     weights = look.weights

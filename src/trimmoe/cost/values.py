@@ -1,4 +1,5 @@
-"""Value tables: the look-ahead (39) to full depth, computed once per plan and only looked up.
+"""Value tables: the look-ahead (39), computed once per plan and only looked up, to full depth or
+any horizon.
 
 The recursion of `cost.lookahead` over the same states, backwards over the layers: where the token
 is (its route, or its server under `migrate`), how steady it is, when it is likely to exit, how much
@@ -93,23 +94,45 @@ def build_tables(
     exits: ExitForecast,
     routes: IntArray,
     levels: FloatArray,
+    *,
+    horizon: int | None = None,
 ) -> ValueTables:
-    """Dynamic programming from the last layer back; `routes` [M, N] matter unless `migrate`."""
+    """Dynamic programming from the last layer back; `routes` [M, N] matter unless `migrate`.
+
+    With a `horizon` H (40) the table after a layer counts the H - 1 layers that follow it, each
+    layer's by a short recursion of its own; without one all of them, in a single one.
+    """
     places = _Places.of(space, routes)
     layers = space.cost.layer_count
     shape = (space.class_count, profile.patterns.shape[1], exits.goes_on.shape[0], levels.size)
-    after = [np.zeros((places.count(layers - 1), *shape))]
-    for layer in range(layers - 1, 0, -1):
-        arrival = _arrivals(space, profile, weights, exits, levels, places, layer, after[-1])
+    menus: _Menus = {}
+
+    def nothing(layer: int) -> FloatArray:
+        return np.zeros((places.count(layer), *shape))
+
+    def before(layer: int, after: FloatArray) -> FloatArray:
+        """From the values after `layer` those after the layer that precedes it."""
+        arrival = _arrivals(space, profile, weights, exits, levels, places, layer, after, menus)
         # The pattern a token arrives with follows from the one it had in the layer before.
         flat = arrival.reshape(*arrival.shape[:3], -1)
         moved = profile.pattern_transitions[layer - 1] @ flat
-        after.append(np.ascontiguousarray(moved.reshape(arrival.shape)))
+        return np.ascontiguousarray(moved.reshape(arrival.shape))
+
+    values = [nothing(layers - 1)]
+    for layer in range(layers - 2, -1, -1):
+        if horizon is None:
+            values.append(before(layer + 1, values[-1]))
+            continue
+        last = min(layer + horizon - 1, layers - 1)
+        after = nothing(last)
+        for seen in range(last, layer, -1):
+            after = before(seen, after)
+        values.append(after)
     return ValueTables(
         weights=weights,
         exits=exits,
         levels=levels,
-        after=tuple(reversed(after)),
+        after=tuple(reversed(values)),
         place_of=places.index,
     )
 
@@ -162,14 +185,14 @@ def _arrivals(
     places: _Places,
     layer: int,
     after: FloatArray,
+    menus: _Menus,
 ) -> FloatArray:
     """Expected cost from entering `layer`, by place after the layer before, [W, B, P, Q, V]."""
     goes_on = np.ascontiguousarray(exits.goes_on[:, layer])
     scalars = (weights.loss_weight, weights.reference_s, weights.budget)
-    menus: dict[tuple[int, int | None], _Typical] = {}
     found = []
     for source, destination, place in places.entries(layer):
-        key = (source, destination)
+        key = (layer, source, destination)
         if key not in menus:
             menus[key] = _typical(space, profile, layer, source, destination)
         typical = menus[key]
@@ -198,6 +221,10 @@ class _Typical:
     actions: kernels.Actions
     destination: IntArray
     local_loss: FloatArray
+
+
+_Menus = dict[tuple[int, int, int | None], _Typical]
+"""By layer, source and destination."""
 
 
 def _typical(

@@ -61,7 +61,7 @@ def make_policy(deployment: Deployment, profile: Profile, settings: PolicySettin
     )
     exits = exit_forecast(profile, settings)
     tables = None
-    if settings.horizon is None:
+    if not settings.literal_lookahead:
         tables = TableBank(
             space=space,
             profile=profile,
@@ -69,6 +69,7 @@ def make_policy(deployment: Deployment, profile: Profile, settings: PolicySettin
             exits=exits,
             routes=deployment.routes,
             levels=allowance_levels(settings.budget, settings.allowance_levels),
+            horizon=settings.horizon,
         )
     return TrimPolicy(
         lookahead=LookAhead(

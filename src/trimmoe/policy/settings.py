@@ -49,7 +49,9 @@ class PolicySettings:
     levers: Levers = field(default_factory=Levers)
     accounting: Accounting = Accounting.PINNED
     horizon: int | None = None
-    """H of (40); 1 is myopic, None looks up tables that reach to the last layer."""
+    """H of (40); 1 is myopic, None reaches to the last layer."""
+    literal_lookahead: bool = False
+    """Look ahead by the recursion (39) itself, exponential in H, instead of by its tables."""
     budget: float = 0.02
     """D-bar: proxy flip rate a generated token may lose on average."""
     confidence: float = 0.9

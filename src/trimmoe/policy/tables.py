@@ -29,6 +29,8 @@ class TableBank:
     exits: ExitForecast
     routes: IntArray
     levels: FloatArray
+    horizon: int | None = None
+    """H of (40); None reaches to the last layer."""
     on_demand: bool = True
     _tables: dict[float, ValueTables] = field(default_factory=dict)
 
@@ -54,6 +56,7 @@ class TableBank:
                     self.exits,
                     self.routes,
                     self.levels,
+                    horizon=self.horizon,
                 )
                 # Another thread may be looking meanwhile: replaced, never changed.
                 self._tables = {**self._tables, loss_weight: tables}

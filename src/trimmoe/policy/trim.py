@@ -1,9 +1,9 @@
 """Algorithm 2, lines 7-15: the action of least cost plus cost-to-go (40).
 
 Exact execution, substitution only and the paper's letter are this policy with other levers,
-horizons and accounting; no baseline has a second implementation of a decision. With a finite
-horizon the cost-to-go is the literal recursion (39); without one it is looked up in value tables
-that reach to the last layer, and a batch is decided in one compiled loop.
+horizons and accounting; no baseline has a second implementation of a decision. The cost-to-go is
+looked up in value tables, and a batch is decided in one compiled loop; without tables it is the
+literal recursion (39), for a finite horizon.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class TrimPolicy:
     """kappa per route, the first M by access server, [R, N]."""
     patterns: PatternIndex
     tables: TableBank | None
-    """Needed without a horizon."""
+    """None: the literal recursion, which needs a horizon."""
     _by_weight: dict[float, LookAhead] = field(default_factory=dict)
 
     def decide(self, observation: Observation) -> Decision:
@@ -144,7 +144,8 @@ class TrimPolicy:
             destination=batch.destination,
             delay_s=picked[2],
             loss=picked[3],
-            ahead=picked[4],
+            # A short horizon does not know what is still to come.
+            ahead=picked[4] if self.horizon is None else np.full(rows.size, np.inf),
         )
 
     def _cost(
