@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from scipy.stats import chi2
 
-from trimmoe.calibrate.exits import Exits, exit_layers, split_windows
+from trimmoe.calibrate.exits import Exits, exit_layers, exit_threshold, split_windows
 from trimmoe.calibrate.head import Referee
 from trimmoe.calibrate.record import Advance, Recording, Windows, open_windows, run_layer
 from trimmoe.calibrate.settings import CalibrationSettings
@@ -35,7 +35,8 @@ def with_echoes(
     settings: CalibrationSettings,
     advance: Advance,
 ) -> tuple[Exits, float]:
-    """The exits, charged with what they do to later tokens as well, and that charge by itself.
+    """The exits, charged with what they do to later tokens as well, and that charge by itself; the
+    threshold rises with it.
 
     Counted on the test split, at the strictest threshold of the grid and at a lax one, where tokens
     leave elsewhere; the larger bound stands for all. Without any exit to count, nothing is known
@@ -49,7 +50,10 @@ def with_echoes(
         for threshold in exits.grid[[lax, -1]]
     ]
     echo = max(bounds)
-    return replace(exits, error_upper=exits.error_upper + echo), echo
+    error_upper = exits.error_upper + echo
+    threshold = exit_threshold(exits.grid, error_upper, exits.rate, settings)
+    layer = exit_layers(exits.score, threshold)
+    return replace(exits, error_upper=error_upper, threshold=threshold, layer=layer), echo
 
 
 def echo_tokens(recording: Recording, settings: CalibrationSettings) -> int:

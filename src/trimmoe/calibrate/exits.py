@@ -63,7 +63,7 @@ def calibrate_exits(recording: Recording, settings: CalibrationSettings, advance
     error_upper, rate = learn_then_test(
         score[:, splits.test], recording.agrees[:, splits.test], grid, level
     )
-    threshold = max(settings.confidence, exit_floor(grid, error_upper, settings.exit_error))
+    threshold = exit_threshold(grid, error_upper, rate, settings)
     return Exits(
         weight=np.stack([weight for weight, _ in heads]),
         bias=np.array([bias for _, bias in heads], dtype=np.float32),
@@ -74,6 +74,14 @@ def calibrate_exits(recording: Recording, settings: CalibrationSettings, advance
         layer=exit_layers(score, threshold),
         score=score,
     )
+
+
+def exit_threshold(
+    grid: FloatArray, error_upper: FloatArray, rate: FloatArray, settings: CalibrationSettings
+) -> float:
+    """The confidence at which tokens are taken to exit: the one asked for, raised to where what
+    exits flip is tolerated, as the default policy does; infinite if nothing will do."""
+    return max(settings.confidence, exit_floor(grid, error_upper * rate, settings.exit_risk))
 
 
 def _constant(recording: Recording, layer: int) -> float:

@@ -27,8 +27,8 @@ class CalibrationSettings:
     """D-bar of (25): flip rate a token may spend on skips and substitutes."""
     confidence: float = 0.9
     """p_J of (8): exit confidence for which L_q, pi and the centroids' exit layers hold."""
-    exit_error: float = 0.02
-    """Tolerated P(prediction differs | exit); the confidence above is raised where needed."""
+    exit_risk: float = 0.01
+    """Share of all tokens that exits may flip; the confidence above is raised where needed."""
     exit_agreement: float = 0.15
     """Layers whose states agree with full depth less often than this get no exit head."""
     importance: Literal["softmax_mass", "gates"] = "softmax_mass"
@@ -61,7 +61,7 @@ class CalibrationSettings:
     """P: most activated sets in a layer's codebook."""
 
     def __post_init__(self) -> None:
-        for name in ("budget", "exit_error", "exit_agreement", "substitution_quantile"):
+        for name in ("budget", "exit_risk", "exit_agreement", "substitution_quantile"):
             _require(0.0 <= getattr(self, name) <= 1.0, name, "from 0 to 1")
         for name in ("confidence", "ucb_confidence"):
             _require(0.0 < getattr(self, name) < 1.0, name, "between 0 and 1")
