@@ -13,7 +13,13 @@ from trimmoe.evaluate.teacher import Score
 from trimmoe.experiments.methods import make_engine
 from trimmoe.experiments.random_clusters import paper_cluster
 from trimmoe.experiments.readings import Point, delay_at, joint_inflation
-from trimmoe.experiments.regret import RegretSettings, measure_cluster, policies, regret_json
+from trimmoe.experiments.regret import (
+    RegretSettings,
+    Tokens,
+    measure_cluster,
+    policies,
+    regret_json,
+)
 from trimmoe.experiments.variants import VARIANTS, base_policy, find_variants
 from trimmoe.simulator.replay import replay
 from worlds import small_world
@@ -70,8 +76,9 @@ def test_random_clusters_stay_in_the_papers_ranges() -> None:
 
 def test_regret_is_never_negative_and_the_gap_is_closed_by_no_more_than_all_of_it() -> None:
     world = small_world(2, servers=3, sequences=4, length=8)
+    tokens = Tokens(profile=world.profile, model=world.model, trace=world.trace)
     settings = RegretSettings(budget=0.2)
-    outcome = measure_cluster(world.plan, world.profile, world.model, world.trace, settings, seed=0)
+    outcome = measure_cluster(world.plan, tokens, settings, seed=0)
     content = regret_json(settings, [outcome], {})
     assert set(outcome.delay_s) == set(policies(settings))
     for name, regrets in content["regret"].items():

@@ -21,7 +21,6 @@ app.command("all")(all_figures)
 
 ProfileOption = Annotated[Path, typer.Option("--profile", help="Made by `trimmoe calibrate`.")]
 PlanOption = Annotated[Path, typer.Option("--plan", help="Made by `trimmoe plan`.")]
-TraceOption = Annotated[Path, typer.Option("--trace", help="Made by `trimmoe record`.")]
 ModelOption = Annotated[
     str, typer.Option("--model", help="A checkpoint folder, a hub id, or `embedded`.")
 ]
@@ -102,9 +101,13 @@ def readings(
 
 @app.command()
 def regret(
-    profile: ProfileOption,
-    trace: TraceOption,
+    profile: Annotated[Path | None, typer.Option(help="Made by `trimmoe calibrate`.")] = None,
+    trace: Annotated[Path | None, typer.Option(help="Made by `trimmoe record`.")] = None,
     model: ModelOption = "embedded",
+    geometry: Annotated[
+        str | None,
+        typer.Option(help="A published geometry with generated tokens, instead of a recording."),
+    ] = None,
     clusters: Annotated[int, typer.Option(min=1, help="Random clusters.")] = 10,
     servers: Annotated[int, typer.Option(min=1)] = 10,
     budget: Annotated[float, typer.Option(min=0.0, max=1.0)] = 0.02,
@@ -119,18 +122,16 @@ def regret(
     """How near each policy comes to a clairvoyant on random clusters."""
     from rich.console import Console
 
-    from trimmoe.core.profile import load_profile
-    from trimmoe.core.trace import load_trace
     from trimmoe.experiments import regret as experiment
     from trimmoe.experiments.compare import write_json
-    from trimmoe.experiments.opening import resolved
-    from trimmoe.models.load import model_spec
     from trimmoe.progress import track
 
-    calibrated, recorded = load_profile(profile), load_trace(trace)
-    recorded.require_profile(calibrated.hash)
-    spec = model_spec(resolved(model), hashed=True)
-    calibrated.require_model(spec.model_hash, spec.name)
+    if geometry is not None:
+        tokens = experiment.generated_tokens(geometry, seed)
+    elif profile is not None and trace is not None:
+        tokens = experiment.recorded_tokens(model, profile, trace)
+    else:
+        raise UserError("Name a --profile and a --trace, or a --geometry.")
     settings = experiment.RegretSettings(
         clusters=clusters,
         servers=servers,
@@ -140,11 +141,8 @@ def regret(
         seed=seed,
     )
     seeds = range(seed, seed + clusters)
-    outcomes = experiment.measure_regret(
-        calibrated, spec, recorded, settings, track(seeds, "Clusters")
-    )
-    inputs = {"profile": calibrated.hash, "trace": recorded.hash, "model": spec.model_hash}
-    content = experiment.regret_json(settings, outcomes, inputs)
+    outcomes = experiment.measure_regret(tokens, settings, track(seeds, "Clusters"))
+    content = experiment.regret_json(settings, outcomes, tokens.inputs)
     Console().print(experiment.regret_table(content))
     if json_path is not None:
         write_json(json_path, content)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,20 +18,28 @@ from rich.table import Table
 
 import trimmoe
 from trimmoe.core.plan import Plan
-from trimmoe.core.profile import Profile
+from trimmoe.core.profile import Profile, load_profile
 from trimmoe.core.specs import IntArray, ModelSpec
-from trimmoe.core.trace import Trace
+from trimmoe.core.trace import Trace, load_trace
 from trimmoe.cost.clairvoyant import Exits, clairvoyant_bound
 from trimmoe.cost.model import Accounting
 from trimmoe.engine.step import Engine
 from trimmoe.experiments.methods import make_engine
+from trimmoe.experiments.opening import resolved
 from trimmoe.experiments.random_clusters import paper_cluster
 from trimmoe.experiments.variants import base_policy
+from trimmoe.models.load import model_spec
 from trimmoe.placement.make import PlanSettings, make_plan, paper
 from trimmoe.policy.settings import PolicySettings, WeightRule, exact
 from trimmoe.policy.settings import paper as paper_policy
 from trimmoe.policy.trim import TrimPolicy
+from trimmoe.simulator.generate import Parameters, generate_trace
+from trimmoe.simulator.generated_profile import generate_profile
+from trimmoe.simulator.geometries import find_geometry
 from trimmoe.simulator.replay import replay
+
+_SEQUENCES, _LENGTH = 32, 48
+"""Of generated traces."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,6 +54,49 @@ class RegretSettings:
     placement: str = "default"
     """`default`, or `paper`: the paper's placement with all layers at home."""
     seed: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Tokens:
+    """What is decided on: a model's profile and tokens with a known future."""
+
+    profile: Profile
+    model: ModelSpec
+    trace: Trace
+
+    @property
+    def inputs(self) -> dict[str, str]:
+        """Hashes of it."""
+        return {
+            "profile": self.profile.hash,
+            "trace": self.trace.hash,
+            "model": self.model.model_hash,
+        }
+
+
+def recorded_tokens(model: str, profile: Path, trace: Path) -> Tokens:
+    """A recording of a real model. Raises `UserError` unless all belong together."""
+    calibrated, recorded = load_profile(profile), load_trace(trace)
+    recorded.require_profile(calibrated.hash)
+    spec = model_spec(resolved(model), hashed=True)
+    calibrated.require_model(spec.model_hash, spec.name)
+    return Tokens(profile=calibrated, model=spec, trace=recorded)
+
+
+def generated_tokens(geometry: str, seed: int) -> Tokens:
+    """Tokens of a published geometry from the generator's assumptions. Raises `UserError`."""
+    model, parameters = find_geometry(geometry), Parameters()
+    profile = generate_profile(model, parameters, seed=seed)
+    trace = generate_trace(
+        model,
+        parameters,
+        sequences=_SEQUENCES,
+        length=_LENGTH,
+        seed=seed + 1,
+        structure_seed=seed,
+        profile_hash=profile.hash,
+    )
+    return Tokens(profile=profile, model=model, trace=trace)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,16 +131,9 @@ def policies(settings: RegretSettings) -> dict[str, PolicySettings]:
     }
 
 
-def measure_cluster(
-    plan: Plan,
-    profile: Profile,
-    model: ModelSpec,
-    trace: Trace,
-    settings: RegretSettings,
-    *,
-    seed: int,
-) -> Outcome:
+def measure_cluster(plan: Plan, tokens: Tokens, settings: RegretSettings, *, seed: int) -> Outcome:
     """Replay the trace under every policy on one plan."""
+    profile, model, trace = tokens.profile, tokens.model, tokens.trace
     rng = np.random.default_rng(seed)
     share = plan.cluster.access_share
     access = rng.choice(share.size, size=trace.sequence_count, p=share)
@@ -125,19 +170,15 @@ def _bound(engine: Engine, trace: Trace, access: IntArray, settings: RegretSetti
 
 
 def measure_regret(
-    profile: Profile,
-    model: ModelSpec,
-    trace: Trace,
-    settings: RegretSettings,
-    clusters: Iterable[int],
+    tokens: Tokens, settings: RegretSettings, clusters: Iterable[int]
 ) -> list[Outcome]:
     """One outcome per cluster seed in `clusters`."""
     placed = paper() if settings.placement == "paper" else PlanSettings()
     outcomes = []
     for seed in clusters:
         cluster = paper_cluster(seed, servers=settings.servers, memory_ratio=settings.memory_ratio)
-        plan = make_plan(profile, model, cluster, placed, cluster_hash=cluster.name)
-        outcomes.append(measure_cluster(plan, profile, model, trace, settings, seed=seed))
+        plan = make_plan(tokens.profile, tokens.model, cluster, placed, cluster_hash=cluster.name)
+        outcomes.append(measure_cluster(plan, tokens, settings, seed=seed))
     return outcomes
 
 
