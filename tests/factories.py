@@ -174,15 +174,15 @@ def _steadiness_fields(rng: np.random.Generator, model: ModelSpec, classes: int)
 def _substitution_fields(rng: np.random.Generator, model: ModelSpec, classes: int) -> dict:
     experts = model.expert_count
     shape = (model.layer_count, experts, experts)
-    by_class = (model.layer_count, classes, experts, experts)
+    by_class = (model.layer_count, classes, min(model.top_k, 2), experts, experts)
     itself = np.broadcast_to(np.eye(experts, dtype=bool), shape)
     direction = rng.normal(size=(model.layer_count, experts, 3))
     direction /= np.linalg.norm(direction, axis=-1, keepdims=True)
     similarity = np.clip(direction @ direction.transpose(0, 2, 1), -1.0, 1.0)
     similarity[itself] = 1.0
-    distance = (1.0 - similarity[:, None]) / 2.0
+    distance = (1.0 - similarity[:, None, None]) / 2.0
     loss = np.clip(distance * rng.uniform(0.1, 1.0, by_class), 0.0, 1.0)
-    loss[np.broadcast_to(itself[:, None], by_class)] = 0.0
+    loss[np.broadcast_to(itself[:, None, None], by_class)] = 0.0
     return {
         "similarity": similarity,
         "substitution_loss": loss,

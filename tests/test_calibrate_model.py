@@ -192,7 +192,7 @@ def test_the_profile_is_whole(profile: Profile) -> None:
         assert (curves.upper >= curves.mean).all()
         assert (np.diff(curves.upper, axis=1) <= 0).all()
         assert (curves.samples.sum(axis=(1, 2)) >= 120).all()
-    assert profile.substitution_loss.shape == (LAYERS, 4, EXPERTS, EXPERTS)
+    assert profile.substitution_loss.shape == (LAYERS, 4, 2, EXPERTS, EXPERTS)
     assert (np.diff(profile.substitution_loss, axis=1) <= 0).all()
     assert profile.steady_edges.shape == (LAYERS, 3)
     assert (np.diff(profile.steady_edges, axis=1) > 0).all()

@@ -148,6 +148,25 @@ def test_a_layer_with_few_substitutions_is_judged_with_its_nearest_neighbours() 
     assert far[1, 0, 0, 1] < 0.01
 
 
+def test_slots_are_judged_by_rank() -> None:
+    """A substitute that flips in the first slot and never in the others."""
+    bins = _pair_bins(1, 3)
+    samples = np.where(bins >= 0, 400, 0)[:, None, None].repeat(2, axis=2)
+    flips = samples * np.array([0.2, 0.0])[None, None, :, None, None]
+    losses = substitution.ranked_losses(
+        bins,
+        1,
+        (flips.astype(np.int64), samples),
+        pair_samples=10**6,
+        neighbours=0,
+        confidence=0.95,
+    )
+    assert losses.shape == (1, 1, 2, 3, 3)
+    apart = bins[0] >= 0
+    assert (losses[0, 0, 0][apart] > 0.2).all()
+    assert (losses[0, 0, 1][apart] < 0.01).all()
+
+
 def test_substitution_losses_do_not_rise_with_steadiness() -> None:
     bins = _pair_bins(1, 3)
     samples = np.where(bins >= 0, 400, 0)[:, None].repeat(3, axis=1)

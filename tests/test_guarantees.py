@@ -272,20 +272,22 @@ def true_loss(trajectory: Trajectory, profile: Profile, policy: PolicySettings) 
     if not policy.steadiness:
         share = profile.class_share
         skip, drop = skip.pooled(share), drop.pooled(share)
-        substitution = (share[:, :, None, None] * substitution).sum(1, keepdims=True)
+        substitution = (share[:, :, None, None, None] * substitution).sum(1, keepdims=True)
+    if not policy.slot_ranks:
+        substitution = profile.slots_alike(substitution)
     loss = 0.0
     for visit in trajectory.visits:
         at = visit.layer, visit.steadiness if policy.steadiness else 0
         if (visit.slot_expert < 0).all():
             loss += _curve_at(skip, at, visit.importance)
             continue
-        for target, expert, mass in zip(
-            visit.targets, visit.slot_expert, visit.masses, strict=True
-        ):
+        slots = zip(visit.targets, visit.slot_expert, visit.masses, strict=True)
+        for slot, (target, expert, mass) in enumerate(slots):
             if expert < 0:
                 loss += _curve_at(drop, at, mass)
             elif expert != target:
-                loss += float(substitution[at][target, expert])
+                rank = min(slot, substitution.shape[2] - 1)
+                loss += float(substitution[at][rank, target, expert])
     return loss
 
 

@@ -160,7 +160,7 @@ def measure_losses(
         view.spec.expert_count,
         classes,
     )
-    loss = substitution.substitution_losses(
+    loss = substitution.ranked_losses(
         experiments.pair_bin,
         settings.bins,
         counts,
@@ -173,7 +173,7 @@ def measure_losses(
         drop=skip if whole else fit(experiments.drop_edges, drops),
         similarity=experiments.similarity,
         substitution_loss=loss,
-        substitution_samples=counts[1][:, None],
+        substitution_samples=counts[1],
         feasible=experiments.feasible,
         report={
             "samples": {

@@ -58,6 +58,31 @@ def pair_bins(similarity: FloatArray, feasible: BoolArray, bins: int) -> IntArra
     return result
 
 
+def ranked_losses(
+    bins: IntArray,
+    bin_count: int,
+    counts: tuple[IntArray, IntArray],
+    *,
+    pair_samples: int,
+    neighbours: int,
+    confidence: float,
+) -> FloatArray:
+    """`substitution_losses` of every slot rank by itself, [N, B, R, E, E], like the `counts`."""
+    flips, samples = counts
+    ranks = [
+        substitution_losses(
+            bins,
+            bin_count,
+            (flips[:, :, rank], samples[:, :, rank]),
+            pair_samples=pair_samples,
+            neighbours=neighbours,
+            confidence=confidence,
+        )
+        for rank in range(flips.shape[2])
+    ]
+    return np.stack(ranks, axis=2)
+
+
 def substitution_losses(
     bins: IntArray,
     bin_count: int,
@@ -124,17 +149,19 @@ def _by_bin(values: IntArray, bins: IntArray, bin_count: int) -> IntArray:
 def pair_counts(
     activated: IntArray, changes: Changes, flipped: BoolArray, experts: int, classes: Classes
 ) -> tuple[IntArray, IntArray]:
-    """Flips and samples of each measured pair by class, [N, B, E, E] each.
+    """Flips and samples of each measured pair by class and slot rank, [N, B, R, E, E] each.
 
     `activated` [N, T, k] are the recorded sets that the changes (one substitute each) refer to.
     """
-    shape = (activated.shape[0], classes.count, experts, experts)
+    ranks = min(activated.shape[2], 2)
+    shape = (activated.shape[0], classes.count, ranks, experts, experts)
     flips, samples = np.zeros((2, *shape), dtype=np.int64)
     row = np.arange(changes.count)
     slot = changes.slots.argmax(axis=1)  # the only entry that is an expert; the rest is KEEP
     pair = (
         changes.layer,
         classes.of(changes),
+        np.minimum(slot, ranks - 1),
         activated[changes.layer, changes.token, slot],
         changes.slots[row, slot],
     )

@@ -4,8 +4,8 @@ All quality losses are flip rates: the fraction of calibration tokens whose next
 changes. Every rate that a guarantee leans on is stored as an upper confidence bound; the fields
 say which.
 
-Shapes: N MoE layers, E experts, k activated, d hidden, B steadiness classes, G bins of a loss
-curve, P patterns (activated sets), C centroids, T grid of exit thresholds.
+Shapes: N MoE layers, E experts, k activated, d hidden, B steadiness classes, R slot ranks, G bins
+of a loss curve, P patterns (activated sets), C centroids, T grid of exit thresholds.
 """
 
 from __future__ import annotations
@@ -106,9 +106,10 @@ class Profile:
     similarity: FloatArray
     """Sim_l(r, k): cosine of the router-logit columns centred per token, [N, E, E]."""
     substitution_loss: FloatArray
-    """Upper bound of Q_l(r, k) by class, zero on the diagonal, [N, B, E, E]."""
+    """Upper bound of Q_l(r, k) by class and rank, zero on the diagonal, [N, B, R, E, E]. Rank 0 is
+    the slot of largest mass, the last rank all others; R = 1 where they are not told apart."""
     substitution_samples: IntArray
-    """Measured substitutions behind each entry, [N, B, E, E]."""
+    """Measured substitutions behind each entry, the same shape."""
     feasible: BoolArray
     """k in R_{l,r} or k = r, [N, E, E]."""
 
@@ -179,6 +180,12 @@ class Profile:
         the conditional error it falls with p. Infinite, so that nothing exits, if none will do.
         """
         return exit_floor(self.exit_grid, self.exit_error_upper * self.exit_rate, risk)
+
+    def slots_alike(self, substitution_loss: FloatArray) -> FloatArray:
+        """Substitution losses [N, B, R, E, E] of slots whose rank is not looked at, R = 1."""
+        ranks = substitution_loss.shape[2]
+        slots = np.minimum(np.arange(self.top_k), ranks - 1)
+        return substitution_loss[:, :, slots].mean(2, keepdims=True)
 
     def require_model(self, model_hash: str, model_name: str) -> None:
         """Raise `UserError` unless the profile was made from the model with this hash."""

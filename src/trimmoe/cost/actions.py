@@ -88,7 +88,7 @@ class ActionSpace:
     hosts: BoolArray
     """x_{m,l,k}, [M, N, E]."""
     substitution_loss: FloatArray
-    """Q_l(r, k) by steadiness class, [N, B, E, E]."""
+    """Q_l(r, k) by steadiness class and slot rank, [N, B, R, E, E]."""
     feasible: BoolArray
     """k in V_{l,r}, [N, E, E]."""
     skip: LossCurves
@@ -107,9 +107,9 @@ class ActionSpace:
 
     @cached_property
     def substitutes(self) -> IntArray:
-        """Feasible substitutes of every expert, least lossy first, -1 padded, [N, B, E, R]."""
+        """Feasible substitutes of every expert, least lossy first, -1 padded, [N, B, E, S]."""
         experts = self.feasible.shape[1]
-        loss = np.where(self.feasible[:, None], self.substitution_loss, np.inf)
+        loss = np.where(self.feasible[:, None], self.substitution_loss.mean(2), np.inf)
         loss[..., np.arange(experts), np.arange(experts)] = np.inf
         limit = min(self.max_substitutes, experts - 1) if self.levers.substitute else 0
         order = np.argsort(loss, axis=-1, kind="stable")[..., :limit]
@@ -118,13 +118,20 @@ class ActionSpace:
 
     @cached_property
     def local_loss(self) -> FloatArray:
-        """Least loss of serving a target on a given server, inf if impossible, [M, N, B, E]."""
+        """Least loss of serving a target on a given server, inf if impossible, [M, N, B, R, E]."""
         experts = np.arange(self.hosts.shape[2])
         allowed = self.feasible if self.levers.substitute else np.zeros_like(self.feasible)
-        loss = np.where(allowed[:, None], self.substitution_loss, np.inf)
+        loss = np.where(allowed[:, None, None], self.substitution_loss, np.inf)
         loss[..., experts, experts] = 0.0
-        held = self.hosts[:, :, None, None, :]
+        held = self.hosts[:, :, None, None, None, :]
         return np.where(held, loss[None], np.inf).min(-1)
+
+    def served_locally(
+        self, layer: int, source: int, experts: IntArray, steadiness: IntArray
+    ) -> FloatArray:
+        """Least loss of running all slots of the activated sets [n, k] on their source, [n]."""
+        rank = np.minimum(np.arange(experts.shape[1]), self.substitution_loss.shape[2] - 1)
+        return self.local_loss[source, layer][steadiness[:, None], rank, experts].sum(-1)
 
     @cached_property
     def menu(self) -> Menu:
@@ -171,7 +178,7 @@ class ActionSpace:
         assert (destination is None) == (self.cost.accounting is Accounting.MIGRATE)
         ends = np.full(experts.shape[0], source), np.full(experts.shape[0], destination or 0)
         batch = as_batch(experts, masses, importance, steadiness, *ends)
-        local = self.local_loss[source, layer][steadiness[:, None], experts].sum(-1)
+        local = self.served_locally(layer, source, experts, steadiness)
         if destination is not None:
             return self._toward(layer, batch, local, first_at=None)
         everywhere = []

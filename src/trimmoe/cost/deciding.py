@@ -34,9 +34,9 @@ class Values(NamedTuple):
 @njit
 def local_loss_of(menu, layer, source, experts, steady):
     """Least loss of running all slots on the source, infinite if it cannot."""
-    total = 0.0
+    total, last_rank = 0.0, menu.local_loss.shape[3] - 1
     for j in range(experts.shape[0]):
-        total += menu.local_loss[source, layer, steady, experts[j]]
+        total += menu.local_loss[source, layer, steady, min(j, last_rank), experts[j]]
     return total
 
 

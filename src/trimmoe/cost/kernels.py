@@ -139,6 +139,7 @@ def _slot_options(menu, layer, tokens, i, source, destination, first_at, limit, 
     expert, server, delay, loss = room
     experts, steady = tokens.experts[i], tokens.steadiness[i]
     slots, stand_ins = experts.shape[0], menu.substitutes.shape[3]
+    last_rank = menu.substitution_loss.shape[2] - 1
     for j in range(slots):
         target = experts[j]
         for o in range(1 + stand_ins):
@@ -153,7 +154,7 @@ def _slot_options(menu, layer, tokens, i, source, destination, first_at, limit, 
             if runs < 0:
                 continue
             if o > 0:
-                loss[j, o] = menu.substitution_loss[layer, steady, target, runs]
+                loss[j, o] = menu.substitution_loss[layer, steady, min(j, last_rank), target, runs]
                 if loss[j, o] > limit:
                     continue
             if j == 0 and first_at >= 0:

@@ -248,9 +248,9 @@ def _typical(
     rows = tokens["importance"].size
     batch = as_batch(**tokens, source=np.full(rows, source), destination=np.full(rows, destination))
     actions = space.enumerate(layer, batch)
-    local = space.local_loss[source, layer][tokens["steadiness"][:, None], tokens["experts"]]
+    local = space.served_locally(layer, source, tokens["experts"], tokens["steadiness"])
     return _Typical(
         actions=actions,
         destination=np.zeros(actions.loss.shape, dtype=np.int64),
-        local_loss=local.sum(-1),
+        local_loss=local,
     )

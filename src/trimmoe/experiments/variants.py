@@ -64,6 +64,11 @@ VARIANTS = (
         change=lambda policy: replace(policy, steadiness=False),
     ),
     Variant(
+        name="one-rank",
+        what="substitutes charged alike in all slots",
+        change=lambda policy: replace(policy, slot_ranks=False),
+    ),
+    Variant(
         name="theta",
         what="(24): skips and drops only below the importance thresholds",
         change=lambda policy: replace(policy, importance_gate=True),

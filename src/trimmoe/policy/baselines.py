@@ -144,7 +144,8 @@ def masked_decision(
     ran[~same.any(2)] = wanted[~same.any(1)]
     source = observation.server
     destination, server = _placed(space, routes, observation, ran)
-    loss = space.substitution_loss[layer, _class(space, observation)[:, None], targets, ran]
+    rank = np.minimum(np.arange(targets.shape[1]), space.substitution_loss.shape[2] - 1)
+    loss = space.substitution_loss[layer, _class(space, observation)[:, None], rank, targets, ran]
     total = np.where(ran == targets, 0.0, loss).sum(1)
     exact = exact_decision(space, routes, observation)
     keeps = total > observation.allowance

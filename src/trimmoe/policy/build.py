@@ -94,7 +94,9 @@ def action_space(deployment: Deployment, profile: Profile, settings: PolicySetti
     skip, drop, substitution = profile.skip, profile.drop, profile.substitution_loss
     if not settings.steadiness:
         skip, drop = pooled
-        substitution = (share[:, :, None, None] * substitution).sum(1, keepdims=True)
+        substitution = (share[:, :, None, None, None] * substitution).sum(1, keepdims=True)
+    if not settings.slot_ranks:
+        substitution = profile.slots_alike(substitution)
     skip, drop = skip.inflated(settings.inflation), drop.inflated(settings.inflation)
     substitution = np.minimum(substitution * settings.inflation, 1.0)
     return ActionSpace(

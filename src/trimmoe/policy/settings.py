@@ -93,6 +93,9 @@ class PolicySettings:
     """Budget levels per D-bar in the look-ahead."""
     steadiness: bool = True
     """Whether losses depend on how steady the token is; off, all tokens are alike."""
+    slot_ranks: bool = True
+    """Whether a substitute in the slot of largest mass is charged apart from one in the others;
+    off, all slots are alike, as in the paper."""
     hazards: bool = True
     """Whether the look-ahead weighs exits by their measured chance; off, a token exits exactly at
     its predicted layer, as in the paper."""
@@ -125,6 +128,7 @@ def paper() -> PolicySettings:
         audit_share=0.0,
         allowance_levels=8,
         steadiness=False,
+        slot_ranks=False,
         hazards=False,
         price_start=False,
     )

@@ -145,7 +145,8 @@ def _flip_law(curves: LossCurves) -> tuple[float, float, float]:
 
 def _substitution_flip(profile: Profile, excess: float) -> float:
     """Slope of the mean loss of the least steady class over the distance (1 - Sim)/2."""
-    loss, distance = profile.substitution_loss[:, 0], (1.0 - profile.similarity) / 2.0
+    loss = profile.slots_alike(profile.substitution_loss)[:, 0, 0]
+    distance = (1.0 - profile.similarity) / 2.0
     apart = distance > _TINY
     slope = (loss[apart] * distance[apart]).sum() / max((distance[apart] ** 2).sum(), _TINY)
     return float(np.clip(slope / max(excess, _TINY), 0.0, 1.0))

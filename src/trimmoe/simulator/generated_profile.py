@@ -136,7 +136,8 @@ def _substitution(model: ModelSpec, parameters: Parameters, seed: int, tokens: i
     itself = np.broadcast_to(np.eye(experts, dtype=bool), similarity.shape)
     similarity[itself] = 1.0
     scale = parameters.substitution_flip * parameters.bound_excess * class_factors(parameters)
-    loss = np.minimum(scale[None, :, None, None] * (1.0 - similarity[:, None]) / 2.0, 1.0)
+    distance = (1.0 - similarity[:, None, None]) / 2.0
+    loss = np.minimum(scale[None, :, None, None, None] * distance, 1.0)  # of any slot
     return {
         "similarity": similarity,
         "substitution_loss": loss,

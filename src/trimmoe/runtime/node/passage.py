@@ -47,10 +47,12 @@ class Passage:
 def passage_of(space: ActionSpace) -> Passage:
     """The passage of prompts where decisions are made on `space`."""
     orphans: BoolArray = np.logical_not(space.hosts.any(axis=0))
-    layers, classes, experts = space.substitution_loss.shape[:3]
+    # Prompts are few and this happens only after failures: every slot is taken for the dearest.
+    substitution_loss = space.substitution_loss.max(2)
+    layers, classes, experts = substitution_loss.shape[:3]
     itself = np.broadcast_to(np.arange(experts), (layers, classes, experts))
     usable = space.feasible & ~orphans[:, None, :] & space.levers.substitute
-    loss = np.where(usable[:, None], space.substitution_loss, np.inf)
+    loss = np.where(usable[:, None], substitution_loss, np.inf)
     least = loss.min(3)
     found = np.where(np.isfinite(least), loss.argmin(3), NOBODY)
     return Passage(
