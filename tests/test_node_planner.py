@@ -149,6 +149,26 @@ async def test_small_changes_are_not_worth_an_engine() -> None:
         assert len(applied) == 2
 
 
+async def test_measurements_wait_while_the_planner_rests_but_lost_servers_and_routes_do_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Following the load must not become the load."""
+    monkeypatch.setattr(planner_module, "BUSY_SHARE", 1e-9)
+    async with planning(basis()) as (planner, applied):
+        planner.note(1, weather(waiting_s=0.75))
+        planner.look_ahead()
+        await asyncio.sleep(0.1)
+        assert len(applied) == 1
+        planner.want_lost(frozenset({2}))
+        await soon(planner.until_settled())
+        assert len(applied) == 2
+        # What was measured meanwhile comes along.
+        assert applied[-1].engine.cost.waiting_s.tolist() == [0.0, 0.75, 0.0, 0.0]
+        planner.want_route((3, 3, 0))
+        await soon(planner.until_settled())
+        assert len(applied) == 3
+
+
 async def test_without_measuring_the_plan_stands() -> None:
     async with planning(basis(), changed_share=None) as (planner, applied):
         planner.note(0, weather(delay_s=[None, 5.0, 5.0, 5.0], waiting_s=3.0))

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import math
 from collections.abc import Callable
 from concurrent.futures import Executor as Pool
 from dataclasses import replace
+from typing import TypeVar
 
 import numpy as np
 
@@ -22,6 +25,11 @@ from trimmoe.runtime.node.deployments import (
     prepared,
 )
 from trimmoe.runtime.node.messages import Weather
+
+Made = TypeVar("Made")
+BUSY_SHARE = 0.05
+"""Of the time, what following mere measurements may take. Value tables take the processor that
+tokens are computed with: unbounded, following the load would cause the load that is followed."""
 
 
 class Planner:
@@ -46,6 +54,10 @@ class Planner:
         self._extra: dict[Route, None] = {}
         self._weather: dict[int, Weather] = {}
         self._news, self._changed = asyncio.Event(), asyncio.Event()
+        self._urgent = asyncio.Event()
+        """Set while not `settled`."""
+        self._rests_until_s = -math.inf
+        """Until when mere measurements change nothing."""
         self.built: Built | None = None
         self.builds = 0
         self._looking: asyncio.Task[None] | None = None
@@ -99,6 +111,7 @@ class Planner:
         if route not in self._extra:
             self._extra[route] = None
             self._news.set()
+            self._mark_urgent()
 
     def note(self, server: int, weather: Weather) -> None:
         """What a server, perhaps this one, measures."""
@@ -107,13 +120,13 @@ class Planner:
 
     def look_ahead(self) -> None:
         """Have the tables made that feedback may ask for next; nothing if they are there."""
-        if self._looking is None or self._looking.done():
+        idle = self._looking is None or self._looking.done()
+        if idle and asyncio.get_running_loop().time() >= self._rests_until_s:
             self._looking = asyncio.create_task(self._look_ahead())
 
     async def _look_ahead(self) -> None:
         engine, feedback = self.in_force.engine, self._feedback()
-        loop = asyncio.get_running_loop()
-        better = await loop.run_in_executor(self._pool, prepared, engine, feedback)
+        better = await self._timed(lambda: prepared(engine, feedback))
         if better is not engine and self.in_force.engine is engine:
             self.built = replace(self.in_force, engine=better)
             self._apply(self.built)
@@ -121,11 +134,18 @@ class Planner:
     def _want(self, wanted: Conditions) -> None:
         unsettled = not self.settled
         self._wanted = self._measured(wanted)
+        self._mark_urgent()
         if self._is_due():
             self._news.set()
         if unsettled and self.settled:
             # What was wanted may be what is in force again before anything was built.
             self._changed.set()
+
+    def _mark_urgent(self) -> None:
+        if self.settled:
+            self._urgent.clear()
+        else:
+            self._urgent.set()
 
     def _is_due(self) -> bool:
         if self.built is None or not self.settled:
@@ -161,12 +181,28 @@ class Planner:
             await self._news.wait()
             # What belongs together comes in together.
             await asyncio.sleep(self._delay_s)
+            await self._rested()
             self._news.clear()
             if self._is_due() or not self.settled:
                 await self._build()
 
-    async def _build(self) -> None:
+    async def _rested(self) -> None:
+        """Return when measurements may be followed again, or something else is due."""
+        left_s = self._rests_until_s - asyncio.get_running_loop().time()
+        if left_s > 0:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._urgent.wait(), left_s)
+
+    async def _timed(self, make: Callable[[], Made]) -> Made:
+        """Run in the pool, and rest for so much longer than it took."""
         loop = asyncio.get_running_loop()
+        began_s = loop.time()
+        made = await loop.run_in_executor(self._pool, make)
+        now_s = loop.time()
+        self._rests_until_s = now_s + (now_s - began_s) * (1.0 / BUSY_SHARE - 1.0)
+        return made
+
+    async def _build(self) -> None:
         first = self.built is None
         # Those that are known come first and in order: accounts are kept by row.
         known = () if self.built is None else self.built.added
@@ -177,9 +213,10 @@ class Planner:
             feedback = built.engine.start().feedback if first else self._feedback()
             return replace(built, engine=prepared(built.engine, feedback))
 
-        built = await loop.run_in_executor(self._pool, made)
+        built = await self._timed(made)
         self.built = built
         self.builds += 1
+        self._mark_urgent()
         self._apply(built)
         self._changed.set()
 
