@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 
-from nodes import LINKS, Servers, read, replayed, request, running, tokens_of, world
+from nodes import LINKS, Servers, answers, read, replayed, request, running, tokens_of, world
 from serving import Tiny, open_tiny
 from tiny import LAYERS
 from trimmoe.core.ledger import Kind
 from trimmoe.core.plan import Plan
 from trimmoe.core.profile import Profile
 from trimmoe.models.exact import greedy
-from trimmoe.policy.settings import PRESETS
+from trimmoe.policy.settings import PRESETS, PolicySettings
 from trimmoe.runtime.sampling import Sampling
 from trimmoe.runtime.service import TokenEvent, TokenStream, Unavailable
 from wires import soon, until
@@ -179,11 +181,13 @@ async def test_an_expert_whose_host_died_runs_at_another(tiny: Tiny) -> None:
         assert tokens_of(head + rest) == expected(tiny, [3, 4, access], LONG)
 
 
-def orphaning(tiny: Tiny, loss: float) -> tuple[Profile, Plan]:
+def orphaning(
+    tiny: Tiny, loss: float, routes: Sequence[Sequence[int]] = ([0] * 4, [1] * 4)
+) -> tuple[Profile, Plan]:
     """When server 1 dies nobody holds expert 2 of layer 1 any more; any may stand in for it."""
-    profile, plan = world(tiny, servers=2, routes=[[0] * 4, [1] * 4])
+    profile, plan = world(tiny, servers=len(routes), routes=routes)
     hosts = np.ones_like(plan.hosts)
-    hosts[0, 1, 2] = False
+    hosts[:, 1, 2] = [server == 1 for server in range(len(routes))]
     substitution = np.full_like(profile.substitution_loss, loss)
     experts = np.arange(substitution.shape[2])
     substitution[..., experts, experts] = 0.0
@@ -212,6 +216,69 @@ async def test_an_expert_without_a_live_host_is_substituted_within_the_budget(ti
         assert (spent <= np.cumsum([ledger.budget for ledger in ledgers]) + 1e-9).all()
         assert sum(ledger.kinds[1, Kind.LOCAL_SUBSTITUTE] for ledger in ledgers) > 0
     assert (len(events), len(fresh)) == (60, 20)
+
+
+@pytest.mark.parametrize("prefill_chunk", [7, 64])
+async def test_stand_ins_for_a_prompts_experts_are_charged(tiny: Tiny, prefill_chunk: int) -> None:
+    """Wherever its layers run and however it is cut into chunks."""
+    loss, budget, prompt = 0.01, 0.2, list(range(40, 90))
+    profile, plan = orphaning(tiny, loss, routes=[[0, 0, 2, 2]] * 3)
+    policy = replace(PRESETS["substitute-only"](), budget=budget)
+    async with running(
+        tiny, profile=profile, plan=plan, policy=policy, prefill_chunk=prefill_chunk
+    ) as cluster:
+        await cluster.kill(1)
+        await until(lambda: all(1 in node.planner.lost for node in cluster.nodes.values()))
+        (made,) = await answers(cluster, [(0, request(prompt, 2))])
+        await cluster.all_free()
+    charged = made[0].ledger
+    assert charged is not None
+    assert charged.tokens == charged.hops == 0
+    # The tokens of the prompt whose router asks for the orphan, once each.
+    orphaned = routed_to(tiny, prompt, layer=1, expert=2)
+    assert 0 < orphaned < len(prompt)
+    assert charged.loss == pytest.approx(loss * orphaned)
+    assert charged.budget == pytest.approx(budget * orphaned)
+
+
+def routed_to(tiny: Tiny, prompt: list[int], *, layer: int, expert: int) -> int:
+    """How many tokens of a prompt activate an expert."""
+    view = tiny.view
+    cache = view.new_cache(slots=1)
+    with torch.inference_mode():
+        batch = view.batch(cache, (cache.alloc(),), [range(len(prompt))])
+        hidden = view.embed(batch.pad([tuple(prompt)]), batch)
+        for at in range(layer):
+            attended = batch.pack(view.attend(at, hidden, batch, cache))
+            routing = view.route(at, attended)
+            shared = view.shared(at, attended)
+            routed = view.experts(at, attended, routing.experts, routing.gates)
+            hidden = batch.unpack(view.finish(at, attended, shared, routed))
+        routing = view.route(layer, batch.pack(view.attend(layer, hidden, batch, cache)))
+    return int((routing.experts == expert).any(-1).sum())
+
+
+@pytest.mark.parametrize(
+    ("policy", "changes"),
+    [
+        (replace(PRESETS["substitute-only"](), budget=0.005), {}),
+        (replace(PRESETS["substitute-only"](), budget=0.2), {"quality_budget": 0.005}),
+        (replace(PRESETS["substitute-only"](), budget=0.2), {"quality_budget": 0.0}),
+        (replace(PRESETS["substitute-only"](), budget=0.2), {"exact": True}),
+        (PRESETS["exact"](), {}),
+    ],
+    ids=["dear", "dear request", "no budget", "exact request", "exact policy"],
+)
+async def test_a_prompt_that_no_stand_in_can_serve_within_its_budget_ends_with_a_clear_error(
+    tiny: Tiny, policy: PolicySettings, changes: dict
+) -> None:
+    profile, plan = orphaning(tiny, loss=0.01)
+    async with running(tiny, profile=profile, plan=plan, policy=policy, patience_s=0.0) as cluster:
+        await cluster.kill(1)
+        await until(lambda: 1 in cluster.nodes[0].planner.lost)
+        with pytest.raises(Unavailable, match="no substitute is within its quality budget"):
+            await answers(cluster, [(0, request(list(range(40, 90)), 20, **changes))])
+        await cluster.all_free()
 
 
 async def test_a_request_waits_a_while_for_the_only_host_to_come_back(tiny: Tiny) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import fields
 
 import msgspec
@@ -18,6 +19,7 @@ from trimmoe.core.ledger import Kind, Ledger
 from trimmoe.core.wave import NOT_PROBED, Wave
 from trimmoe.runtime.node.messages import (
     MESSAGE_TYPES,
+    ChargeSpec,
     Dispatch,
     Message,
     Onward,
@@ -38,6 +40,7 @@ from trimmoe.runtime.node.passengers import (
     pack_ledger,
     pack_wave,
     sealed,
+    unpack_charge,
     unpack_ledger,
     unpack_wave,
 )
@@ -76,6 +79,17 @@ def waves(draw: st.DrawFn) -> Wave:
         messages=rng.integers(MOST + 1, size=(count, servers, servers)),
         **real,
     )
+
+
+def test_a_prompts_charge_beyond_what_its_tokens_were_credited_is_refused() -> None:
+    shape = {"layer_count": 2, "server_count": 3, "hidden_bytes": 64}
+    ledger = unpack_charge(ChargeSpec(4, 0.07), 0.02, **shape)
+    assert (ledger.tokens, ledger.loss, ledger.budget) == (0, 0.07, 0.08)
+    # Four times a float's worth, summed, may come out a bit above four times it.
+    assert unpack_charge(ChargeSpec(3, 0.1 + 0.1 + 0.1), 0.1, **shape).loss <= 3 * 0.1
+    for loss in (0.081, -0.01, math.nan, math.inf):
+        with pytest.raises(MalformedPassengers):
+            unpack_charge(ChargeSpec(4, loss), 0.02, **shape)
 
 
 @given(waves())
@@ -208,6 +222,22 @@ NONSENSE: list[tuple[Message, tuple[torch.Tensor, ...]]] = [
     (
         Onward(layer=0, rows=one(), awaited=[[]], raw=[], probes=[-1], decoding=True, last=False),
         (HIDDEN_ROW,),
+    ),
+    *(
+        (
+            Onward(
+                layer=0,
+                rows=one(),
+                awaited=[[]],
+                raw=[],
+                probes=[-1],
+                decoding=False,
+                last=False,
+                spent=spent,
+            ),
+            (HIDDEN_ROW,),
+        )
+        for spent in ([0.1, 0.1], [-0.1], [math.nan], [math.inf])
     ),
     (Reserve(7, [0], SamplingSpec(0.0, 1.0, 0, 0, None), 0.0, True), ()),
     (Reserve(7, [0, 1, 2, 99], SamplingSpec(0.0, 1.0, 0, 0, None), 0.0, True), ()),

@@ -73,7 +73,8 @@ class TokenEvent:
     top_logprobs: tuple[tuple[int, float], ...] = ()
     """(token, logprob), best first."""
     ledger: Ledger | None = None
-    """What predicting it cost; None for the first, which the exactly run prompt predicts."""
+    """What predicting it cost; None for the first, which the prompt predicts, unless experts of
+    the prompt had to be substituted: then what that was charged."""
     finish_reason: FinishReason | None = None
     """Set on the last event of a stream, and only there."""
 

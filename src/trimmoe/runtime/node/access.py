@@ -30,7 +30,7 @@ from trimmoe.runtime.node.messages import (
     SamplingSpec,
     Token,
 )
-from trimmoe.runtime.node.passengers import unpack_ledger, unpack_receipt
+from trimmoe.runtime.node.passengers import unpack_charge, unpack_ledger, unpack_receipt
 from trimmoe.runtime.node.stalls import stalled
 from trimmoe.runtime.service import (
     GenerationRequest,
@@ -184,6 +184,8 @@ class Desk:
         if token.ledger is not None:
             ledger = unpack_ledger(token.ledger, **self._room.ledger_shape)
             job.credit += ledger.budget - ledger.loss
+        elif token.charge is not None:
+            ledger = unpack_charge(token.charge, self._quality(job)[0], **self._room.ledger_shape)
         job.tokens.append(token.token)
         reason = None
         if token.token in job.request.stop_ids:

@@ -6,6 +6,7 @@ must not take the others down.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -114,6 +115,8 @@ def _is_onward(geometry: Geometry, message: Onward) -> bool:
         and raw == sorted(set(raw))
         and all(0 <= row < message.rows.total for row in raw)
         and not message.rows.offsets
+        and len(message.spent) in (0, message.rows.total)
+        and all(0.0 <= loss < math.inf for loss in message.spent)
         and (not message.decoding or set(message.rows.counts) == {1})
     )
 

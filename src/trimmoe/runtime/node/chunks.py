@@ -11,7 +11,7 @@ from torch import Tensor
 
 from trimmoe.runtime.node.completion import to_users, token_of
 from trimmoe.runtime.node.executor import Executor, Outcome
-from trimmoe.runtime.node.messages import Parcel, Partial, Rows
+from trimmoe.runtime.node.messages import ChargeSpec, Parcel, Partial, Rows
 from trimmoe.runtime.node.passage import Passage
 from trimmoe.runtime.node.shipping import Cargo, Split, dispatched, onward
 from trimmoe.runtime.node.units import Unit
@@ -43,7 +43,8 @@ class Slots:
 def pass_layer(worker: Executor, passage: Passage, layer: int, unit: Unit) -> Outcome:
     """One chunk through a layer, every expert exact, at the hosts of least delay.
 
-    Stand-ins run for experts without a live host, if the request's budget allows them.
+    Stand-ins run for experts without a live host, where the request's budget allows them: a token
+    of the prompt is credited what a generated one is, and what it does not spend lapses.
     """
     view, here = worker.view, worker.server
     batch = worker.batch([unit])
@@ -59,11 +60,13 @@ def pass_layer(worker: Executor, passage: Passage, layer: int, unit: Unit) -> Ou
     experts = routing.experts.cpu().numpy()
     if passage.orphans[layer][experts].any():
         classes = worker.observer.steadiness(layer, attended)
-        stand_ins = passage.stood_in(layer, experts, classes, unit.seat.budget)
-        if stand_ins is None:
+        spent = np.zeros(unit.count) if unit.spent is None else unit.spent
+        found = passage.stood_in(layer, experts, classes, unit.seat.budget - spent)
+        if found is None:
             outcome.stranded.append(unit)
             return outcome
-        experts = stand_ins
+        experts, loss = found
+        unit.spent = spent + loss
     split = Split.of(
         experts,
         passage.server[layer, here, destination][experts],
@@ -100,9 +103,14 @@ def end_chunk(worker: Executor, unit: Unit) -> Outcome:
     batch, view = worker.batch([unit]), worker.view
     hidden = view.tail(batch.unpack(unit.states()), batch, worker.cache)
     outcome = Outcome(written=[(unit, view.spec.layer_count)])
+    seat = unit.seat
+    if unit.spent is not None:
+        seat.charged_tokens += int(np.count_nonzero(unit.spent))
+        seat.charged_loss += float(unit.spent.sum())
     if unit.last:
         logits = view.logits(batch.last(hidden))[0]
-        outcome.parcels = to_users([unit], [token_of(unit, logits)])
+        charge = ChargeSpec(seat.charged_tokens, seat.charged_loss) if seat.charged_tokens else None
+        outcome.parcels = to_users([unit], [token_of(unit, logits, charge=charge)])
     return outcome
 
 

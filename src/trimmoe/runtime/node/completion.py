@@ -12,6 +12,7 @@ from torch import Tensor
 from trimmoe.core.events import Complete
 from trimmoe.runtime.node.messages import (
     NO_TOKEN,
+    ChargeSpec,
     LedgerSpec,
     Parcel,
     Propagate,
@@ -62,6 +63,7 @@ def token_of(
     ledger: LedgerSpec | None = None,
     receipt: ReceiptSpec | None = None,
     agrees: bool | None = None,
+    charge: ChargeSpec | None = None,
 ) -> Token:
     """The token drawn after the unit's last row."""
     position = unit.start + unit.count
@@ -75,6 +77,7 @@ def token_of(
         ledger=ledger,
         receipt=receipt,
         agrees=agrees,
+        charge=charge,
     )
 
 

@@ -180,6 +180,7 @@ class Floor:
                 row=index,
                 probe=message.probes[index],
                 last=message.last,
+                spent=np.array(message.spent[where]) if message.spent else None,
             )
             own = {OWN_RAW} if raw.intersection(range(where.start, where.stop)) else set()
             self._gathered(self.gather.expect(unit, own.union(message.awaited[index])))

@@ -157,6 +157,8 @@ class Onward(Message, frozen=True, tag="onward"):
     """Whether these are generated tokens; otherwise one chunk of a prompt."""
     last: bool
     """Whether the chunk is the prompt's last."""
+    spent: list[float] = []
+    """Quality loss of each row of a chunk so far, where stand-ins ran; empty if none did."""
     wave: bytes = b""
 
 
@@ -192,6 +194,15 @@ class ReceiptSpec(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_f
     exit_confidence: float | None
 
 
+class ChargeSpec(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """What stand-ins for experts without a live host cost a prompt."""
+
+    tokens: int
+    """Of the prompt, that any of them ran for."""
+    loss: float
+    """Summed over those tokens."""
+
+
 class Token(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """The token that goes to `position` of a sequence."""
 
@@ -205,6 +216,8 @@ class Token(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
     """None if the account was settled where it is kept."""
     agrees: bool | None
     """Whether full depth agreed with an audited exit."""
+    charge: ChargeSpec | None = None
+    """Of the prompt that this token follows, if there is any."""
 
 
 class Tokens(Message, frozen=True, tag="tokens"):

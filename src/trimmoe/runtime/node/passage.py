@@ -27,21 +27,21 @@ class Passage:
     """Quality loss of the stand-in, [N, B, E]."""
 
     def stood_in(
-        self, layer: int, experts: IntArray, classes: IntArray, budget: float
-    ) -> IntArray | None:
-        """The experts [n, k] with stand-ins for orphans, None if that is beyond the budget.
+        self, layer: int, experts: IntArray, classes: IntArray, left: FloatArray
+    ) -> tuple[IntArray, FloatArray] | None:
+        """The experts [n, k] with stand-ins for orphans and what those cost each token, [n].
 
-        A prompt's token is held to what a generated one is credited, split evenly over layers,
-        so that no account of a prompt has to travel.
+        None if an orphan has no stand-in, or if one costs a token more than what is `left` of its
+        budget, [n].
         """
-        if budget <= 0:
-            return None
         classes = np.minimum(classes, self.stand_in.shape[1] - 1)[:, None]
         chosen = self.stand_in[layer][classes, experts]
         loss = self.loss[layer][classes, experts].sum(1)
-        if (chosen == NOBODY).any() or (loss > budget / self.server.shape[0]).any():
+        stands_in = (chosen != experts).any(1)
+        # Without a budget a request is exact, even where a stand-in is taken to cost nothing.
+        if (chosen == NOBODY).any() or (stands_in & ((loss > left) | (left <= 0))).any():
             return None
-        return chosen
+        return chosen, loss
 
 
 def passage_of(space: ActionSpace) -> Passage:

@@ -6,6 +6,7 @@ Every row is a fixed record, so packing many rows is one copy per column.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -15,7 +16,14 @@ import numpy as np
 from trimmoe.core.events import Receipt
 from trimmoe.core.ledger import Kind, Ledger
 from trimmoe.core.wave import Wave
-from trimmoe.runtime.node.messages import LedgerSpec, Onward, Parcel, ReceiptSpec, Start
+from trimmoe.runtime.node.messages import (
+    ChargeSpec,
+    LedgerSpec,
+    Onward,
+    Parcel,
+    ReceiptSpec,
+    Start,
+)
 
 _FLOATS = (
     "draws",
@@ -135,6 +143,21 @@ def unpack_ledger(
         budget=packed.budget,
         audits=packed.audits,
     )
+
+
+def unpack_charge(
+    charge: ChargeSpec, budget: float, *, layer_count: int, server_count: int, hidden_bytes: int
+) -> Ledger:
+    """A prompt's stand-ins as a ledger of no generated token; raises `MalformedPassengers`.
+
+    Each token that any ran for was credited `budget`, and nothing is left of it.
+    """
+    credited = charge.tokens * budget
+    # A sum of as many floats may miss its bound by their rounding.
+    if not 0.0 <= charge.loss <= credited * (1.0 + 1e-9):
+        raise MalformedPassengers("charge")
+    empty = Ledger.empty(layer_count, server_count, hidden_bytes)
+    return replace(empty, loss=min(charge.loss, credited), budget=credited)
 
 
 def pack_receipt(receipt: Receipt) -> ReceiptSpec:

@@ -52,6 +52,9 @@ class Seat:
     open: bool = True
     parked: dict[int, list[Any]] = field(default_factory=dict)
     """Units that came to a layer before the states they attend to."""
+    charged_tokens: int = 0
+    """Of the prompt, that stand-ins ran for; counted after the last layer."""
+    charged_loss: float = 0.0
     dispatched: dict[int, int] = field(default_factory=dict)
     """Last position of which slots were sent to a server."""
     worked_s: float = -math.inf

@@ -190,6 +190,7 @@ def _onward(
             probes=[unit.probe for unit in units],
             decoding=wave is not None,
             last=units[0].last,
+            spent=[] if units[0].spent is None else units[0].spent.tolist(),
         ),
         tensors=(hidden, *slots),
         wave=wave,

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from trimmoe.core.specs import FloatArray
 from trimmoe.core.wave import Wave, join_waves
 from trimmoe.runtime.node.messages import NO_TOKEN, Rows
 from trimmoe.runtime.node.sequences import Seat
@@ -48,6 +49,8 @@ class Unit:
     """Its index in `wave`, which it may share with others."""
     probe: int = NO_TOKEN
     last: bool = False
+    spent: FloatArray | None = None
+    """Quality loss of each row of a chunk so far, [count]; None if no stand-in has run."""
 
     @property
     def sequences(self) -> tuple[int, ...]:
