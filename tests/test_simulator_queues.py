@@ -19,7 +19,7 @@ from trimmoe.simulator.arrivals import Source
 from trimmoe.simulator.heap import pop, push
 from trimmoe.simulator.measure import Sample, estimate
 from trimmoe.simulator.settings import Load, Prefill, SimulationSettings
-from trimmoe.simulator.world import EXPERTS, HEAP_SIZE, make_state, with_room
+from trimmoe.simulator.world import DENSE, HEAP_SIZE, make_state, with_room
 
 SERVICE_S = 0.01
 
@@ -82,8 +82,8 @@ def test_bursts_wait_longer_than_poisson() -> None:
 
 
 def batches(sample: Sample) -> tuple[int, int]:
-    """Batches and units that the experts of the first server served."""
-    count, units = sample.after.served[0, EXPERTS].tolist()
+    """Batches and units that the first server served."""
+    count, units = sample.after.served[0, DENSE].tolist()
     return count, units
 
 

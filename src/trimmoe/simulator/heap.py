@@ -19,9 +19,10 @@ if TYPE_CHECKING:
 else:
     import numba
 
-    njit = numba.njit(cache=True, nogil=True)
-    # Handing some thirty arrays to a function costs more than most of these do.
-    inlined = numba.njit(cache=True, nogil=True, forceinline=True)
+    # Nothing compiled here makes an array; counting references to some forty of them, atomically
+    # and at every access, takes ten times as long as all the rest.
+    njit = numba.njit(cache=True, nogil=True, _nrt=False)
+    inlined = numba.njit(cache=True, nogil=True, _nrt=False, forceinline=True)
 
 _PRIORITY = 1 << 52
 """A ticket is smaller."""

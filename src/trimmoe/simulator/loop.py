@@ -1,13 +1,15 @@
 """The compiled event loop, part two: tokens, links, and what follows what.
 
 Nothing is decided here. Servers start when all events of an instant have happened, so that what
-is ready at one server for one layer at one instant is one batch.
+is ready at one server for one layer at one instant is one batch. As in `runtime.node`, whatever
+enters, ends or goes on to another layer does so between two batches of its server; dispatches
+leave after the dense part of a batch, whose slots on the same server follow at once.
 """
 
 from __future__ import annotations
 
 from trimmoe.simulator.heap import inlined, njit, pop, push
-from trimmoe.simulator.service import free, ready, start_all, wake
+from trimmoe.simulator.service import enter, free, is_dense, quick, ready, serve, take, wake
 from trimmoe.simulator.world import (
     AREA,
     DENSE,
@@ -30,6 +32,7 @@ from trimmoe.simulator.world import (
     NEXT_REQUEST,
     NONE,
     NOW,
+    OWN,
     OWNER,
     PART,
     REQUEST,
@@ -55,17 +58,16 @@ def run_until(world, rows, asked, state, end_s):
     numbers = state.numbers
     while True:
         over = numbers[HEAP_SIZE] == 0
-        if numbers[DUE] > 0 and (over or state.heap_time[0] > state.clock[NOW]):
-            start_all(world, rows, asked, state)
-            continue
-        if over or state.heap_time[0] >= end_s:
+        starts = numbers[DUE] > 0 and (over or state.heap_time[0] > state.clock[NOW])
+        if not starts and (over or state.heap_time[0] >= end_s):
             break
         code, now = state.heap_what[0], state.heap_time[0]
         kind, what = code & 7, code >> 3
-        if kind == TOKEN and asked.first[what] == NONE:
-            return STARVED
-        if kind == REQUEST and what >= asked.access.size:
-            return NEEDS_REQUESTS
+        if not starts:
+            if kind == TOKEN and asked.first[what] == NONE:
+                return STARVED
+            if kind == REQUEST and what >= asked.access.size:
+                return NEEDS_REQUESTS
         room = (numbers[IN_FLIGHT] + 2) * (servers + 4) + 4 * servers
         if min(numbers[FREE_ENTRIES], numbers[FREE_MESSAGES]) < room:
             return NEEDS_ROOM
@@ -73,6 +75,9 @@ def run_until(world, rows, asked, state, end_s):
             return NEEDS_ROOM
         if numbers[LOGGED] + numbers[IN_FLIGHT] + 2 > state.log.shape[0]:
             return LOG_FULL
+        if starts:
+            _start_all(world, rows, asked, state)
+            continue
         pop(state)
         state.clock[AREA] += numbers[IN_FLIGHT] * (now - state.clock[NOW])
         state.clock[NOW] = now
@@ -91,6 +96,44 @@ def run_until(world, rows, asked, state, end_s):
 
 
 @njit
+def _start_all(world, rows, asked, state):
+    """Everything of this instant has happened: idle servers see what there is to do."""
+    numbers, due = state.numbers, state.due
+    count = numbers[DUE]
+    for at in range(count):
+        numbers[EVENTS] += 1
+        server = due[at]
+        state.starting[server] = False
+        if state.quick_first[server] != NONE:
+            _go_on(world, rows, asked, state, server)
+            # What that led to may be part of the next batch.
+            wake(state, server)
+        else:
+            take(world, rows, asked, state, server)
+    numbers[DUE] -= count
+    for at in range(numbers[DUE]):
+        due[at] = due[at + count]
+
+
+@njit
+def _go_on(world, rows, asked, state, server):
+    """Units that only waited for the server to be free enter, go on or end."""
+    entry = state.quick_first[server]
+    state.quick_first[server] = state.quick_last[server] = NONE
+    while entry != NONE:
+        unit, following = state.entry_unit[entry], state.entry_next[entry]
+        free(state, entry)
+        row, layer, since_s = asked.row[unit], asked.layer[unit], state.entry_ready_s[entry]
+        if layer == 0:
+            _set_out(world, rows, asked, state, unit, since_s)
+        elif layer < rows.layers[row]:
+            ready(asked, state, server, DENSE, layer, unit, since_s)
+        else:
+            _completed(world, asked, state, server, unit)
+        entry = following
+
+
+@njit
 def _requested(world, asked, state, request):
     """A request enters; in the open loop it brings the next one's arrival."""
     state.numbers[RUNNING] += 1
@@ -103,18 +146,28 @@ def _requested(world, asked, state, request):
 
 @njit
 def _begun(world, rows, asked, state, request):
-    """The next unit of a request leaves its access server for the first layer's."""
+    """The next unit of a request: a token waits for its access server, a prompt for nobody."""
     row = asked.first[request]
     asked.first[request] = rows.after[row]
     asked.ahead[request] -= 1
     asked.row[request], asked.layer[request] = row, 0
     asked.began_s[request] = state.clock[NOW]
     state.numbers[IN_FLIGHT] += 1
-    source, target = asked.access[request], int(rows.place[row, 0])
-    if source == target:
-        ready(state, target, DENSE, 0, request)
+    if asked.done[request] < asked.prompts[request]:
+        _set_out(world, rows, asked, state, request, state.clock[NOW])
     else:
-        _send(world, state, TOKEN_IN, source, target, 0, NONE, 0, 0, _size(rows, row), request)
+        quick(state, asked.access[request], request)
+
+
+@inlined
+def _set_out(world, rows, asked, state, unit, since_s):
+    """A unit leaves its access server for the first layer's."""
+    row = asked.row[unit]
+    source, target = asked.access[unit], int(rows.place[row, 0])
+    if source == target:
+        ready(asked, state, target, DENSE, 0, unit, since_s)
+    else:
+        _send(world, state, TOKEN_IN, source, target, 0, NONE, 0, 0, _size(rows, row), unit)
 
 
 @inlined
@@ -135,11 +188,18 @@ def _done(world, rows, asked, state, server):
     state.batch_first[server] = NONE
     state.group_first[:] = NONE
     state.group_vectors[:] = 0
+    own, own_last = NONE, NONE
     while entry != NONE:
         unit, following = state.entry_unit[entry], state.entry_next[entry]
         free(state, entry)
-        if kind == DENSE:
-            _fan_out(world, rows, asked, state, server, unit)
+        if is_dense(kind):
+            if _fan_out(world, rows, asked, state, server, unit):
+                mine = enter(state, unit)
+                if own == NONE:
+                    own = mine
+                else:
+                    state.entry_next[own_last] = mine
+                own_last = mine
         else:
             _gather(world, rows, asked, state, server, unit)
         entry = following
@@ -151,15 +211,16 @@ def _done(world, rows, asked, state, server):
                 taking = state.group_vectors[0, group, target]
                 counted = state.group_vectors[1, group, target]
                 _send(world, state, role, server, target, layer, first, taking, counted, 0, NONE)
-    wake(state, server)
+    if own != NONE:
+        serve(world, rows, asked, state, server, own, OWN, layer)
+    else:
+        wake(state, server)
 
 
 @inlined
 def _join(state, group, target, unit, taking, counted):
     """Add a unit to the message of this moment to `target`."""
-    state.numbers[FREE_ENTRIES] -= 1
-    entry = state.free_entries[state.numbers[FREE_ENTRIES]]
-    state.entry_unit[entry] = unit
+    entry = enter(state, unit)
     state.entry_next[entry] = state.group_first[group, target]
     state.group_first[group, target] = entry
     state.group_vectors[0, group, target] += taking
@@ -177,8 +238,8 @@ def _uses(rows, row, layer, server):
 
 @inlined
 def _fan_out(world, rows, asked, state, server, unit):
-    """After attention and router: dispatches, work here, and the residual; see
-    `cost.model.layer_messages` for which of them are one message."""
+    """After attention and router: dispatches and the residual; see `cost.model.layer_messages`
+    for which of them are one message. Whether there are slots here."""
     row, layer, used = asked.row[unit], asked.layer[unit], state.used
     target = int(rows.place[row, layer + 1])
     used[:] = 0
@@ -203,15 +264,13 @@ def _fan_out(world, rows, asked, state, server, unit):
             parts += 1
     asked.pending[unit] = parts
     for place in range(used.size):
-        if used[place] > 0:
-            if place == server:
-                ready(state, server, EXPERTS, layer, unit)
-            else:
-                _join(state, 0, place, unit, used[place], used[place])
+        if used[place] > 0 and place != server:
+            _join(state, 0, place, unit, used[place], used[place])
     if residuals > 0:
         _join(state, 1, target, unit, residuals, residuals)
     elif parts == 0:
-        _gathered(world, rows, asked, state, target, unit)
+        _gathered(rows, asked, state, target, unit)
+    return used[server] > 0
 
 
 @inlined
@@ -220,7 +279,7 @@ def _gather(world, rows, asked, state, server, unit):
     row, layer = asked.row[unit], asked.layer[unit]
     target, source = int(rows.place[row, layer + 1]), int(rows.place[row, layer])
     if server == target:
-        _part(world, rows, asked, state, target, unit)
+        _part(rows, asked, state, target, unit)
         return
     taking, counted = 0, 0
     while row != NONE:
@@ -234,21 +293,22 @@ def _gather(world, rows, asked, state, server, unit):
 
 
 @inlined
-def _part(world, rows, asked, state, server, unit):
+def _part(rows, asked, state, server, unit):
     asked.pending[unit] -= 1
     if asked.pending[unit] == 0:
-        _gathered(world, rows, asked, state, server, unit)
+        _gathered(rows, asked, state, server, unit)
 
 
 @inlined
-def _gathered(world, rows, asked, state, server, unit):
-    """A layer's result is whole: on to the next layer, or back to the user."""
+def _gathered(rows, asked, state, server, unit):
+    """A layer's result is whole. Whether a token goes on is for the server to find out; a prompt
+    does, unless it is through."""
     asked.layer[unit] += 1
     layer = asked.layer[unit]
-    if layer < rows.layers[asked.row[unit]]:
-        ready(state, server, DENSE, layer, unit)
+    if asked.done[unit] < asked.prompts[unit] and layer < rows.layers[asked.row[unit]]:
+        ready(asked, state, server, DENSE, layer, unit, state.clock[NOW])
     else:
-        _completed(world, asked, state, server, unit)
+        quick(state, server, unit)
 
 
 @njit
@@ -325,14 +385,14 @@ def _delivered(world, rows, asked, state, at):
     state.free_messages[state.numbers[FREE_MESSAGES]] = at
     state.numbers[FREE_MESSAGES] += 1
     if role == TOKEN_IN:
-        ready(state, server, DENSE, 0, owner)
+        ready(asked, state, server, DENSE, 0, owner, state.clock[NOW])
     elif role == TOKEN_BACK:
         _finished(world, asked, state, owner)
     while entry != NONE:
         unit, following = state.entry_unit[entry], state.entry_next[entry]
         free(state, entry)
         if role == DISPATCH:
-            ready(state, server, EXPERTS, layer, unit)
+            ready(asked, state, server, EXPERTS, layer, unit, state.clock[NOW])
         else:
-            _part(world, rows, asked, state, server, unit)
+            _part(rows, asked, state, server, unit)
         entry = following

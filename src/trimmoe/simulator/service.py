@@ -1,36 +1,72 @@
-"""The compiled event loop, part one: queues of servers and the batches they take."""
+"""The compiled event loop, part one: queues of servers and the batches they take.
+
+A server works as `runtime.node.scheduler` has it: quick steps first, then tokens and prompts in
+turns, on either side what has waited longest, with all that is ready for the same layer.
+"""
 
 from __future__ import annotations
 
+from trimmoe.cost import batching
 from trimmoe.simulator.heap import inlined, njit, push
 from trimmoe.simulator.world import (
+    CHUNK,
     DENSE,
     DONE,
     DUE,
-    EVENTS,
-    EXPERTS,
     FREE_ENTRIES,
     NONE,
     NOW,
     TICKET,
 )
 
+_batch_s = inlined(batching.batch_s)
+
 
 @inlined
-def ready(state, server, kind, layer, unit):
-    """Queue a unit at a server."""
+def enter(state, unit):
+    """A fresh entry of a unit."""
     state.numbers[FREE_ENTRIES] -= 1
     entry = state.free_entries[state.numbers[FREE_ENTRIES]]
     state.entry_unit[entry], state.entry_next[entry] = unit, NONE
-    state.entry_ready_s[entry] = state.clock[NOW]
+    return entry
+
+
+@inlined
+def free(state, entry):
+    state.free_entries[state.numbers[FREE_ENTRIES]] = entry
+    state.numbers[FREE_ENTRIES] += 1
+
+
+@inlined
+def ready(asked, state, server, kind, layer, unit, since_s):
+    """Queue a unit at a server, a prompt's by itself; it has waited since then."""
+    if asked.done[unit] < asked.prompts[unit]:
+        kind += CHUNK
+    entry = enter(state, unit)
+    state.entry_ready_s[entry] = since_s
     state.entry_ticket[entry] = state.numbers[TICKET]
     state.numbers[TICKET] += 1
     last = state.queue_last[server, kind, layer]
     if last == NONE:
         state.queue_first[server, kind, layer] = entry
+        _line_up(state, server, kind, layer)
     else:
         state.entry_next[last] = entry
     state.queue_last[server, kind, layer] = entry
+    wake(state, server)
+
+
+@inlined
+def quick(state, server, unit):
+    """Have a unit go on as soon as the server is free."""
+    entry = enter(state, unit)
+    state.entry_ready_s[entry] = state.clock[NOW]
+    last = state.quick_last[server]
+    if last == NONE:
+        state.quick_first[server] = entry
+    else:
+        state.entry_next[last] = entry
+    state.quick_last[server] = entry
     wake(state, server)
 
 
@@ -44,50 +80,87 @@ def wake(state, server):
 
 
 @inlined
-def free(state, entry):
-    state.free_entries[state.numbers[FREE_ENTRIES]] = entry
-    state.numbers[FREE_ENTRIES] += 1
+def _line_up(state, server, kind, layer):
+    """A queue that was empty is behind all others."""
+    side, queue = kind // CHUNK, kind * state.queue_first.shape[2] + layer
+    state.line_next[server, queue] = NONE
+    last = state.line_last[server, side]
+    if last == NONE:
+        state.line_first[server, side] = queue
+    else:
+        state.line_next[server, last] = queue
+    state.line_last[server, side] = queue
+
+
+@inlined
+def _line_up_again(state, server, kind, layer):
+    """A queue that was not emptied: those whose first entry has waited longer come before it."""
+    layers = state.queue_first.shape[2]
+    side, queue = kind // CHUNK, kind * layers + layer
+    ticket = state.entry_ticket[state.queue_first[server, kind, layer]]
+    before, after = NONE, state.line_first[server, side]
+    while after != NONE:
+        first = state.queue_first[server, after // layers, after % layers]
+        if state.entry_ticket[first] > ticket:
+            break
+        before, after = after, state.line_next[server, after]
+    state.line_next[server, queue] = after
+    if before == NONE:
+        state.line_first[server, side] = queue
+    else:
+        state.line_next[server, before] = queue
+    if after == NONE:
+        state.line_last[server, side] = queue
 
 
 @njit
-def start_all(world, rows, asked, state):
-    """Everything of this instant has happened: idle servers take what there is."""
-    for at in range(state.numbers[DUE]):
-        state.numbers[EVENTS] += 1
-        _started(world, rows, asked, state, state.due[at])
-    state.numbers[DUE] = 0
-
-
-@njit
-def _started(world, rows, asked, state, server):
-    """Take what waits for the layer of the unit that has waited longest, as one batch."""
-    state.starting[server] = False
-    oldest, chosen, at = -1, DENSE, 0
-    for kind in range(2):
-        for layer in range(state.queue_first.shape[2]):
-            entry = state.queue_first[server, kind, layer]
-            if entry != NONE and (oldest < 0 or state.entry_ticket[entry] < oldest):
-                oldest, chosen, at = state.entry_ticket[entry], kind, layer
-    if oldest < 0:
+def take(world, rows, asked, state, server):
+    """An idle server takes what waits for the layer of the unit that has waited longest, if there
+    is any, as one batch."""
+    line = state.line_first[server]
+    side = int(line[1] != NONE and (state.prompts_turn[server] or line[0] == NONE))
+    queue = state.line_first[server, side]
+    if queue == NONE:
         return
-    now, first = state.clock[NOW], state.queue_first[server, chosen, at]
+    state.prompts_turn[server] = side == 0
+    state.line_first[server, side] = state.line_next[server, queue]
+    if state.line_first[server, side] == NONE:
+        state.line_last[server, side] = NONE
+    layers = state.queue_first.shape[2]
+    kind, layer = queue // layers, queue % layers
+    now, first = state.clock[NOW], state.queue_first[server, kind, layer]
+    most = 1 if kind == CHUNK else world.max_batch
     entry, last, taken = first, first, 0
-    while entry != NONE and taken < world.max_batch:
-        state.waited_s[server, chosen] += now - state.entry_ready_s[entry]
+    while entry != NONE and taken < most:
+        state.waited_s[server, kind] += now - state.entry_ready_s[entry]
         taken += 1
         last, entry = entry, state.entry_next[entry]
     state.entry_next[last] = NONE
-    state.queue_first[server, chosen, at] = entry
+    state.queue_first[server, kind, layer] = entry
     if entry == NONE:
-        state.queue_last[server, chosen, at] = NONE
+        state.queue_last[server, kind, layer] = NONE
+    else:
+        _line_up_again(state, server, kind, layer)
+    state.served[server, kind, 0] += 1
+    state.served[server, kind, 1] += taken
+    serve(world, rows, asked, state, server, first, kind, layer)
+
+
+@njit
+def serve(world, rows, asked, state, server, first, kind, layer):
+    """Begin a batch."""
     state.batch_first[server] = first
-    state.batch_kind[server], state.batch_layer[server] = chosen, at
+    state.batch_kind[server], state.batch_layer[server] = kind, layer
     service_s = _service_s(world, rows, asked, state, server)
-    state.served[server, chosen, 0] += 1
-    state.served[server, chosen, 1] += taken
     state.busy_s[server] += service_s
-    state.serving_until_s[server] = now + service_s
-    push(state, now + service_s, 0, DONE, server)
+    state.serving_until_s[server] = state.clock[NOW] + service_s
+    push(state, state.clock[NOW] + service_s, 0, DONE, server)
+
+
+@inlined
+def is_dense(kind):
+    """Whether it is attention and router, of tokens or of a prompt."""
+    return kind in (DENSE, CHUNK)
 
 
 @njit
@@ -96,25 +169,25 @@ def _service_s(world, rows, asked, state, server):
     per expert."""
     kind, layer = state.batch_kind[server], state.batch_layer[server]
     entry, tokens, counts = state.batch_first[server], 0, state.per_expert
-    if kind == EXPERTS:
+    dense = is_dense(kind)
+    if not dense:
         counts[:] = 0
     while entry != NONE:
         row = asked.row[state.entry_unit[entry]]
         while row != NONE:
             tokens += 1
-            if kind == EXPERTS:
+            if not dense:
                 for slot in range(rows.expert.shape[2]):
                     expert = int(rows.expert[row, layer, slot])
                     if expert >= 0 and rows.server[row, layer, slot] == server:
                         counts[expert] += 1
             row = rows.sibling[row]
         entry = state.entry_next[entry]
-    share = world.batch_share
-    if kind == DENSE:
-        return world.dense_s[server, layer] * (share + (1.0 - share) * tokens)
+    if dense:
+        return _batch_s(world.dense_s[server, layer], tokens, world.batch_share)
     total = 0.0
     for expert in range(counts.size):
         if counts[expert] > 0:
-            each = share + (1.0 - share) * counts[expert]
-            total += world.expert_s[server, layer, expert] * each
+            each_s = world.expert_s[server, layer, expert]
+            total += _batch_s(each_s, counts[expert], world.batch_share)
     return total

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from trimmoe.core.errors import UserError
+from trimmoe.cost.batching import BATCH_SHARE
 
 
 class Prefill(StrEnum):
@@ -68,12 +69,12 @@ class SimulationSettings:
     duration_s: float = 30.0
     """Measured after the warm-up."""
     seeds: tuple[int, ...] = (0, 1, 2, 3, 4)
-    batch_share: float = 0.9
+    batch_share: float = BATCH_SHARE
     """Share of a single token's service time that a batch needs only once, because the weights
     are read once: n tokens take x (share + (1 - share) n), x being the cost model's time of one.
     Per batch for the dense part, per batch and expert for experts. 0: no gain from batching."""
     max_batch: int | None = None
-    """Units that a server takes at once; None: whatever is ready for the same layer."""
+    """Tokens that a server takes at once; None: all that are ready for the same layer."""
     link_queues: bool = True
     """Whether the messages on a link wait for one another. Off, each takes its own time only, as
     the cost model has it."""

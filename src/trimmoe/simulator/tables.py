@@ -97,6 +97,7 @@ class RequestTable:
             asked=Asked(
                 arrival_s=requests.arrival_s.copy(),
                 access=requests.access,
+                prompts=prefills,
                 units=prefills + requests.decoded,
                 done=zeros.copy(),
                 first=np.full(count, NONE),

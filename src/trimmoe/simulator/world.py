@@ -30,7 +30,11 @@ TOKEN_IN, DISPATCH, PART, TOKEN_BACK, STATE = range(5)
 ROLE, SOURCE, TARGET, LAYER, FIRST, VECTORS, IDS, OWNER = range(8)
 # Columns of the log of finished units.
 LOG_REQUEST, LOG_ROW = range(2)
-DENSE, EXPERTS = range(2)
+# Kinds of work that queues; those of prompts take turns with those of tokens.
+DENSE, EXPERTS, CHUNK, CHUNK_EXPERTS = range(4)
+KINDS = 4
+OWN = 4
+"""A batch's slots on the server of its dense part, which follow it at once."""
 
 
 class World(NamedTuple):
@@ -78,6 +82,8 @@ class Asked(NamedTuple):
 
     arrival_s: FloatArray
     access: IntArray
+    prompts: IntArray
+    """Units that are chunks of its prompt, [R]."""
     units: IntArray
     """Units that the request consists of, [R]."""
     done: IntArray
@@ -118,8 +124,19 @@ class State(NamedTuple):
     """[G, 8]."""
     free_messages: IntArray
     queue_first: IntArray
-    """[M, 2, N]."""
+    """[M, kind, N]."""
     queue_last: IntArray
+    line_first: IntArray
+    """The queue whose first entry has waited longest, as kind * N + layer, of tokens and of
+    prompts, [M, 2]."""
+    line_last: IntArray
+    line_next: IntArray
+    """[M, kind * N]."""
+    prompts_turn: np.ndarray
+    """Whether prompts come next if there are any, bool [M]."""
+    quick_first: IntArray
+    """Entries that only wait for the server to be free: they take no time, [M]."""
+    quick_last: IntArray
     batch_first: IntArray
     """Entries in service, [M]."""
     batch_kind: IntArray
@@ -127,15 +144,15 @@ class State(NamedTuple):
     starting: np.ndarray
     """Whether a start is due at the end of this instant, bool [M]."""
     due: IntArray
-    """Servers whose start is due, [M]."""
+    """Servers whose start is due, [2 M]."""
     serving_until_s: FloatArray
     """[M]; in the past if idle."""
     busy_s: FloatArray
     """Service time begun, [M]."""
     served: IntArray
-    """Batches and units served, [M, 2, 2] by kind."""
+    """Batches and units served out of queues, [M, kind, 2]."""
     waited_s: FloatArray
-    """Sum over served units of the time between ready and start, by kind, [M, 2]."""
+    """Sum over those units of the time between ready and start, [M, kind]."""
     link_free_s: FloatArray
     """[M, M]."""
     link_busy_s: FloatArray
@@ -215,17 +232,23 @@ def make_state(servers: int, layers: int, experts: int) -> State:
         free_entries=empty,
         message=np.zeros((0, 8), dtype=np.int64),
         free_messages=empty,
-        queue_first=np.full((servers, 2, layers), NONE),
-        queue_last=np.full((servers, 2, layers), NONE),
+        queue_first=np.full((servers, KINDS, layers), NONE),
+        queue_last=np.full((servers, KINDS, layers), NONE),
+        line_first=np.full((servers, 2), NONE),
+        line_last=np.full((servers, 2), NONE),
+        line_next=np.full((servers, KINDS * layers), NONE),
+        prompts_turn=np.zeros(servers, dtype=bool),
+        quick_first=np.full(servers, NONE),
+        quick_last=np.full(servers, NONE),
         batch_first=np.full(servers, NONE),
         batch_kind=np.zeros(servers, dtype=np.int64),
         batch_layer=np.zeros(servers, dtype=np.int64),
         starting=np.zeros(servers, dtype=bool),
-        due=np.zeros(servers, dtype=np.int64),
+        due=np.zeros(2 * servers, dtype=np.int64),
         serving_until_s=np.zeros(servers),
         busy_s=np.zeros(servers),
-        served=np.zeros((servers, 2, 2), dtype=np.int64),
-        waited_s=np.zeros((servers, 2)),
+        served=np.zeros((servers, KINDS, 2), dtype=np.int64),
+        waited_s=np.zeros((servers, KINDS)),
         link_free_s=np.zeros((servers, servers)),
         link_busy_s=np.zeros((servers, servers)),
         sent=np.zeros((2, servers, servers), dtype=np.int64),
