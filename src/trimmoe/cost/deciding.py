@@ -10,8 +10,9 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
-from trimmoe.core.specs import BoolArray, FloatArray
+from trimmoe.core.specs import FloatArray
 from trimmoe.cost.kernels import Actions, make_room, njit, token_actions
 
 _HAIR = 1e-9
@@ -27,8 +28,8 @@ class Values(NamedTuple):
     """Of one layer: by place, steadiness, pattern, exit row and level, [W, B, P, Q, V]."""
     goes_on: FloatArray
     """Of one layer: probability that a token does not exit right after executing, [Q]."""
-    members: BoolArray
-    """Of one layer: which experts a pattern has, [P, E]."""
+    members: NDArray[np.uint8]
+    """Of one layer: whether an expert is in a pattern, [E, P]."""
 
 
 @njit
@@ -81,18 +82,20 @@ def levels_of(levels, allowances):
 
 
 @njit
-def nearest_pattern(members, experts):
-    """The pattern [P, E] with the largest overlap with a token's experts [k]."""
+def nearest_pattern(members, experts, shared):
+    """The first pattern, `members` [E, P], of the largest overlap with a token's experts [k].
+
+    `shared` [P] is scratch. Expert by expert, so that the patterns are counted side by side.
+    """
+    shared[:] = 0
+    for j in range(experts.shape[0]):
+        has = members[experts[j]]
+        for p in range(shared.shape[0]):
+            shared[p] += has[p]
     best, most = 0, -1
-    for p in range(members.shape[0]):
-        shared = 0
-        for j in range(experts.shape[0]):
-            if members[p, experts[j]]:
-                shared += 1
-        if shared > most:
-            best, most = p, shared
-            if shared == experts.shape[0]:
-                break
+    for p in range(shared.shape[0]):
+        if shared[p] > most:
+            best, most = p, shared[p]
     return best
 
 
@@ -115,11 +118,12 @@ def choose(menu, layer, tokens, allowance, exit_row, place, values, weights, gat
         np.empty((1, columns)),
         np.empty((1, columns)),
     )
+    shared = np.empty(values.members.shape[1], dtype=np.uint8)
     for i in range(count):
         ends = tokens.source[i], tokens.destination[i]
         skip = token_actions(menu, layer, tokens, i, ends, -1, allowance[i], room, at, out, 0)
         steady = tokens.steadiness[i]
-        pattern = nearest_pattern(values.members, tokens.experts[i])
+        pattern = nearest_pattern(values.members, tokens.experts[i], shared)
         to_go = values.after[place[i], steady, pattern, exit_row[i]]
         stays = values.goes_on[exit_row[i]]
         best, least, expected = 0, np.inf, np.inf

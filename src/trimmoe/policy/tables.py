@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 import numpy as np
+from numpy.typing import NDArray
 
 from trimmoe.core.profile import Profile
-from trimmoe.core.specs import BoolArray, FloatArray, IntArray
+from trimmoe.core.specs import FloatArray, IntArray
 from trimmoe.cost import deciding
 from trimmoe.cost.actions import ActionSpace
 from trimmoe.cost.exits import ExitForecast
@@ -74,8 +75,10 @@ class TableBank:
         """Whether there are tables for a weight."""
         return loss_weight in self._tables
 
-    def layer_values(self, tables: ValueTables, layer: int, members: BoolArray) -> deciding.Values:
-        """One layer of tables for the compiled loop; `members` [N, P, E]."""
+    def layer_values(
+        self, tables: ValueTables, layer: int, members: NDArray[np.uint8]
+    ) -> deciding.Values:
+        """One layer of tables for the compiled loop; `members` [N, E, P]."""
         return deciding.Values(
             levels=tables.levels,
             after=tables.after[layer],
