@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from typing import TypeVar
 
 from rich.console import Console
@@ -11,7 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 Item = TypeVar("Item")
 
 
-def track(items: Sequence[Item] | Iterable[Item], label: str) -> Iterator[Item]:
+def track(items: Sequence[Item] | Iterable[Item], label: str) -> Generator[Item]:
     """Iterate over `items` with a bar on standard error that disappears when done."""
     console = Console(stderr=True)
     with Progress(

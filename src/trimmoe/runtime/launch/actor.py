@@ -6,6 +6,7 @@ import contextlib
 import os
 import threading
 from collections.abc import Sequence
+from copy import deepcopy
 from dataclasses import replace
 from typing import Any
 
@@ -37,7 +38,8 @@ class ServerActor:
         # Calls run in threads of their own, and may be repeated.
         with self._told:
             if self._process is None:
-                spec = replace(cluster, index=index)
+                # Arrays in Ray's store are read-only, which compiled code takes for another type.
+                spec = replace(deepcopy(cluster), index=index)
                 log_to_file(spec)
                 self._process = ServerProcess(spec)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -25,6 +26,7 @@ from trimmoe.core.specs import ClusterSpec, ModelSpec
 from trimmoe.models.embedded.materialise import default_cache_dir
 from trimmoe.placement.make import PlanSettings, default
 from trimmoe.placement.optimise import SearchSettings, optimise_plan
+from trimmoe.progress import track
 from trimmoe.runtime.launch.config import ServeConfig
 from trimmoe.runtime.launch.model import model_folder
 
@@ -142,12 +144,31 @@ def _plan(config: ServeConfig, profile: Profile, model: ModelSpec, folder: Path,
     return _kept(
         folder / "plans" / f"{_plan_key(profile, cluster_hash, settings, search)}.safetensors",
         load=load_plan,
-        make=lambda: optimise_plan(
-            profile, model, cluster, search, settings, cluster_hash=cluster_hash
-        ),
+        make=lambda: _searched(profile, model, cluster, search, settings, cluster_hash),
         say=say,
         what=f"Planning for {cluster.name}",
     )
+
+
+def _searched(
+    profile: Profile,
+    model: ModelSpec,
+    cluster: ClusterSpec,
+    search: SearchSettings,
+    settings: PlanSettings,
+    cluster_hash: str,
+) -> Plan:
+    """`optimise_plan` with a bar."""
+    bar = track(range(search.iterations), f"Planning for {cluster.name}")
+
+    def step(_share: float) -> bool:
+        next(bar, None)
+        return True
+
+    with closing(bar):
+        return optimise_plan(
+            profile, model, cluster, search, settings, cluster_hash=cluster_hash, keep_going=step
+        )
 
 
 def _plan_key(

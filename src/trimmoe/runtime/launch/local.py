@@ -8,6 +8,7 @@ from trimmoe.runtime.launch.addresses import LOOPBACK, Endpoint, endpoints, is_l
 from trimmoe.runtime.launch.artifacts import Artifacts
 from trimmoe.runtime.launch.config import ServeConfig
 from trimmoe.runtime.launch.job import Pieces, server_specs
+from trimmoe.runtime.launch.kernels import compile_decisions
 from trimmoe.runtime.launch.raylet import private_ray
 from trimmoe.runtime.launch.server import ServerSpec
 from trimmoe.runtime.launch.signals import Stop, stop_on_signal
@@ -35,6 +36,7 @@ def serve_local(config: ServeConfig, artifacts: Artifacts, pieces: Pieces, say: 
     """
     where = local_endpoints(config, artifacts.plan.cluster.server_names)
     specs = server_specs(config, artifacts, pieces, where, one_machine=True)
+    compile_decisions(artifacts, pieces.policy)
     with stop_on_signal() as stop:
         say(f"Starting {len(specs)} servers ...")
         with private_ray(generate_token()):

@@ -12,6 +12,7 @@ from trimmoe.runtime.launch.addresses import endpoints, require_free
 from trimmoe.runtime.launch.artifacts import Artifacts
 from trimmoe.runtime.launch.config import ServeConfig
 from trimmoe.runtime.launch.job import Pieces, server_specs
+from trimmoe.runtime.launch.kernels import compile_decisions
 from trimmoe.runtime.launch.local import Say, run_cluster
 from trimmoe.runtime.launch.raylet import DEFAULT_PORT, head_ray, join_ray, machines_of
 from trimmoe.runtime.launch.server import TOKEN_VARIABLE
@@ -38,6 +39,7 @@ def serve_head(
     made and shown. Raises `UserError`.
     """
     names = artifacts.plan.cluster.server_names
+    compile_decisions(artifacts, pieces.policy)
     if token is None:
         token = generate_token()
         say(f"The cluster token, for {TOKEN_VARIABLE} on every machine that joins:\n{token}")
