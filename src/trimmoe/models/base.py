@@ -65,12 +65,13 @@ class Routing:
     """What the experts read, [n, d]."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(kw_only=True, slots=True)
 class BytesRead:
-    """Bytes of the checkpoint's tensors that opening a view has read."""
+    """Bytes of the checkpoint's tensors that a view has read so far."""
 
     dense: int
-    experts: int
+    experts: int = 0
+    """Grows with every layer that a streamed view reads."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -158,6 +159,9 @@ class TokenBatch:
 class MoEView(ABC):
     """A loaded model, layer by layer; only the experts it was opened with can run.
 
+    A streamed view reads a layer's experts when they are first asked for and lets them go when
+    another layer's are, so that it pays to take everything through a layer before the next.
+
     No method keeps gradients. Nothing here is safe for use by two threads on one cache.
     """
 
@@ -169,7 +173,7 @@ class MoEView(ABC):
     @property
     @abstractmethod
     def loaded(self) -> tuple[frozenset[int], ...]:
-        """Experts present, by layer."""
+        """Experts that can run, by layer."""
 
     @abstractmethod
     def new_cache(self, *, slots: int) -> KVCache:

@@ -62,6 +62,11 @@ class KVCache:
         self._taken.remove(slot)
         heapq.heappush(self._free, slot)
 
+    def forget(self) -> None:
+        """Give back the memory of all blocks; the slots stay taken, and what is written next is
+        all they hold."""
+        self._slabs.clear()
+
     def write(self, block: int, keys: Tensor, values: Tensor, batch: TokenBatch) -> None:
         """Store [B, heads, T, head size] at the batch's positions, without its padding."""
         slab_keys, slab_values = self._reserve(block, batch.length)

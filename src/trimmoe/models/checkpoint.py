@@ -85,8 +85,8 @@ def read_config(folder: Path) -> dict[str, Any]:
 class Checkpoint:
     """The safetensors files of one checkpoint, single or sharded.
 
-    Opening it reads the headers only. Used as a context manager it hands out tensors and counts
-    the bytes of those it has handed out.
+    Opening it reads the headers only. Used as a context manager, any number of times, it hands out
+    tensors and counts the bytes of those it has handed out.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -129,7 +129,12 @@ class Checkpoint:
 
     def _handle(self, file: Path) -> Any:
         if file not in self._handles:
-            self._handles[file] = safe_open(file, framework="pt", device="cpu")
+            try:
+                self._handles[file] = safe_open(file, framework="pt", device="cpu")
+            except (OSError, SafetensorError) as error:
+                raise UserError(
+                    f"{file} can no longer be read; leave the checkpoint in place while it is used."
+                ) from error
         return self._handles[file]
 
 

@@ -1,4 +1,4 @@
-"""The routed experts of one layer that are loaded here, stacked."""
+"""The routed experts that can run here, stacked by layer; in memory, or read when needed."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from torch import Tensor
 from trimmoe.models.base import DROPPED, ExpertNotLoaded
 
 Activation = Callable[[Tensor], Tensor]
+ReadLayer = Callable[[int], "ExpertStack"]
+"""Reads the experts of one layer from the checkpoint."""
 
 _ONE_BY_ONE = 8
 """Up to this many activated slots it is quicker to run each by itself than to group tokens."""
@@ -93,3 +95,35 @@ class ExpertStack:
             return self._activation(inner)
         gate, up = inner.chunk(2, dim=-1)
         return self._activation(gate) * up
+
+
+class ExpertStacks:
+    """The experts of all layers: read at once and kept, or streamed, one layer at a time."""
+
+    def __init__(
+        self, loaded: Sequence[frozenset[int]], read: ReadLayer, *, streamed: bool
+    ) -> None:
+        """`loaded` are the experts of each layer that may be asked for."""
+        self.loaded = tuple(loaded)
+        self._read = read
+        here = () if streamed else [layer for layer, ids in enumerate(self.loaded) if ids]
+        self._held = {layer: read(layer) for layer in here}
+
+    @property
+    def held(self) -> frozenset[int]:
+        """Layers whose experts are in memory now."""
+        return frozenset(self._held)
+
+    def __getitem__(self, layer: int) -> ExpertStack:
+        """A layer's experts. Raises ExpertNotLoaded if there are none, UserError if they have to
+        be read and cannot."""
+        found = self._held.get(layer)
+        return self._turned_to(layer) if found is None else found
+
+    def _turned_to(self, layer: int) -> ExpertStack:
+        if not self.loaded[layer]:
+            raise ExpertNotLoaded(f"no expert of layer {layer} is loaded here")
+        # Let go first, or two layers would be in memory.
+        self._held.clear()
+        self._held[layer] = self._read(layer)
+        return self._held[layer]

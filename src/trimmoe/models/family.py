@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from trimmoe.core.specs import ModelSpec
-from trimmoe.models.base import MoEView
+from trimmoe.models.base import BytesRead, MoEView
 from trimmoe.models.checkpoint import Checkpoint, missing_tensors
-from trimmoe.models.experts import Activation, ExpertStack
+from trimmoe.models.experts import Activation, ExpertStack, ExpertStacks
 
 ExpertChoice = Mapping[int, Collection[int]] | Callable[[int], Collection[int]] | None
 """Experts to load by MoE layer; layers that a mapping lacks get none; None loads all."""
@@ -95,6 +95,7 @@ class Family(Protocol):
         spec: ModelSpec,
         choice: ExpertChoice,
         encoder_choice: ExpertChoice,
+        streamed: bool,
         dtype: torch.dtype,
         device: torch.device,
     ) -> MoEView: ...
@@ -169,20 +170,36 @@ def load_experts(
     checkpoint: Checkpoint,
     *,
     choice: ExpertChoice,
+    streamed: bool,
+    read: BytesRead,
     activation: Activation,
     dtype: torch.dtype,
     device: torch.device,
-) -> list[ExpertStack | None]:
-    """The chosen experts of every MoE layer, reading only their bytes."""
-    stacks: list[ExpertStack | None] = []
-    for layer, block in enumerate(geometry.moe_blocks):
-        ids = _chosen(choice, layer, geometry.expert_count)
-        if not ids:
-            stacks.append(None)
-            continue
+) -> ExpertStacks:
+    """The chosen experts of every MoE layer, reading only their bytes, which `read` counts.
+
+    Streamed, nothing is read now but each layer when it is needed.
+    """
+    chosen = [
+        _chosen(choice, layer, geometry.expert_count) for layer in range(len(geometry.moe_blocks))
+    ]
+
+    def read_layer(layer: int) -> ExpertStack:
+        block, ids, before = geometry.moe_blocks[layer], chosen[layer], checkpoint.bytes_read
         up, down = _stack(geometry.expert_names, checkpoint, block, ids, dtype, device)
-        stacks.append(ExpertStack(layer=layer, ids=ids, up=up, down=down, activation=activation))
-    return stacks
+        read.experts += checkpoint.bytes_read - before
+        return ExpertStack(layer=layer, ids=ids, up=up, down=down, activation=activation)
+
+    def stream_layer(layer: int) -> ExpertStack:
+        # The files are closed in between: what they map would count as memory. Weights made in
+        # inference mode could not be used outside it.
+        with torch.inference_mode(False), torch.no_grad(), checkpoint:
+            return read_layer(layer)
+
+    if streamed:
+        _require_stored(geometry, checkpoint, chosen)
+    loaded = [frozenset(ids) for ids in chosen]
+    return ExpertStacks(loaded, stream_layer if streamed else read_layer, streamed=streamed)
 
 
 def _chosen(choice: ExpertChoice, layer: int, count: int) -> list[int]:
@@ -192,6 +209,20 @@ def _chosen(choice: ExpertChoice, layer: int, count: int) -> list[int]:
     chosen = sorted({int(expert) for expert in ids})
     assert all(0 <= expert < count for expert in chosen), f"layer {layer} has {count} experts"
     return chosen
+
+
+def _require_stored(
+    geometry: Geometry, checkpoint: Checkpoint, chosen: Sequence[Sequence[int]]
+) -> None:
+    """Raise UserError now if a tensor is missing that would be read an hour later."""
+    names = geometry.expert_names
+    for block, ids in zip(geometry.moe_blocks, chosen, strict=True):
+        fused = names.is_fused(checkpoint, block)
+        stored = (
+            (names.fused_up or "", names.fused_down or "") if fused else (*names.up, names.down)
+        )
+        for name in {name.format(block=block, expert=expert) for name in stored for expert in ids}:
+            checkpoint.entry(name)
 
 
 def _stack(

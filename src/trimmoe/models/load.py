@@ -73,14 +73,16 @@ def open_model(
     dtype: torch.dtype | None = None,
     device: str | torch.device = "cpu",
     hashed: bool = False,
+    streamed: bool = False,
 ) -> MoEView:
     """Load the dense part and the chosen experts of a checkpoint.
 
     `experts` maps an MoE layer to the experts to load (or is a function that does); None loads
     all; `encoder_experts` does the same for an encoder's layers. `dtype` None takes the
     checkpoint's. Only the bytes of what is loaded are read, unless `hashed` asks for
-    `spec.model_hash`, which takes the whole files the first time (see `model_spec`). Raises
-    UserError.
+    `spec.model_hash`, which takes the whole files the first time (see `model_spec`). `streamed`
+    keeps the chosen experts of one MoE layer in memory at a time, read from the files whenever
+    another layer's turn comes. Raises UserError.
     """
     opened = _open(path_or_hub_id)
     device = _device(device)
@@ -93,6 +95,7 @@ def open_model(
             spec=opened.spec(dtype, hashed=hashed),
             choice=experts,
             encoder_choice=encoder_experts,
+            streamed=streamed,
             dtype=dtype,
             device=device,
         )

@@ -11,10 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from trimmoe.core.specs import ModelSpec
-from trimmoe.models.base import BytesRead, ExpertNotLoaded, MoEView, Routing, TokenBatch
+from trimmoe.models.base import BytesRead, MoEView, Routing, TokenBatch
 from trimmoe.models.batching import describe
 from trimmoe.models.cache import KVCache
-from trimmoe.models.experts import ExpertStack
+from trimmoe.models.experts import ExpertStacks
 
 
 class SwitchStack(MoEView):
@@ -28,7 +28,7 @@ class SwitchStack(MoEView):
     def __init__(
         self,
         stack: Any,
-        stacks: list[ExpertStack | None],
+        stacks: ExpertStacks,
         spec: ModelSpec,
         dtype: torch.dtype,
         device: torch.device,
@@ -49,7 +49,7 @@ class SwitchStack(MoEView):
 
     @property
     def loaded(self) -> tuple[frozenset[int], ...]:
-        return tuple(stack.ids if stack else frozenset() for stack in self._stacks)
+        return self._stacks.loaded
 
     def embed(self, token_ids: Tensor, batch: TokenBatch) -> Tensor:
         return self._stack.embed_tokens(token_ids)
@@ -88,8 +88,6 @@ class SwitchStack(MoEView):
         normed: Tensor | None = None,
     ) -> Tensor:
         stack = self._stacks[layer]
-        if stack is None:
-            raise ExpertNotLoaded(f"no expert of layer {layer} is loaded here")
         rows: Tensor = self._moe[layer].layer[-1].layer_norm(hidden) if normed is None else normed
         return stack(rows, experts, gates)
 

@@ -1,0 +1,276 @@
+"""The view over decoder-only families: transformers' own blocks, our routed experts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from trimmoe.core.specs import ModelSpec
+from trimmoe.models.base import BytesRead, MoEView, Routing, TokenBatch
+from trimmoe.models.batching import describe, masks
+from trimmoe.models.cache import KVCache
+from trimmoe.models.experts import ExpertStacks
+from trimmoe.models.family import Geometry
+
+if TYPE_CHECKING:
+    from trimmoe.models.decoder import DecoderFamily
+
+
+class _Through:
+    """What attention takes for its cache: writes the new keys, returns all of the sequence's."""
+
+    __slots__ = ("_batch", "_cache")
+
+    def __init__(self, cache: KVCache, batch: TokenBatch) -> None:
+        self._cache = cache
+        self._batch = batch
+
+    def update(
+        self, keys: Tensor, values: Tensor, block: int, *_: Any, **__: Any
+    ) -> tuple[Tensor, Tensor]:
+        self._cache.write(block, keys, values, self._batch)
+        return self._cache.read(block, self._batch)
+
+
+class _Beside:
+    """The same for what-if queries: the cached keys, then the queries' own, nothing written."""
+
+    __slots__ = ("_cache", "_length", "_slot")
+
+    def __init__(self, cache: KVCache, slot: int, length: int) -> None:
+        self._cache = cache
+        self._slot = slot
+        self._length = length
+
+    def update(
+        self, keys: Tensor, values: Tensor, block: int, *_: Any, **__: Any
+    ) -> tuple[Tensor, Tensor]:
+        clean_keys, clean_values = self._cache.read_slot(block, self._slot, self._length)
+        return torch.cat((clean_keys, keys), 2), torch.cat((clean_values, values), 2)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Step:
+    """What a block needs besides its input."""
+
+    through: _Through | _Beside
+    rotary: tuple[Tensor, Tensor] | None
+    mask: Tensor | None
+    window_mask: Tensor | None
+
+
+class DecoderView(MoEView):
+    """See `MoEView`; made by `DecoderFamily.open`."""
+
+    def __init__(
+        self,
+        family: DecoderFamily,
+        geometry: Geometry,
+        model: Any,
+        stacks: ExpertStacks,
+        spec: ModelSpec,
+        dtype: torch.dtype,
+        device: torch.device,
+        bytes_read: BytesRead,
+    ) -> None:
+        self.spec = spec
+        self.dtype = dtype
+        self.device = device
+        self.bytes_read = bytes_read
+        self._family = family
+        self._model = model
+        self._stacks = stacks
+        self._rounds_gates = family.rounds_gates and dtype != torch.float32
+        layers = model.model.layers
+        self._windows = [_window(layer.self_attn, model.config) for layer in layers]
+        self._window = next((window for window in self._windows if window), None)
+        self._moe = [layers[block] for block in geometry.moe_blocks]
+        self._has_shared = hasattr(self._moe[0].mlp, "shared_expert")
+        starts = (-1, *geometry.moe_blocks)
+        ends = (*geometry.moe_blocks, geometry.block_count)
+        before = [[layers[i] for i in range(a + 1, b)] for a, b in zip(starts, ends, strict=True)]
+        self._dense, self._trailing = before[:-1], before[-1]
+
+    @property
+    def loaded(self) -> tuple[frozenset[int], ...]:
+        return self._stacks.loaded
+
+    def new_cache(self, *, slots: int) -> KVCache:
+        attention = self._moe[0].self_attn
+        return KVCache(
+            slots=slots,
+            heads=self._model.config.num_key_value_heads,
+            head_size=attention.head_dim,
+            context_limit=self.spec.context_length,
+            dtype=self.dtype,
+            device=self.device,
+        )
+
+    def batch(
+        self, cache: KVCache, slots: Sequence[int], positions: Sequence[Sequence[int]]
+    ) -> TokenBatch:
+        described = describe(slots, positions, device=self.device)
+        cache.check(described.length)
+        mask, window_mask = masks(described, window=self._window)
+        rotary = self._rotary(described.position_ids)
+        return replace(described, mask=mask, window_mask=window_mask, rotary=rotary)
+
+    def _rotary(self, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+        like = self._model.model.embed_tokens.weight
+        return self._model.model.rotary_emb(like, position_ids=position_ids)
+
+    def embed(self, token_ids: Tensor, batch: TokenBatch) -> Tensor:
+        return self._model.model.embed_tokens(token_ids)
+
+    def attend(self, layer: int, hidden: Tensor, batch: TokenBatch, cache: KVCache) -> Tensor:
+        step = self._step(batch, cache)
+        return self._attend(self._moe[layer], self._run(self._dense[layer], hidden, step), step)
+
+    def tail(self, hidden: Tensor, batch: TokenBatch, cache: KVCache) -> Tensor:
+        return self._run(self._trailing, hidden, self._step(batch, cache))
+
+    def attend_whatif(
+        self, layer: int, hidden: Tensor, positions: Tensor, slot: int, cache: KVCache
+    ) -> Tensor:
+        step = self._whatif(positions, slot, cache)
+        row = self._run(self._dense[layer], hidden.unsqueeze(0), step)
+        return self._attend(self._moe[layer], row, step)[0]
+
+    def tail_whatif(self, hidden: Tensor, positions: Tensor, slot: int, cache: KVCache) -> Tensor:
+        if not self._trailing:
+            return hidden
+        step = self._whatif(positions, slot, cache)
+        return self._run(self._trailing, hidden.unsqueeze(0), step)[0]
+
+    def propagate(self, layer: int, hidden: Tensor, batch: TokenBatch, cache: KVCache) -> None:
+        for block in (*self._dense[layer], self._moe[layer]):
+            self._propagate(block, hidden, batch, cache)
+
+    def propagate_tail(self, hidden: Tensor, batch: TokenBatch, cache: KVCache) -> None:
+        for block in self._trailing:
+            self._propagate(block, hidden, batch, cache)
+
+    def route(self, layer: int, hidden: Tensor, *, groups: Tensor | None = None) -> Routing:
+        block = self._moe[layer]
+        normed = block.post_attention_layernorm(hidden)
+        logits = F.linear(normed, block.mlp.gate.weight).float()
+        probabilities = F.softmax(logits, dim=-1)
+        gates, experts = torch.topk(probabilities, self.spec.top_k, dim=-1)
+        if self.spec.gates_renormalised:
+            gates = gates / gates.sum(dim=-1, keepdim=True)
+        if self._rounds_gates:
+            gates = gates.to(self.dtype).float()
+        return Routing(
+            probabilities=probabilities, logits=logits, experts=experts, gates=gates, normed=normed
+        )
+
+    def shared(self, layer: int, hidden: Tensor, *, normed: Tensor | None = None) -> Tensor | None:
+        if not self._has_shared:
+            return None
+        block = self._moe[layer]
+        if normed is None:
+            normed = block.post_attention_layernorm(hidden)
+        mlp = block.mlp
+        return torch.sigmoid(mlp.shared_expert_gate(normed)) * mlp.shared_expert(normed)
+
+    def experts(
+        self,
+        layer: int,
+        hidden: Tensor,
+        experts: Tensor,
+        gates: Tensor,
+        *,
+        normed: Tensor | None = None,
+    ) -> Tensor:
+        stack = self._stacks[layer]
+        rows: Tensor = (
+            self._moe[layer].post_attention_layernorm(hidden) if normed is None else normed
+        )
+        return stack(rows, experts, gates)
+
+    def finish(
+        self, layer: int, hidden: Tensor, shared: Tensor | None, routed: Tensor | None
+    ) -> Tensor:
+        if routed is None:
+            return hidden if shared is None else hidden + shared
+        return hidden + (routed if shared is None else routed + shared)
+
+    def head(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        return self._model.model.norm(hidden), self._model.lm_head.weight
+
+    def _step(self, batch: TokenBatch, cache: KVCache) -> _Step:
+        return _Step(
+            through=_Through(cache, batch),
+            rotary=batch.rotary,
+            mask=batch.mask,
+            window_mask=batch.window_mask,
+        )
+
+    def _whatif(self, positions: Tensor, slot: int, cache: KVCache) -> _Step:
+        length = int(positions.max())
+        mask, window_mask = _whatif_masks(positions, length, self._window)
+        return _Step(
+            through=_Beside(cache, slot, length),
+            rotary=self._rotary(positions.unsqueeze(0)),
+            mask=mask,
+            window_mask=window_mask,
+        )
+
+    def _mask(self, block: Any, step: _Step) -> Tensor | None:
+        windowed = self._windows[block.self_attn.layer_idx] is not None
+        return step.window_mask if windowed else step.mask
+
+    def _attend(self, block: Any, hidden: Tensor, step: _Step) -> Tensor:
+        attended, _ = block.self_attn(
+            hidden_states=block.input_layernorm(hidden),
+            position_embeddings=step.rotary,
+            attention_mask=self._mask(block, step),
+            past_key_values=step.through,
+        )
+        return hidden + attended
+
+    def _run(self, blocks: list[Any], hidden: Tensor, step: _Step) -> Tensor:
+        """Whole dense blocks, as transformers runs them."""
+        for block in blocks:
+            hidden = block(
+                hidden,
+                attention_mask=self._mask(block, step),
+                position_embeddings=step.rotary,
+                past_key_values=step.through,
+            )
+        return hidden
+
+    def _propagate(self, block: Any, hidden: Tensor, batch: TokenBatch, cache: KVCache) -> None:
+        assert batch.rotary is not None
+        attention = block.self_attn
+        keys, values = self._family.keys_values(attention, block.input_layernorm(hidden))
+        keys = keys.transpose(1, 2)
+        _, keys = self._family.apply_rotary(keys, keys, *batch.rotary)
+        cache.write(attention.layer_idx, keys, values.transpose(1, 2), batch)
+
+
+def _window(attention: Any, config: Any) -> int | None:
+    """Sliding window of one attention module, if any."""
+    types = getattr(config, "layer_types", None)
+    if types is not None and types[attention.layer_idx] != "sliding_attention":
+        return None
+    return getattr(config, "sliding_window", None) or None
+
+
+def _whatif_masks(
+    positions: Tensor, length: int, window: int | None
+) -> tuple[Tensor, Tensor | None]:
+    """[1, 1, S, length + S]: cached positions before one's own, then only oneself."""
+    keys = torch.arange(length, device=positions.device)
+    own = torch.eye(len(positions), dtype=torch.bool, device=positions.device)
+    clean = keys < positions[:, None]
+    mask = torch.cat((clean, own), 1)[None, None]
+    if window is None:
+        return mask, None
+    near = clean & (keys > positions[:, None] - window)
+    return mask, torch.cat((near, own), 1)[None, None]
