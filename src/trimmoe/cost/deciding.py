@@ -58,10 +58,10 @@ def step_cost(delay_s, loss, loss_weight, reference_s, budget):
 
 @njit
 def step_costs(delay_s, loss, loss_weight, reference_s, budget):
-    """`step_cost` of every action [n]."""
+    """`step_cost` of every action [n], each under its own loss weight [n]."""
     cost = np.empty(delay_s.shape[0])
     for i in range(cost.shape[0]):
-        cost[i] = step_cost(delay_s[i], loss[i], loss_weight, reference_s, budget)
+        cost[i] = step_cost(delay_s[i], loss[i], loss_weight[i], reference_s, budget)
     return cost
 
 

@@ -39,8 +39,9 @@ class Weights:
 
     def step_cost(self, delay_s: FloatArray, loss: FloatArray) -> FloatArray:
         """f of (31) and (32), same shape as the arguments."""
-        flat = (np.ascontiguousarray(array).reshape(-1) for array in (delay_s, loss))
-        cost = step_costs(*flat, self.loss_weight, self.reference_s, self.budget)
+        flat = [np.ascontiguousarray(array).reshape(-1) for array in (delay_s, loss)]
+        weight = np.full(flat[0].size, self.loss_weight)
+        cost = step_costs(*flat, weight, self.reference_s, self.budget)
         return cost.reshape(delay_s.shape)
 
 

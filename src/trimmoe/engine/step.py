@@ -7,6 +7,7 @@ router, decision, execution.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 
@@ -30,11 +31,13 @@ from trimmoe.core.events import (
     TokensExported,
     TokensImported,
 )
-from trimmoe.core.ledger import Kind, Ledger, layer_kinds
+from trimmoe.core.ledger import Kind, layer_kinds
 from trimmoe.core.profile import Profile
-from trimmoe.core.specs import BoolArray, FloatArray, IntArray
+from trimmoe.core.specs import BoolArray, IntArray
 from trimmoe.core.wave import NOT_PROBED, Wave
 from trimmoe.cost.model import Accounting, CostModel, layer_messages
+from trimmoe.engine.books import closed, ledger, receipt
+from trimmoe.engine.exits import ExitRules
 from trimmoe.engine.feedback import Feedback, observe, observe_audits
 from trimmoe.engine.state import Account, EngineState, new_wave
 from trimmoe.policy.base import Observation, Policy
@@ -57,6 +60,23 @@ class Engine:
     """d_ref, to normalise delays (43)."""
     route_weights: tuple[float, ...] = ()
     """omega_D to begin with, by route; empty for one that all share."""
+
+    @cached_property
+    def exits(self) -> ExitRules:
+        """When tokens leave early."""
+        return ExitRules(
+            settings=self.settings,
+            profile=self.profile,
+            cost=self.cost,
+            routes=self.routes,
+            reference_s=self.reference_s,
+        )
+
+    def exit_terms(self, confidence: float) -> tuple[float, float]:
+        """The threshold p that a request's confidence amounts to before any feedback, and what an
+        exit at it is charged."""
+        needed = self.exits.needed(confidence)
+        return needed, float(self.exits.charge(np.array([needed]))[0])
 
     def start(self) -> EngineState:
         """The state before the first event."""
@@ -96,16 +116,10 @@ class Engine:
             access=event.access,
             route=event.access if event.route is None else event.route,
             budget=event.budget,
-            confidence=self._needed(event.confidence),
+            confidence=self.exits.needed(event.confidence),
             balance=event.balance,
         )
         return state.with_accounts({event.sequence: account})
-
-    def _needed(self, confidence: float) -> float:
-        """p_J, raised to where calibration bounds what exits flip by what is tolerated."""
-        if self.settings.exit_risk is None:
-            return confidence
-        return max(confidence, self.profile.exit_floor_at_risk(self.settings.exit_risk))
 
     def _grown(self, state: EngineState) -> EngineState:
         """The state with weights for routes that were added since it began."""
@@ -131,30 +145,13 @@ class Engine:
             allowance=np.array([account.balance + account.budget for account in accounts]),
             confidence_needed=needed,
             loss_weight=state.feedback.weights_of(route),
-            exit_loss=self._exit_loss(needed),
+            exit_loss=self.exits.charge(needed),
             start_s=self.cost.token_transfer_s[access, first],
             layer_count=self.cost.layer_count,
             server_count=self.cost.server_count,
         )
         attend = Attend(wave=event.wave, layer=0, rows=wave.alive, server=wave.server)
         return state.with_wave(event.wave, wave), (attend,)
-
-    def exit_terms(self, confidence: float) -> tuple[float, float]:
-        """The threshold p that a request's confidence amounts to before any feedback, and what an
-        exit at it is charged."""
-        needed = self._needed(confidence)
-        return needed, float(self._exit_loss(np.array([needed]))[0])
-
-    def _exit_loss(self, needed: FloatArray) -> FloatArray:
-        """What an exit at these thresholds is charged: the bound of all that it flips."""
-        if not self.settings.exits_charged:
-            return np.zeros_like(needed)
-        grid, bound = self.profile.exit_grid, self.profile.exit_error_upper
-        # Rounded to the laxer threshold of the grid, and below the grid nothing is known.
-        index = np.searchsorted(grid, needed, side="right") - 1
-        unknown = max(1.0, float(bound.max()))
-        known = np.where(index >= 0, bound[np.maximum(index, 0)], unknown)
-        return known * self.settings.inflation
 
     def _imported(self, state: EngineState, event: TokensImported) -> Step:
         wave, tokens = event.wave, event.tokens
@@ -252,10 +249,7 @@ class Engine:
         wave = replace(wave, layer=done).at(rows, confidence=confidence, exit_at=event.exit_at)
         if done == self.cost.layer_count:
             return self._completed(state, event.wave, wave, rows)
-        due = confidence >= wave.confidence_needed[rows]
-        due &= self.settings.levers.exit & (wave.probed[rows] == NOT_PROBED)
-        due &= wave.exit_loss[rows] <= wave.allowance[rows]
-        due &= self._worth_leaving(wave, rows)
+        due = self.exits.due(wave, rows)
         audit = due & (wave.draws[rows] < self.settings.audit_share)
         commands: tuple[Command, ...] = ()
         if audit.any():
@@ -268,80 +262,24 @@ class Engine:
             completions += (Attend(wave=event.wave, layer=done, rows=left, server=server),)
         return state, commands + completions
 
-    def _worth_leaving(self, wave: Wave, rows: IntArray) -> BoolArray:
-        """Whether an exit costs less than going on: its charge and the way back from here, against
-        what is expected still to come, the attention of the layers left and the way back from the
-        last. Both as step costs (31)."""
-        if not self.settings.exits_weighed:
-            return np.ones(rows.size, dtype=bool)
-        weight, access, server = wave.loss_weight[rows], wave.access[rows], wave.server[rows]
-        last, back_s = server, self.cost.token_transfer_s
-        left_s = np.zeros(rows.size)
-        if self.cost.accounting is not Accounting.MIGRATE:
-            route = self.routes[wave.route[rows]]
-            last, left = route[:, -1], np.arange(wave.layer, self.cost.layer_count)
-            left_s = self.cost.dense_s[route[:, left], left].sum(1)
-        saved_s = left_s + back_s[last, access] - back_s[server, access]
-        budget = self.settings.budget
-        charge = weight * wave.exit_loss[rows] / budget if budget > 0 else wave.exit_loss[rows]
-        gain = wave.ahead[rows] + (1.0 - weight) * saved_s / self.reference_s
-        return charge < gain
-
     def _completed(self, state: EngineState, identity: int, wave: Wave, rows: IntArray) -> Step:
         """Close the books of `rows`; the wave goes with its last row."""
         wave = wave.without(rows)
         if not rows.size:
             return state.with_wave(identity, wave), ()
-        wave = self._closed(wave, rows)
-        receipts = tuple(self._receipt(wave, row) for row in rows.tolist())
+        wave = closed(self.cost, self.routes, wave, rows)
+        receipts = tuple(receipt(self.cost, wave, row) for row in rows.tolist())
         here = tuple(each for each in receipts if each.sequence in state.accounts)
         complete = Complete(
             wave=identity,
             layer=wave.layer,
             rows=rows,
             server=wave.server[rows],
-            ledgers=tuple(self._ledger(wave, row) for row in rows),
+            ledgers=tuple(ledger(self.cost, wave, row) for row in rows),
             receipts=tuple(each for each in receipts if each.sequence not in state.accounts),
         )
         state = self._settled_here(state, here)
         return state.with_wave(identity, wave if wave.alive.size else None), (complete,)
-
-    def _closed(self, wave: Wave, rows: IntArray) -> Wave:
-        """Charge an exit to the budget and, if it is one, its state's propagation; and the way of
-        the token back to its user.
-
-        Propagation is off the critical path: it costs messages, not delay. Under `migrate` the
-        KV cache is free by definition.
-        """
-        back_s = self.cost.token_transfer_s[wave.server[rows], wave.access[rows]]
-        wave = wave.at(rows, delay_s=wave.delay_s[rows] + back_s)
-        if wave.layer == self.cost.layer_count:
-            return wave
-        charged = wave.exit_loss[rows]
-        wave = wave.at(
-            rows,
-            loss=wave.loss[rows] + charged,
-            allowance=np.maximum(wave.allowance[rows] - charged, 0.0),
-        )
-        if self.cost.accounting is Accounting.MIGRATE:
-            return wave
-        messages = wave.messages.copy()
-        for row in rows:
-            later = np.unique(self.routes[wave.route[row], wave.layer :])
-            server = wave.server[row]
-            messages[row, server, later[later != server]] += 1
-        return replace(wave, messages=messages)
-
-    def _receipt(self, wave: Wave, row: int) -> Receipt:
-        exited = wave.layer < self.cost.layer_count
-        return Receipt(
-            sequence=wave.sequences[row],
-            balance=float(wave.allowance[row]),
-            budget=float(wave.budget[row]),
-            loss=float(wave.loss[row]),
-            delay_s=float(wave.delay_s[row]),
-            exit_confidence=float(wave.confidence[row]) if exited else None,
-        )
 
     def _settled_here(self, state: EngineState, receipts: tuple[Receipt, ...]) -> EngineState:
         """Carry receipts over into the accounts and the feedback."""
@@ -369,19 +307,3 @@ class Engine:
             exit_confidence=np.array(exits),
         )
         return replace(state.with_accounts(balances), feedback=feedback)
-
-    def _ledger(self, wave: Wave, row: int) -> Ledger:
-        kinds = np.zeros((self.cost.layer_count, len(Kind)), dtype=np.int64)
-        kinds[np.arange(self.cost.layer_count), wave.kinds[row]] = 1
-        return Ledger(
-            tokens=1,
-            kinds=kinds,
-            slots_run=int(wave.slots_run[row]),
-            slots_dropped=int(wave.slots_dropped[row]),
-            messages=wave.messages[row],
-            hidden_bytes=self.cost.hidden_bytes,
-            delay_s=float(wave.delay_s[row]),
-            loss=float(wave.loss[row]),
-            budget=float(wave.budget[row]),
-            audits=int(wave.probed[row] != NOT_PROBED),
-        )

@@ -1,0 +1,68 @@
+"""When a token may leave early, what that is charged, and whether it is worth it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from trimmoe.core.profile import Profile
+from trimmoe.core.specs import BoolArray, FloatArray, IntArray
+from trimmoe.core.wave import NOT_PROBED, Wave
+from trimmoe.cost.deciding import step_costs
+from trimmoe.cost.model import Accounting, CostModel
+from trimmoe.policy.settings import PolicySettings
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExitRules:
+    """The exit gate of one engine; fields as there."""
+
+    settings: PolicySettings
+    profile: Profile
+    cost: CostModel
+    routes: IntArray
+    """[R, N]."""
+    reference_s: float
+
+    def needed(self, confidence: float) -> float:
+        """p_J, raised to where calibration bounds what exits flip by what is tolerated."""
+        if self.settings.exit_risk is None:
+            return confidence
+        return max(confidence, self.profile.exit_floor_at_risk(self.settings.exit_risk))
+
+    def charge(self, needed: FloatArray) -> FloatArray:
+        """What an exit at these thresholds is charged: the bound of all that it flips."""
+        if not self.settings.exits_charged:
+            return np.zeros_like(needed)
+        grid, bound = self.profile.exit_grid, self.profile.exit_error_upper
+        # Rounded to the laxer threshold of the grid, and below the grid nothing is known.
+        index = np.searchsorted(grid, needed, side="right") - 1
+        unknown = max(1.0, float(bound.max()))
+        known = np.where(index >= 0, bound[np.maximum(index, 0)], unknown)
+        return known * self.settings.inflation
+
+    def due(self, wave: Wave, rows: IntArray) -> BoolArray:
+        """Which of `rows` leave, or would but for an audit, after the layer they have just run."""
+        due = wave.confidence[rows] >= wave.confidence_needed[rows]
+        due &= self.settings.levers.exit & (wave.probed[rows] == NOT_PROBED)
+        due &= wave.exit_loss[rows] <= wave.allowance[rows]
+        return due & self._worth_leaving(wave, rows)
+
+    def _worth_leaving(self, wave: Wave, rows: IntArray) -> BoolArray:
+        """Whether an exit costs less than going on: its charge and the way back from here, against
+        what is expected still to come, the attention of the layers left and the way back from the
+        last. Both as step costs (31)."""
+        if not self.settings.exits_weighed:
+            return np.ones(rows.size, dtype=bool)
+        weight, access, server = wave.loss_weight[rows], wave.access[rows], wave.server[rows]
+        last, back_s = server, self.cost.token_transfer_s
+        left_s = np.zeros(rows.size)
+        if self.cost.accounting is not Accounting.MIGRATE:
+            route = self.routes[wave.route[rows]]
+            last, left = route[:, -1], np.arange(wave.layer, self.cost.layer_count)
+            left_s = self.cost.dense_s[route[:, left], left].sum(1)
+        saved_s = left_s + back_s[last, access] - back_s[server, access]
+        terms = weight, self.reference_s, self.settings.budget
+        charge = step_costs(np.zeros(rows.size), wave.exit_loss[rows], *terms)
+        return charge < wave.ahead[rows] + step_costs(saved_s, np.zeros(rows.size), *terms)
