@@ -1,7 +1,7 @@
 """Time and memory of calibrating a model on a text.
 
     python benchmarks/bench_calibrate.py MODEL --text FILE [--tokens N] [--dtype float32]
-        [--output JSON]
+        [--streamed] [--output JSON]
 
 MODEL is a checkpoint directory, a hub id, or `embedded`.
 """
@@ -33,7 +33,8 @@ def main() -> None:
 
     path = ensure_embedded_model() if options.model == "embedded" else options.model
     start = time.perf_counter()
-    view = open_model(path, hashed=True, dtype=getattr(torch, options.dtype))
+    dtype = getattr(torch, options.dtype)
+    view = open_model(path, hashed=True, dtype=dtype, streamed=options.streamed)
     phases = {"Opening": time.perf_counter() - start}
 
     def on_phase(name: str, seconds: float) -> None:
@@ -51,7 +52,9 @@ def main() -> None:
     if options.profile:
         profile.save(options.profile)
     result = _result(phases, profile.header.extra["tokens"])
-    result["dtype"] = options.dtype
+    result |= {"dtype": options.dtype, "streamed": options.streamed}
+    result["expert_bytes_read"] = view.bytes_read.experts
+    result["expert_bytes"] = view.spec.total_expert_bytes
     for name, value in result.items():
         print(f"{name}: {value}")
     if options.output:
@@ -79,6 +82,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=CalibrationSettings().tokens)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--streamed", action="store_true", help="one layer's experts in memory")
     parser.add_argument("--profile", type=Path, help="also save the profile here")
     parser.add_argument("--output", type=Path, help="write the figures as JSON")
     return parser.parse_args()

@@ -10,7 +10,7 @@ from tiny import LAYERS, write_tiny_checkpoint
 from trimmoe.calibrate.curves import clopper_pearson_upper
 from trimmoe.calibrate.echoes import flipped_by_exits, poisson_upper
 from trimmoe.calibrate.head import greedy
-from trimmoe.calibrate.record import Windows, run_layer
+from trimmoe.calibrate.windows import Windows, run_layer
 from trimmoe.models.base import MoEView
 from trimmoe.models.load import open_model
 

@@ -15,11 +15,12 @@ from tiny import EXPERTS, LAYERS, TOP_K, write_tiny_checkpoint
 from trimmoe.calibrate import whatif
 from trimmoe.calibrate.exits import split_windows
 from trimmoe.calibrate.head import greedy
-from trimmoe.calibrate.record import Windows, open_windows, record, run_layer
+from trimmoe.calibrate.record import record
 from trimmoe.calibrate.run import calibrate
 from trimmoe.calibrate.sampling import DROP, KEEP, Changes
 from trimmoe.calibrate.settings import CalibrationSettings
 from trimmoe.calibrate.steadiness import NO_CLASS, fit_steadiness
+from trimmoe.calibrate.windows import Windows, open_windows, run_layer
 from trimmoe.core.errors import UserError
 from trimmoe.core.profile import Profile, load_profile
 from trimmoe.models.base import MoEView

@@ -7,6 +7,7 @@ propagated through the layers it did not run, moves what later tokens predict.
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -14,8 +15,10 @@ from scipy.stats import chi2
 
 from trimmoe.calibrate.exits import Exits, exit_layers, exit_threshold, split_windows
 from trimmoe.calibrate.head import Referee
-from trimmoe.calibrate.record import Advance, Recording, Windows, open_windows, run_layer
+from trimmoe.calibrate.record import Advance, Recording
 from trimmoe.calibrate.settings import CalibrationSettings
+from trimmoe.calibrate.sweep import Sweep
+from trimmoe.calibrate.windows import Windows, run_layer
 from trimmoe.core.specs import BoolArray, IntArray
 from trimmoe.models.base import MoEView
 
@@ -45,9 +48,17 @@ def with_echoes(
     splits = split_windows(recording.windows.count, recording.windows.length, settings.seed)
     rng = np.random.default_rng([settings.seed, 5])
     lax = min(int(np.searchsorted(-exits.rate, -_COMMON_RATE)), exits.grid.size - 1)
+    leaves = np.stack(
+        [
+            _thinned(exit_layers(exits.score[:, splits.test], float(threshold)), exits, rng)
+            for threshold in exits.grid[[lax, -1]]
+        ]
+    )
+    counts = (leaves < recording.layer_count).sum(axis=1)
+    flips = _flips_of(view, recording, splits.test, leaves, counts, advance)
     bounds = [
-        _echo_at(view, recording, exits, float(threshold), splits.test, settings, rng, advance)
-        for threshold in exits.grid[[lax, -1]]
+        poisson_upper(int(flipped), settings.ucb_confidence) / count if count else 1.0
+        for flipped, count in zip(flips, counts, strict=True)
     ]
     echo = max(bounds)
     error_upper = exits.error_upper + echo
@@ -56,33 +67,44 @@ def with_echoes(
     return replace(exits, error_upper=error_upper, threshold=threshold, layer=layer), echo
 
 
-def echo_tokens(recording: Recording, settings: CalibrationSettings) -> int:
-    """Tokens that `with_echoes` will run."""
+def echo_steps(recording: Recording, settings: CalibrationSettings) -> int:
+    """Of how many steps `with_echoes` tells at most."""
     splits = split_windows(recording.windows.count, recording.windows.length, settings.seed)
-    return 2 * splits.test.size
+    return 2 * splits.test.size * recording.layer_count
 
 
-def _echo_at(
+def _thinned(layer: IntArray, exits: Exits, rng: np.random.Generator) -> IntArray:
+    """Exit layers [T] of which only a random few remain, so that exits are rare."""
+    layers = exits.score.shape[0]
+    rate = float((layer < layers).mean())
+    stays = rng.random(layer.size) * rate >= _EXIT_SHARE
+    return np.where(stays, layers, layer)
+
+
+def _flips_of(
     view: MoEView,
     recording: Recording,
-    exits: Exits,
-    threshold: float,
     tokens: IntArray,
-    settings: CalibrationSettings,
-    rng: np.random.Generator,
+    leaves: IntArray,
+    counts: IntArray,
     advance: Advance,
-) -> float:
-    """Upper bound of the later tokens that one exit at `threshold` flips."""
-    layer = exit_layers(exits.score[:, tokens], threshold)
-    rate = float((layer < recording.layer_count).mean())
-    stays = rng.random(tokens.size) * rate >= _EXIT_SHARE
-    layer[stays] = recording.layer_count
-    count = int((layer < recording.layer_count).sum())
-    if count == 0:
-        return 1.0
-    windows = recording.windows.take(np.unique(tokens // recording.windows.length))
-    flips = flipped_by_exits(view, windows, layer, recording.predictions[tokens], advance)
-    return poisson_upper(int(flips.sum()), settings.ucb_confidence) / count
+) -> IntArray:
+    """How many later tokens the exits `leaves` [2, T] of the tokens [T] flip, [2]; both in one
+    sweep, so that every expert is met once."""
+    flips, some = np.zeros(2, dtype=np.int64), np.flatnonzero(counts)
+    if not some.size:
+        return flips
+    windows = np.tile(np.unique(tokens // recording.windows.length), some.size)
+    flipped = flipped_by_exits(
+        view,
+        recording.windows.take(windows),
+        leaves[some].ravel(),
+        np.tile(recording.predictions[tokens], some.size),
+        advance,
+        folder=recording.folder,
+    )
+    flips[some] = flipped.reshape(some.size, -1).sum(axis=1)
+    return flips
 
 
 def poisson_upper(events: int, confidence: float) -> float:
@@ -92,38 +114,33 @@ def poisson_upper(events: int, confidence: float) -> float:
 
 @torch.inference_mode()
 def flipped_by_exits(
-    view: MoEView, windows: Windows, exit_layer: IntArray, expected: IntArray, advance: Advance
+    view: MoEView,
+    windows: Windows,
+    exit_layer: IntArray,
+    expected: IntArray,
+    advance: Advance,
+    *,
+    folder: Path | None = None,
 ) -> BoolArray:
     """Which tokens that run to the end predict something else because of those that do not, [T].
 
     Tokens leave after layer `exit_layer` [T] of 1..N; from then on their state stands still, and
     the later layers' keys and values are made from it. `expected` [T] are the full-depth
-    predictions. A token that leaves is never counted.
+    predictions. A token that leaves is never counted. `folder` takes the states of the sweep.
     """
     referee = Referee(view)
     flipped = np.zeros(windows.tokens, dtype=bool)
-    at_once = max(1, _ROWS // windows.length)
-    for first in range(0, windows.count, at_once):
-        part = windows.part(first, first + at_once)
-        span = slice(first * windows.length, first * windows.length + part.tokens)
-        states = _final_states(view, part, exit_layer[span])
-        stays = np.flatnonzero(exit_layer[span] == view.spec.layer_count)
-        agrees = referee.agrees(states[torch.from_numpy(stays)], expected[span][stays])
-        flipped[span.start + stays] = ~agrees
-        advance(part.tokens)
+    sweep = Sweep(view, windows, at_once=max(1, _ROWS // windows.length), folder=folder)
+    for visit in sweep.visits():
+        layer, span = visit.layer, visit.span
+        routing = view.route(layer, visit.attended, groups=visit.groups)
+        after = run_layer(view, layer, visit.attended, routing, routing.experts)
+        runs = torch.from_numpy(exit_layer[span] > layer).to(view.device)
+        after = torch.where(runs[:, None], after, visit.before)
+        sweep.leave(visit, after)
+        if visit.is_last:
+            stays = np.flatnonzero(exit_layer[span] == view.spec.layer_count)
+            states = sweep.tail(visit, after)[torch.from_numpy(stays)]
+            flipped[span.start + stays] = ~referee.agrees(states, expected[span][stays])
+        advance(len(after))
     return flipped
-
-
-def _final_states(view: MoEView, windows: Windows, exit_layer: IntArray) -> torch.Tensor:
-    """States [T, d] after the last layer, those of tokens that left as they left."""
-    cache, batch, hidden = open_windows(view, windows)
-    groups = batch.groups
-    left_after = torch.from_numpy(exit_layer).to(view.device)
-    before = batch.pack(hidden)
-    for layer in range(view.spec.layer_count):
-        flat = batch.pack(view.attend(layer, hidden, batch, cache))
-        routing = view.route(layer, flat, groups=groups)
-        after = run_layer(view, layer, flat, routing, routing.experts)
-        before = torch.where((left_after > layer)[:, None], after, before)
-        hidden = batch.unpack(before)
-    return batch.pack(view.tail(hidden, batch, cache))

@@ -135,10 +135,18 @@ def measure_losses(
     settings: CalibrationSettings,
     advance: Advance,
 ) -> Losses:
-    """Run the what-ifs and fit curves and bounds to what flipped."""
+    """Run the what-ifs and fit curves and bounds to what flipped; `advance` is told of a step for
+    each what-if and layer."""
     changes = sampling.join(experiments.parts)
     expected = recording.predictions[changes.token]
-    flipped, measured = flips(view, recording.windows, changes, expected, advance=advance)
+    flipped, measured = flips(
+        view,
+        recording.windows,
+        changes,
+        expected,
+        advance=advance,
+        folder=recording.folder,
+    )
     bounds = np.cumsum([part.count for part in experiments.parts])[:-1]
     results = zip(np.split(flipped, bounds), np.split(measured, bounds), strict=True)
     (skip_flip, skip_ok), (drop_flip, drop_ok), (sub_flip, sub_ok), (noise, noise_ok) = results

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import mmap
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,9 +12,11 @@ import torch
 from torch import Tensor
 
 from trimmoe.calibrate.head import Referee, most_likely
+from trimmoe.calibrate.mapped import map_file, release
+from trimmoe.calibrate.sweep import Sweep, Visit
+from trimmoe.calibrate.windows import Windows, run_layer
 from trimmoe.core.specs import BoolArray, FloatArray, IntArray
-from trimmoe.models.base import EncoderDecoderView, MoEView, Routing, TokenBatch
-from trimmoe.models.cache import KVCache
+from trimmoe.models.base import MoEView, Routing
 
 _ROWS = 1024
 """Tokens of one step; windows are batched up to this."""
@@ -22,38 +24,7 @@ _PROBE_TOKENS = 1024
 """Tokens on which every layer meets the output head; later ones only where that pays."""
 
 Advance = Callable[[int], None]
-"""Told how many tokens, what-ifs or layers have just been done."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Windows:
-    """Independent sequences of equal length; token t is ids[t // length, t % length]."""
-
-    ids: IntArray
-    """Token ids that the (decoder's) layers see, [W, length]."""
-    sources: IntArray | None = None
-    """The encoder's inputs where there is an encoder, [W, source length]."""
-
-    @property
-    def count(self) -> int:
-        return self.ids.shape[0]
-
-    @property
-    def length(self) -> int:
-        return self.ids.shape[1]
-
-    @property
-    def tokens(self) -> int:
-        return self.ids.size
-
-    def part(self, first: int, last: int) -> Windows:
-        """Windows first to last, the last one excluded."""
-        return self.take(np.arange(self.count)[first:last])
-
-    def take(self, index: IntArray) -> Windows:
-        """The windows of these indices."""
-        sources = None if self.sources is None else self.sources[index]
-        return Windows(ids=self.ids[index], sources=sources)
+"""Told how many steps of a phase have just been done."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -87,14 +58,15 @@ class Recording:
     logit_gram: np.ndarray
     """Z^T Z of the router logits Z centred per token, float64 [N, E, E]."""
 
+    folder: Path | None = None
+    """Where the states lie, and those of later sweeps may."""
     maps: tuple[mmap.mmap, ...] = ()
     """What the states are mapped by."""
 
     def release(self) -> None:
         """Give back the memory that states take; they stay on disk and come back when read."""
         for mapped in self.maps:
-            if hasattr(mmap, "MADV_DONTNEED"):
-                mapped.madvise(mmap.MADV_DONTNEED)
+            release(mapped)
 
     @property
     def token_count(self) -> int:
@@ -116,26 +88,30 @@ def record(
     folder: Path,
     advance: Advance,
 ) -> Recording:
-    """Run every window at full depth; the hidden states are written to `folder` as they come.
+    """Run every window at full depth in one sweep; the hidden states are written to `folder`.
 
     `importance` is read as in the settings; layers whose states agree with full depth less often
-    than `least_agreement` on the first windows are not looked at further.
+    than `least_agreement` on the first windows are not looked at further. `advance` is told of
+    `recording_steps` steps.
     """
     recording = _blank(view, windows, folder, keep_attended)
-    referee = Referee(view)
-    rows = max(1, _ROWS // windows.length)
-    seen = np.zeros((2, view.spec.layer_count), dtype=np.int64)
-    for first in range(0, windows.count, rows):
-        part = windows.part(first, first + rows)
-        span = slice(first * windows.length, first * windows.length + part.tokens)
-        _record_batch(view, recording, span, part, importance)
-        seen += _compare(view, referee, recording, span)
-        if span.start < _PROBE_TOKENS <= span.stop:
-            recording.may_exit[:-1] &= seen[0, :-1] >= least_agreement * seen[1, :-1]
+    sweep = Sweep(view, windows, at_once=max(1, _ROWS // windows.length), folder=folder)
+    parts = []
+    for visit in sweep.visits():
+        last = _record_visit(view, recording, sweep, visit, importance)
+        if visit.is_last:
+            found = most_likely(view, sweep.tail(visit, last))
+            recording.predictions[visit.span], recording.log_probability[visit.span] = found
+            parts.append(visit.span)
         recording.release()
-        advance(part.tokens)
-    recording.agreement[:] = seen[0] / seen[1]
+        advance(visit.span.stop - visit.span.start)
+    _compare_all(view, recording, parts, least_agreement, advance)
     return recording
+
+
+def recording_steps(view: MoEView, windows: Windows) -> int:
+    """Of how many steps `record` tells."""
+    return 2 * view.spec.layer_count * windows.tokens
 
 
 def _blank(view: MoEView, windows: Windows, folder: Path, keep_attended: bool) -> Recording:
@@ -143,12 +119,13 @@ def _blank(view: MoEView, windows: Windows, folder: Path, keep_attended: bool) -
     layers = spec.layer_count
     shape = (layers, tokens, spec.hidden_size)
     names = ("hidden.bf16", "attended.bf16") if keep_attended else ("hidden.bf16",)
-    maps = tuple(_mapped(folder / name, 2 * int(np.prod(shape))) for name in names)
+    maps = tuple(_new_file(folder / name, 2 * int(np.prod(shape))) for name in names)
     states = [torch.frombuffer(mapped, dtype=torch.bfloat16).view(shape) for mapped in maps]
     return Recording(
         windows=windows,
         hidden=states[0],
         attended=states[1] if keep_attended else None,
+        folder=folder,
         maps=maps,
         activated=np.zeros((layers, tokens, spec.top_k), dtype=np.int64),
         masses=np.zeros((layers, tokens, spec.top_k), dtype=np.float32),
@@ -162,42 +139,45 @@ def _blank(view: MoEView, windows: Windows, folder: Path, keep_attended: bool) -
     )
 
 
-def _mapped(path: Path, size_bytes: int) -> mmap.mmap:
+def _new_file(path: Path, size_bytes: int) -> mmap.mmap:
     with path.open("wb+") as opened:
-        opened.truncate(size_bytes)
-        return mmap.mmap(opened.fileno(), size_bytes)
+        return map_file(opened, size_bytes)
 
 
-def open_windows(view: MoEView, windows: Windows) -> tuple[KVCache, TokenBatch, Tensor]:
-    """A fresh cache, a batch of whole windows from position 0, and their embeddings."""
-    cache = view.new_cache(slots=windows.count)
-    slots = [cache.alloc() for _ in range(windows.count)]
-    if windows.sources is not None:
-        assert isinstance(view, EncoderDecoderView)
-        for slot, states in zip(slots, view.encode(windows.sources.tolist()), strict=True):
-            view.attach(cache, slot, states)
-    batch = view.batch(cache, slots, [range(windows.length)] * windows.count)
-    return cache, batch, view.embed(torch.from_numpy(windows.ids).to(view.device), batch)
+def _record_visit(
+    view: MoEView, recording: Recording, sweep: Sweep, visit: Visit, importance: str
+) -> Tensor:
+    """Fill the recording for some windows in one layer; their states after it, [n, d]."""
+    layer, span, attended = visit.layer, visit.span, visit.attended
+    routing = view.route(layer, attended, groups=visit.groups)
+    if recording.attended is not None:
+        recording.attended[layer, span] = attended.to(device="cpu", dtype=torch.bfloat16)
+    after = run_layer(view, layer, attended, routing, routing.experts)
+    recording.hidden[layer, span] = after.to(device="cpu", dtype=torch.bfloat16)
+    _keep_routing(recording, layer, span, routing, importance)
+    sweep.leave(visit, after)
+    return after
 
 
-def _record_batch(
-    view: MoEView, recording: Recording, span: slice, windows: Windows, importance: str
+def _compare_all(
+    view: MoEView,
+    recording: Recording,
+    parts: Sequence[slice],
+    least_agreement: float,
+    advance: Advance,
 ) -> None:
-    """Fill the recording for one batch of windows, whose tokens are `span`."""
-    cache, batch, hidden = open_windows(view, windows)
-    groups = batch.groups
-    for layer in range(view.spec.layer_count):
-        flat = batch.pack(view.attend(layer, hidden, batch, cache))
-        routing = view.route(layer, flat, groups=groups)
-        if recording.attended is not None:
-            recording.attended[layer, span] = flat.to(device="cpu", dtype=torch.bfloat16)
-        flat = run_layer(view, layer, flat, routing, routing.experts)
-        recording.hidden[layer, span] = flat.to(device="cpu", dtype=torch.bfloat16)
-        _keep_routing(recording, layer, span, routing, importance)
-        hidden = batch.unpack(flat)
-    last = batch.pack(view.tail(hidden, batch, cache))
-    recording.predictions[span], recording.log_probability[span] = most_likely(view, last)
-    recording.agrees[-1, span] = True
+    """Fill in b of (22) and how often it holds; all layers are looked at on the first tokens, and
+    those that agree too seldom there no longer on the rest."""
+    referee = Referee(view)
+    recording.agrees[-1] = True
+    seen = np.zeros((2, view.spec.layer_count), dtype=np.int64)
+    for span in parts:
+        seen += _compare(view, referee, recording, span)
+        if span.start < _PROBE_TOKENS <= span.stop:
+            recording.may_exit[:-1] &= seen[0, :-1] >= least_agreement * seen[1, :-1]
+        recording.release()
+        advance(view.spec.layer_count * (span.stop - span.start))
+    recording.agreement[:] = seen[0] / seen[1]
 
 
 def _compare(view: MoEView, referee: Referee, recording: Recording, span: slice) -> IntArray:
@@ -212,18 +192,6 @@ def _compare(view: MoEView, referee: Referee, recording: Recording, span: slice)
         recording.agrees[layer, span] = agrees
         counts[:, layer] = agrees.sum(), agrees.size
     return counts
-
-
-def run_layer(
-    view: MoEView, layer: int, attended: Tensor, routing: Routing, experts: Tensor
-) -> Tensor:
-    """Shared and routed experts of one layer, [n, d] to [n, d].
-
-    `experts` [n, k] may differ from the routing's own; the gates stay the routing's.
-    """
-    shared = view.shared(layer, attended, normed=routing.normed)
-    routed = view.experts(layer, attended, experts, routing.gates, normed=routing.normed)
-    return view.finish(layer, attended, shared, routed)
 
 
 def _keep_routing(

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,15 +11,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
 from trimmoe.calibrate.centroids import fit_centroids
-from trimmoe.calibrate.echoes import echo_tokens, with_echoes
+from trimmoe.calibrate.echoes import echo_steps, with_echoes
 from trimmoe.calibrate.exits import Exits, calibrate_exits, split_windows
 from trimmoe.calibrate.hazard import exit_hazard
 from trimmoe.calibrate.losses import Losses, measure_losses, plan_experiments
-from trimmoe.calibrate.record import Advance, Recording, Windows, record
+from trimmoe.calibrate.phases import OnPhase, Phases
+from trimmoe.calibrate.record import Advance, Recording, record, recording_steps
 from trimmoe.calibrate.routing_stats import (
     execution_statistics,
     expert_transitions,
@@ -30,15 +28,13 @@ from trimmoe.calibrate.sampling import Classes
 from trimmoe.calibrate.settings import CalibrationSettings
 from trimmoe.calibrate.steadiness import Steadiness, fit_steadiness, one_class
 from trimmoe.calibrate.text import text_hash, token_windows
+from trimmoe.calibrate.windows import Windows
 from trimmoe.core.artifact import Header
 from trimmoe.core.errors import UserError
 from trimmoe.core.profile import PROFILE_FORMAT, PROFILE_KIND, Profile
 from trimmoe.core.specs import FloatArray
 from trimmoe.cost.thresholds import skipped_layers, thresholds
 from trimmoe.models.base import EncoderDecoderView, MoEView
-
-OnPhase = Callable[[str, float], None]
-"""Told the name of a phase and the seconds it took, when it ends."""
 
 
 def calibrate(
@@ -54,14 +50,16 @@ def calibrate(
     """Measure a model on texts; the same inputs and seed give the same profile.
 
     The view must have been opened with all experts and its hash. `tokenizer` is called as those
-    of transformers are. Hidden states (N x tokens x d, 2 bytes each) are written to `work_dir`,
-    which is kept, or to a temporary directory, which is not. Raises `UserError` if the text is
-    too short or the working directory cannot be written.
+    of transformers are. Hidden states (2 x N x tokens x d, 2 bytes each) are written to
+    `work_dir`, which is kept, or to a temporary directory, which is not. All text goes through a
+    layer before the next one, three times (recording, echoes, what-ifs), so a streamed view reads
+    its experts three times. Raises `UserError` if the text is too short or the working directory
+    cannot be written or is too small.
     """
     windows = _windows(view, tokenizer, texts, settings)
     layers = view.spec.layer_count
-    with _working_folder(work_dir) as folder, _Phases(progress, on_phase) as phases:
-        with phases.run("Recording", windows.tokens) as advance:
+    with _working_folder(work_dir) as folder, Phases(progress, on_phase) as phases:
+        with phases.run("Recording", recording_steps(view, windows)) as advance:
             recording = record(
                 view,
                 windows,
@@ -73,7 +71,7 @@ def calibrate(
             )
         with phases.run("Exit heads", layers) as advance:
             exits = calibrate_exits(recording, settings, advance)
-        with phases.run("Exit echoes", echo_tokens(recording, settings)) as advance:
+        with phases.run("Exit echoes", echo_steps(recording, settings)) as advance:
             exits, echo = with_echoes(view, recording, exits, settings, advance)
         with phases.run("Steadiness", layers) as advance:
             steadiness = _steadiness(recording, settings, advance)
@@ -83,7 +81,7 @@ def calibrate(
             apart=2 * settings.neighbour_layers + 1,
         )
         experiments = plan_experiments(recording, classes, settings)
-        with phases.run("What-ifs", experiments.count) as advance:
+        with phases.run("What-ifs", layers * experiments.count) as advance:
             losses = measure_losses(view, recording, experiments, settings, advance)
         with phases.run("Centroids", layers) as advance:
             centroids = _centroids(recording, exits, settings, advance)
@@ -265,36 +263,3 @@ def _working_folder(work_dir: Path | None) -> Iterator[Path]:
             f"Cannot write to the working directory {work_dir}: {error.strerror}."
         ) from error
     yield work_dir
-
-
-class _Phases:
-    """One progress bar per phase, and the seconds each took."""
-
-    def __init__(self, progress: bool, on_phase: OnPhase | None) -> None:
-        self._on_phase = on_phase
-        console = Console(stderr=True)
-        self._bars = Progress(
-            TextColumn("{task.description:<12}"),
-            BarColumn(),
-            TaskProgressColumn(),
-            TimeRemainingColumn(elapsed_when_finished=True),
-            console=console,
-            disable=not (progress and console.is_terminal),
-        )
-
-    def __enter__(self) -> _Phases:
-        self._bars.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._bars.stop()
-
-    @contextmanager
-    def run(self, name: str, total: int) -> Iterator[Advance]:
-        """Time one phase of `total` steps; the function given advances its bar."""
-        task = self._bars.add_task(name, total=total)
-        start = time.perf_counter()
-        yield lambda steps: self._bars.advance(task, steps)
-        self._bars.update(task, completed=total)
-        if self._on_phase is not None:
-            self._on_phase(name, time.perf_counter() - start)

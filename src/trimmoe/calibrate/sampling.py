@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from trimmoe.calibrate.curves import bin_of
 from trimmoe.core.specs import BoolArray, FloatArray, IntArray
@@ -45,6 +48,19 @@ def join(parts: Sequence[Changes]) -> Changes:
         layer=np.concatenate([part.layer for part in parts]),
         slots=np.concatenate([part.slots for part in parts]),
     )
+
+
+def by_window(changes: Changes, windows: int, length: int) -> list[IntArray]:
+    """Indices of the changes of each of `windows` windows of `length` tokens, ordered by layer."""
+    owner = changes.token // length
+    order = np.lexsort((np.arange(changes.count), changes.layer, owner))
+    bounds = np.searchsorted(owner[order], np.arange(windows + 1))
+    return [order[a:b] for a, b in pairwise(bounds)]
+
+
+def forced(experts: Tensor, slots: Tensor) -> Tensor:
+    """The activated sets [n, k] with the slots [n, k] that are not KEEP put in their place."""
+    return torch.where(slots == KEEP, experts, slots)
 
 
 def stratified(bins: IntArray, bin_count: int, wanted: int, rng: np.random.Generator) -> IntArray:

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from trimmoe.calibrate.record import Windows, open_windows, run_layer
 from trimmoe.calibrate.text import text_hash, token_windows
+from trimmoe.calibrate.windows import Windows, open_windows, run_layer
 from trimmoe.core.artifact import Header
 from trimmoe.core.errors import UserError
 from trimmoe.core.profile import Profile
@@ -62,13 +62,13 @@ def record_trace(
         raise UserError("A trace needs at least 1 token in sequences of at least 2.")
     length = min(settings.length, spec.context_length)
     windows = _windows(view, tokenizer, texts, settings, length)
-    trace = _blank(windows, view, _header_of(settings, length, texts, profile))
+    trace = blank_trace(windows, view, _header_of(settings, length, texts, profile))
     observer = Observer(profile, view.device)
     rows = max(1, _ROWS // windows.length)
     for first in range(0, windows.count, rows):
         part = windows.part(first, first + rows)
         span = slice(first * windows.length, first * windows.length + part.tokens)
-        _record_batch(view, observer, trace, span, part)
+        record_windows(view, observer, trace, span, part)
         advance(part.tokens)
     return trace
 
@@ -112,7 +112,8 @@ def _header_of(
     )
 
 
-def _blank(windows: Windows, view: MoEView, header: Header) -> Trace:
+def blank_trace(windows: Windows, view: MoEView, header: Header) -> Trace:
+    """A trace of all tokens of the windows, to be filled in."""
     tokens, layers, slots = windows.tokens, view.spec.layer_count, view.spec.top_k
     return Trace(
         header=header,
@@ -128,10 +129,10 @@ def _blank(windows: Windows, view: MoEView, header: Header) -> Trace:
 
 
 @torch.inference_mode()
-def _record_batch(
+def record_windows(
     view: MoEView, observer: Observer, trace: Trace, span: slice, windows: Windows
 ) -> None:
-    """Fill the trace for one batch of windows, whose tokens are `span`."""
+    """Fill the rows `span` of the trace with the tokens of whole windows, run at full depth."""
     cache, batch, hidden = open_windows(view, windows)
     groups = batch.groups
     for layer in range(view.spec.layer_count):

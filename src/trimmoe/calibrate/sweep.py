@@ -1,0 +1,139 @@
+"""Many windows through the model together: all of them through a layer before the next layer.
+
+A view that streams its experts from disk so reads each layer once a sweep. Between two layers a
+token is its hidden state and nothing else, kept on disk; keys and values exist only for the windows
+that are being run, in the layer they are run in. Besides the view, memory holds the rows of those
+few windows, however many there are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from trimmoe.calibrate.mapped import States
+from trimmoe.calibrate.windows import Windows, run_layer
+from trimmoe.models.base import EncoderDecoderView, MoEView, TokenBatch
+from trimmoe.models.cache import KVCache
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Visit:
+    """Some windows, whole and run together, in one layer."""
+
+    layer: int
+    part: int
+    """Which of the sweep's parts these windows are."""
+    span: slice
+    """Their tokens."""
+    is_last: bool
+    """Whether the layer is the last one."""
+    batch: TokenBatch
+    groups: Tensor
+    """Window of each token, int64 [n]."""
+    cache: KVCache
+    """Holds their keys and values up to and with this layer's attention, of this layer alone."""
+    before: Tensor
+    """Their states before the layer, [n, d]."""
+    attended: Tensor
+    """Their states after its attention, [n, d]."""
+
+
+class Sweep:
+    """Windows on their way through the layers; what happens to their tokens there is up to whoever
+    goes through the visits and says how they leave each."""
+
+    def __init__(
+        self, view: MoEView, windows: Windows, *, at_once: int, folder: Path | None
+    ) -> None:
+        """`at_once` windows make a part; `folder` takes the states (None: temporary files)."""
+        self._view = view
+        self._windows = windows
+        self._at_once = min(at_once, windows.count)
+        self._states = States(windows.tokens, view, folder)
+        self._sources = None if windows.sources is None else self._encoded(windows, folder)
+        self._cache = view.new_cache(slots=self._at_once)
+        self._slots = [self._cache.alloc() for _ in range(self._at_once)]
+        self._batches: dict[int, TokenBatch] = {}
+
+    def visits(self) -> Iterator[Visit]:
+        """Every part in the first layer, then every part in the second, and so on.
+
+        Between two visits `leave` must be told what became of the tokens.
+        """
+        for layer in range(self._view.spec.layer_count):
+            for part, first in enumerate(range(0, self._windows.count, self._at_once)):
+                yield self._visit(layer, part, first)
+            self._cache.forget()
+            self._states.release()
+
+    def leave(self, visit: Visit, after: Tensor) -> None:
+        """The states [n, d] with which the tokens of a visit go on to the next layer."""
+        if not visit.is_last:
+            self._states[visit.span] = after
+
+    def tail(self, visit: Visit, after: Tensor) -> Tensor:
+        """From states [n, d] after the last layer to what `logits` takes, [n, d]."""
+        assert visit.is_last
+        hidden = visit.batch.unpack(after)
+        return visit.batch.pack(self._view.tail(hidden, visit.batch, visit.cache))
+
+    def _visit(self, layer: int, part: int, first: int) -> Visit:
+        windows = self._windows.part(first, first + self._at_once)
+        start = first * windows.length
+        span = slice(start, start + windows.tokens)
+        if self._sources is not None:
+            self._attach(layer, first, windows.count)
+        batch = self._batch(windows.count)
+        if layer == 0:
+            ids = torch.from_numpy(windows.ids).to(self._view.device)
+            hidden = self._view.embed(ids, batch)
+        else:
+            hidden = batch.unpack(self._states[span])
+        attended = self._view.attend(layer, hidden, batch, self._cache)
+        return Visit(
+            layer=layer,
+            part=part,
+            span=span,
+            is_last=layer == self._view.spec.layer_count - 1,
+            batch=batch,
+            groups=batch.groups,
+            cache=self._cache,
+            before=batch.pack(hidden),
+            attended=batch.pack(attended),
+        )
+
+    def _batch(self, count: int) -> TokenBatch:
+        """Whole windows from position 0: the same for all parts of as many windows."""
+        if count not in self._batches:
+            rows = [range(self._windows.length)] * count
+            self._batches[count] = self._view.batch(self._cache, self._slots[:count], rows)
+        return self._batches[count]
+
+    def _encoded(self, windows: Windows, folder: Path | None) -> States:
+        """The encoder's states of the windows' sources, by a sweep of their own."""
+        assert isinstance(self._view, EncoderDecoderView)
+        assert windows.sources is not None
+        encoder, found = self._view.encoder, States(windows.sources.size, self._view, folder)
+        sources = Windows(ids=windows.sources)
+        sweep = Sweep(encoder, sources, at_once=self._at_once, folder=folder)
+        for visit in sweep.visits():
+            routing = encoder.route(visit.layer, visit.attended, groups=visit.groups)
+            after = run_layer(encoder, visit.layer, visit.attended, routing, routing.experts)
+            sweep.leave(visit, after)
+            if visit.is_last:
+                found[visit.span] = self._view.states(sweep.tail(visit, after))
+        return found
+
+    def _attach(self, layer: int, first: int, count: int) -> None:
+        assert isinstance(self._view, EncoderDecoderView)
+        assert self._sources is not None
+        assert self._windows.sources is not None
+        length = self._windows.sources.shape[1]
+        for slot, window in zip(self._slots, range(first, first + count), strict=False):
+            states = self._sources[slice(window * length, (window + 1) * length)]
+            self._view.attach(self._cache, slot, states, layers={layer})

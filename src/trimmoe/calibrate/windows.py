@@ -1,0 +1,68 @@
+"""Windows of text, and a layer run for their tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from trimmoe.core.specs import IntArray
+from trimmoe.models.base import EncoderDecoderView, MoEView, Routing, TokenBatch
+from trimmoe.models.cache import KVCache
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Windows:
+    """Independent sequences of equal length; token t is ids[t // length, t % length]."""
+
+    ids: IntArray
+    """Token ids that the (decoder's) layers see, [W, length]."""
+    sources: IntArray | None = None
+    """The encoder's inputs where there is an encoder, [W, source length]."""
+
+    @property
+    def count(self) -> int:
+        return self.ids.shape[0]
+
+    @property
+    def length(self) -> int:
+        return self.ids.shape[1]
+
+    @property
+    def tokens(self) -> int:
+        return self.ids.size
+
+    def part(self, first: int, last: int) -> Windows:
+        """Windows first to last, the last one excluded."""
+        return self.take(np.arange(self.count)[first:last])
+
+    def take(self, index: IntArray) -> Windows:
+        """The windows of these indices, which may repeat."""
+        sources = None if self.sources is None else self.sources[index]
+        return Windows(ids=self.ids[index], sources=sources)
+
+
+def open_windows(view: MoEView, windows: Windows) -> tuple[KVCache, TokenBatch, Tensor]:
+    """A fresh cache, a batch of whole windows from position 0, and their embeddings."""
+    cache = view.new_cache(slots=windows.count)
+    slots = [cache.alloc() for _ in range(windows.count)]
+    if windows.sources is not None:
+        assert isinstance(view, EncoderDecoderView)
+        for slot, states in zip(slots, view.encode(windows.sources.tolist()), strict=True):
+            view.attach(cache, slot, states)
+    batch = view.batch(cache, slots, [range(windows.length)] * windows.count)
+    return cache, batch, view.embed(torch.from_numpy(windows.ids).to(view.device), batch)
+
+
+def run_layer(
+    view: MoEView, layer: int, attended: Tensor, routing: Routing, experts: Tensor
+) -> Tensor:
+    """Shared and routed experts of one layer, [n, d] to [n, d].
+
+    `experts` [n, k] may differ from the routing's own; the gates stay the routing's.
+    """
+    shared = view.shared(layer, attended, normed=routing.normed)
+    routed = view.experts(layer, attended, experts, routing.gates, normed=routing.normed)
+    return view.finish(layer, attended, shared, routed)
