@@ -136,7 +136,7 @@ class ActionSpace:
     @cached_property
     def menu(self) -> Menu:
         """The same arrays in the form that the compiled loops read."""
-        server, delay_s = nearest_hosts(self.cost, self.hosts)
+        server, delay_s = kernels.all_nearest_hosts(self.cost.links, self.hosts)
         arrays = {
             "hosts": self.hosts,
             "best_server": server,
@@ -251,20 +251,6 @@ def as_batch(
         source=source,
         destination=destination,
     )
-
-
-def nearest_hosts(cost: CostModel, hosts: BoolArray) -> tuple[IntArray, FloatArray]:
-    """The host of least single-slot delay (30) by layer, source, destination and expert, and that
-    delay, infinite where nobody holds the expert; each [N, M, M, E]."""
-    path = cost.transfer_s[:, None, :] + cost.waiting_s + cost.transfer_s.T[None]  # [s, t, m]
-    servers, delays = [], []
-    for layer in range(hosts.shape[1]):
-        alone = path[..., None] + cost.expert_s[None, None, :, layer]
-        alone = np.where(hosts[:, layer], alone, np.inf)
-        best = alone.argmin(2)
-        servers.append(best)
-        delays.append(np.take_along_axis(alone, best[:, :, None], axis=2)[:, :, 0])
-    return np.stack(servers), np.stack(delays)
 
 
 def _exact_first(parts: list[Candidates]) -> Candidates:

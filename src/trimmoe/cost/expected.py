@@ -11,7 +11,7 @@ import numpy as np
 from trimmoe.core.profile import Profile
 from trimmoe.core.specs import BoolArray, FloatArray, IntArray
 from trimmoe.cost import kernels
-from trimmoe.cost.model import CostModel, host_delay_s
+from trimmoe.cost.model import CostModel
 
 
 def best_hosts(
@@ -19,10 +19,10 @@ def best_hosts(
 ) -> IntArray:
     """The host of least single-slot delay (30) for each expert of `layer`, shape [E].
 
-    Ties go to the server that comes first.
+    Ties go to the server that comes first; server 0 stands in where nobody holds an expert.
     """
-    delay = host_delay_s(cost, layer, source, destination)
-    return np.where(hosts[:, layer], delay, np.inf).argmin(axis=0)
+    held = np.ascontiguousarray(hosts[:, layer])
+    return np.maximum(kernels.nearest_hosts(cost.links, layer, held, source, destination)[0], 0)
 
 
 def expected_layer_delay_s(cost: CostModel, hosts: BoolArray, profile: Profile) -> FloatArray:
@@ -55,25 +55,8 @@ def layer_table_s(cost: CostModel, held: BoolArray, profile: Profile, layer: int
 
 
 @kernels.njit
-def nearest_replicas(links, layer, held, source, destination):
-    """`best_hosts` for compiled callers, whose `held` is [M, E] of the layer; -1 = no host."""
-    servers, experts = held.shape
-    best = np.full(experts, -1)
-    for expert in range(experts):
-        least = np.inf
-        for m in range(servers):
-            if held[m, expert]:
-                path = links.transfer_s[source, m] + links.waiting_s[m]
-                alone = path + links.transfer_s[m, destination] + links.expert_s[m, layer, expert]
-                if alone < least:
-                    least = alone
-                    best[expert] = m
-    return best
-
-
-@kernels.njit
 def _expected_table(links, layer, held, share, patterns):
-    """The mean over patterns [P, k] of `kernels.slots_delay_s` on `nearest_replicas`, [M, M].
+    """The mean over patterns [P, k] of `kernels.slots_delay_s` on `kernels.nearest_hosts`, [M, M].
 
     All patterns of a pair of servers share the ways and hosts, so that a slot is two additions.
     """
@@ -82,7 +65,7 @@ def _expected_table(links, layer, held, share, patterns):
     path, alone = np.empty(servers), np.empty(held.shape[1])
     for source in range(servers):
         for destination in range(servers):
-            best = nearest_replicas(links, layer, held, source, destination)
+            best = kernels.nearest_hosts(links, layer, held, source, destination)[0]
             for m in range(servers):
                 there = links.transfer_s[source, m] + links.waiting_s[m]
                 path[m] = there + links.transfer_s[m, destination]

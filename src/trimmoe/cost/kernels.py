@@ -115,6 +115,39 @@ def slots_delay_s(links, layer, source, destination, experts, servers):
 
 
 @njit
+def nearest_hosts(links, layer, held, source, destination):
+    """The host of least single-slot delay (30) of every expert, the first among equals, -1 where
+    nobody holds it, and that delay, then infinite; [E] each. `held` [M, E] of the layer."""
+    servers, experts = held.shape
+    best, least = np.full(experts, -1), np.full(experts, np.inf)
+    for m in range(servers):
+        path = links.transfer_s[source, m] + links.waiting_s[m]
+        path += links.transfer_s[m, destination]
+        for expert in range(experts):
+            if held[m, expert]:
+                alone = path + links.expert_s[m, layer, expert]
+                if alone < least[expert]:
+                    best[expert], least[expert] = m, alone
+    return best, least
+
+
+@njit
+def all_nearest_hosts(links, hosts):
+    """`nearest_hosts` by layer, source, destination and expert, [N, M, M, E] each; server 0 stands
+    in where nobody holds the expert. `hosts` [M, N, E]."""
+    servers, layers, experts = hosts.shape
+    server = np.zeros((layers, servers, servers, experts), dtype=np.int64)
+    delay_s = np.empty((layers, servers, servers, experts))
+    for layer in range(layers):
+        for source in range(servers):
+            for destination in range(servers):
+                best, least = nearest_hosts(links, layer, hosts[:, layer], source, destination)
+                server[layer, source, destination] = np.maximum(best, 0)
+                delay_s[layer, source, destination] = least
+    return server, delay_s
+
+
+@njit
 def all_slots_delay_s(links, layer, source, destination, experts, servers):
     """`slots_delay_s` of n tokens, [n]."""
     delay = np.empty(source.shape[0])

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from trimmoe.cost.expected import nearest_replicas
-from trimmoe.cost.kernels import njit
+from trimmoe.cost.kernels import nearest_hosts, njit
 
 
 @njit
@@ -67,7 +66,7 @@ def reached_hosts(links, hosts, routes):
             if seen[source, destination]:
                 continue
             seen[source, destination] = True
-            best = nearest_replicas(links, layer, held, source, destination)
+            best = nearest_hosts(links, layer, held, source, destination)[0]
             for expert in range(best.size):
                 if best[expert] >= 0:
                     reached[best[expert], layer, expert] = True
