@@ -1,4 +1,5 @@
-"""`make bench`: calibration, decisions, hops, the simulator and the model view, one JSON each.
+"""`make bench`: calibration, decisions, hops, the simulator, its validation, the model view; a JSON
+each.
 
     python benchmarks/run_all.py --output FOLDER
 
@@ -33,6 +34,7 @@ def main() -> None:
     run("bench_decisions.py", "--output", str(folder / "decisions.json"))
     run("bench_hop.py", "--output", str(folder / "hop.json"))
     run("bench_simulator.py", "--output", str(folder / "simulator.json"))
+    run("bench_validation.py", "--output", str(folder / "validation.json"))
     for dtype in ("float32", "bfloat16"):
         run(
             "bench_view.py", model, "--dtype", dtype, "--output", str(folder / f"view-{dtype}.json")

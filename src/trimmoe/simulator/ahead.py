@@ -9,6 +9,7 @@ engine are kept: `settled` knows the tokens that are through, `ahead` those that
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -33,7 +34,7 @@ from trimmoe.core.events import (
 )
 from trimmoe.core.ledger import Ledger
 from trimmoe.core.specs import FloatArray, IntArray
-from trimmoe.core.wave import Wave
+from trimmoe.core.wave import Wave, join_waves
 from trimmoe.engine.state import EngineState
 from trimmoe.engine.step import Engine
 from trimmoe.policy.trim import rounded_weight
@@ -58,6 +59,17 @@ class Itinerary:
     """Layers passed, [n]."""
     ledgers: list[Ledger]
     receipts: list[Receipt]
+
+    def reordered(self, order: IntArray) -> Itinerary:
+        """The same tokens in another order."""
+        return Itinerary(
+            expert=self.expert[order],
+            server=self.server[order],
+            place=self.place[order],
+            layers=self.layers[order],
+            ledgers=[self.ledgers[row] for row in order.tolist()],
+            receipts=[self.receipts[row] for row in order.tolist()],
+        )
 
     @staticmethod
     def blank(count: int, layers: int, slots: int) -> Itinerary:
@@ -110,83 +122,118 @@ def travel(engine: Engine, state: EngineState, wave: Wave, feed: TraceFeed, toke
 
 @dataclass(kw_only=True)
 class Ahead:
-    """The engine's two states and how they are told what happened."""
+    """The engine's two states at every access server, which learns from its own users' tokens only,
+    and how they are told what happened."""
 
     engine: Engine
     feed: TraceFeed
     seed: int
     budget: float
     confidence: float
-    settled: EngineState = field(init=False)
-    ahead: EngineState = field(init=False)
+    settled: list[EngineState] = field(init=False)
+    """By access server."""
+    ahead: list[EngineState] = field(init=False)
+    _access: dict[int, int] = field(default_factory=dict)
+    """Of every open request."""
 
     def __post_init__(self) -> None:
-        self.settled = self.ahead = self.engine.start()
+        servers = range(self.engine.cost.server_count)
+        self.settled = [self.engine.start() for _ in servers]
+        self.ahead = list(self.settled)
 
     def open(self, request: int, access: int) -> None:
         """A request's account; before any of its tokens is decided."""
+        self._access[request] = access
         event = SequenceOpened(
             sequence=request, access=access, budget=self.budget, confidence=self.confidence
         )
-        self.settled, _ = self.engine.step(self.settled, event)
-        self.ahead, _ = self.engine.step(self.ahead, event)
+        for states in (self.settled, self.ahead):
+            self._tell(states, access, event)
 
     def close(self, request: int) -> None:
         """A request is finished."""
-        event = SequenceClosed(sequence=request)
-        self.settled, _ = self.engine.step(self.settled, event)
-        self.ahead, _ = self.engine.step(self.ahead, event)
+        access = self._access.pop(request)
+        for states in (self.settled, self.ahead):
+            self._tell(states, access, SequenceClosed(sequence=request))
 
     def decide(self, requests: IntArray, numbers: IntArray, tokens: IntArray) -> Itinerary:
         """The next token of each of these requests [n]: their `numbers`-th, `tokens` in the trace.
 
         Afterwards the next ones may be decided."""
         draws = uniform(self.seed, requests, numbers)
-        arrived = TokensArrived(wave=ENTERING, sequences=tuple(requests.tolist()), draws=draws)
-        journey = self._through(self.ahead, arrived, tokens)
-        frozen = self.ahead.feedback
-        self.ahead, _ = self.engine.step(self.ahead, Settled(receipts=tuple(journey.receipts)))
-        self.ahead = replace(self.ahead, feedback=frozen)
+        access = np.array([self._access[request] for request in requests.tolist()])
+        groups = [np.flatnonzero(access == one) for one in np.unique(access)]
+        waves = []
+        for rows in groups:
+            state = self.ahead[access[rows[0]]]
+            sequences = tuple(requests[rows].tolist())
+            waves.append(self._departed(state, sequences, draws[rows]))
+        order = np.concatenate(groups)
+        state = EngineState(feedback=self.ahead[0].feedback)
+        journey = travel(self.engine, state, join_waves(waves), self.feed, tokens[order])
+        journey = journey.reordered(np.argsort(order))
+        self._settle(self.ahead, journey.receipts, learns=False)
         return journey
 
     def prefill(self, requests: IntArray, access: IntArray, tokens: IntArray) -> Itinerary:
         """Prompt tokens [n], which run exactly: without budget, without exit."""
-        state = EngineState(feedback=self.ahead.feedback)
+        state = EngineState(feedback=self.engine.start().feedback)
         for request, server in dict(zip(requests.tolist(), access.tolist(), strict=True)).items():
             opened = SequenceOpened(sequence=request, access=server, budget=0.0, confidence=_NEVER)
             state, _ = self.engine.step(state, opened)
-        sequences = tuple(requests.tolist())
-        arrived = TokensArrived(wave=ENTERING, sequences=sequences, draws=np.ones(tokens.size))
-        return self._through(state, arrived, tokens)
+        wave = self._departed(state, tuple(requests.tolist()), np.ones(tokens.size))
+        elsewhere = EngineState(feedback=state.feedback)
+        return travel(self.engine, elsewhere, wave, self.feed, tokens)
 
-    def _through(self, state: EngineState, arrived: TokensArrived, tokens: IntArray) -> Itinerary:
+    def _departed(self, state: EngineState, sequences: tuple[int, ...], draws: FloatArray) -> Wave:
+        """The next tokens of these sequences, on their way; the state is not kept."""
+        arrived = TokensArrived(wave=ENTERING, sequences=sequences, draws=draws)
         state, (attend,) = self.engine.step(state, arrived)
         assert isinstance(attend, Attend)
         exported = TokensExported(wave=ENTERING, rows=attend.rows)
         _, (depart,) = self.engine.step(state, exported)
         assert isinstance(depart, Depart)
-        elsewhere = EngineState(feedback=state.feedback)
-        return travel(self.engine, elsewhere, depart.tokens, self.feed, tokens)
+        return depart.tokens
 
-    def control(self, finished: list[Receipt], audits: int, engine: Engine) -> bool:
-        """Tell the settled state what happened since the last control instant; whether decisions
-        made ahead no longer hold. `engine` decides from now on."""
-        before, same = _felt(self.settled), engine is self.engine
-        if audits:
-            event = Audited(wave=TRAVELLING, agrees=np.ones(audits, dtype=bool))
-            self.settled, _ = self.engine.step(self.settled, event)
-        if finished:
-            self.settled, _ = self.engine.step(self.settled, Settled(receipts=tuple(finished)))
+    def _tell(self, states: list[EngineState], access: int, event: Event) -> None:
+        states[access], _ = self.engine.step(states[access], event)
+
+    def _settle(
+        self, states: list[EngineState], receipts: Sequence[Receipt], *, learns: bool
+    ) -> None:
+        """Tell every access server of its tokens; without learning only the accounts change."""
+        by_access: dict[int, list[Receipt]] = {}
+        for receipt in receipts:
+            by_access.setdefault(self._access[receipt.sequence], []).append(receipt)
+        for access, mine in by_access.items():
+            before = states[access].feedback
+            self._tell(states, access, Settled(receipts=tuple(mine)))
+            if not learns:
+                states[access] = replace(states[access], feedback=before)
+
+    def control(self, finished: list[Receipt], audits: IntArray, engine: Engine) -> bool:
+        """Tell the settled states what happened since the last control instant; whether decisions
+        made ahead no longer hold. `audits` [M] by access server; `engine` decides from now on."""
+        same = engine is self.engine
+        before = [_felt(state) for state in self.settled]
+        for access in np.flatnonzero(audits).tolist():
+            agrees = np.ones(audits[access], dtype=bool)
+            self._tell(self.settled, access, Audited(wave=TRAVELLING, agrees=agrees))
+        self._settle(self.settled, finished, learns=True)
         self.engine = engine
-        if same and before == _felt(self.settled):
-            self.ahead = replace(self.ahead, feedback=self.settled.feedback)
+        if same and before == [_felt(state) for state in self.settled]:
+            self._follow()
             return False
         return True
 
     def rewind(self, in_flight: list[Receipt]) -> None:
         """Forget what was decided, but for the tokens that have begun."""
-        self.ahead, _ = self.engine.step(self.settled, Settled(receipts=tuple(in_flight)))
-        self.ahead = replace(self.ahead, feedback=self.settled.feedback)
+        self.ahead = list(self.settled)
+        self._settle(self.ahead, in_flight, learns=False)
+
+    def _follow(self) -> None:
+        pairs = zip(self.ahead, self.settled, strict=True)
+        self.ahead = [replace(state, feedback=done.feedback) for state, done in pairs]
 
 
 def _felt(state: EngineState) -> tuple[float, ...]:

@@ -349,7 +349,7 @@ def _finished(world, asked, state, unit):
         return
     asked.running[unit] = False
     numbers[RUNNING] -= 1
-    if world.closed:
+    if world.closed and (world.endless or numbers[NEXT_REQUEST] < asked.access.size):
         push(state, now, 1, REQUEST, numbers[NEXT_REQUEST])
         numbers[NEXT_REQUEST] += 1
 

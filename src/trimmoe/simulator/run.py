@@ -21,7 +21,7 @@ from trimmoe.policy.base import Policy
 from trimmoe.policy.build import Deployment, make_policy
 from trimmoe.simulator import loop
 from trimmoe.simulator.ahead import Ahead
-from trimmoe.simulator.arrivals import Source
+from trimmoe.simulator.arrivals import Requests, Source
 from trimmoe.simulator.feed import TraceFeed
 from trimmoe.simulator.heap import push
 from trimmoe.simulator.measure import Sample, Snapshot, sample
@@ -63,15 +63,18 @@ def simulate(
     settings: SimulationSettings,
     *,
     policy_of: PolicyOf | None = None,
+    requests: Requests | None = None,
     advance: Advance = lambda _: None,
 ) -> list[Sample]:
     """One sample per seed; the same arguments always give the same samples.
 
+    `requests` are played instead of drawn ones, in the closed loop each as soon as there is room.
     `policy_of` makes the policy of a deployment anew where waiting times are fed back; by default
     the one of the engine's settings. Raises `UserError` if prompts are to be simulated under
     `migrate` accounting, where a chunk has no one place.
     """
     load = settings.load
+    assert requests is None or requests.count
     migrates = engine.cost.accounting is Accounting.MIGRATE
     if migrates and load.prefill is not Prefill.EXCLUDED:
         raise UserError("`migrate` accounting has no prompts; exclude the prefill.")
@@ -86,7 +89,7 @@ def simulate(
 
     cluster = deployment.plan.cluster
     return [
-        _Run(engine, cluster, trace, settings, seed, rebuilt).to_the_end(advance)
+        _Run(engine, cluster, trace, settings, seed, rebuilt, requests).to_the_end(advance)
         for seed in settings.seeds
     ]
 
@@ -102,6 +105,7 @@ class _Run:
         settings: SimulationSettings,
         seed: int,
         rebuilt: Callable[[FloatArray], Engine],
+        given: Requests | None,
     ) -> None:
         load, cost = settings.load, engine.cost
         self.settings, self.trace, self.rebuilt = settings, trace, rebuilt
@@ -114,6 +118,7 @@ class _Run:
             max_batch=settings.max_batch,
             link_queues=settings.link_queues,
             closed=self.closed,
+            endless=given is None,
         )
         self.decider = Ahead(
             engine=engine,
@@ -129,17 +134,22 @@ class _Run:
             length=trace.length,
             seed=seed,
         )
-        first = self.source.draw(4 * (load.concurrency or 0) + 256) if self.closed else None
-        requests = first or self.source.until(settings.end_s)
-        self.table = RequestTable.of(requests, load.prefill_chunk)
+        self.table = RequestTable.of(given or self._drawn(), load.prefill_chunk)
         self.pool = RowPool.of(cost.layer_count, trace.experts.shape[2])
         self.state = make_state(cost.server_count, cost.layer_count, cost.expert_s.shape[2])
         self.waiting_s = np.zeros(cost.server_count)
         self.waited = np.zeros((2, cost.server_count))
-        self.finished: list[int] = []
+        self.finished: list[tuple[int, int]] = []
+        """Rows and requests of decoded tokens since the last control instant."""
         self.units = Units.empty(cost.layer_count, cost.server_count, cost.hidden_bytes)
         self.until_s = 0.0
         self._start()
+
+    def _drawn(self) -> Requests:
+        """Those to begin with."""
+        if self.closed:
+            return self.source.draw(4 * (self.settings.load.concurrency or 0) + 256)
+        return self.source.until(self.settings.end_s)
 
     def _start(self) -> None:
         count = min(self.settings.load.concurrency or 1, self.table.requests.count)
@@ -199,7 +209,7 @@ class _Run:
             books[at] = sum(one.delay_s for one in ledgers), sum(one.loss for one in ledgers)
             self.units.count(ledgers, measured=bool(in_time and decoded[at]))
             if decoded[at]:
-                self.finished.append(row)
+                self.finished.append((row, request))
             else:
                 pool.free(row)
             if self.table.asked.done[request] == self.table.asked.units[request]:
@@ -219,10 +229,12 @@ class _Run:
 
     def _control(self) -> None:
         """What was learnt reaches the decisions."""
-        receipts = self._receipts(self.finished)
-        audits = sum(self.pool.ledgers[row].audits for row in self.finished)
+        receipts = self._receipts([row for row, _ in self.finished])
+        audits = np.zeros(self.waiting_s.size, dtype=np.int64)
+        for row, request in self.finished:
+            audits[self.table.asked.access[request]] += self.pool.ledgers[row].audits
         stale = self.decider.control(receipts, audits, self._engine())
-        for row in self.finished:
+        for row, _ in self.finished:
             self.pool.free(row)
         self.finished = []
         for request in self.table.closing:

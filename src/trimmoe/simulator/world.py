@@ -57,6 +57,8 @@ class World(NamedTuple):
     link_queues: bool
     closed: bool
     """Whether a finished request is replaced at once."""
+    endless: bool
+    """Whether there is always another one."""
     migrates: bool
 
 
@@ -182,6 +184,7 @@ def make_world(
     max_batch: int | None,
     link_queues: bool,
     closed: bool,
+    endless: bool,
 ) -> World:
     """The constants of a run; seconds are the cost model's, split at the propagation delay."""
     layers, servers = cost.layer_count, cost.server_count
@@ -200,6 +203,7 @@ def make_world(
         max_batch=max_batch or np.iinfo(np.int64).max,
         link_queues=link_queues,
         closed=closed,
+        endless=endless,
         migrates=cost.accounting is Accounting.MIGRATE,
     )
 

@@ -1,0 +1,58 @@
+"""The simulator tells of real servers what is true of them.
+
+Seconds are never asserted: a busy machine makes real servers slower, by however much. What holds
+on any machine is what was sent, that nobody is quicker than emulated, and who is quicker than whom.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from factories import random_cluster
+from rehearsing import subject
+from trimmoe.experiments.validation import Traffic, ranking, validate
+
+METHODS = ("pipeline", "exact", "trimmoe")
+TRAFFIC = Traffic(name="closed", requests=8, prompt=4, output=7, streams=4)
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    torch.set_num_threads(1)
+    folder: Path = tmp_path_factory.mktemp("rehearsed")
+    cluster = random_cluster(np.random.default_rng(5), servers=5)
+    one = subject(folder, cluster, layers=4, expert_s=0.008, budget=0.1, slow_motion=2.0)
+    return [validate(one, method, TRAFFIC, seed=1).figures for method in METHODS]
+
+
+@pytest.mark.slow
+def test_methods_rank_as_they_do_on_real_servers(rows: list[dict[str, Any]]) -> None:
+    simulated = sorted(row["mean_simulated_ms"] for row in rows)
+    apart = [slower / quicker for quicker, slower in pairwise(simulated)]
+    assert min(apart) > 1.2, "methods are to be far enough apart for a busy machine"
+    assert ranking(rows, "mean_real_ms") == ranking(rows, "mean_simulated_ms")
+
+
+@pytest.mark.slow
+def test_the_simulator_sends_what_servers_send(rows: list[dict[str, Any]]) -> None:
+    for row in rows:
+        if row["method"] == "trimmoe":
+            assert row["exited_share"] > 0 or row["hops_real"] < rows[1]["hops_real"]
+            assert row["hops_simulated"] == pytest.approx(row["hops_real"], rel=0.25)
+        else:
+            assert row["hops_simulated"] == row["hops_real"]
+
+
+@pytest.mark.slow
+def test_real_servers_are_never_much_quicker_than_simulated_ones(
+    rows: list[dict[str, Any]],
+) -> None:
+    """What is emulated takes at least its time; only batches may fall otherwise."""
+    for row in rows:
+        assert row["mean_ratio"] < 1.15
