@@ -72,7 +72,9 @@ class Wave:
 
     def without(self, rows: IntArray) -> Wave:
         """The same wave with these rows no longer alive in it."""
-        return replace(self, alive=np.setdiff1d(self.alive, rows))
+        if not rows.size:
+            return self
+        return replace(self, alive=np.setdiff1d(self.alive, rows, assume_unique=True))
 
 
 _COLUMNS = tuple(

@@ -44,24 +44,31 @@ class TrimPolicy:
         """One action per token, argmin over the feasible set of f + Phi (40)."""
         steadiness = np.minimum(observation.steadiness, self.lookahead.space.class_count - 1)
         observation = replace(observation, steadiness=steadiness)
-        groups: dict[tuple[float, Place | None], list[int]] = {}
-        tabled = self.tables is not None and not self._migrates
-        for row, weight in enumerate(observation.loss_weight.tolist()):
-            place = None if tabled else self._place(observation, row)
-            groups.setdefault((rounded_weight(weight), place), []).append(row)
+        groups = self._groups(observation)
         parts = [
-            self._decide_together(weight, place, np.array(rows), observation)
+            self._decide_together(weight, place, rows, observation)
             for (weight, place), rows in groups.items()
         ]
         if len(parts) == 1:
             return parts[0]
-        order = np.argsort(np.concatenate([np.array(rows) for rows in groups.values()]))
+        order = np.argsort(np.concatenate(list(groups.values())))
         return Decision(
             **{
                 name: np.concatenate([getattr(part, name) for part in parts])[order]
                 for name in Decision.__slots__
             }
         )
+
+    def _groups(self, observation: Observation) -> dict[tuple[float, Place | None], IntArray]:
+        """Rows that are decided together."""
+        weights, which = np.unique(observation.loss_weight, return_inverse=True)
+        rounded = np.array([rounded_weight(weight) for weight in weights.tolist()])[which]
+        if self.tables is not None and not self._migrates:
+            return {(w, None): np.flatnonzero(rounded == w) for w in np.unique(rounded).tolist()}
+        groups: dict[tuple[float, Place | None], list[int]] = {}
+        for row, weight in enumerate(rounded.tolist()):
+            groups.setdefault((weight, self._place(observation, row)), []).append(row)
+        return {key: np.array(rows) for key, rows in groups.items()}
 
     @property
     def _migrates(self) -> bool:

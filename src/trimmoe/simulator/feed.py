@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -10,30 +10,43 @@ from trimmoe.core.events import Executed, Routed
 from trimmoe.core.specs import IntArray
 from trimmoe.core.trace import Trace
 
+_COLUMNS = ("experts", "masses", "importance", "steadiness", "confidence", "exit_at")
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TraceFeed:
     """Turns recorded tokens into the events a driver of a real model would send."""
 
     trace: Trace
+    _layers: dict[str, np.ndarray] = field(init=False)
+    """The trace's columns layer by layer, [N, T, ...]: tokens are asked for by layer."""
+
+    def __post_init__(self) -> None:
+        layers = {
+            name: np.ascontiguousarray(np.swapaxes(getattr(self.trace, name), 0, 1))
+            for name in _COLUMNS
+        }
+        object.__setattr__(self, "_layers", layers)
 
     def routed(self, wave: int, layer: int, tokens: IntArray) -> Routed:
         """Router and importance of tokens [n] (rows of the trace) at a layer."""
-        trace, whole = self.trace, self.trace.probabilities
+        whole = self.trace.probabilities
         return Routed(
             wave=wave,
-            experts=trace.experts[tokens, layer],
-            masses=trace.masses[tokens, layer].astype(np.float64),
-            importance=trace.importance[tokens, layer].astype(np.float64),
-            steadiness=trace.steadiness[tokens, layer],
+            experts=self._of("experts", layer, tokens),
+            masses=self._of("masses", layer, tokens).astype(np.float64),
+            importance=self._of("importance", layer, tokens).astype(np.float64),
+            steadiness=self._of("steadiness", layer, tokens),
             probabilities=None if whole is None else whole[tokens, layer].astype(np.float64),
         )
 
     def executed(self, wave: int, layer: int, tokens: IntArray) -> Executed:
         """Exit confidence and prediction of tokens [n] after a layer."""
-        trace = self.trace
         return Executed(
             wave=wave,
-            confidence=trace.confidence[tokens, layer].astype(np.float64),
-            exit_at=trace.exit_at[tokens, layer],
+            confidence=self._of("confidence", layer, tokens).astype(np.float64),
+            exit_at=self._of("exit_at", layer, tokens),
         )
+
+    def _of(self, name: str, layer: int, tokens: IntArray) -> np.ndarray:
+        return self._layers[name][layer].take(tokens, axis=0)

@@ -43,9 +43,11 @@ from trimmoe.simulator.world import (
     with_room,
 )
 
-AHEAD = 6
+AHEAD = 8
 """Tokens of a request that are decided before they begin: the more, the wider the waves, and the
 more is forgotten when the feedback changes."""
+_WIDE_SHARE = 0.5
+"""Share of the requests at hand that a wave has to hold, unless a request waits for it."""
 _AHEAD_OF_CHANGE = 2
 """The same where it changes at every control instant."""
 _PREFILL_ROWS = 4096
@@ -276,7 +278,8 @@ class _Run:
             wanting = requests[
                 (asked.ahead[requests] < ahead) & (table.decided[requests] < decoded[requests])
             ]
-            if not wanting.size:
+            urgent = (asked.ahead[wanting] == 0).any()
+            if not (urgent or wanting.size > _WIDE_SHARE * requests.size):
                 return
             numbers = table.decided[wanting]
             tokens = table.tokens(
