@@ -14,17 +14,17 @@ from typer.testing import CliRunner
 from evaluating import Bench, make_bench
 from trimmoe.cli import app
 from trimmoe.core.errors import UserError
+from trimmoe.core.ledger import Ledger
+from trimmoe.evaluate.jobs import Forced
 from trimmoe.evaluate.teacher import cut_passages
 from trimmoe.experiments.budget_meaning import (
     MeaningSettings,
-    WatchedDriver,
     meaning_json,
     meaning_table,
     measure_meaning,
     measure_policy,
 )
 from trimmoe.experiments.compare import access_servers
-from trimmoe.experiments.methods import make_engine
 from trimmoe.experiments.readings import run_policy
 from trimmoe.experiments.variants import base_policy
 
@@ -46,23 +46,24 @@ def test_the_charge_never_exceeds_the_credit_of_any_prefix(bench: Bench, texts) 
     measured = measure_meaning(bench.view, bench.profile, bench.plan, texts, SETTINGS)
     assert len(measured) == 2 * 2 * 2
     for one in measured:
-        assert one.worst_prefix <= 1 + 1e-9
+        assert one.score.worst_prefix <= 1 + 1e-9
         assert one.score.ledger.loss <= one.policy.budget * one.score.tokens + 1e-9
         assert one.score.tokens == 4 * 12
         assert one.policy.confidence <= one.start_confidence
         assert one.start_confidence <= one.end_confidence
-    assert max(one.worst_prefix for one in measured) > 0
+    assert max(one.score.worst_prefix for one in measured) > 0
 
 
-def test_the_watch_sees_an_account_that_is_overdrawn(bench: Bench, texts) -> None:
-    """Sequences that are charged at another budget than they are credited would show."""
-    policy = base_policy(budget=0.5, confidence=2.0)
-    engine = make_engine(bench.plan, bench.profile, bench.view.spec, policy)
-    driver = WatchedDriver(bench.view, bench.profile, engine, slots=1)
-    driver._charged[0] = 10.0
-    driver.open(0, [1, 2, 3], access=0, budget=0.5, confidence=2.0)
-    driver.decode({0: 4})
-    assert driver.worst_prefix >= 20.0
+def test_an_account_that_was_overdrawn_shows_for_good() -> None:
+    """After two tokens, though all of them together were charged less than they were credited."""
+    job = Forced(prompt=[1], answer=[2, 3, 4, 5, 6])
+    empty = Ledger.empty(1, 1, 4)
+    job.add(0, 0.0, None)
+    for loss in (0.1, 0.7, 0.0, 0.0):
+        job.add(0, 0.0, replace(empty, tokens=1, loss=loss, budget=0.25))
+    assert job.worst_prefix == pytest.approx(0.8 / 0.5)
+    assert job.ledger is not None
+    assert job.ledger.loss < job.ledger.budget
 
 
 def test_a_point_is_what_decoding_the_same_passages_gives(bench: Bench, texts) -> None:

@@ -19,6 +19,7 @@ from trimmoe.cli.options import (
     ModelOption,
     PlanOption,
     ProfileOption,
+    ScoringOption,
     Texts,
     console,
     prompt_ids,
@@ -114,6 +115,7 @@ def compare(
     json_path: Annotated[Path | None, typer.Option("--json", help="Write the figures.")] = None,
     picture: Annotated[Path | None, typer.Option(help="Write the per-layer PNG.")] = None,
     seed: int = 0,
+    scoring: ScoringOption = "layers",
     dtype: Dtype = "auto",
     device: Device = "cpu",
 ) -> None:
@@ -121,6 +123,7 @@ def compare(
     from trimmoe.calibrate.text import read_texts, text_hash
     from trimmoe.core.plan import load_plan
     from trimmoe.core.profile import load_profile
+    from trimmoe.evaluate.scoring import Scoring
     from trimmoe.experiments import compare as comparison
     from trimmoe.experiments.methods import find_method, possible_methods, require_fitting
     from trimmoe.experiments.plots import plot_layers
@@ -145,6 +148,7 @@ def compare(
         context=context,
         steps=steps,
         seed=seed,
+        scoring=Scoring(scoring),
     )
     view = open_view(path, dtype, device)
     cut, outcomes = comparison.compare(view, calibrated, placed, ids, settings)
@@ -190,10 +194,12 @@ def evaluate(
     batch_size: Annotated[int, typer.Option(min=1, help="Sequences decoded together.")] = 16,
     json_path: Annotated[Path | None, typer.Option("--json", help="Write the figures.")] = None,
     seed: int = 0,
+    scoring: ScoringOption = "layers",
     dtype: Dtype = "auto",
     device: Device = "cpu",
 ) -> None:
     """Score tasks under several methods, beside their agreement with the exact model."""
+    from trimmoe.evaluate.scoring import Scoring
     from trimmoe.experiments.compare import write_json
     from trimmoe.experiments.evaluate_tasks import EvaluateSettings, evaluation
 
@@ -212,6 +218,7 @@ def evaluate(
             max_length=max_length,
             at_once=batch_size,
             seed=seed,
+            scoring=Scoring(scoring),
         ),
         console,
         model=model,

@@ -41,6 +41,13 @@ Dtype = Annotated[
     Literal["auto", "float32", "bfloat16"],
     typer.Option(help="Arithmetic; `auto`: float32 on a CPU, the checkpoint's own elsewhere."),
 ]
+ScoringOption = Annotated[
+    Literal["layers", "steps"],
+    typer.Option(
+        "--scoring",
+        help="Known text by layers, all at once, or token by token; only rounding differs.",
+    ),
+]
 
 
 def prompt_ids(tokenizer, prompt: str, chat: bool) -> list[int]:

@@ -22,13 +22,14 @@ from trimmoe.cli.options import (
     Output,
     PlanOption,
     ProfileOption,
+    ScoringOption,
     Texts,
     console,
     require_folder,
     show_dry_run,
 )
 from trimmoe.core.errors import UserError
-from trimmoe.experiments.opening import open_view, resolved
+from trimmoe.experiments.opening import must_stream, open_view, resolved
 
 
 def fetch() -> None:
@@ -59,6 +60,14 @@ def calibrate(
         typer.Option(help="Importance (4); `gates` is the paper's letter."),
     ] = "softmax_mass",
     seed: int = 0,
+    streamed: Annotated[
+        bool | None,
+        typer.Option(
+            "--streamed/--whole",
+            help="Read each layer's experts from disk when they are needed, or hold all; default: "
+            "whether the weights fit. The profile is the same.",
+        ),
+    ] = None,
     dtype: Dtype = "auto",
     device: Device = "cpu",
 ) -> None:
@@ -74,7 +83,10 @@ def calibrate(
     )
     texts = read_texts(text)
     path = resolved(model)
-    view = open_view(path, dtype, device)
+    if streamed is None and (why := must_stream(path, dtype, device)):
+        console.print(escape(why))
+        streamed = True
+    view = open_view(path, dtype, device, streamed=bool(streamed))
     settings = replace(settings, window=min(settings.window, view.spec.context_length))
     profile = run(view, load_tokenizer(path), texts, settings)
     profile.save(output)
@@ -199,6 +211,7 @@ def tune(
     context: Annotated[int, typer.Option(min=1)] = 64,
     steps: Annotated[int, typer.Option(min=1)] = 32,
     seed: int = 0,
+    scoring: ScoringOption = "layers",
     dtype: Dtype = "auto",
     device: Device = "cpu",
 ) -> None:
@@ -206,6 +219,7 @@ def tune(
     from trimmoe.calibrate.text import read_texts
     from trimmoe.core.plan import load_plan
     from trimmoe.core.profile import load_profile
+    from trimmoe.evaluate.scoring import Scoring
     from trimmoe.experiments.methods import require_fitting
     from trimmoe.experiments.tune import tune as run
     from trimmoe.models.load import load_tokenizer
@@ -226,6 +240,7 @@ def tune(
         context=context,
         steps=steps,
         seed=seed,
+        scoring=Scoring(scoring),
     )
     tuned.save(output)
     for each, score in scores.items():

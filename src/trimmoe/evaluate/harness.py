@@ -1,8 +1,9 @@
 """A driver as a model of the lm-evaluation-harness: any of its tasks under any policy and plan.
 
-Prompts run exactly; what follows a prompt, scored or generated, is decoded token by token under
-the policy, many sequences together. The first token after a prompt is therefore predicted exactly,
-and a task whose answers are one token long says nothing about a policy.
+Prompts run exactly; what follows a prompt, scored or generated, is decoded under the policy, many
+sequences together: generated token by token, scored layer by layer to the same effect. The first
+token after a prompt is therefore predicted exactly, and a task whose answers are one token long
+says nothing about a policy.
 
 Importing this module needs the harness, see `require_harness`.
 """
@@ -20,6 +21,7 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from trimmoe.core.errors import UserError
 from trimmoe.core.specs import IntArray
 from trimmoe.evaluate.jobs import Forced, Generated, Job, run_jobs
+from trimmoe.evaluate.scoring import Scoring
 from trimmoe.models.base import EncoderDecoderView
 from trimmoe.runtime.local import LocalDriver
 from trimmoe.runtime.sampling import Sampling
@@ -36,13 +38,14 @@ class Serving:
     budget: float
     confidence: float
     at_once: int
-    """Sequences decoded together; the driver has as many slots."""
+    """Sequences decoded together; the driver has at least as many slots."""
     access: Callable[[int], IntArray]
     """Access server of each of so many requests, [requests]."""
     max_length: int
     """Positions used of the model's context: prompts lose their beginning beyond it."""
     seed: int = 0
     label: str = "trimmoe"
+    scoring: Scoring = Scoring.LAYERS
 
 
 @dataclass(kw_only=True, slots=True)
@@ -234,6 +237,7 @@ class DriverLM(TemplateLM):
             confidence=self.serving.confidence,
             at_once=self.serving.at_once,
             label=f"{self.serving.label}: {what}",
+            scoring=self.serving.scoring,
         )
 
 

@@ -3,6 +3,9 @@
 A job is an exactly run prompt and a rule that names the next token. Teacher forcing names the
 answer's, generation the one drawn. Either way every token passes the driver's policy as it would
 in serving, whatever else is decoded beside it.
+
+Answers are known beforehand, so they need not be decoded step by step: see `runtime.layerwise` for
+what of it is the same (all that is decided, charged and steered) and what is not (rounding).
 """
 
 from __future__ import annotations
@@ -16,9 +19,13 @@ from torch import Tensor
 
 from trimmoe.core.ledger import Ledger
 from trimmoe.core.specs import IntArray
+from trimmoe.evaluate.scoring import Scoring
+from trimmoe.models.base import EncoderDecoderView
 from trimmoe.progress import track
+from trimmoe.runtime.layerwise import Layerwise
 from trimmoe.runtime.local import LocalDriver
 from trimmoe.runtime.sampling import Sampling, draw
+from trimmoe.runtime.texts import Text
 
 
 class Job(Protocol):
@@ -54,6 +61,8 @@ class Forced:
     """Natural logarithm of the answer's probability at each position."""
     ledger: Ledger | None = None
     """Of the n - 1 decoded tokens, None if there are none."""
+    worst_prefix: float = 0.0
+    """Largest share of the credit so far that had been charged after any decoded token."""
 
     @property
     def length(self) -> int:
@@ -66,10 +75,16 @@ class Forced:
 
     def next_token(self, logits: Tensor, ledger: Ledger | None) -> int | None:
         token = self.answer[len(self.predictions)]
-        self.predictions.append(int(logits.argmax()))
-        self.logprobs.append(float(logits.float().log_softmax(-1)[token]))
-        self.ledger = added(self.ledger, ledger)
+        self.add(int(logits.argmax()), float(logits.float().log_softmax(-1)[token]), ledger)
         return token if len(self.predictions) < len(self.answer) else None
+
+    def add(self, prediction: int, logprob: float, ledger: Ledger | None) -> None:
+        """Note the next prediction; `ledger` as in `next_token`."""
+        self.predictions.append(prediction)
+        self.logprobs.append(logprob)
+        self.ledger = added(self.ledger, ledger)
+        if self.ledger is not None and self.ledger.loss > 0:
+            self.worst_prefix = max(self.worst_prefix, self.ledger.loss / self.ledger.budget)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -109,23 +124,35 @@ def run_jobs(
     confidence: float,
     at_once: int,
     label: str,
+    scoring: Scoring = Scoring.LAYERS,
 ) -> None:
     """Run all jobs to their ends, `at_once` of them together, the longest first.
 
-    Job i enters at server `access[i]`, [jobs]. The driver needs `at_once` free slots.
+    Job i enters at server `access[i]`, [jobs]. The driver needs `at_once` free slots; where
+    `scoring` is by layers, more of them let answers of unlike lengths follow one another sooner.
     """
-
-    def admitted(index: int) -> tuple[int, int | None]:
-        logits = driver.open(
-            index,
-            jobs[index].prompt,
-            access=int(access[index]),
-            budget=budget,
-            confidence=confidence,
+    forced = [job for job in jobs if isinstance(job, Forced)]
+    if (
+        scoring is Scoring.LAYERS
+        and len(forced) == len(jobs)
+        and not isinstance(driver.view, EncoderDecoderView)
+    ):
+        finished = _scored(
+            driver, forced, access, budget=budget, confidence=confidence, at_once=at_once
         )
-        return index, jobs[index].next_token(logits, None)
+    else:
 
-    finished = _finished(driver, jobs, admitted, at_once)
+        def admitted(index: int) -> tuple[int, int | None]:
+            logits = driver.open(
+                index,
+                jobs[index].prompt,
+                access=int(access[index]),
+                budget=budget,
+                confidence=confidence,
+            )
+            return index, jobs[index].next_token(logits, None)
+
+        finished = _finished(driver, jobs, admitted, at_once)
     for _ in track(range(len(jobs)), label):
         next(finished)
 
@@ -137,7 +164,7 @@ def _finished(
     at_once: int,
 ) -> Iterator[int]:
     """Jobs by number as they end."""
-    waiting = deque(sorted(range(len(jobs)), key=lambda index: -jobs[index].length))
+    waiting = deque(_longest_first(jobs))
     tokens: dict[int, int] = {}
     while waiting or tokens:
         nexts: list[tuple[int, int | None]]
@@ -155,6 +182,53 @@ def _finished(
             tokens.pop(index, None)
             driver.close(index)
             yield index
+
+
+def _longest_first(jobs: Sequence[Job]) -> list[int]:
+    return sorted(range(len(jobs)), key=lambda index: -jobs[index].length)
+
+
+def _scored(
+    driver: LocalDriver,
+    jobs: Sequence[Forced],
+    access: IntArray,
+    *,
+    budget: float,
+    confidence: float,
+    at_once: int,
+) -> Iterator[int]:
+    """Answers scored layer by layer, jobs by number as they end."""
+    texts: list[Text] = []
+    decoded: list[int] = []
+    for index in _longest_first(jobs):
+        job = jobs[index]
+        text = Text(
+            prompt=job.prompt,
+            tokens=job.answer[:-1],
+            following=job.answer[1:],
+            access=int(access[index]),
+            budget=budget,
+            confidence=confidence,
+        )
+        if text.tokens:
+            texts.append(text)
+            decoded.append(index)
+            continue
+        logits = driver.open(
+            index, job.prompt, access=text.access, budget=budget, confidence=confidence
+        )
+        job.next_token(logits, None)
+        driver.close(index)
+        yield index
+
+    def opened(text: int, logits: Tensor) -> None:
+        jobs[decoded[text]].next_token(logits, None)
+
+    for one in Layerwise(driver, texts, at_once=at_once, opened=opened).run():
+        job = jobs[decoded[one.text]]
+        job.add(one.prediction, one.logprob, one.ledger)
+        if len(job.predictions) == len(job.answer):
+            yield decoded[one.text]
 
 
 def added(total: Ledger | None, more: Ledger | None) -> Ledger | None:

@@ -59,7 +59,13 @@ class ExactReference:
             ledger = added(ledger, one.ledger)
         if ledger is None:
             return None
-        return Score(ledger=ledger, tokens=tokens, flips=flips, nll=nll / tokens)
+        return Score(
+            ledger=ledger,
+            tokens=tokens,
+            flips=flips,
+            nll=nll / tokens,
+            worst_prefix=max(one.worst_prefix for one in decoded),
+        )
 
     def nll(self, forced: Sequence[Forced]) -> float:
         """The exact model's mean negative log likelihood of the tokens that `score` counts."""

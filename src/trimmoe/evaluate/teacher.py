@@ -1,4 +1,4 @@
-"""Teacher forcing: decode real text step by step under a policy, compare with the exact model.
+"""Teacher forcing: decode real text under a policy, compare with the exact model.
 
 Every sequence starts from an exactly executed context; from there each token is decoded under the
 policy, attending to whatever KV the policy left behind, and the true next token follows whatever
@@ -18,6 +18,8 @@ from torch import Tensor
 
 from trimmoe.core.ledger import Ledger
 from trimmoe.core.specs import FloatArray, IntArray
+from trimmoe.evaluate.jobs import Forced, added, run_jobs
+from trimmoe.evaluate.scoring import Scoring
 from trimmoe.models.base import EncoderDecoderView, MoEView
 from trimmoe.models.exact import exact_logits
 from trimmoe.progress import track
@@ -52,6 +54,8 @@ class Score:
     """Decoded positions whose prediction differs from the exact model's."""
     nll: float
     """Mean negative log likelihood of the true next token."""
+    worst_prefix: float = 0.0
+    """Largest share of its credit that any sequence had been charged after any of its tokens."""
 
     @property
     def agreement(self) -> float:
@@ -113,32 +117,36 @@ def score(
     budget: float,
     confidence: float,
     label: str,
+    scoring: Scoring = Scoring.LAYERS,
 ) -> Score:
     """Decode the passages under the driver's policy; passage b enters at server `access[b]`."""
-    count = passages.token_ids.shape[0]
-    for sequence in track(range(count), f"{label}: contexts"):
-        driver.open(
-            sequence,
-            passages.token_ids[sequence, : passages.context].tolist(),
-            access=access[sequence],
-            budget=budget,
-            confidence=confidence,
-        )
+    jobs = [
+        Forced(prompt=row[: passages.context], answer=row[passages.context :])
+        for row in passages.token_ids.tolist()
+    ]
+    run_jobs(
+        driver,
+        jobs,
+        access=np.asarray(access),
+        budget=budget,
+        confidence=confidence,
+        at_once=len(jobs),
+        label=label,
+        scoring=scoring,
+    )
     flips, nll, ledger = 0, 0.0, None
-    for step in track(range(passages.steps), f"{label}: decoding"):
-        now = passages.token_ids[:, passages.context + step].tolist()
-        decoded = driver.decode(dict(enumerate(now)))
-        logits = torch.stack([one.logits for one in decoded])
-        flips += int((logits.argmax(-1).numpy(force=True) != passages.predictions[:, step]).sum())
-        following = torch.from_numpy(passages.token_ids[:, passages.context + step + 1])
-        nll += float(_nll(logits, following).sum())
-        for one in decoded:
-            ledger = one.ledger if ledger is None else ledger + one.ledger
-    for sequence in range(count):
-        driver.close(sequence)
+    for job, exact in zip(jobs, passages.predictions, strict=True):
+        flips += int((np.array(job.predictions[1:]) != exact).sum())
+        nll -= sum(job.logprobs[1:])
+        ledger = added(ledger, job.ledger)
     assert ledger is not None
-    tokens = count * passages.steps
-    return Score(ledger=ledger, tokens=tokens, flips=flips, nll=nll / tokens)
+    return Score(
+        ledger=ledger,
+        tokens=ledger.tokens,
+        flips=flips,
+        nll=nll / ledger.tokens,
+        worst_prefix=max(job.worst_prefix for job in jobs),
+    )
 
 
 def _nll(logits: Tensor, following: Tensor) -> FloatArray:

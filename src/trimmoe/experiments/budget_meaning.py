@@ -22,13 +22,14 @@ from trimmoe.core.errors import UserError
 from trimmoe.core.ledger import Kind
 from trimmoe.core.plan import Plan
 from trimmoe.core.profile import Profile
+from trimmoe.evaluate.scoring import Scoring
 from trimmoe.evaluate.teacher import Passages, Score, cut_passages, score
 from trimmoe.experiments.compare import access_servers
 from trimmoe.experiments.methods import make_engine
 from trimmoe.experiments.variants import base_policy, find_variants
 from trimmoe.models.base import MoEView
 from trimmoe.policy.settings import PolicySettings
-from trimmoe.runtime.local import Decoded, LocalDriver
+from trimmoe.runtime.local import LocalDriver
 
 POLICIES = ("default", "letter")
 """Ours and the paper's to the letter, both with pinned tokens (see `variants`)."""
@@ -44,6 +45,7 @@ class MeaningSettings:
     context: int = 64
     steps: int = 32
     seed: int = 0
+    scoring: Scoring = Scoring.LAYERS
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,8 +56,6 @@ class Meaning:
     policy: PolicySettings
     score: Score
     exact_perplexity: float
-    worst_prefix: float
-    """Largest share of its credit that any sequence had been charged after any of its tokens."""
     start_confidence: float
     """p with the floor that calibration gives it, before anything was decoded."""
     end_confidence: float
@@ -63,29 +63,6 @@ class Meaning:
     audits: int
     false_exits: int
     """Audited exits whose prediction was not full depth's."""
-
-
-class WatchedDriver(LocalDriver):
-    """Keeps every sequence's account beside the engine's own, from the ledgers it hands out."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.worst_prefix = 0.0
-        self._charged: dict[int, float] = {}
-        self._credited: dict[int, float] = {}
-
-    def decode(self, tokens: dict[int, int]) -> list[Decoded]:
-        decoded = super().decode(tokens)
-        for one in decoded:
-            charged = self._charged[one.sequence] = (
-                self._charged.get(one.sequence, 0.0) + one.ledger.loss
-            )
-            credited = self._credited[one.sequence] = (
-                self._credited.get(one.sequence, 0.0) + one.ledger.budget
-            )
-            if charged > 0:
-                self.worst_prefix = max(self.worst_prefix, charged / credited)
-        return decoded
 
 
 def measure_meaning(
@@ -107,7 +84,14 @@ def measure_meaning(
                 policy = variant.change(base_policy(budget=budget, confidence=settings.confidence))
                 measured.append(
                     measure_policy(
-                        view, profile, plan, domain, passages, policy, seed=settings.seed
+                        view,
+                        profile,
+                        plan,
+                        domain,
+                        passages,
+                        policy,
+                        seed=settings.seed,
+                        scoring=settings.scoring,
                     )
                 )
     return measured
@@ -133,11 +117,12 @@ def measure_policy(
     policy: PolicySettings,
     *,
     seed: int,
+    scoring: Scoring = Scoring.LAYERS,
 ) -> Meaning:
     """One policy, at its own budget, on the passages of one text."""
     engine = make_engine(plan, profile, view.spec, policy)
     access = access_servers(plan, passages.token_ids.shape[0], seed)
-    driver = WatchedDriver(view, profile, engine, slots=access.size, seed=seed)
+    driver = LocalDriver(view, profile, engine, slots=access.size, seed=seed)
     measured = score(
         driver,
         passages,
@@ -145,6 +130,7 @@ def measure_policy(
         budget=policy.budget,
         confidence=policy.confidence,
         label=f"{domain}: {policy.name} {policy.budget:g}",
+        scoring=scoring,
     )
     start, _ = engine.exit_terms(policy.confidence)
     feedback = driver.state.feedback
@@ -153,7 +139,6 @@ def measure_policy(
         policy=policy,
         score=measured,
         exact_perplexity=float(np.exp(passages.exact_nll.mean())),
-        worst_prefix=driver.worst_prefix,
         start_confidence=start,
         end_confidence=max(start, min(start + feedback.exit_raise, 1.0)),
         audits=feedback.audits,
@@ -182,7 +167,7 @@ def _row(one: Meaning) -> dict[str, Any]:
         "policy": one.policy.name,
         "budget": one.policy.budget,
         "charged_per_token": ledger.loss / tokens,
-        "worst_prefix_share": one.worst_prefix,
+        "worst_prefix_share": one.score.worst_prefix,
         "flips": one.score.flips,
         "tokens": tokens,
         "flip_rate": one.score.flips / tokens,

@@ -24,6 +24,10 @@ PlanOption = Annotated[Path, typer.Option("--plan", help="Made by `trimmoe plan`
 ModelOption = Annotated[
     str, typer.Option("--model", help="A checkpoint folder, a hub id, or `embedded`.")
 ]
+ScoringOption = Annotated[
+    Literal["layers", "steps"],
+    typer.Option("--scoring", help="Known text by layers, or token by token; as in `compare`."),
+]
 JsonOption = Annotated[Path | None, typer.Option("--json", help="Write the figures.")]
 
 
@@ -45,6 +49,7 @@ def readings(
     context: int = 64,
     steps: int = 32,
     seed: int = 0,
+    scoring: ScoringOption = "layers",
     json_path: JsonOption = None,
     device: str = "cpu",
 ) -> None:
@@ -54,6 +59,7 @@ def readings(
     from trimmoe.calibrate.text import read_texts, text_hash
     from trimmoe.core.plan import load_plan
     from trimmoe.core.profile import load_profile
+    from trimmoe.evaluate.scoring import Scoring
     from trimmoe.evaluate.teacher import cut_passages
     from trimmoe.experiments import readings as experiment
     from trimmoe.experiments.compare import access_servers, write_json
@@ -77,6 +83,7 @@ def readings(
         context=context,
         steps=steps,
         seed=seed,
+        scoring=Scoring(scoring),
     )
     calibrated, placed, texts = load_profile(profile), load_plan(plan), read_texts(text)
     path = resolved(model)
@@ -166,6 +173,7 @@ def budget_meaning(
     context: Annotated[int, typer.Option(min=1)] = 64,
     steps: Annotated[int, typer.Option(min=1)] = 32,
     seed: int = 0,
+    scoring: ScoringOption = "layers",
     json_path: JsonOption = None,
     device: str = "cpu",
 ) -> None:
@@ -173,6 +181,7 @@ def budget_meaning(
     from rich.console import Console
 
     from trimmoe.calibrate.text import read_texts, text_hash
+    from trimmoe.evaluate.scoring import Scoring
     from trimmoe.experiments import budget_meaning as experiment
     from trimmoe.experiments.compare import write_json
     from trimmoe.experiments.subject import open_subject
@@ -191,6 +200,7 @@ def budget_meaning(
         context=context,
         steps=steps,
         seed=seed,
+        scoring=Scoring(scoring),
     )
     ids = {
         name: subject.tokenizer("\n\n".join(texts), verbose=False)["input_ids"]

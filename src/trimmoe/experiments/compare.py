@@ -20,6 +20,7 @@ from trimmoe.core.ledger import Kind
 from trimmoe.core.plan import Plan
 from trimmoe.core.profile import Profile
 from trimmoe.core.specs import IntArray
+from trimmoe.evaluate.scoring import Scoring
 from trimmoe.evaluate.teacher import Passages, Score, cut_passages, score
 from trimmoe.experiments.methods import configured, find_method, method_engine
 from trimmoe.models.base import MoEView
@@ -42,6 +43,7 @@ class CompareSettings:
     steps: int = 32
     """Tokens decoded per passage under the method."""
     seed: int = 0
+    scoring: Scoring = Scoring.LAYERS
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -81,6 +83,7 @@ def compare(
             budget=policy.budget,
             confidence=policy.confidence,
             label=method.title,
+            scoring=settings.scoring,
         )
         title = method.title + (f" {policy.budget:.3g}" if policy.budget else "")
         outcomes.append(Outcome(name=name, title=title, policy=policy, score=measured))

@@ -105,7 +105,12 @@ def _evaluate(
         seed=settings.seed,
     )
     driver, serving = serve_run(
-        subject, run, at_once=settings.at_once, max_length=settings.max_length, seed=settings.seed
+        subject,
+        run,
+        at_once=settings.at_once,
+        max_length=settings.max_length,
+        seed=settings.seed,
+        scoring=settings.scoring,
     )
     model = DriverLM(driver, subject.tokenizer, serving)
     # Typed as if every part of the results could be missing.

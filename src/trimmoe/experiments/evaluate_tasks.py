@@ -13,6 +13,7 @@ from rich.console import Console
 from trimmoe.core.errors import UserError
 from trimmoe.evaluate.local_data import LocalData, input_hashes, local_data
 from trimmoe.evaluate.optional import require_harness
+from trimmoe.evaluate.scoring import Scoring
 from trimmoe.experiments.methods import find_method
 
 
@@ -34,6 +35,7 @@ class EvaluateSettings:
     at_once: int = 16
     """Sequences decoded together."""
     seed: int = 0
+    scoring: Scoring = Scoring.LAYERS
 
 
 def evaluation(

@@ -20,6 +20,7 @@ import trimmoe
 from trimmoe.core.plan import Plan
 from trimmoe.core.profile import Profile
 from trimmoe.core.specs import IntArray
+from trimmoe.evaluate.scoring import Scoring
 from trimmoe.evaluate.teacher import Passages, Score, score
 from trimmoe.experiments.methods import make_engine
 from trimmoe.experiments.variants import Variant, base_policy
@@ -41,6 +42,7 @@ class ReadingsSettings:
     context: int = 64
     steps: int = 32
     seed: int = 0
+    scoring: Scoring = Scoring.LAYERS
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,6 +72,7 @@ def run_policy(
     *,
     label: str,
     seed: int,
+    scoring: Scoring = Scoring.LAYERS,
 ) -> Score:
     """Execute one policy on all passages together."""
     engine = make_engine(plan, profile, view.spec, policy)
@@ -81,6 +84,7 @@ def run_policy(
         budget=policy.budget,
         confidence=policy.confidence,
         label=label,
+        scoring=scoring,
     )
 
 
@@ -107,6 +111,7 @@ def measure_readings(
                 variant.change(base_policy(budget=budget, confidence=settings.confidence)),
                 label=f"{variant.name} {budget:g}",
                 seed=settings.seed,
+                scoring=settings.scoring,
             ),
         )
         for variant in variants

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from trimmoe.core.errors import UserError
 from trimmoe.core.plan import Plan, load_plan
 from trimmoe.core.profile import Profile, load_profile
+from trimmoe.evaluate.scoring import Scoring
 from trimmoe.experiments.compare import access_servers
 from trimmoe.experiments.methods import (
     UNLIMITED,
@@ -67,7 +68,13 @@ def make_run(method: str, *, budget: float, confidence: float) -> Run:
 
 
 def serve_run(
-    subject: Subject, run: Run, *, at_once: int, max_length: int | None, seed: int
+    subject: Subject,
+    run: Run,
+    *,
+    at_once: int,
+    max_length: int | None,
+    seed: int,
+    scoring: Scoring = Scoring.LAYERS,
 ) -> tuple[LocalDriver, Serving]:
     """A fresh driver for a run and how requests meet it. Raises `UserError`."""
     from trimmoe.evaluate.harness import Serving
@@ -80,7 +87,9 @@ def serve_run(
     engine = method_engine(
         find_method(run.method), subject.plan, subject.profile, subject.view.spec, run.policy
     )
-    driver = LocalDriver(subject.view, subject.profile, engine, slots=at_once, seed=seed)
+    # Answers of unlike lengths: while the last tokens of some are not final, others begin.
+    slots = at_once if scoring is Scoring.STEPS else 2 * at_once
+    driver = LocalDriver(subject.view, subject.profile, engine, slots=slots, seed=seed)
     serving = Serving(
         budget=run.policy.budget,
         confidence=run.policy.confidence,
@@ -89,5 +98,6 @@ def serve_run(
         max_length=max_length or context,
         seed=seed,
         label=run.title,
+        scoring=scoring,
     )
     return driver, serving

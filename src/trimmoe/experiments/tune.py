@@ -14,6 +14,7 @@ from dataclasses import replace
 from trimmoe.core.errors import UserError
 from trimmoe.core.plan import Plan
 from trimmoe.core.profile import Profile
+from trimmoe.evaluate.scoring import Scoring
 from trimmoe.evaluate.teacher import Score, cut_passages
 from trimmoe.experiments.compare import access_servers
 from trimmoe.experiments.readings import joint_inflation, run_policy
@@ -33,6 +34,7 @@ def tune(
     context: int,
     steps: int,
     seed: int,
+    scoring: Scoring = Scoring.LAYERS,
 ) -> tuple[Plan, dict[float, Score]]:
     """The plan with gamma measured at every budget, and the runs behind it.
 
@@ -47,7 +49,15 @@ def tune(
     for budget in budgets:
         policy = replace(base_policy(budget=budget, confidence=confidence), inflate=False)
         scores[budget] = run_policy(
-            view, profile, plan, cut, access, policy, label=f"budget {budget:g}", seed=seed
+            view,
+            profile,
+            plan,
+            cut,
+            access,
+            policy,
+            label=f"budget {budget:g}",
+            seed=seed,
+            scoring=scoring,
         )
     measured = {budget: joint_inflation(score) for budget, score in scores.items()}
     return plan.with_inflation(measured), scores
