@@ -49,3 +49,13 @@ SWITCH_BASE_8: dict[str, Any] = {
     "num_experts": 8,
     "tie_word_embeddings": True,
 }
+
+
+def cut(config: dict[str, Any], *, layers: int, experts: int, shrink: int) -> dict[str, Any]:
+    """A configuration with fewer layers and experts, its widths and vocabulary divided by `shrink`;
+    what is left keeps its proportions: heads, groups of heads, activated experts."""
+    widths = [name for name in config if name.endswith(("_size", "vocab_size"))]
+    smaller = {name: config[name] // shrink for name in widths}
+    counts = {"num_hidden_layers": layers}
+    counts |= {name: experts for name in ("num_experts", "num_local_experts") if name in config}
+    return config | smaller | counts

@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+from trimmoe.core.errors import UserError
 from trimmoe.models.base import MoEView
+
+if TYPE_CHECKING:
+    import torch
+
+BESIDE_WEIGHTS_BYTES = 2_000_000_000
+"""What calibrating takes besides the weights, for the widths of published models."""
 
 
 def resolved(model: str) -> str:
@@ -14,15 +23,46 @@ def resolved(model: str) -> str:
     return str(ensure_embedded_model())
 
 
-def open_view(path: str, dtype: str, device: str) -> MoEView:
+def open_view(path: str, dtype: str, device: str, *, streamed: bool = False) -> MoEView:
     """A model with all experts and its hash; `dtype` is `auto` or a name torch knows."""
-    import torch
-
     from trimmoe.models.load import open_model
+
+    wanted = torch_dtype(dtype, device)
+    return open_model(path, dtype=wanted, device=device, hashed=True, streamed=streamed)
+
+
+def torch_dtype(dtype: str, device: str) -> torch.dtype | None:
+    """What `--dtype` means on a device; None is the checkpoint's own."""
+    import torch
 
     if dtype == "auto":
         # In bfloat16 the mere shape of a batch flips some per cent of a small model's predictions,
         # which would drown what is to be measured.
         dtype = "float32" if device == "cpu" else "checkpoint"
-    wanted = None if dtype == "checkpoint" else getattr(torch, dtype)
-    return open_model(path, dtype=wanted, device=device, hashed=True)
+    return None if dtype == "checkpoint" else getattr(torch, dtype)
+
+
+def must_stream(path: str, dtype: str, device: str) -> str | None:
+    """Why a model's experts have to be read layer by layer, in a sentence; None if it fits.
+
+    Raises `UserError` if it does not fit even so.
+    """
+    from trimmoe.models.load import known_device, memory_needs
+    from trimmoe.models.memory import available_bytes
+
+    needs = memory_needs(path, dtype=torch_dtype(dtype, device))
+    free = available_bytes(known_device(device))
+    if free is None or needs.whole_bytes + BESIDE_WEIGHTS_BYTES <= free:
+        return None
+    least, free_gb = needs.streamed_bytes + BESIDE_WEIGHTS_BYTES, free / 1e9
+    if least > free:
+        raise UserError(
+            f"Even with one layer's experts at a time this takes about {least / 1e9:.1f} GB of "
+            f"memory, and {free_gb:.1f} GB are free; choose --dtype bfloat16 if it is not chosen "
+            f"yet, or a larger machine (--streamed tries it here all the same)."
+        )
+    return (
+        f"The weights take {needs.whole_bytes / 1e9:.1f} GB and {free_gb:.1f} GB of memory are "
+        f"free: reading each layer's experts from disk when they are needed, "
+        f"{needs.streamed_bytes / 1e9:.1f} GB at a time (--streamed)."
+    )

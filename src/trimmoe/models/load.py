@@ -16,7 +16,16 @@ from trimmoe.models.checkpoint import Checkpoint, Entry, read_config, resolve, t
 from trimmoe.models.family import ExpertChoice, Family, build_spec
 from trimmoe.models.hashing import known_hash, model_hash
 
-__all__ = ["FAMILIES", "load_tokenizer", "model_hash", "model_spec", "open_model"]
+__all__ = [
+    "FAMILIES",
+    "MemoryNeeds",
+    "known_device",
+    "load_tokenizer",
+    "memory_needs",
+    "model_hash",
+    "model_spec",
+    "open_model",
+]
 
 FAMILIES = {
     "mixtral": "trimmoe.models.mixtral",
@@ -85,7 +94,7 @@ def open_model(
     another layer's turn comes. Raises UserError.
     """
     opened = _open(path_or_hub_id)
-    device = _device(device)
+    device = known_device(device)
     dtype = opened.dtype(dtype)
     # Weights made in inference mode could not be used outside it.
     with torch.inference_mode(False), torch.no_grad(), opened.checkpoint as checkpoint:
@@ -111,6 +120,29 @@ def model_spec(
     """
     opened = _open(path_or_hub_id)
     return opened.spec(opened.dtype(dtype), hashed=hashed)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MemoryNeeds:
+    """What the weights of a model take in memory."""
+
+    whole_bytes: int
+    """With all experts, an encoder's too."""
+    streamed_bytes: int
+    """With the experts of the largest MoE layer, as a streamed view has them at most."""
+
+
+def memory_needs(path_or_hub_id: str | Path, *, dtype: torch.dtype | None = None) -> MemoryNeeds:
+    """From the headers of the weight files; `dtype` None is the checkpoint's. Raises UserError."""
+    opened = _open(path_or_hub_id)
+    spec = opened.spec(opened.dtype(dtype), hashed=False)
+    unread = opened.family.geometry(opened.config).unread
+    entries = opened.checkpoint.entries
+    elements = sum(entry.numel for name, entry in entries.items() if name not in unread)
+    return MemoryNeeds(
+        whole_bytes=elements * spec.activation_bytes,
+        streamed_bytes=spec.dense_bytes + int(spec.expert_bytes.sum(axis=1).max()),
+    )
 
 
 def load_tokenizer(path_or_hub_id: str | Path) -> Any:
@@ -159,7 +191,8 @@ def _family(folder: Path, raw: dict[str, Any]) -> Family:
     return importlib.import_module(FAMILIES[model_type]).FAMILY
 
 
-def _device(device: str | torch.device) -> torch.device:
+def known_device(device: str | torch.device) -> torch.device:
+    """The device of this name. Raises UserError if it is none, or not here."""
     try:
         device = torch.device(device)
     except RuntimeError as error:

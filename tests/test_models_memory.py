@@ -1,0 +1,122 @@
+"""What a model takes in memory, what there is, and what the command line makes of the two."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from typer.testing import CliRunner, Result
+
+import checkpoints
+from tiny import write_tiny_checkpoint
+from trimmoe.cli import app
+from trimmoe.core.profile import load_profile
+from trimmoe.experiments.opening import BESIDE_WEIGHTS_BYTES
+from trimmoe.models import memory
+from trimmoe.models.load import MemoryNeeds, memory_needs, open_model
+
+
+@pytest.mark.parametrize("family", [*checkpoints.DECODERS, "switch"])
+def test_a_model_needs_what_it_reads(family: str, tmp_path: Path) -> None:
+    path = checkpoints.write(family, tmp_path)
+    needs, view = memory_needs(path), open_model(path)
+    assert needs.whole_bytes == view.bytes_read.dense + view.bytes_read.experts
+    streamed = open_model(path, streamed=True)
+    spec = streamed.spec
+    streamed.experts(0, torch.zeros(1, 32), torch.tensor([[0]]), torch.ones(1, 1))
+    assert needs.streamed_bytes == streamed.bytes_read.dense + streamed.bytes_read.experts
+    half = memory_needs(path, dtype=torch.bfloat16)
+    assert (2 * half.whole_bytes, 2 * half.streamed_bytes) == (
+        needs.whole_bytes,
+        spec.dense_bytes + spec.expert_bytes[0].sum(),
+    )
+
+
+def _group(folder: Path, limit: str) -> Path:
+    (folder / "memory.max").write_text(f"{limit}\n")
+    (folder / "memory.current").write_text("700\n")
+    (folder / "memory.stat").write_text("anon 500\ninactive_file 150\nactive_file 50\n")
+    return folder
+
+
+def test_a_container_has_what_its_limit_leaves_with_what_may_be_dropped(tmp_path: Path) -> None:
+    assert memory._group_bytes(tmp_path) is None
+    assert memory._group_bytes(_group(tmp_path, "max")) is None
+    assert memory._group_bytes(_group(tmp_path, "1000")) == 450
+    assert memory._group_bytes(_group(tmp_path, "400")) == 0
+
+
+def test_the_smaller_of_machine_and_container_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "meminfo").write_text("MemTotal:  9 kB\nMemFree: 1 kB\nMemAvailable:  4 kB\n")
+    monkeypatch.setattr(memory, "_MEMINFO", tmp_path / "meminfo")
+    monkeypatch.setattr(memory, "_GROUP", tmp_path)
+    cpu = torch.device("cpu")
+    assert memory.available_bytes(cpu) == 4096
+    _group(tmp_path, "1000")
+    assert memory.available_bytes(cpu) == 450
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    folder = tmp_path_factory.mktemp("files")
+    rng = np.random.default_rng(0)
+    text = folder / "text.txt"
+    text.write_text(" ".join(rng.choice(["the", "cat", "sat", "on", "a", "mat"], size=2000)))
+    return write_tiny_checkpoint(folder / "tiny"), text
+
+
+@pytest.fixture
+def run(
+    files: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., tuple[Result, str]]:
+    """Calibrates where so much memory is left; what it printed and the profile's hash."""
+
+    def calibrate(free: int | None, *options: str) -> tuple[Result, str]:
+        monkeypatch.setattr(memory, "available_bytes", lambda device: free)
+        output = tmp_path / "p.profile"
+        output.unlink(missing_ok=True)
+        arguments = ["calibrate", files[0], "--text", files[1], "-o", output, "--tokens", 1100]
+        result = CliRunner().invoke(app, [*map(str, arguments), *options])
+        return result, load_profile(output).hash if result.exit_code == 0 else ""
+
+    return calibrate
+
+
+def test_calibration_streams_by_itself_where_the_weights_do_not_fit(
+    files: tuple[Path, Path], run: Callable[..., tuple[Result, str]]
+) -> None:
+    needs: MemoryNeeds = memory_needs(files[0])
+    whole, wanted = run(needs.whole_bytes + BESIDE_WEIGHTS_BYTES)
+    assert "from disk" not in whole.output
+    tight, found = run(needs.streamed_bytes + BESIDE_WEIGHTS_BYTES)
+    assert "reading each layer's experts from disk" in " ".join(tight.output.split())
+    assert wanted != ""
+    assert found == wanted
+    short, none = run(needs.streamed_bytes)
+    assert short.exit_code != 0
+    assert none == ""
+    said = str(short.exception) + short.output
+    assert "Even with one layer's experts at a time" in " ".join(said.split())
+
+
+def test_asked_to_stream_it_does_and_asked_not_to_it_does_not(
+    run: Callable[..., tuple[Result, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    def noting(*arguments: object, **options: bool) -> object:
+        asked.append(options["streamed"])
+        return open_model(*arguments, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr("trimmoe.models.load.open_model", noting)
+    streamed, first = run(None, "--streamed")
+    whole, second = run(0, "--whole")
+    assert asked == [True, False]
+    assert "from disk" not in streamed.output + whole.output
+    assert first != ""
+    assert second == first
