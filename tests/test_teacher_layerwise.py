@@ -262,6 +262,22 @@ def test_audits_and_what_they_steer_are_the_same(worlds: dict[str, World]) -> No
     assert feedback.route_weights != layerwise.driver.engine.route_weights
 
 
+def test_an_audit_that_was_not_foreseen_needs_the_token_again(worlds: dict[str, World]) -> None:
+    """Every token runs exactly; whether an exit would be due, and is audited, only the growing
+    balance says. What it would have predicted there is not known of a token that was not asked."""
+    world, policy = worlds["mixtral"], policy_of(budget=0.01, exits=True)
+    exact_but_exits = replace(policy.levers, substitute=False, drop_slots=False, skip=False)
+    policy = replace(
+        policy, levers=exact_but_exits, confidence=0.5, exits_weighed=False, audit_share=1.0
+    )
+    scored, layerwise = compared(world, world.engine(policy), world.texts(policy))
+    ledger = total(scored)
+    assert ledger.loss == 0
+    assert 0 < ledger.audits < ledger.tokens
+    assert 0 < layerwise.driver.state.feedback.false_exits < ledger.audits
+    assert layerwise.rows_run > ledger.tokens
+
+
 @pytest.mark.parametrize("name", ["exact", "paper", "mixture-of-depths", "local-prior", "moe2"])
 def test_other_policies_are_scored_alike(worlds: dict[str, World], name: str) -> None:
     """Those that know no budget, that want the whole router output, that let tokens migrate."""
