@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trimmoe.core.specs import FloatArray
-from trimmoe.cost.kernels import Actions, make_room, njit, token_actions
+from trimmoe.cost.kernels import Actions, bare, make_room, njit, token_actions
 
 _HAIR = 1e-9
 """Of a level step, so that 3 * 0.1 counts as 0.3; a real shortfall is orders larger."""
@@ -32,7 +32,7 @@ class Values(NamedTuple):
     """Of one layer: whether an expert is in a pattern, [E, P]."""
 
 
-@njit
+@bare
 def local_loss_of(menu, layer, source, experts, steady):
     """Least loss of running all slots on the source, infinite if it cannot."""
     total, last_rank = 0.0, menu.local_loss.shape[3] - 1
@@ -41,7 +41,7 @@ def local_loss_of(menu, layer, source, experts, steady):
     return total
 
 
-@njit
+@bare
 def step_cost(delay_s, loss, loss_weight, reference_s, budget):
     """f of (31) and (32) of one action.
 
@@ -65,7 +65,7 @@ def step_costs(delay_s, loss, loss_weight, reference_s, budget):
     return cost
 
 
-@njit
+@bare
 def level_of(levels, allowance):
     """The last level within the allowance: rounded down, never up."""
     hair = _HAIR * levels[1] if levels.shape[0] > 1 else 0.0
@@ -81,7 +81,7 @@ def levels_of(levels, allowances):
     return level
 
 
-@njit
+@bare
 def nearest_pattern(members, experts, shared):
     """The first pattern, `members` [E, P], of the largest overlap with a token's experts [k].
 
@@ -107,9 +107,7 @@ def choose(menu, layer, tokens, allowance, exit_row, place, values, weights, gat
     Writes expert and server [n, k], delay, loss and the cost to go if the token does not exit [n]
     into `picked`.
     """
-    loss_weight, reference_s, budget = weights
-    expert, server, delay_s, loss, to_come = picked
-    count, slots = tokens.experts.shape
+    slots = tokens.experts.shape[1]
     columns = 2 + slots * (menu.substitutes.shape[3] + 2)
     room, at = make_room(menu, slots), np.empty(slots, dtype=np.int64)
     out = Actions(
@@ -118,8 +116,19 @@ def choose(menu, layer, tokens, allowance, exit_row, place, values, weights, gat
         np.empty((1, columns)),
         np.empty((1, columns)),
     )
-    shared = np.empty(values.members.shape[1], dtype=np.uint8)
-    for i in range(count):
+    scratch = room, at, out, np.empty(values.members.shape[1], dtype=np.uint8)
+    limits = allowance, exit_row, place
+    _choose(menu, layer, tokens, limits, values, weights, gated, picked, scratch)
+
+
+@bare
+def _choose(menu, layer, tokens, limits, values, weights, gated, picked, scratch):
+    """`choose` with all the arrays it needs."""
+    allowance, exit_row, place = limits
+    room, at, out, shared = scratch
+    loss_weight, reference_s, budget = weights
+    expert, server, delay_s, loss, to_come = picked
+    for i in range(tokens.experts.shape[0]):
         ends = tokens.source[i], tokens.destination[i]
         skip = token_actions(menu, layer, tokens, i, ends, -1, allowance[i], room, at, out, 0)
         steady = tokens.steadiness[i]
@@ -140,7 +149,8 @@ def choose(menu, layer, tokens, allowance, exit_row, place, values, weights, gat
             cost += ahead if c == skip else stays * ahead
             if cost < least:
                 best, least, expected = c, cost, ahead
-        expert[i], server[i] = out.expert[0, best], out.server[0, best]
+        for j in range(at.shape[0]):
+            expert[i, j], server[i, j] = out.expert[0, best, j], out.server[0, best, j]
         delay_s[i], loss[i] = out.delay_s[0, best], out.loss[0, best]
         to_come[i] = expected
 

@@ -17,10 +17,15 @@ if TYPE_CHECKING:
 
     def njit(function: Any) -> Any: ...
 
+    def bare(function: Any) -> Any: ...
+
 else:
     import numba
 
     njit = numba.njit(cache=True, nogil=True)
+    # For functions that make no array, which is checked when they are compiled: counting the
+    # references to arrays in tuples, at every access, takes several times as long as the work.
+    bare = numba.njit(cache=True, nogil=True, _nrt=False)
 
 DROPPED = -1
 _NOWHERE = -1
@@ -97,7 +102,7 @@ class Actions(NamedTuple):
     """[n, C]."""
 
 
-@njit
+@bare
 def slots_delay_s(links, layer, source, destination, experts, servers):
     """Delay of one token's slots [k] from source to destination; see `cost.model`."""
     slowest = links.transfer_s[source, destination]
@@ -156,14 +161,14 @@ def all_slots_delay_s(links, layer, source, destination, experts, servers):
     return delay
 
 
-@njit
+@bare
 def curve_at(edges, upper, mass):
     """The step of a loss curve [G] that `mass` falls into, rounding the mass up."""
     last = edges.shape[0] - 1
     return upper[min(np.searchsorted(edges, mass), last)]
 
 
-@njit
+@bare
 def _slot_options(menu, layer, tokens, i, source, destination, first_at, limit, room):
     """Fill `room` with the choices of every slot: target, substitutes, nothing.
 
@@ -210,7 +215,7 @@ def _slot_options(menu, layer, tokens, i, source, destination, first_at, limit, 
             delay[j, drop] = 0.0 if loss[j, drop] <= limit else np.inf
 
 
-@njit
+@bare
 def _under_cap(room, cap, at):
     """Under a delay cap every slot takes its least lossy, then fastest, choice; -1 if none."""
     _, _, delay, loss = room
@@ -230,7 +235,7 @@ def _under_cap(room, cap, at):
     return True
 
 
-@njit
+@bare
 def _met_before(delay, j, o):
     """Whether an earlier choice has the same delay, and so is the same cap."""
     for slot in range(j + 1):
@@ -240,7 +245,7 @@ def _met_before(delay, j, o):
     return False
 
 
-@njit
+@bare
 def _write_action(menu, layer, source, destination, room, at, out, i, c):
     """Action `c` of token `i` from the choices `at` [k]; returns whether it exists."""
     expert, server, _, loss = room
@@ -260,7 +265,7 @@ def _write_action(menu, layer, source, destination, room, at, out, i, c):
     return runs
 
 
-@njit
+@bare
 def token_actions(menu, layer, tokens, i, ends, first_at, limit, room, at, out, row):
     """All actions of token `i` toward one destination into row `row`: exact, then per cap."""
     source, destination = ends
