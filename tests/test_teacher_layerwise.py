@@ -31,7 +31,7 @@ from trimmoe.policy.base import Decision, Observation
 from trimmoe.policy.settings import PolicySettings, WeightRule, trimmoe
 from trimmoe.runtime.layerwise import LEAST_AHEAD, Layerwise
 from trimmoe.runtime.local import LocalDriver
-from trimmoe.runtime.texts import Scored, Text, schedule
+from trimmoe.runtime.texts import Scored, Text, batches, schedule
 
 LENGTHS = (40, 25, 33, 12, 60)
 PROMPT = 6
@@ -399,6 +399,11 @@ def test_passages_score_the_same_either_way(worlds: dict[str, World]) -> None:
     assert layers.ledger.loss == pytest.approx(steps.ledger.loss)
     assert 0 < layers.worst_prefix <= 1 + 1e-9
     assert layers.worst_prefix == pytest.approx(steps.worst_prefix)
+
+
+def test_batches_are_in_order_and_only_one_sequence_may_exceed_them() -> None:
+    assert batches([3, 3, 4, 2, 9, 1, 1], most_rows=8) == [[0, 1], [2, 3], [4], [5, 6]]
+    assert batches([], most_rows=8) == []
 
 
 def test_the_schedule_admits_in_order_as_others_end() -> None:

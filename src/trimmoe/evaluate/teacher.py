@@ -24,6 +24,10 @@ from trimmoe.models.base import EncoderDecoderView, MoEView
 from trimmoe.models.exact import exact_logits
 from trimmoe.progress import track
 from trimmoe.runtime.local import LocalDriver
+from trimmoe.runtime.texts import batches
+
+_ROWS_AT_ONCE = 512
+"""Tokens that the exact model runs together: their logits exist at once."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -88,10 +92,12 @@ def cut_passages(
     starts = np.linspace(0, len(token_ids) - length, count).astype(int)
     cut = np.array([token_ids[start : start + length] for start in starts])
     predictions, nll = [], []
-    for row in track(cut.tolist(), "Exact model on the held-out text"):
-        logits = _exact(view, row[:-1], context)
-        predictions.append(logits.argmax(-1).numpy(force=True))
-        nll.append(_nll(logits, torch.tensor(row[context + 1 :])))
+    together = batches([length] * count, most_rows=_ROWS_AT_ONCE)
+    for some in track(together, "Exact model on the held-out text"):
+        rows = cut[some].tolist()
+        for row, logits in zip(rows, _exact(view, rows, context), strict=True):
+            predictions.append(logits.argmax(-1).numpy(force=True))
+            nll.append(_nll(logits, torch.tensor(row[context + 1 :])))
     return Passages(
         token_ids=cut,
         context=context,
@@ -100,13 +106,14 @@ def cut_passages(
     )
 
 
-def _exact(view: MoEView, token_ids: list[int], context: int) -> Tensor:
-    """The exact model's logits after each token from `context` on, [steps, V]."""
+def _exact(view: MoEView, rows: list[list[int]], context: int) -> list[Tensor]:
+    """The exact model's logits after each token from `context` on but the last, [steps, V] each."""
     if isinstance(view, EncoderDecoderView):
-        decoded = [view.start_token, *token_ids[context:]]
+        decoded = [[view.start_token, *row[context:-1]] for row in rows]
         # One by one, as they are decoded: experts turn tokens away from a call with too many.
-        return exact_logits(view, [decoded], sources=[token_ids[:context]], chunk=1)[0][1:]
-    return exact_logits(view, [token_ids])[0][context:]
+        sources = [row[:context] for row in rows]
+        return [each[1:] for each in exact_logits(view, decoded, sources=sources, chunk=1)]
+    return [each[context:] for each in exact_logits(view, [row[:-1] for row in rows])]
 
 
 def score(

@@ -37,6 +37,7 @@ from torch import Tensor
 from trimmoe.core.events import (
     Audited,
     Depart,
+    SequenceOpened,
     Settled,
     TokensArrived,
     TokensExported,
@@ -49,10 +50,11 @@ from trimmoe.runtime.execution import Running
 from trimmoe.runtime.local import LocalDriver
 from trimmoe.runtime.passes import Pass
 from trimmoe.runtime.recorded import WAVE, Books, Recording, Replay
-from trimmoe.runtime.texts import Scored, Text, schedule
+from trimmoe.runtime.texts import Scored, Text, batches, schedule
 
 ROWS_AT_ONCE = 1024
 """Tokens that a pass runs at most, if every text is to have one."""
+PROMPT_ROWS_AT_ONCE = 4096
 FIRST_AHEAD = 8
 """Tokens of a text in the first pass."""
 LEAST_AHEAD = 4
@@ -147,24 +149,25 @@ class Layerwise:
 
     def _open(self, texts: tuple[int, ...], guess: _Guess) -> bool:
         """Whether all these texts have their prompts behind them; opens those there is room for."""
-        for number in texts:
-            if number in self._places:
-                continue
-            if not self._execution.cache.free_slots:
-                return False
-            text = self._texts[number]
-            logits = self.driver.open(
-                number,
-                text.prompt,
-                access=text.access,
-                budget=text.budget,
-                confidence=text.confidence,
-            )
-            self._places[number] = self.driver.place_of(number)
-            account = self.driver.state.accounts[number]
-            guess.state = guess.state.with_accounts({number: account})
-            self._told_opened(number, logits)
-        return True
+        missing = [number for number in texts if number not in self._places]
+        admitted = missing[: self._execution.cache.free_slots]
+        lengths = [len(self._texts[number].prompt) for number in admitted]
+        for batch in batches(lengths, most_rows=PROMPT_ROWS_AT_ONCE):
+            some = [admitted[index] for index in batch]
+            requests = [(self._opening(number), self._texts[number].prompt) for number in some]
+            logits = self.driver.open_together(requests)
+            for number, scores in zip(some, logits, strict=True):
+                self._places[number] = self.driver.place_of(number)
+                account = self.driver.state.accounts[number]
+                guess.state = guess.state.with_accounts({number: account})
+                self._told_opened(number, scores)
+        return len(admitted) == len(missing)
+
+    def _opening(self, number: int) -> SequenceOpened:
+        text = self._texts[number]
+        return SequenceOpened(
+            sequence=number, access=text.access, budget=text.budget, confidence=text.confidence
+        )
 
     def _books_of_step(self, step: int, guess: _Guess) -> None:
         """Open a step's books, as far as is known, and close them again."""

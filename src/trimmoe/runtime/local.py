@@ -77,7 +77,6 @@ class LocalDriver:
         self._length_of: dict[int, int] = {}
         self._draws = np.random.default_rng(seed)
 
-    @torch.inference_mode()
     def open(
         self, sequence: int, prompt: Sequence[int], *, access: int, budget: float, confidence: float
     ) -> Tensor:
@@ -85,19 +84,31 @@ class LocalDriver:
 
         Where there is an encoder, the prompt is its input and decoding starts from nothing.
         """
-        cache = self.execution.cache
-        slot = cache.alloc()
-        if isinstance(self.view, EncoderDecoderView):
-            self.view.attach(cache, slot, self.view.encode([prompt])[0])
-            prompt = [self.view.start_token]
-        self._slot_of[sequence], self._length_of[sequence] = slot, len(prompt)
-        batch = self.view.batch(cache, [slot], [range(len(prompt))])
-        hidden = self.view.embed(batch.pad([prompt]), batch)
-        last = full_depth(self.view, hidden, batch, cache)[-1:]
-        self._tell(
-            SequenceOpened(sequence=sequence, access=access, budget=budget, confidence=confidence)
+        opened = SequenceOpened(
+            sequence=sequence, access=access, budget=budget, confidence=confidence
         )
-        return self.view.logits(last)[0]
+        return self.open_together([(opened, prompt)])[0]
+
+    @torch.inference_mode()
+    def open_together(
+        self, admitted: Sequence[tuple[SequenceOpened, Sequence[int]]]
+    ) -> list[Tensor]:
+        """Admit sequences and run their prompts as one batch; logits [V] after each."""
+        cache = self.execution.cache
+        slots = [cache.alloc() for _ in admitted]
+        prompts = [prompt for _, prompt in admitted]
+        if isinstance(self.view, EncoderDecoderView):
+            for slot, states in zip(slots, self.view.encode(prompts), strict=True):
+                self.view.attach(cache, slot, states)
+            prompts = [[self.view.start_token] for _ in prompts]
+        batch = self.view.batch(cache, slots, [range(len(prompt)) for prompt in prompts])
+        hidden = self.view.embed(batch.pad(prompts), batch)
+        last = batch.last(batch.unpack(full_depth(self.view, hidden, batch, cache)))
+        for (opened, _), slot, prompt in zip(admitted, slots, prompts, strict=True):
+            self._slot_of[opened.sequence] = slot
+            self._length_of[opened.sequence] = len(prompt)
+            self._tell(opened)
+        return list(self.view.logits(last))
 
     def close(self, sequence: int) -> None:
         """End a sequence and free its cache."""

@@ -52,3 +52,19 @@ def schedule(lengths: Sequence[int], at_once: int) -> list[tuple[int, ...]]:
         steps.append(tuple(left))
         left = {text: count - 1 for text, count in left.items() if count > 1}
     return steps
+
+
+def batches(lengths: Sequence[int], *, most_rows: int) -> list[list[int]]:
+    """Which sequences run as one batch, as wide as its longest, of at most so many tokens.
+
+    A sequence that is longer than that runs alone. In order.
+    """
+    made: list[list[int]] = []
+    widest = 0
+    for index, length in enumerate(lengths):
+        widest = max(widest, length)
+        if not made or widest * (len(made[-1]) + 1) > most_rows:
+            made.append([])
+            widest = length
+        made[-1].append(index)
+    return made
