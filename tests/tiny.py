@@ -11,13 +11,13 @@ from transformers import PreTrainedTokenizerFast, Qwen2MoeConfig, Qwen2MoeForCau
 LAYERS, EXPERTS, TOP_K, HIDDEN, VOCABULARY, CONTEXT = 4, 6, 2, 32, 259, 256
 
 
-def write_tiny_checkpoint(folder: Path, *, seed: int = 0) -> Path:
+def write_tiny_checkpoint(folder: Path, *, seed: int = 0, layers: int = LAYERS) -> Path:
     """Write model and byte-level tokenizer into `folder` and return it."""
     config = Qwen2MoeConfig(
         vocab_size=VOCABULARY,
         hidden_size=HIDDEN,
         intermediate_size=64,
-        num_hidden_layers=LAYERS,
+        num_hidden_layers=layers,
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=CONTEXT,
