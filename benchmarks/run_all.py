@@ -1,5 +1,5 @@
-"""`make bench`: calibration, decisions, hops, the simulator, its validation, the model view; a JSON
-each.
+"""`make bench`: calibration, decisions, hops, serving, the simulator, its validation against real
+servers and the model view, one JSON each.
 
     python benchmarks/run_all.py --output FOLDER
 
@@ -33,6 +33,7 @@ def main() -> None:
         temporary.write_text(sample_text("calibration"), encoding="utf-8")
     run("bench_decisions.py", "--output", str(folder / "decisions.json"))
     run("bench_hop.py", "--output", str(folder / "hop.json"))
+    run("bench_serve.py", "--output", str(folder / "serve.json"))
     run("bench_simulator.py", "--output", str(folder / "simulator.json"))
     run("bench_validation.py", "--output", str(folder / "validation.json"))
     for dtype in ("float32", "bfloat16"):

@@ -57,6 +57,8 @@ class Sent:
     """Between successive events with tokens."""
     e2el_s: float = 0.0
     """From sending to the end."""
+    usage: dict[str, Any] = field(default_factory=dict)
+    """As the server reports it; empty if it reports none."""
     error: str | None = None
 
     @property
@@ -140,6 +142,7 @@ async def _send(
                         sent.itl_s.append(now_s - last_s)
                     last_s = now_s
                 if usage := event.get("usage"):
+                    sent.usage = usage
                     sent.prompt_tokens = usage["prompt_tokens"]
                     sent.output_tokens = usage["completion_tokens"]
         if last_s is None:
