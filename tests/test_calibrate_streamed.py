@@ -95,14 +95,16 @@ def test_streamed_calibration_gives_the_same_profile(
     assert streamed.hash == whole.hash
 
 
+@pytest.mark.parametrize(("family", "sides"), [("mixtral", 1), ("switch", 2)])
 def test_every_layer_is_read_once_a_sweep_and_alone_in_memory(
-    texts: list[str], tmp_path: Path, layers_used: list[int]
+    family: str, sides: int, texts: list[str], tmp_path: Path, layers_used: list[int]
 ) -> None:
-    view = open_model(checkpoints.write("mixtral", tmp_path), hashed=True, streamed=True)
+    """Where there is an encoder, its layers are met before the decoder's."""
+    view = open_model(checkpoints.write(family, tmp_path), hashed=True, streamed=True)
     _profile(view, texts)
     turns = [layer for layer, _ in groupby(layers_used)]
-    assert turns == SWEEPS * list(range(view.spec.layer_count))
-    assert view.bytes_read.experts == SWEEPS * view.spec.total_expert_bytes
+    assert turns == SWEEPS * sides * list(range(view.spec.layer_count))
+    assert view.bytes_read.experts == SWEEPS * sides * view.spec.total_expert_bytes
 
 
 @pytest.mark.parametrize("config", [MIXTRAL_8X7B, QWEN15_MOE_A27B], ids=["mixtral", "qwen"])

@@ -18,20 +18,23 @@ from trimmoe.models.base import MoEView
 
 def map_file(opened: IO[bytes], size_bytes: int) -> mmap.mmap:
     """Map a new file of this size. Raises `UserError` if the disk cannot take it."""
+    opened.truncate(size_bytes)
+    if hasattr(os, "posix_fallocate"):
+        _reserve(opened.fileno(), size_bytes)
+    return mmap.mmap(opened.fileno(), size_bytes)
+
+
+def _reserve(descriptor: int, size_bytes: int) -> None:
+    """Where a file has holes, a full disk would end the process without a word."""
     try:
-        if hasattr(os, "posix_fallocate"):
-            # A file with holes would end the process when the disk is full.
-            os.posix_fallocate(opened.fileno(), 0, size_bytes)
-        else:
-            opened.truncate(size_bytes)
+        os.posix_fallocate(descriptor, 0, size_bytes)
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            raise
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            return  # A file system that cannot promise room.
         raise UserError(
             f"Calibration needs {size_bytes / 1e9:.2f} GB more on the disk of its working "
             f"directory; make room, let TMPDIR name a larger disk, or calibrate on fewer tokens."
         ) from error
-    return mmap.mmap(opened.fileno(), size_bytes)
 
 
 def release(mapped: mmap.mmap) -> None:

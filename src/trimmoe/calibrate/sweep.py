@@ -1,9 +1,9 @@
 """Many windows through the model together: all of them through a layer before the next layer.
 
-A view that streams its experts from disk so reads each layer once a sweep. Between two layers a
-token is its hidden state and nothing else, kept on disk; keys and values exist only for the windows
-that are being run, in the layer they are run in. Besides the view, memory holds the rows of those
-few windows, however many there are.
+A view that streams its experts from disk reads each layer once a sweep. Between two layers a token
+is its hidden state and nothing else, kept on disk; keys and values exist only for the windows that
+are being run, in the layer they are run in. Besides the view, memory holds the rows of those few
+windows, however many there are.
 """
 
 from __future__ import annotations
