@@ -115,7 +115,7 @@ def method_row(
     plan = plan_for(method, made.plan, made.profile, made.model)
     pieces = Pieces(policy=policy, app=partial(create_app), node=this_machines_node)
     with forked(arguments.model, made.profile, plan, made.model, pieces, emulate=True) as urls:
-        warm_up(urls, prompts[0])
+        warm_up([urls[server] for server in sorted(set(access))], prompts[0])
         sent = [
             asyncio.run(asked(urls[server], [prompt], 1, arguments.tokens))[0][0]
             for server, prompt in zip(access, prompts, strict=True)
@@ -241,7 +241,7 @@ async def asked(
 
 
 def warm_up(urls: Sequence[str], prompt: str) -> None:
-    """One short answer from every server."""
+    """One short answer from each of these servers."""
     for url in urls:
         asyncio.run(asked(url, [prompt], 1, 3))
 
