@@ -12,6 +12,7 @@ from trimmoe.calibrate.echoes import flipped_by_exits, poisson_upper
 from trimmoe.calibrate.head import greedy
 from trimmoe.calibrate.windows import Windows, run_layer
 from trimmoe.models.base import MoEView
+from trimmoe.models.exact import exact_logits
 from trimmoe.models.load import open_model
 
 
@@ -53,6 +54,24 @@ def test_echoes_are_what_decoding_with_exits_really_flips(view: MoEView, windows
     flipped = flipped_by_exits(view, windows, layer.ravel(), exact.ravel(), lambda _: None)
     assert flipped.any()
     assert np.array_equal(flipped, ((really != exact) & (layer == LAYERS)).ravel())
+
+
+def test_windows_that_share_a_sweep_do_not_see_one_another(view: MoEView, windows: Windows) -> None:
+    """As those of the two thresholds do, the same text with other exits."""
+    rng, tokens = np.random.default_rng(8), windows.tokens
+    layers = rng.integers(1, LAYERS + 1, size=(2, tokens))
+    expected = rng.integers(0, 250, size=(2, tokens))
+    expected[:, ::2] = _predicted(view, windows)[::2]
+    both = windows.take(np.tile(np.arange(windows.count), 2))
+    found = flipped_by_exits(view, both, layers.ravel(), expected.ravel(), lambda _: None)
+    for layer, own, flips in zip(layers, expected, found.reshape(2, -1), strict=True):
+        alone = flipped_by_exits(view, windows, layer, own, lambda _: None)
+        assert np.array_equal(flips, alone)
+        assert 0 < flips.sum() < tokens
+
+
+def _predicted(view: MoEView, windows: Windows) -> np.ndarray:
+    return torch.cat(exact_logits(view, windows.ids.tolist())).argmax(dim=1).numpy()
 
 
 def test_nothing_flips_where_nothing_exits(view: MoEView, windows: Windows) -> None:
