@@ -55,9 +55,9 @@ from trimmoe.runtime.texts import Scored, Text, batches, schedule
 ROWS_AT_ONCE = 1024
 """Tokens that a pass runs at most, if every text is to have one."""
 PROMPT_ROWS_AT_ONCE = 4096
-FIRST_AHEAD = 8
-"""Tokens of a text in the first pass."""
-LEAST_AHEAD = 4
+AHEAD = 16
+"""Tokens of a text that a pass looks ahead at least. Half of them may well be wrong: what reads the
+weights costs much more than what a few more rows compute."""
 FARTHEST = 4
 """How many times as far as others a text may get that was guessed better, which bounds memory."""
 
@@ -93,8 +93,8 @@ class Layerwise:
     """Decodes texts under a driver's policy, in passes over many positions.
 
     The driver needs a free slot for each of `at_once` texts; with more, texts begin while those
-    before them are not final yet. `opened` is told every text with its logits [V] after the
-    prompt.
+    before them are not final yet. Passes look `ahead` tokens of each text ahead at least. `opened`
+    is told every text with its logits [V] after the prompt.
     """
 
     def __init__(
@@ -103,6 +103,7 @@ class Layerwise:
         texts: Sequence[Text],
         *,
         at_once: int,
+        ahead: int = AHEAD,
         opened: Callable[[int, Tensor], None] = lambda text, logits: None,
     ) -> None:
         assert not isinstance(driver.view, EncoderDecoderView)
@@ -123,7 +124,7 @@ class Layerwise:
         self._tokens: dict[tuple[int, int], _Token] = {}
         self._last: list[tuple[int, int]] = []
         self._most_ahead = max(ROWS_AT_ONCE // at_once, 1)
-        self._ahead = min(FIRST_AHEAD, self._most_ahead)
+        self._ahead = self._least_ahead = min(ahead, self._most_ahead)
 
     def run(self) -> Iterator[Scored]:
         """Every token of every text, in the order of steps."""
@@ -265,7 +266,7 @@ class Layerwise:
             return
         stale = sum(key in self._tokens and not self._tokens[key].fresh for key in self._last)
         right = (len(self._last) - stale) / len({text for text, _ in self._last})
-        self._ahead = min(max(round(2 * right), LEAST_AHEAD), self._most_ahead)
+        self._ahead = min(max(round(2 * right), self._least_ahead), self._most_ahead)
 
     @torch.inference_mode()
     def _pass(self, guess: _Guess) -> None:
