@@ -1,7 +1,7 @@
 """The event heap, compiled: events ordered by (time, priority, ticket).
 
-What is compiled is kept per file: after a change here or in `service`, touch `loop`, which holds
-the whole loop with everything it calls.
+What is compiled is kept per file: after a change here, in `service`, `links` or `layers`, touch
+`loop`, which holds the whole loop with everything it calls.
 """
 
 from __future__ import annotations

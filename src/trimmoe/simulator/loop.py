@@ -1,4 +1,4 @@
-"""The compiled event loop, part two: tokens, links, and what follows what.
+"""The compiled event loop, part four: what follows what.
 
 Nothing is decided here. Servers start when all events of an instant have happened, so that what
 is ready at one server for one layer at one instant is one batch. As in `runtime.node`, whatever
@@ -9,6 +9,8 @@ leave after the dense part of a batch, whose slots on the same server follow at 
 from __future__ import annotations
 
 from trimmoe.simulator.heap import inlined, njit, pop, push
+from trimmoe.simulator.layers import fan_out, gather, part, size
+from trimmoe.simulator.links import send
 from trimmoe.simulator.service import enter, free, is_dense, quick, ready, serve, take, wake
 from trimmoe.simulator.world import (
     AREA,
@@ -167,17 +169,7 @@ def _set_out(world, rows, asked, state, unit, since_s):
     if source == target:
         ready(asked, state, target, DENSE, 0, unit, since_s)
     else:
-        _send(world, state, TOKEN_IN, source, target, 0, NONE, 0, 0, _size(rows, row), unit)
-
-
-@inlined
-def _size(rows, row):
-    """Rows of a unit."""
-    count = 0
-    while row != NONE:
-        count += 1
-        row = rows.sibling[row]
-    return count
+        send(world, state, TOKEN_IN, source, target, 0, NONE, 0, 0, size(rows, row), unit)
 
 
 @njit
@@ -193,7 +185,7 @@ def _done(world, rows, asked, state, server):
         unit, following = state.entry_unit[entry], state.entry_next[entry]
         free(state, entry)
         if is_dense(kind):
-            if _fan_out(world, rows, asked, state, server, unit):
+            if fan_out(world, rows, asked, state, server, unit):
                 mine = enter(state, unit)
                 if own == NONE:
                     own = mine
@@ -201,7 +193,7 @@ def _done(world, rows, asked, state, server):
                     state.entry_next[own_last] = mine
                 own_last = mine
         else:
-            _gather(world, rows, asked, state, server, unit)
+            gather(world, rows, asked, state, server, unit)
         entry = following
     for target in range(world.delay_s.shape[0]):
         for group in range(2):
@@ -210,105 +202,11 @@ def _done(world, rows, asked, state, server):
                 role = DISPATCH if group == 0 else PART
                 taking = state.group_vectors[0, group, target]
                 counted = state.group_vectors[1, group, target]
-                _send(world, state, role, server, target, layer, first, taking, counted, 0, NONE)
+                send(world, state, role, server, target, layer, first, taking, counted, 0, NONE)
     if own != NONE:
         serve(world, rows, asked, state, server, own, OWN, layer)
     else:
         wake(state, server)
-
-
-@inlined
-def _join(state, group, target, unit, taking, counted):
-    """Add a unit to the message of this moment to `target`."""
-    entry = enter(state, unit)
-    state.entry_next[entry] = state.group_first[group, target]
-    state.group_first[group, target] = entry
-    state.group_vectors[0, group, target] += taking
-    state.group_vectors[1, group, target] += counted
-
-
-@inlined
-def _uses(rows, row, layer, server):
-    """Whether a row runs a slot on a server."""
-    for slot in range(rows.expert.shape[2]):
-        if rows.expert[row, layer, slot] >= 0 and rows.server[row, layer, slot] == server:
-            return True
-    return False
-
-
-@inlined
-def _fan_out(world, rows, asked, state, server, unit):
-    """After attention and router: dispatches and the residual; see `cost.model.layer_messages`
-    for which of them are one message. Whether there are slots here."""
-    row, layer, used = asked.row[unit], asked.layer[unit], state.used
-    target = int(rows.place[row, layer + 1])
-    used[:] = 0
-    residuals = 0
-    while row != NONE:
-        for slot in range(rows.expert.shape[2]):
-            if rows.expert[row, layer, slot] < 0:
-                continue
-            place, seen = int(rows.server[row, layer, slot]), False
-            for earlier in range(slot):
-                if rows.expert[row, layer, earlier] >= 0:
-                    seen = seen or rows.server[row, layer, earlier] == place
-            if not seen:
-                used[place] += 1
-        apart = not _uses(rows, row, layer, server) and not _uses(rows, row, layer, target)
-        if server != target and apart:
-            residuals += 1
-        row = rows.sibling[row]
-    parts = 1 if residuals > 0 else 0
-    for place in range(used.size):
-        if used[place] > 0:
-            parts += 1
-    asked.pending[unit] = parts
-    for place in range(used.size):
-        if used[place] > 0 and place != server:
-            _join(state, 0, place, unit, used[place], used[place])
-    if residuals > 0:
-        _join(state, 1, target, unit, residuals, residuals)
-    elif parts == 0:
-        _gathered(rows, asked, state, target, unit)
-    return used[server] > 0
-
-
-@inlined
-def _gather(world, rows, asked, state, server, unit):
-    """After the experts here: their sum goes to where the layer gathers."""
-    row, layer = asked.row[unit], asked.layer[unit]
-    target, source = int(rows.place[row, layer + 1]), int(rows.place[row, layer])
-    if server == target:
-        _part(rows, asked, state, target, unit)
-        return
-    taking, counted = 0, 0
-    while row != NONE:
-        if _uses(rows, row, layer, server):
-            taking += 1
-            # The paper's ledger counts one vector where dispatch and residual meet.
-            if not (world.migrates and server == source and _uses(rows, row, layer, target)):
-                counted += 1
-        row = rows.sibling[row]
-    _join(state, 1, target, unit, taking, counted)
-
-
-@inlined
-def _part(rows, asked, state, server, unit):
-    asked.pending[unit] -= 1
-    if asked.pending[unit] == 0:
-        _gathered(rows, asked, state, server, unit)
-
-
-@inlined
-def _gathered(rows, asked, state, server, unit):
-    """A layer's result is whole. Whether a token goes on is for the server to find out; a prompt
-    does, unless it is through."""
-    asked.layer[unit] += 1
-    layer = asked.layer[unit]
-    if asked.done[unit] < asked.prompts[unit] and layer < rows.layers[asked.row[unit]]:
-        ready(asked, state, server, DENSE, layer, unit, state.clock[NOW])
-    else:
-        quick(state, server, unit)
 
 
 @njit
@@ -318,7 +216,7 @@ def _completed(world, asked, state, server, unit):
     if server == access:
         _finished(world, asked, state, unit)
     else:
-        _send(world, state, TOKEN_BACK, server, access, 0, NONE, 0, 0, 1, unit)
+        send(world, state, TOKEN_BACK, server, access, 0, NONE, 0, 0, 1, unit)
     if not world.migrates:
         # After full depth no layer is left to propagate to.
         _propagate(world, asked, state, server, unit)
@@ -330,7 +228,7 @@ def _propagate(world, asked, state, server, unit):
     layer = asked.layer[unit]
     for place in range(world.delay_s.shape[0]):
         if place != server and world.later[asked.access[unit], layer, place]:
-            _send(world, state, STATE, server, place, layer, NONE, 1, 1, 0, unit)
+            send(world, state, STATE, server, place, layer, NONE, 1, 1, 0, unit)
 
 
 @inlined
@@ -355,26 +253,6 @@ def _finished(world, asked, state, unit):
 
 
 @njit
-def _send(world, state, role, source, target, layer, first, taking, counted, ids, owner):
-    """Put a message on a link: first in, first out, one after another, then the way."""
-    state.numbers[FREE_MESSAGES] -= 1
-    at = state.free_messages[state.numbers[FREE_MESSAGES]]
-    message = state.message[at]
-    message[ROLE], message[SOURCE], message[TARGET] = role, source, target
-    message[LAYER], message[FIRST], message[OWNER] = layer, first, owner
-    message[VECTORS], message[IDS] = counted, ids
-    state.sent[0, source, target] += counted
-    state.sent[1, source, target] += ids
-    takes_s = taking * world.vector_s[source, target] + ids * world.id_s[source, target]
-    start_s = state.clock[NOW]
-    if world.link_queues:
-        start_s = max(start_s, state.link_free_s[source, target])
-        state.link_free_s[source, target] = start_s + takes_s
-    state.link_busy_s[source, target] += takes_s
-    push(state, start_s + takes_s + world.delay_s[source, target], 0, MESSAGE, at)
-
-
-@njit
 def _delivered(world, rows, asked, state, at):
     """A message is there."""
     message = state.message[at]
@@ -394,5 +272,5 @@ def _delivered(world, rows, asked, state, at):
         if role == DISPATCH:
             ready(asked, state, server, EXPERTS, layer, unit, state.clock[NOW])
         else:
-            _part(rows, asked, state, server, unit)
+            part(rows, asked, state, server, unit)
         entry = following

@@ -1,0 +1,106 @@
+"""The compiled event loop, part three: how a unit passes a layer, from server to server."""
+
+from __future__ import annotations
+
+from trimmoe.simulator.heap import inlined
+from trimmoe.simulator.links import join
+from trimmoe.simulator.service import quick, ready
+from trimmoe.simulator.world import (
+    DENSE,
+    NONE,
+    NOW,
+)
+
+
+@inlined
+def size(rows, row):
+    """Rows of a unit."""
+    count = 0
+    while row != NONE:
+        count += 1
+        row = rows.sibling[row]
+    return count
+
+
+@inlined
+def uses(rows, row, layer, server):
+    """Whether a row runs a slot on a server."""
+    for slot in range(rows.expert.shape[2]):
+        if rows.expert[row, layer, slot] >= 0 and rows.server[row, layer, slot] == server:
+            return True
+    return False
+
+
+@inlined
+def fan_out(world, rows, asked, state, server, unit):
+    """After attention and router: dispatches and the residual; see `cost.model.layer_messages`
+    for which of them are one message. Whether there are slots here."""
+    row, layer, used = asked.row[unit], asked.layer[unit], state.used
+    target = int(rows.place[row, layer + 1])
+    used[:] = 0
+    residuals = 0
+    while row != NONE:
+        for slot in range(rows.expert.shape[2]):
+            if rows.expert[row, layer, slot] < 0:
+                continue
+            place, seen = int(rows.server[row, layer, slot]), False
+            for earlier in range(slot):
+                if rows.expert[row, layer, earlier] >= 0:
+                    seen = seen or rows.server[row, layer, earlier] == place
+            if not seen:
+                used[place] += 1
+        apart = not uses(rows, row, layer, server) and not uses(rows, row, layer, target)
+        if server != target and apart:
+            residuals += 1
+        row = rows.sibling[row]
+    parts = 1 if residuals > 0 else 0
+    for place in range(used.size):
+        if used[place] > 0:
+            parts += 1
+    asked.pending[unit] = parts
+    for place in range(used.size):
+        if used[place] > 0 and place != server:
+            join(state, 0, place, unit, used[place], used[place])
+    if residuals > 0:
+        join(state, 1, target, unit, residuals, residuals)
+    elif parts == 0:
+        gathered(rows, asked, state, target, unit)
+    return used[server] > 0
+
+
+@inlined
+def gather(world, rows, asked, state, server, unit):
+    """After the experts here: their sum goes to where the layer gathers."""
+    row, layer = asked.row[unit], asked.layer[unit]
+    target, source = int(rows.place[row, layer + 1]), int(rows.place[row, layer])
+    if server == target:
+        part(rows, asked, state, target, unit)
+        return
+    taking, counted = 0, 0
+    while row != NONE:
+        if uses(rows, row, layer, server):
+            taking += 1
+            # The paper's ledger counts one vector where dispatch and residual meet.
+            if not (world.migrates and server == source and uses(rows, row, layer, target)):
+                counted += 1
+        row = rows.sibling[row]
+    join(state, 1, target, unit, taking, counted)
+
+
+@inlined
+def part(rows, asked, state, server, unit):
+    asked.pending[unit] -= 1
+    if asked.pending[unit] == 0:
+        gathered(rows, asked, state, server, unit)
+
+
+@inlined
+def gathered(rows, asked, state, server, unit):
+    """A layer's result is whole. Whether a token goes on is for the server to find out; a prompt
+    does, unless it is through."""
+    asked.layer[unit] += 1
+    layer = asked.layer[unit]
+    if asked.done[unit] < asked.prompts[unit] and layer < rows.layers[asked.row[unit]]:
+        ready(asked, state, server, DENSE, layer, unit, state.clock[NOW])
+    else:
+        quick(state, server, unit)

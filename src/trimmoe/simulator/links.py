@@ -1,0 +1,49 @@
+"""The compiled event loop, part two: messages, which leave in groups and queue on links."""
+
+from __future__ import annotations
+
+from trimmoe.simulator.heap import inlined, njit, push
+from trimmoe.simulator.service import enter
+from trimmoe.simulator.world import (
+    FIRST,
+    FREE_MESSAGES,
+    IDS,
+    LAYER,
+    MESSAGE,
+    NOW,
+    OWNER,
+    ROLE,
+    SOURCE,
+    TARGET,
+    VECTORS,
+)
+
+
+@inlined
+def join(state, group, target, unit, taking, counted):
+    """Add a unit to the message of this moment to `target`."""
+    entry = enter(state, unit)
+    state.entry_next[entry] = state.group_first[group, target]
+    state.group_first[group, target] = entry
+    state.group_vectors[0, group, target] += taking
+    state.group_vectors[1, group, target] += counted
+
+
+@njit
+def send(world, state, role, source, target, layer, first, taking, counted, ids, owner):
+    """Put a message on a link: first in, first out, one after another, then the way."""
+    state.numbers[FREE_MESSAGES] -= 1
+    at = state.free_messages[state.numbers[FREE_MESSAGES]]
+    message = state.message[at]
+    message[ROLE], message[SOURCE], message[TARGET] = role, source, target
+    message[LAYER], message[FIRST], message[OWNER] = layer, first, owner
+    message[VECTORS], message[IDS] = counted, ids
+    state.sent[0, source, target] += counted
+    state.sent[1, source, target] += ids
+    takes_s = taking * world.vector_s[source, target] + ids * world.id_s[source, target]
+    start_s = state.clock[NOW]
+    if world.link_queues:
+        start_s = max(start_s, state.link_free_s[source, target])
+        state.link_free_s[source, target] = start_s + takes_s
+    state.link_busy_s[source, target] += takes_s
+    push(state, start_s + takes_s + world.delay_s[source, target], 0, MESSAGE, at)
