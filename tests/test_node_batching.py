@@ -22,7 +22,7 @@ from nodes import (
 )
 from serving import Tiny, open_tiny
 from trimmoe.policy.settings import PRESETS
-from trimmoe.runtime.node.scheduler import Scheduler, Step
+from trimmoe.runtime.node.scheduler import PATIENCE, Scheduler, Step
 from trimmoe.runtime.service import Overloaded
 from wires import soon, until
 
@@ -49,18 +49,56 @@ def test_what_is_ready_for_the_same_step_of_a_layer_runs_together_up_to_the_limi
     batches = []
     while (work := ready.next()) is not None:
         batches.append((work.layer, work.items))
-    assert batches == [(0, [0, 2, 4, 6, 8]), (1, [1, 3, 5, 7, 9]), (0, ["large"])]
+    assert batches == [(0, [0, 2, 4, 6, 8]), (0, ["large"]), (1, [1, 3, 5, 7, 9])]
     assert len(ready) == 0
 
 
-def test_the_step_that_has_waited_longest_comes_first() -> None:
+def test_slots_come_before_own_layers_and_low_layers_before_high_ones() -> None:
     ready, _ = scheduler()
-    ready.put(Step.FINISH, 3, "a")
+    ready.put(Step.ATTEND, 3, "a")
     ready.put(Step.ATTEND, 0, "b")
-    ready.put(Step.SLOTS, 1, "c")
-    ready.put(Step.FINISH, 3, "d")
+    ready.put(Step.SLOTS, 5, "c")
+    ready.put(Step.PROPAGATE, 1, "d")
+    ready.put(Step.ATTEND, 3, "e")
+    order = [work.items for _ in range(4) if (work := ready.next()) is not None]
+    assert order == [["c"], ["b"], ["d"], ["a", "e"]]
+
+
+def test_tokens_that_set_out_later_catch_up_and_go_on_together() -> None:
+    """Whatever layers they are at to begin with."""
+    ready, _ = scheduler()
+    for token, layer in enumerate([5, 0, 3, 5, 2]):
+        ready.put(Step.ATTEND, layer, token)
+    while (work := ready.next()) is not None and work.layer < 5:
+        for token in work.items:
+            ready.put(Step.ATTEND, work.layer + 1, token)
+    assert work is not None
+    assert sorted(work.items) == [0, 1, 2, 3, 4]
+
+
+def test_nothing_is_passed_over_for_ever() -> None:
+    """Neither by low layers that always find more to do, nor by other servers' slots."""
+    ready, _ = scheduler()
+    ready.put(Step.ATTEND, 9, "high")
+    passed_over = 0
+    while passed_over <= PATIENCE:
+        ready.put(Step.SLOTS, 4, "slot")
+        ready.put(Step.ATTEND, 0, "low")
+        work = ready.next()
+        assert work is not None
+        if "high" in work.items:
+            break
+        passed_over += 1
+    assert passed_over == PATIENCE
+
+
+def test_prompts_keep_their_order() -> None:
+    ready, _ = scheduler()
+    ready.put(Step.CHUNK, 3, "first")
+    ready.put(Step.CHUNK_SLOTS, 0, "second")
+    ready.put(Step.CHUNK, 0, "third")
     order = [work.items for _ in range(3) if (work := ready.next()) is not None]
-    assert order == [["a", "d"], ["b"], ["c"]]
+    assert order == [["first"], ["second"], ["third"]]
 
 
 def test_prompts_and_tokens_take_turns() -> None:
@@ -85,13 +123,16 @@ def test_quick_steps_come_first_and_take_nobodys_turn() -> None:
 
 def test_only_slots_report_how_long_they_waited() -> None:
     ready, waits = scheduler()
-    ready.put(Step.ATTEND, 0, "a")
+    ready.put(Step.FINISH, 0, "a")
     ready.put(Step.SLOTS, 0, "b")
+    ready.put(Step.ATTEND, 0, "c")
     ready.next()
     assert waits == []
     ready.next()
     assert len(waits) == 1
     assert waits[0] > 0
+    ready.next()
+    assert len(waits) == 1
 
 
 def test_dropped_items_never_run() -> None:

@@ -2,7 +2,12 @@
 
 Quick steps, of which others' work follows, come before all else. Steps of generated tokens and
 steps of prompts take turns, so that neither starves: between two chunks of a long prompt everybody
-else's tokens move on. On either side the step whose first item has waited longest comes first.
+else's tokens move on. Of prompts the step whose first item has waited longest comes first.
+
+Of generated tokens, slots come before a server's own layers: other servers wait for them, and they
+are short. Then the lowest layer comes first, so that tokens catch up with those ahead of them and
+go on together: a batch of many rows takes little longer than one row does. What has been passed
+over for `PATIENCE` batches is not passed over any more.
 """
 
 from __future__ import annotations
@@ -36,6 +41,8 @@ class Step(IntEnum):
 _QUICK = frozenset({Step.ARRIVE, Step.FINISH, Step.CHUNK_END})
 _ONE_AT_A_TIME = frozenset({Step.CHUNK, Step.CHUNK_END})
 _PROMPTS = frozenset({Step.CHUNK, Step.CHUNK_SLOTS})
+PATIENCE = 64
+"""Batches; more than most models have layers, so that tokens have time to catch up."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,6 +57,8 @@ class Work:
 @dataclass(frozen=True, slots=True)
 class _Queued:
     ticket: int
+    served: int
+    """Batches that were begun before it came."""
     rows: int
     queued_s: float
     item: Any
@@ -66,6 +75,8 @@ class Scheduler:
     """Told how long slots waited before they were begun, seconds."""
     _queues: dict[tuple[Step, int], deque[_Queued]] = field(default_factory=dict)
     _ticket: int = 0
+    _served: int = 0
+    """Batches begun so far."""
     _prompts_turn: bool = False
     _taken: list[Any] = field(default_factory=list)
     """What was handed out last."""
@@ -77,15 +88,15 @@ class Scheduler:
         """Something is ready."""
         self._ticket += 1
         queue = self._queues.setdefault((step, layer), deque())
-        queue.append(_Queued(self._ticket, rows, self.now(), item))
+        queue.append(_Queued(self._ticket, self._served, rows, self.now(), item))
 
     def next(self) -> Work | None:
         """The batch to run now, None if there is nothing to do."""
         self._taken = []
         if not self._queues:
             return None
-        among = self._eligible()
-        key = min(among, key=lambda key: self._queues[key][0].ticket)
+        key = min(self._eligible(), key=self._rank)
+        self._served += 1
         self._taken = self._take(key)
         return Work(step=key[0], layer=key[1], items=self._taken)
 
@@ -98,6 +109,13 @@ class Scheduler:
         prompts = bool(of_prompts) and (self._prompts_turn or not others)
         self._prompts_turn = not prompts
         return of_prompts if prompts else others
+
+    def _rank(self, key: tuple[Step, int]) -> tuple[int, int, int]:
+        """What comes first is least."""
+        (step, layer), first = key, self._queues[key][0]
+        if step in _QUICK or step in _PROMPTS or self._served - first.served >= PATIENCE:
+            return (0, 0, first.ticket)
+        return (1 if step is Step.SLOTS else 2, layer, first.ticket)
 
     def any(self, like: Callable[[Any], bool]) -> bool:
         """Whether an item that is ready, or being computed, is like that."""
