@@ -25,6 +25,7 @@ from trimmoe.runtime.node.messages import (
     SamplingSpec,
     first_sequence,
 )
+from trimmoe.runtime.node.pace import Pace
 from trimmoe.runtime.node.scheduler import Step, Work
 from trimmoe.runtime.node.sequences import Seats
 from trimmoe.runtime.wire.base import PeerUnreachable
@@ -185,6 +186,8 @@ def test_an_emulated_machine_takes_that_many_times_longer(
     monkeypatch.setattr(perform_module.time, "sleep", slept.append)
 
     class Idle:
+        pace = Pace()
+
         def arrive(self, items: list) -> Outcome:
             return Outcome()
 
