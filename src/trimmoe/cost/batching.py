@@ -6,6 +6,11 @@ BATCH_SHARE = 0.9
 """Share of a single row's time that a batch needs only once, unless measured otherwise."""
 
 
+PATIENCE = 64
+"""Batches that a server may begin before others that have waited; more than most models have
+layers, so that tokens have time to catch up with those ahead of them."""
+
+
 def batch_s(one_s: float, rows: float, share: float) -> float:
     """Seconds of `rows` >= 1 rows through the same weights, where one takes `one_s`.
 

@@ -120,6 +120,7 @@ def _start_all(world, rows, asked, state):
 @njit
 def _go_on(world, rows, asked, state, server):
     """Units that only waited for the server to be free enter, go on or end."""
+    state.begun[server] += 1
     entry = state.quick_first[server]
     state.quick_first[server] = state.quick_last[server] = NONE
     while entry != NONE:

@@ -1,18 +1,22 @@
 """The compiled event loop, part one: queues of servers and the batches they take.
 
 A server works as `runtime.node.scheduler` has it: quick steps first, then tokens and prompts in
-turns, on either side what has waited longest, with all that is ready for the same layer.
+turns. Of prompts what has waited longest comes first, of tokens other servers' slots, then the
+lowest layer, unless something has been passed over for too long; with all that is ready for the
+same layer.
 """
 
 from __future__ import annotations
 
 from trimmoe.cost import batching
+from trimmoe.cost.batching import PATIENCE
 from trimmoe.simulator.heap import inlined, njit, push
 from trimmoe.simulator.world import (
     CHUNK,
     DENSE,
     DONE,
     DUE,
+    EXPERTS,
     FREE_ENTRIES,
     NONE,
     NOW,
@@ -45,6 +49,7 @@ def ready(asked, state, server, kind, layer, unit, since_s):
     entry = enter(state, unit)
     state.entry_ready_s[entry] = since_s
     state.entry_ticket[entry] = state.numbers[TICKET]
+    state.entry_begun[entry] = state.begun[server]
     state.numbers[TICKET] += 1
     last = state.queue_last[server, kind, layer]
     if last == NONE:
@@ -81,51 +86,53 @@ def wake(state, server):
 
 @inlined
 def _line_up(state, server, kind, layer):
-    """A queue that was empty is behind all others."""
+    """A queue that was empty is one to choose from."""
     side, queue = kind // CHUNK, kind * state.queue_first.shape[2] + layer
-    state.line_next[server, queue] = NONE
-    last = state.line_last[server, side]
-    if last == NONE:
-        state.line_first[server, side] = queue
-    else:
-        state.line_next[server, last] = queue
-    state.line_last[server, side] = queue
+    state.line_next[server, queue] = state.line_first[server, side]
+    state.line_first[server, side] = queue
 
 
 @inlined
-def _line_up_again(state, server, kind, layer):
-    """A queue that was not emptied: those whose first entry has waited longer come before it."""
+def _rank(state, server, queue):
+    """What comes first is least: class, layer, ticket."""
     layers = state.queue_first.shape[2]
-    side, queue = kind // CHUNK, kind * layers + layer
-    ticket = state.entry_ticket[state.queue_first[server, kind, layer]]
-    before, after = NONE, state.line_first[server, side]
-    while after != NONE:
-        first = state.queue_first[server, after // layers, after % layers]
-        if state.entry_ticket[first] > ticket:
-            break
-        before, after = after, state.line_next[server, after]
-    state.line_next[server, queue] = after
+    kind, layer = queue // layers, queue % layers
+    first = state.queue_first[server, kind, layer]
+    ticket = state.entry_ticket[first]
+    if kind >= CHUNK or state.begun[server] - state.entry_begun[first] >= PATIENCE:
+        return 0, 0, ticket
+    return 1 if kind == EXPERTS else 2, layer, ticket
+
+
+@inlined
+def _taken_off(state, server, side, queue):
+    """A queue that is empty is none to choose from."""
+    before, at = NONE, state.line_first[server, side]
+    while at != queue:
+        before, at = at, state.line_next[server, at]
     if before == NONE:
-        state.line_first[server, side] = queue
+        state.line_first[server, side] = state.line_next[server, queue]
     else:
-        state.line_next[server, before] = queue
-    if after == NONE:
-        state.line_last[server, side] = queue
+        state.line_next[server, before] = state.line_next[server, queue]
 
 
 @njit
 def take(world, rows, asked, state, server):
-    """An idle server takes what waits for the layer of the unit that has waited longest, if there
-    is any, as one batch."""
+    """An idle server takes what waits for the layer whose turn it is, if anything does, as one
+    batch."""
     line = state.line_first[server]
     side = int(line[1] != NONE and (state.prompts_turn[server] or line[0] == NONE))
     queue = state.line_first[server, side]
     if queue == NONE:
         return
     state.prompts_turn[server] = side == 0
-    state.line_first[server, side] = state.line_next[server, queue]
-    if state.line_first[server, side] == NONE:
-        state.line_last[server, side] = NONE
+    least, other = _rank(state, server, queue), state.line_next[server, queue]
+    while other != NONE:
+        rank = _rank(state, server, other)
+        if rank < least:
+            queue, least = other, rank
+        other = state.line_next[server, other]
+    state.begun[server] += 1
     layers = state.queue_first.shape[2]
     kind, layer = queue // layers, queue % layers
     now, first = state.clock[NOW], state.queue_first[server, kind, layer]
@@ -139,8 +146,7 @@ def take(world, rows, asked, state, server):
     state.queue_first[server, kind, layer] = entry
     if entry == NONE:
         state.queue_last[server, kind, layer] = NONE
-    else:
-        _line_up_again(state, server, kind, layer)
+        _taken_off(state, server, side, queue)
     state.served[server, kind, 0] += 1
     state.served[server, kind, 1] += taken
     serve(world, rows, asked, state, server, first, kind, layer)

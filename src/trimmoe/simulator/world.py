@@ -120,6 +120,8 @@ class State(NamedTuple):
     entry_unit: IntArray
     entry_next: IntArray
     entry_ticket: IntArray
+    entry_begun: IntArray
+    """Batches that its server had begun when it came."""
     entry_ready_s: FloatArray
     free_entries: IntArray
     message: IntArray
@@ -129,11 +131,12 @@ class State(NamedTuple):
     """[M, kind, N]."""
     queue_last: IntArray
     line_first: IntArray
-    """The queue whose first entry has waited longest, as kind * N + layer, of tokens and of
-    prompts, [M, 2]."""
-    line_last: IntArray
+    """One of the queues that are not empty, as kind * N + layer, of tokens and of prompts,
+    [M, 2]."""
     line_next: IntArray
     """[M, kind * N]."""
+    begun: IntArray
+    """Batches so far, quick steps included, [M]."""
     prompts_turn: np.ndarray
     """Whether prompts come next if there are any, bool [M]."""
     quick_first: IntArray
@@ -232,6 +235,7 @@ def make_state(servers: int, layers: int, experts: int) -> State:
         entry_unit=empty,
         entry_next=empty,
         entry_ticket=empty,
+        entry_begun=empty,
         entry_ready_s=np.zeros(0),
         free_entries=empty,
         message=np.zeros((0, 8), dtype=np.int64),
@@ -239,8 +243,8 @@ def make_state(servers: int, layers: int, experts: int) -> State:
         queue_first=np.full((servers, KINDS, layers), NONE),
         queue_last=np.full((servers, KINDS, layers), NONE),
         line_first=np.full((servers, 2), NONE),
-        line_last=np.full((servers, 2), NONE),
         line_next=np.full((servers, KINDS * layers), NONE),
+        begun=np.zeros(servers, dtype=np.int64),
         prompts_turn=np.zeros(servers, dtype=bool),
         quick_first=np.full(servers, NONE),
         quick_last=np.full(servers, NONE),
@@ -269,7 +273,7 @@ def make_state(servers: int, layers: int, experts: int) -> State:
 
 _GROWING = (
     "heap_time", "heap_order", "heap_what", "entry_unit", "entry_next",
-    "entry_ticket", "entry_ready_s", "message",
+    "entry_ticket", "entry_begun", "entry_ready_s", "message",
 )  # fmt: skip
 
 

@@ -19,6 +19,8 @@ from enum import IntEnum
 from itertools import chain
 from typing import Any
 
+from trimmoe.cost.batching import PATIENCE
+
 
 class Step(IntEnum):
     """Kinds of work."""
@@ -41,8 +43,6 @@ class Step(IntEnum):
 _QUICK = frozenset({Step.ARRIVE, Step.FINISH, Step.CHUNK_END})
 _ONE_AT_A_TIME = frozenset({Step.CHUNK, Step.CHUNK_END})
 _PROMPTS = frozenset({Step.CHUNK, Step.CHUNK_SLOTS})
-PATIENCE = 64
-"""Batches; more than most models have layers, so that tokens have time to catch up."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
