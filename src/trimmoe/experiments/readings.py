@@ -185,24 +185,29 @@ def _row(measured: Score) -> dict[str, float]:
 
 
 def readings_table(content: dict[str, Any], variants: Sequence[Variant]) -> Table:
-    """One line per variant and budget."""
+    """One line per variant and budget; what the variants are stands below."""
     at = content["settings"]["at_flips"]
-    table = Table(box=box.SIMPLE_HEAD, title=f"exact: {content['exact']['delay_ms']:.2f} ms")
-    table.add_column("reading taken back")
-    for name in ("budget", "ms", "hops", "MB", "flips (95 %)", "spent", f"ms at {at:.0%} flips"):
-        table.add_column(name, justify="right")
-    what = {variant.name: variant.what for variant in variants}
+    table = Table(
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+        title=f"reading taken back; exact: {content['exact']['delay_ms']:.2f} ms",
+        caption="\n".join(f"{variant.name}: {variant.what}" for variant in variants),
+        caption_justify="left",
+    )
+    table.add_column("reading", no_wrap=True)
+    for name in ("budget", "ms", "hops", "MB", "flips (95 %)", "spent", f"ms at {at:.0%}"):
+        table.add_column(name, justify="right", no_wrap=True)
     seen: set[str] = set()
     for row in content["points"]:
         name, first = row["variant"], row["variant"] not in seen
         seen.add(name)
-        interval = f"{row['flip_rate_low_95']:.1%}-{row['flip_rate_high_95']:.1%}"
+        interval = f"{100 * row['flip_rate_low_95']:.1f}-{100 * row['flip_rate_high_95']:.1f}"
         table.add_row(
-            f"{name}: {what[name]}" if first else "",
+            name if first else "",
             f"{row['budget']:g}",
             f"{row['delay_ms']:.2f}",
-            f"{row['hops_per_token']:.2f}",
-            f"{row['mb_per_1000_tokens']:.1f}",
+            f"{row['hops_per_token']:.1f}",
+            f"{row['mb_per_1000_tokens']:.0f}",
             f"{row['flip_rate']:.1%} ({interval})",
             f"{row['spent_per_token']:.2%}",
             f"{content['delay_ms_at_equal_flips'][name]:.2f}" if first else "",
