@@ -108,6 +108,16 @@ def test_a_layer_in_use_is_not_read_again(folder: Folder) -> None:
     assert view.bytes_read.experts == view.spec.expert_bytes[1].sum()
 
 
+def test_only_what_can_be_read_again_is_let_go(folder: Folder) -> None:
+    asked = torch.zeros(1, 32), torch.tensor([[1, 2]]), torch.ones(1, 2)
+    for streamed, reads in ((True, 2), (False, 1)):
+        view = open_model(folder("mixtral"), experts={0: range(4)}, streamed=streamed)
+        for _ in range(2):
+            view.experts(0, *asked)
+            view.let_go()
+        assert view.bytes_read.experts == reads * view.spec.expert_bytes[0].sum()
+
+
 def test_some_experts_can_be_streamed_too(folder: Folder) -> None:
     view = open_model(folder("mixtral"), experts={0: [1, 3]}, streamed=True)
     assert view.loaded == (frozenset({1, 3}), frozenset(), frozenset())

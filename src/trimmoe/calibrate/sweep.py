@@ -70,6 +70,8 @@ class Sweep:
                 yield self._visit(layer, part, first)
             self._cache.forget()
             self._states.release()
+        # What follows a sweep, such as fitting heads, has the memory of a layer's experts.
+        self._view.let_go()
 
     def leave(self, visit: Visit, after: Tensor) -> None:
         """The states [n, d] with which the tokens of a visit go on to the next layer."""

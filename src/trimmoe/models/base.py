@@ -176,6 +176,10 @@ class MoEView(ABC):
         """Experts that can run, by layer."""
 
     @abstractmethod
+    def let_go(self) -> None:
+        """Give back the memory of what a streamed view reads again when it is asked for."""
+
+    @abstractmethod
     def new_cache(self, *, slots: int) -> KVCache:
         """An empty cache for `slots` sequences; memory is taken as layers are first written."""
 

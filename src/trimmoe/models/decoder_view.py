@@ -100,6 +100,9 @@ class DecoderView(MoEView):
     def loaded(self) -> tuple[frozenset[int], ...]:
         return self._stacks.loaded
 
+    def let_go(self) -> None:
+        self._stacks.let_go()
+
     def new_cache(self, *, slots: int) -> KVCache:
         attention = self._moe[0].self_attn
         return KVCache(

@@ -106,6 +106,7 @@ class ExpertStacks:
         """`loaded` are the experts of each layer that may be asked for."""
         self.loaded = tuple(loaded)
         self._read = read
+        self._streamed = streamed
         here = () if streamed else [layer for layer, ids in enumerate(self.loaded) if ids]
         self._held = {layer: read(layer) for layer in here}
 
@@ -120,10 +121,15 @@ class ExpertStacks:
         found = self._held.get(layer)
         return self._turned_to(layer) if found is None else found
 
+    def let_go(self) -> None:
+        """Hold nothing that can be read again."""
+        if self._streamed:
+            self._held.clear()
+
     def _turned_to(self, layer: int) -> ExpertStack:
         if not self.loaded[layer]:
             raise ExpertNotLoaded(f"no expert of layer {layer} is loaded here")
-        # Let go first, or two layers would be in memory.
-        self._held.clear()
+        # First, or two layers would be in memory.
+        self.let_go()
         self._held[layer] = self._read(layer)
         return self._held[layer]

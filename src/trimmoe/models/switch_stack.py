@@ -51,6 +51,9 @@ class SwitchStack(MoEView):
     def loaded(self) -> tuple[frozenset[int], ...]:
         return self._stacks.loaded
 
+    def let_go(self) -> None:
+        self._stacks.let_go()
+
     def embed(self, token_ids: Tensor, batch: TokenBatch) -> Tensor:
         return self._stack.embed_tokens(token_ids)
 
