@@ -72,7 +72,10 @@ def test_compact_uses_few_and_close_servers() -> None:
 
 @given(cluster=clusters(min_ratio=1.0), model=model_specs())
 def test_stages_are_contiguous_and_keep_memory(cluster: ClusterSpec, model: ModelSpec) -> None:
-    capacity = expert_capacity_bytes(replace(cluster, memory_ratio=3.0), model)
+    try:
+        capacity = expert_capacity_bytes(replace(cluster, memory_ratio=3.0), model)
+    except UserError:
+        reject()  # One expert is larger than any server.
     servers = cluster.server_count
     for stages in (
         pipeline_stages(model, capacity),
