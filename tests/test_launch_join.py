@@ -37,12 +37,13 @@ def test_a_head_serves_with_those_that_join_and_ends_with_all_it_started(
         *(*trimmoe, "--join", f"{address}:{head_ray}", "--server", "attic"),
         *("--ray-port", str(join_ray)),
     ]
-    before = set(Path("/tmp").glob("trimmoe-*"))
     with Serving(head, cache=cache) as first:
         first.said(f"Waiting at {address}:{head_ray} for attic")
         with Serving(join, cache=cache) as second:
             second.said("Joined")
             first.said("Ready")
+            folders = [f"trimmoe-{one.process.pid}-*" for one in (first, second)]
+            assert all(list(Path("/tmp").glob(mine)) for mine in folders)
             for index in range(len(NAMES)):
                 await_answer(ports + index)
             log = (cache / "logs" / f"attic-{ports + 1}.log").read_text()
@@ -56,7 +57,7 @@ def test_a_head_serves_with_those_that_join_and_ends_with_all_it_started(
             second.process.send_signal(signal.SIGINT)
             assert second.ended() in (0, 2), second.text  # 2: it saw the head go first.
     assert family.alive(started) == frozenset()
-    assert set(Path("/tmp").glob("trimmoe-*")) <= before
+    assert not any(list(Path("/tmp").glob(mine)) for mine in folders)
 
 
 def test_a_wrong_token_is_not_let_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -226,9 +226,13 @@ def _environment(token: str) -> Iterator[None]:
 
 @contextmanager
 def _folder() -> Iterator[Path]:
-    """A folder for Ray's sockets and logs; under /tmp, because socket paths must be short."""
+    """A folder for Ray's sockets and logs; under /tmp, because socket paths must be short.
+
+    Its name says which process it belongs to: that of one which was killed can be told from
+    that of one which runs.
+    """
     parent = "/tmp" if Path("/tmp").is_dir() else None
-    folder = tempfile.mkdtemp(prefix="trimmoe-", dir=parent)
+    folder = tempfile.mkdtemp(prefix=f"trimmoe-{os.getpid()}-", dir=parent)
     try:
         yield Path(folder)
     finally:
