@@ -142,6 +142,7 @@ def _exit_fields(rng: np.random.Generator, model: ModelSpec, grid: int) -> dict:
         "exit_grid": np.linspace(0.5, 1.0, grid),
         "exit_error_upper": np.sort(rng.uniform(0.0, 0.3, grid))[::-1].copy(),
         "exit_rate": np.sort(rng.uniform(0.0, 1.0, grid))[::-1].copy(),
+        "exit_echo": np.array([0.01, 0.02]),
     }
 
 

@@ -261,7 +261,7 @@ def test_a_smaller_budget_never_allows_more_exits(seed: int, budget: float, othe
     )
     assert small[0] <= large[0]
     assert small[1] >= large[1] >= 0.3
-    exits_flip = profile.exit_error_upper * profile.exit_rate
+    exits_flip = profile.exit_bound(trimmoe().exit_state) * profile.exit_rate
     assert (exits_flip[profile.exit_grid >= small[1]] <= small[0] / 2).all()
 
 

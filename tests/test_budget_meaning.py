@@ -84,7 +84,8 @@ def test_a_point_is_what_decoding_the_same_passages_gives(bench: Bench, texts) -
 def test_audits_are_counted_and_pull_p_up(bench: Bench, texts) -> None:
     """A profile that swears exits are harmless, a random model, and every exit audited."""
     passages = cut_passages(bench.view, texts["near"], count=4, context=8, steps=40)
-    sworn = replace(bench.profile, exit_error_upper=np.zeros_like(bench.profile.exit_error_upper))
+    harmless = np.zeros_like(bench.profile.exit_error_upper)
+    sworn = replace(bench.profile, exit_error_upper=harmless, exit_echo=np.zeros(2))
     policy = replace(
         base_policy(budget=0.9, confidence=0.0),
         exit_risk=0.0, exits_charged=False, audit_share=1.0, window_tokens=16,

@@ -22,7 +22,7 @@ from trimmoe.calibrate.settings import CalibrationSettings
 from trimmoe.calibrate.steadiness import NO_CLASS, fit_steadiness
 from trimmoe.calibrate.windows import Windows, open_windows, run_layer
 from trimmoe.core.errors import UserError
-from trimmoe.core.profile import Profile, load_profile
+from trimmoe.core.profile import EXIT_STATES, Profile, load_profile
 from trimmoe.models.base import MoEView
 from trimmoe.models.exact import exact_logits
 from trimmoe.models.exit_head import (
@@ -175,12 +175,11 @@ def test_models_without_what_ifs_are_measured_by_sparse_passes(
 
 
 def test_an_exit_is_charged_its_echo_too(profile: Profile) -> None:
-    echo = profile.header.extra["exit_echo"]
-    assert echo > 0
-    own = np.array(profile.header.extra["exit_table"])[:, 1] - echo
-    assert (own >= -1e-4).all()
-    assert (own <= 1 + 1e-4).all()
-    assert np.allclose(profile.exit_error_upper, own + echo, atol=1e-4)
+    own = profile.exit_error_upper
+    assert ((own >= 0) & (own <= 1)).all()
+    assert (profile.exit_echo > 0).all()
+    for state, echo in zip(EXIT_STATES, profile.exit_echo, strict=True):
+        assert np.array_equal(profile.exit_bound(state), own + echo)
 
 
 def test_the_profile_is_whole(profile: Profile) -> None:

@@ -236,7 +236,8 @@ def test_a_token_only_exits_where_going_on_would_cost_more_than_the_exit_is_char
     """Every expert everywhere, a route that crosses one slow link after its third layer: an exit
     before it saves the way there and back, behind it next to nothing."""
     model, profile = _example_world(3)
-    profile = replace(profile, exit_error_upper=np.full(profile.exit_grid.size, 0.05))
+    bounds = np.full(profile.exit_grid.size, 0.05)
+    profile = replace(profile, exit_error_upper=bounds, exit_echo=np.zeros(2))
     policy = replace(PRESETS["trimmoe"](), budget=0.02, exit_risk=None, audit_share=0.0)
     left: dict[bool, set[int]] = {}
     for weighed in (True, False):
@@ -261,7 +262,7 @@ def exit_charge(trajectory: Trajectory, driver: SyntheticDriver) -> float:
         return 0.0
     charged = trajectory.ledger.loss - true_loss(trajectory, profile, settings)
     met = profile.exit_grid <= trajectory.visits[-1].confidence
-    known = [1.0, *profile.exit_error_upper[met]]
+    known = [1.0, *profile.exit_bound(settings.exit_state)[met]]
     assert min(abs(charged - each) for each in known) < ROUNDING
     return charged
 

@@ -190,13 +190,13 @@ NONSENSE: list[tuple[Message, tuple[torch.Tensor, ...]]] = [
     (Prompt(sequence=7), (torch.zeros(0, dtype=torch.int32),)),
     (Start(rows=one(), tokens=[1, 2]), ()),
     (Start(rows=one(), tokens=[1], wave=b"short"), ()),
-    (Propagate(layer=0, rows=one()), ()),
-    (Propagate(layer=99, rows=one()), (HIDDEN_ROW,)),
-    (Propagate(layer=-1, rows=one()), (HIDDEN_ROW,)),
-    (Propagate(layer=0, rows=one(starts=-1)), (HIDDEN_ROW,)),
-    (Propagate(layer=0, rows=one(counts=2)), (HIDDEN_ROW,)),
-    (Propagate(layer=0, rows=Rows([], [], [], [])), (HIDDEN_ROW,)),
-    (Propagate(layer=0, rows=one()), (HIDDEN_ROW.to(torch.bfloat16),)),
+    (Propagate(layer=0, rows=one(), frozen=True), ()),
+    (Propagate(layer=99, rows=one(), frozen=True), (HIDDEN_ROW,)),
+    (Propagate(layer=-1, rows=one(), frozen=True), (HIDDEN_ROW,)),
+    (Propagate(layer=0, rows=one(starts=-1), frozen=True), (HIDDEN_ROW,)),
+    (Propagate(layer=0, rows=one(counts=2), frozen=True), (HIDDEN_ROW,)),
+    (Propagate(layer=0, rows=Rows([], [], [], []), frozen=True), (HIDDEN_ROW,)),
+    (Propagate(layer=0, rows=one(), frozen=True), (HIDDEN_ROW.to(torch.bfloat16),)),
     (Partial(layer=0, rows=one(), decoding=True), (HIDDEN_ROW[:, :5],)),
     (Dispatch(layer=0, rows=one(), destinations=[0], decoding=True), (HIDDEN_ROW,)),
     (
@@ -268,7 +268,7 @@ async def test_rows_of_sequences_that_are_over_are_forgotten(tiny: Tiny) -> None
     )
     stray: list[tuple[Message, tuple[torch.Tensor, ...]]] = [
         (Prompt(sequence=7), (torch.zeros(3, dtype=torch.int32),)),
-        (Propagate(layer=layers - 1, rows=one()), (HIDDEN_ROW,)),
+        (Propagate(layer=layers - 1, rows=one(), frozen=True), (HIDDEN_ROW,)),
         (Partial(layer=1, rows=one(), decoding=True), (HIDDEN_ROW,)),
         (onward, (HIDDEN_ROW,)),
     ]

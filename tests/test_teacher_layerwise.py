@@ -79,6 +79,7 @@ def make_world(view: MoEView, seed: int = 1) -> World:
         drop=scaled(profile.drop, 0.4),
         substitution_loss=profile.substitution_loss * 0.5,
         exit_error_upper=profile.exit_error_upper * 0.3,
+        exit_echo=profile.exit_echo * 0.3,
     )
     plan = random_plan(rng, view.spec, random_cluster(rng, servers=4))
     return World(view=view, profile=cheaper, plan=plan)
@@ -256,7 +257,8 @@ def test_whatever_the_profile_the_budget_and_the_texts(
 def test_audits_and_what_they_steer_are_the_same(worlds: dict[str, World]) -> None:
     """A profile that swears exits are harmless, a random model, and every second exit audited."""
     world = worlds["qwen2_moe"]
-    sworn = replace(world.profile, exit_error_upper=np.zeros_like(world.profile.exit_error_upper))
+    harmless = np.zeros_like(world.profile.exit_error_upper)
+    sworn = replace(world.profile, exit_error_upper=harmless, exit_echo=np.zeros(2))
     policy = replace(
         policy_of(budget=0.3, exits=True),
         confidence=0.0, exit_risk=0.0, exits_charged=False, exits_weighed=False, audit_share=0.5,

@@ -1,7 +1,7 @@
 """What an exit costs the tokens that follow: they attend to the keys and values it left behind.
 
-The output head is blind to it: an exited token's own prediction may be right and yet its state,
-propagated through the layers it did not run, moves what later tokens predict.
+The output head is blind to it: an exited token's own prediction may be right and yet what it leaves
+in the layers that it did not run moves what later tokens predict.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from scipy.stats import chi2
+from torch import Tensor
 
 from trimmoe.calibrate.exits import Exits, exit_layers, exit_threshold, split_windows
 from trimmoe.calibrate.head import Referee
@@ -19,7 +20,8 @@ from trimmoe.calibrate.record import Advance, Recording
 from trimmoe.calibrate.settings import CalibrationSettings
 from trimmoe.calibrate.sweep import Sweep
 from trimmoe.calibrate.windows import Windows, run_layer
-from trimmoe.core.specs import BoolArray, IntArray
+from trimmoe.core.profile import EXIT_STATES, ExitState
+from trimmoe.core.specs import BoolArray, FloatArray, IntArray
 from trimmoe.models.base import MoEView
 
 _ROWS = 1024
@@ -37,13 +39,13 @@ def with_echoes(
     exits: Exits,
     settings: CalibrationSettings,
     advance: Advance,
-) -> tuple[Exits, float]:
-    """The exits, charged with what they do to later tokens as well, and that charge by itself; the
-    threshold rises with it.
+) -> tuple[Exits, FloatArray]:
+    """The exits, and a bound of what each flips of later tokens, by `EXIT_STATES` [2]; the
+    threshold rises with that of the state which the default policy leaves.
 
     Counted on the test split, at the strictest threshold of the grid and at a lax one, where tokens
     leave elsewhere; the larger bound stands for all. Without any exit to count, nothing is known
-    and the charge is a whole flip.
+    and the bound is a whole flip.
     """
     splits = split_windows(recording.windows.count, recording.windows.length, settings.seed)
     rng = np.random.default_rng([settings.seed, 5])
@@ -56,21 +58,17 @@ def with_echoes(
     )
     counts = (leaves < recording.layer_count).sum(axis=1)
     flips = _flips_of(view, recording, splits.test, leaves, counts, advance)
-    bounds = [
-        poisson_upper(int(flipped), settings.ucb_confidence) / count if count else 1.0
-        for flipped, count in zip(flips, counts, strict=True)
-    ]
-    echo = max(bounds)
-    error_upper = exits.error_upper + echo
-    threshold = exit_threshold(exits.grid, error_upper, exits.rate, settings)
-    layer = exit_layers(exits.score, threshold)
-    return replace(exits, error_upper=error_upper, threshold=threshold, layer=layer), echo
+    upper = poisson_upper(flips, settings.ucb_confidence)
+    echo = np.where(counts > 0, upper / np.maximum(counts, 1), 1.0).max(axis=1)
+    flipped = exits.error_upper + echo[EXIT_STATES.index(ExitState.DENSE)]
+    threshold = exit_threshold(exits.grid, flipped, exits.rate, settings)
+    return replace(exits, threshold=threshold, layer=exit_layers(exits.score, threshold)), echo
 
 
 def echo_steps(recording: Recording, settings: CalibrationSettings) -> int:
     """Of how many steps `with_echoes` tells at most."""
     splits = split_windows(recording.windows.count, recording.windows.length, settings.seed)
-    return 2 * splits.test.size * recording.layer_count
+    return len(EXIT_STATES) * 2 * splits.test.size * recording.layer_count
 
 
 def _thinned(layer: IntArray, exits: Exits, rng: np.random.Generator) -> IntArray:
@@ -89,27 +87,30 @@ def _flips_of(
     counts: IntArray,
     advance: Advance,
 ) -> IntArray:
-    """How many later tokens the exits `leaves` [2, T] of the tokens [T] flip, [2]; both in one
-    sweep, so that every expert is met once."""
-    flips, some = np.zeros(2, dtype=np.int64), np.flatnonzero(counts)
+    """How many later tokens the exits `leaves` [2, T] of the tokens [T] flip, by `EXIT_STATES`,
+    [2, 2]; all in one sweep, so that every expert is met once."""
+    states, some = len(EXIT_STATES), np.flatnonzero(counts)
+    flips = np.zeros((states, len(leaves)), dtype=np.int64)
     if not some.size:
         return flips
-    windows = np.tile(np.unique(tokens // recording.windows.length), some.size)
+    times = states * some.size
+    windows = np.tile(np.unique(tokens // recording.windows.length), times)
     flipped = flipped_by_exits(
         view,
         recording.windows.take(windows),
-        leaves[some].ravel(),
-        np.tile(recording.predictions[tokens], some.size),
+        np.tile(leaves[some].ravel(), states),
+        np.tile(recording.predictions[tokens], times),
         advance,
+        frozen=np.repeat([state is ExitState.FROZEN for state in EXIT_STATES], leaves[some].size),
         folder=recording.folder,
     )
-    flips[some] = flipped.reshape(some.size, -1).sum(axis=1)
+    flips[:, some] = flipped.reshape(states, some.size, -1).sum(axis=2)
     return flips
 
 
-def poisson_upper(events: int, confidence: float) -> float:
-    """Exact one-sided upper confidence bound of a Poisson mean."""
-    return float(chi2.ppf(confidence, 2 * (events + 1)) / 2)
+def poisson_upper(events: IntArray, confidence: float) -> FloatArray:
+    """Exact one-sided upper confidence bounds of Poisson means, of any shape."""
+    return chi2.ppf(confidence, 2 * (events + 1)) / 2
 
 
 @torch.inference_mode()
@@ -120,13 +121,15 @@ def flipped_by_exits(
     expected: IntArray,
     advance: Advance,
     *,
+    frozen: BoolArray,
     folder: Path | None = None,
 ) -> BoolArray:
     """Which tokens that run to the end predict something else because of those that do not, [T].
 
-    Tokens leave after layer `exit_layer` [T] of 1..N; from then on their state stands still, and
-    the later layers' keys and values are made from it. `expected` [T] are the full-depth
-    predictions. A token that leaves is never counted. `folder` takes the states of the sweep.
+    Tokens leave after layer `exit_layer` [T] of 1..N; from then on the state of those that are
+    `frozen` [T] stands still, and the later layers' keys and values are made from it, and that of
+    others goes on without routed experts. `expected` [T] are the full-depth predictions. A token
+    that leaves is never counted. `folder` takes the states of the sweep.
     """
     referee = Referee(view)
     flipped = np.zeros(windows.tokens, dtype=bool)
@@ -135,8 +138,11 @@ def flipped_by_exits(
         layer, span = visit.layer, visit.span
         routing = view.route(layer, visit.attended, groups=visit.groups)
         after = run_layer(view, layer, visit.attended, routing, routing.experts)
-        runs = torch.from_numpy(exit_layer[span] > layer).to(view.device)
-        after = torch.where(runs[:, None], after, visit.before)
+        left, still = exit_layer[span] <= layer, frozen[span]
+        after[_where(left & still)] = visit.before[_where(left & still)]
+        behind = visit.attended[_where(left & ~still)]
+        passed = view.finish(layer, behind, view.shared(layer, behind), None)
+        after[_where(left & ~still)] = passed
         sweep.leave(visit, after)
         if visit.is_last:
             stays = np.flatnonzero(exit_layer[span] == view.spec.layer_count)
@@ -144,3 +150,7 @@ def flipped_by_exits(
             flipped[span.start + stays] = ~referee.agrees(states, expected[span][stays])
         advance(len(after))
     return flipped
+
+
+def _where(chosen: BoolArray) -> Tensor:
+    return torch.from_numpy(np.flatnonzero(chosen))

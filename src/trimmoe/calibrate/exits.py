@@ -32,7 +32,6 @@ class Exits:
     """float32 [N]."""
     grid: FloatArray
     error_upper: FloatArray
-    """Own errors alone until echoes are added."""
     rate: FloatArray
     threshold: float
     """Confidence at which tokens are taken to exit; infinite if none may."""

@@ -162,8 +162,8 @@ class _Measured:
 
     recording: Recording
     exits: Exits
-    echo: float
-    """What of an exit's charge is for later tokens."""
+    echo: FloatArray
+    """What an exit flips of later tokens, by `EXIT_STATES`, [2]."""
     steadiness: Steadiness
     losses: Losses
     centroids: _Centroids
@@ -195,6 +195,7 @@ def _profile(
         exit_grid=exits.grid,
         exit_error_upper=exits.error_upper,
         exit_rate=exits.rate,
+        exit_echo=measured.echo,
         steady_weight=steadiness.weight,
         steady_bias=steadiness.bias,
         steady_edges=steadiness.edges,
@@ -240,7 +241,6 @@ def _report(measured: _Measured) -> dict[str, Any]:
         "tokens": recording.token_count,
         "agreement": [round(float(share), 4) for share in recording.agreement],
         "exit_threshold": exits.threshold if may_exit else None,
-        "exit_echo": round(measured.echo, 5),
         "steadiness_explained": [round(float(r2), 4) for r2 in measured.steadiness.explained],
         "exit_table": [[round(float(value), 5) for value in row] for row in table],
         **losses.report,

@@ -11,6 +11,7 @@ of a loss curve, P patterns (activated sets), C centroids, T grid of exit thresh
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
+from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,19 @@ from trimmoe.core.errors import UserError
 from trimmoe.core.specs import BoolArray, FloatArray, IntArray
 
 PROFILE_KIND = "profile"
-PROFILE_FORMAT = 3
+PROFILE_FORMAT = 4
+
+
+class ExitState(StrEnum):
+    """What later tokens find of one that exited, in the layers that it did not run."""
+
+    DENSE = "dense"
+    """Its attention and shared experts go on, off the critical path; routed experts do not."""
+    FROZEN = "frozen"
+    """Its state stands still; the layers' keys and values are made from it, as in the paper."""
+
+
+EXIT_STATES = tuple(ExitState)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,10 +86,12 @@ class Profile:
     exit_grid: FloatArray
     """Candidate thresholds p, ascending, [T]."""
     exit_error_upper: FloatArray
-    """Upper bound of the predictions that one exit at the first layer with confidence >= p flips:
-    its own and those of later tokens, which attend to the state it left; may exceed 1, [T]."""
+    """Upper bound of P(prediction differs | exit at the first layer with confidence >= p), [T]."""
     exit_rate: FloatArray
     """Share of held-out tokens that exit before full depth at each p, [T]."""
+    exit_echo: FloatArray
+    """Upper bound of the predictions of later tokens that one exit flips, since they attend to what
+    it left, by `EXIT_STATES`; may exceed 1, [2]."""
 
     # How steady a token is: how little its prediction depends on any one layer.
     steady_weight: NDArray[np.float32]
@@ -173,13 +188,17 @@ class Profile:
     def model_hash(self) -> str:
         return self.header.input_hashes["model"]
 
-    def exit_floor_at_risk(self, risk: float) -> float:
+    def exit_bound(self, state: ExitState) -> FloatArray:
+        """Upper bound of all that one exit flips at each p, itself and later tokens, [T]."""
+        return self.exit_error_upper + self.exit_echo[EXIT_STATES.index(state)]
+
+    def exit_floor_at_risk(self, risk: float, state: ExitState) -> float:
         """The least grid p at which, and above which, exits flip at most `risk` of all tokens.
 
-        The bound is that of the conditional error times the share of tokens that exit; unlike
-        the conditional error it falls with p. Infinite, so that nothing exits, if none will do.
+        The bound is that of one exit times the share of tokens that exit; unlike the former it
+        falls with p. Infinite, so that nothing exits, if none will do.
         """
-        return exit_floor(self.exit_grid, self.exit_error_upper * self.exit_rate, risk)
+        return exit_floor(self.exit_grid, self.exit_bound(state) * self.exit_rate, risk)
 
     def slots_alike(self, substitution_loss: FloatArray) -> FloatArray:
         """Substitution losses [N, B, R, E, E] of slots whose rank is not looked at, R = 1."""

@@ -8,17 +8,21 @@ import numpy as np
 
 from trimmoe.core.events import Receipt
 from trimmoe.core.ledger import Kind, Ledger
+from trimmoe.core.profile import ExitState
 from trimmoe.core.specs import IntArray
 from trimmoe.core.wave import NOT_PROBED, Wave
 from trimmoe.cost.model import Accounting, CostModel
 
 
-def closed(cost: CostModel, routes: IntArray, wave: Wave, rows: IntArray) -> Wave:
-    """Charge an exit to the budget and, if it is one, its state's propagation; and the way of
-    the token back to its user.
+def closed(
+    cost: CostModel, routes: IntArray, wave: Wave, rows: IntArray, exit_state: ExitState
+) -> Wave:
+    """Charge an exit to the budget and, if it is one, the way of its state through the layers
+    left; and the way of the token back to its user.
 
-    Propagation is off the critical path: it costs messages, not delay. Under `migrate` the
-    KV cache is free by definition.
+    The former is off the critical path: it costs messages, not delay. A frozen state goes to
+    every later server of the route, another passes from one to the next. Under `migrate` the KV
+    cache is free by definition.
     """
     back_s = cost.token_transfer_s[wave.server[rows], wave.access[rows]]
     wave = wave.at(rows, delay_s=wave.delay_s[rows] + back_s)
@@ -34,9 +38,14 @@ def closed(cost: CostModel, routes: IntArray, wave: Wave, rows: IntArray) -> Wav
         return wave
     messages = wave.messages.copy()
     for row in rows:
-        later = np.unique(routes[wave.route[row], wave.layer :])
-        server = wave.server[row]
-        messages[row, server, later[later != server]] += 1
+        server, later = wave.server[row], routes[wave.route[row], wave.layer :]
+        if exit_state is ExitState.FROZEN:
+            later = np.unique(later)
+            messages[row, server, later[later != server]] += 1
+        else:
+            source = np.append(server, later[:-1])
+            hops = source != later
+            np.add.at(messages[row], (source[hops], later[hops]), 1)
     return replace(wave, messages=messages)
 
 

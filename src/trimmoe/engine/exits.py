@@ -29,13 +29,14 @@ class ExitRules:
         """p_J, raised to where calibration bounds what exits flip by what is tolerated."""
         if self.settings.exit_risk is None:
             return confidence
-        return max(confidence, self.profile.exit_floor_at_risk(self.settings.exit_risk))
+        tolerated = self.settings.exit_risk, self.settings.exit_state
+        return max(confidence, self.profile.exit_floor_at_risk(*tolerated))
 
     def charge(self, needed: FloatArray) -> FloatArray:
         """What an exit at these thresholds is charged: the bound of all that it flips."""
         if not self.settings.exits_charged:
             return np.zeros_like(needed)
-        grid, bound = self.profile.exit_grid, self.profile.exit_error_upper
+        grid, bound = self.profile.exit_grid, self.profile.exit_bound(self.settings.exit_state)
         # Rounded to the laxer threshold of the grid, and below the grid nothing is known.
         index = np.searchsorted(grid, needed, side="right") - 1
         unknown = max(1.0, float(bound.max()))

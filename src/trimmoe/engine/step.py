@@ -267,7 +267,7 @@ class Engine:
         wave = wave.without(rows)
         if not rows.size:
             return state.with_wave(identity, wave), ()
-        wave = closed(self.cost, self.routes, wave, rows)
+        wave = closed(self.cost, self.routes, wave, rows, self.settings.exit_state)
         receipts = tuple(receipt(self.cost, wave, row) for row in rows.tolist())
         here = tuple(each for each in receipts if each.sequence in state.accounts)
         complete = Complete(

@@ -14,9 +14,11 @@ and after the last layer
     flat = batch.pack(view.tail(hidden, batch, cache)) # dense blocks after the last MoE layer
     logits = view.logits(flat)                         # [n, V]
 
-A *skipped* token calls `finish` with `routed=None`. An *exited* token calls `propagate` for every
-later layer, `propagate_tail` once, and `logits` on the state it left with; it never sees `tail`.
-Propagate a layer before a later token of the same sequence attends there.
+A *skipped* token calls `finish` with `routed=None`. An *exited* token calls `logits` on the state
+it left with, and later tokens attend to what it leaves in the layers it did not run. Either it goes
+on as if it skipped each of them, `tail` included, or its state stands still: `propagate` for every
+later layer, and `propagate_tail` once. It passes a layer before a later token of the same sequence
+attends there.
 
 `hidden` is always the residual stream. `normed` (the output of the norm before the experts) may be
 handed on to save computing it again, and must then belong to the same rows; where a hidden vector

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
+from trimmoe.core.profile import ExitState
 from trimmoe.cost.actions import Levers
 from trimmoe.cost.model import Accounting
 
@@ -67,6 +68,7 @@ class PolicySettings:
     that act together."""
     inflate: bool = True
     """Take gamma from the plan, where `trimmoe tune` has measured it."""
+    exit_state: ExitState = ExitState.DENSE
     exits_charged: bool = True
     """Whether an exit spends the budget: the bound of what it flips, itself and later. Off, exits
     are free, as in the paper."""
@@ -118,6 +120,7 @@ def paper() -> PolicySettings:
         accounting=Accounting.MIGRATE,
         importance_gate=True,
         exit_risk=None,
+        exit_state=ExitState.FROZEN,
         inflate=False,
         exits_charged=False,
         exits_weighed=False,

@@ -10,11 +10,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from trimmoe.core.events import Attend, Complete, Execute, Executed, Probe, Routed
-from trimmoe.core.profile import Profile
+from trimmoe.core.profile import ExitState, Profile
 from trimmoe.core.specs import IntArray
 from trimmoe.models.base import MoEView, Routing, TokenBatch
 from trimmoe.models.cache import KVCache
@@ -33,13 +34,24 @@ class Running:
     batches: dict[tuple[int, ...], TokenBatch] = field(default_factory=dict)
     routing: Routing | None = None
     attended: Tensor | None = None
+    left: int
+    """Rows that are not complete."""
+    trailing: IntArray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+    """Rows that exited and whose states go on without routed experts."""
 
 
 class Execution:
-    """A view with a cache and the profile's heads; obeys commands about one wave at a time."""
+    """A view with a cache and the profile's heads; obeys commands about one wave at a time.
 
-    def __init__(self, view: MoEView, profile: Profile, *, slots: int) -> None:
-        self.view = view
+    Where exits leave `ExitState.DENSE`, exited rows go through the layers along with those that
+    are still on their way, since these may stand before or behind them in one sequence; what they
+    would do after the last of these is done at once.
+    """
+
+    def __init__(
+        self, view: MoEView, profile: Profile, *, slots: int, exit_state: ExitState
+    ) -> None:
+        self.view, self._exit_state = view, exit_state
         self.cache: KVCache = view.new_cache(slots=slots)
         self._observer = Observer(profile, view.device)
 
@@ -47,7 +59,7 @@ class Execution:
         """Embed a wave: one token [n] at one position [n] of the sequence in one slot [n] each."""
         places = list(zip(slots, positions, strict=True))
         assert all(a[0] != b[0] or a[1] < b[1] for a, b in pairwise(places))
-        running = Running(slots=slots, positions=positions, hidden=torch.empty(0))
+        running = Running(slots=slots, positions=positions, hidden=torch.empty(0), left=len(tokens))
         batch = self._batch(tuple(range(len(tokens))), running)
         ids = iter(tokens)
         padded = batch.pad([[next(ids) for _ in row] for row in batch.positions])
@@ -56,9 +68,7 @@ class Execution:
 
     def attend(self, command: Attend, running: Running) -> Routed:
         """Attention and router of a layer."""
-        batch = self._batch(tuple(command.rows.tolist()), running)
-        hidden = batch.unpack(running.hidden[_index(command.rows)])
-        attended = batch.pack(self.view.attend(command.layer, hidden, batch, self.cache))
+        attended = self._attended(command.layer, command.rows, running)
         routing = self.view.route(command.layer, attended)
         running.attended, running.routing = attended, routing
         return self._observer.routed(command.wave, command.layer, attended, routing)
@@ -85,10 +95,46 @@ class Execution:
 
     def complete(self, command: Complete, running: Running) -> Tensor:
         """States that `logits` takes, [n, d]; those that exited fill the KV of later layers."""
+        layers, rows = self.view.spec.layer_count, command.rows
+        running.left -= rows.size
+        if command.layer == layers:
+            return self._tail(rows, running)
+        if self._exit_state is ExitState.FROZEN:
+            return self._propagated(command, running)
+        states = running.hidden[_index(rows)]
+        running.trailing = np.union1d(running.trailing, rows)
+        if not running.left:
+            for layer in range(command.layer, layers):
+                self._attended(layer, rows[:0], running)
+            self._tail(rows[:0], running)
+        return states
+
+    def _attended(self, layer: int, rows: IntArray, running: Running) -> Tensor:
+        """Attention of a layer for these rows, [rows, d]; trailing rows pass all of the layer."""
+        together = np.union1d(rows, running.trailing)
+        batch = self._batch(tuple(together.tolist()), running)
+        hidden = batch.unpack(running.hidden[_index(together)])
+        attended = batch.pack(self.view.attend(layer, hidden, batch, self.cache))
+        if not running.trailing.size:
+            return attended
+        trails = torch.from_numpy(np.isin(together, running.trailing))
+        behind = attended[trails]
+        passed = self.view.finish(layer, behind, self.view.shared(layer, behind), None)
+        running.hidden[_index(running.trailing)] = passed
+        return attended[~trails]
+
+    def _tail(self, rows: IntArray, running: Running) -> Tensor:
+        """What follows the last layer, for these rows and all that trail: [rows, d]."""
+        together = np.union1d(rows, running.trailing)
+        batch = self._batch(tuple(together.tolist()), running)
+        hidden = batch.unpack(running.hidden[_index(together)])
+        states = batch.pack(self.view.tail(hidden, batch, self.cache))
+        return states[torch.from_numpy(np.isin(together, rows))]
+
+    def _propagated(self, command: Complete, running: Running) -> Tensor:
+        """Keys and values of the layers left, made from the states [n, d] of rows that exited."""
         batch = self._batch(tuple(command.rows.tolist()), running)
         hidden = batch.unpack(running.hidden[_index(command.rows)])
-        if command.layer == self.view.spec.layer_count:
-            return batch.pack(self.view.tail(hidden, batch, self.cache))
         for layer in range(command.layer, self.view.spec.layer_count):
             self.view.propagate(layer, hidden, batch, self.cache)
         self.view.propagate_tail(hidden, batch, self.cache)

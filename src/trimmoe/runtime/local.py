@@ -1,8 +1,8 @@
 """The in-process driver: one real model obeys the engine's commands, links are only charged.
 
 The arithmetic is that of the distributed system: skipped layers take the residual, substitutes
-run, exited tokens propagate their state into the KV of later layers and the next token attends to
-it. What is emulated is where things run; delays come from the cost model.
+run, exited tokens leave their keys and values in later layers and the next token attends to
+them. What is emulated is where things run; delays come from the cost model.
 """
 
 from __future__ import annotations
@@ -70,7 +70,8 @@ class LocalDriver:
     ) -> None:
         self.view, self.engine = view, engine
         self.state: EngineState = engine.start()
-        self.execution = Execution(view, profile, slots=slots)
+        exit_state = engine.settings.exit_state
+        self.execution = Execution(view, profile, slots=slots, exit_state=exit_state)
         self.log: list[tuple[Event, tuple[Command, ...]]] | None = None
         """Set to a list to record every event with its commands, e.g. to replay them."""
         self._slot_of: dict[int, int] = {}

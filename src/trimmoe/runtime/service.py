@@ -214,5 +214,5 @@ def quality(
     budget = settings.budget if request.quality_budget is None else request.quality_budget
     confidence = settings.confidence if request.confidence is None else request.confidence
     if request.quality_budget is not None and settings.exit_risk is not None:
-        confidence = max(confidence, profile.exit_floor_at_risk(budget / 2))
+        confidence = max(confidence, profile.exit_floor_at_risk(budget / 2, settings.exit_state))
     return budget, confidence

@@ -110,6 +110,7 @@ def _exit_bounds(drawn: Tokens) -> dict:
         "exit_grid": grid,
         "exit_error_upper": _EXIT_ERROR * (1.0 - grid),
         "exit_rate": (sure[:, None] >= grid).mean(axis=0),
+        "exit_echo": np.zeros(2),
     }
 
 

@@ -1,4 +1,4 @@
-"""Work without decisions: prompts, experts for others, state propagation."""
+"""Work without decisions: prompts, and experts for others."""
 
 from __future__ import annotations
 
@@ -155,22 +155,3 @@ def _returned(layer: int, item: Slots, part: Tensor) -> list[Parcel]:
         states = part if whole else part[torch.tensor(kept)]
         parcels.append(Parcel(to=destination, message=message, tensors=(states,)))
     return parcels
-
-
-@torch.inference_mode()
-def propagate(worker: Executor, layer: int, units: Sequence[Unit]) -> Outcome:
-    """Keys and values of exited tokens in this server's layers from `layer` on."""
-    outcome = Outcome()
-    layer_count = worker.view.spec.layer_count
-    for later in range(layer, layer_count + 1):
-        here = [unit for unit in units if later in unit.seat.written]
-        if not here:
-            continue
-        batch = worker.batch(here)
-        hidden = batch.unpack(torch.cat([unit.states() for unit in here]))
-        if later == layer_count:
-            worker.view.propagate_tail(hidden, batch, worker.cache)
-        else:
-            worker.view.propagate(later, hidden, batch, worker.cache)
-        outcome.written += [(unit, later) for unit in here]
-    return outcome

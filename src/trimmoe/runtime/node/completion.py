@@ -1,4 +1,4 @@
-"""The end of a token's way: head, sampling, and its last state for the layers it did not enter."""
+"""The end of a token's way: head, sampling, and what it leaves in the layers it did not run."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from trimmoe.core.events import Complete
+from trimmoe.core.profile import ExitState
 from trimmoe.runtime.node.messages import (
     NO_TOKEN,
     ChargeSpec,
@@ -17,12 +18,11 @@ from trimmoe.runtime.node.messages import (
     Parcel,
     Propagate,
     ReceiptSpec,
-    Rows,
     Token,
     Tokens,
 )
 from trimmoe.runtime.node.passengers import pack_ledger, pack_receipt
-from trimmoe.runtime.node.units import Unit
+from trimmoe.runtime.node.units import Unit, rows_of
 from trimmoe.runtime.sampling import draw
 
 if TYPE_CHECKING:
@@ -35,7 +35,10 @@ def completed(
     """Predict from the last states [n, d]: tokens to their access servers, states onward."""
     propagating: list[Parcel] = []
     if command.layer < worker.view.spec.layer_count:
-        propagating = _propagated(command.layer, units, hidden)
+        if worker.engine.settings.exit_state is ExitState.FROZEN:
+            propagating = _propagated(command.layer, units, hidden)
+        else:
+            propagating = trailing(command.layer, units, hidden)
     else:
         batch = worker.batch(units)
         hidden = batch.pack(worker.view.tail(batch.unpack(hidden), batch, worker.cache))
@@ -90,19 +93,31 @@ def to_users(units: Sequence[Unit], tokens: Sequence[Token]) -> list[Parcel]:
 
 
 def _propagated(layer: int, units: Sequence[Unit], hidden: Tensor) -> list[Parcel]:
-    """Exit states to each later server of the routes."""
+    """Frozen states to each later server of the routes."""
     later = [frozenset(unit.seat.route[layer:]) for unit in units]
+    return _states_to(later, layer, units, hidden, frozen=True)
+
+
+def trailing(layer: int, units: Sequence[Unit], hidden: Tensor) -> list[Parcel]:
+    """States that go on without routed experts to where `layer` is run."""
+    following = [frozenset([unit.seat.route[layer]]) for unit in units]
+    return _states_to(following, layer, units, hidden, frozen=False)
+
+
+def _states_to(
+    servers: Sequence[frozenset[int]],
+    layer: int,
+    units: Sequence[Unit],
+    hidden: Tensor,
+    *,
+    frozen: bool,
+) -> list[Parcel]:
+    """One message to each of the `servers` of any unit."""
     parcels = []
-    for server in sorted(frozenset().union(*later)):
-        which = np.array([row for row, servers in enumerate(later) if server in servers])
+    for server in sorted(frozenset().union(*servers)):
+        which = np.array([row for row, those in enumerate(servers) if server in those])
         chosen = [units[row] for row in which.tolist()]
-        rows = Rows(
-            [unit.seat.sequence for unit in chosen],
-            [unit.start for unit in chosen],
-            [1] * len(chosen),
-            [],
-        )
-        message = Propagate(layer=layer, rows=rows)
+        message = Propagate(layer=layer, rows=rows_of(chosen), frozen=frozen)
         parcels.append(
             Parcel(to=server, message=message, tensors=(hidden[torch.from_numpy(which)],))
         )

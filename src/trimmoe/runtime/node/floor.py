@@ -82,10 +82,14 @@ class Floor:
         if not seat.is_next(layer, unit.start):
             seat.parked.setdefault(layer, []).append(unit)
             return
-        step = Step.ATTEND if unit.decoding else Step.CHUNK
-        if layer == self._geometry.layer_count:
-            step = Step.CHUNK_END
-        self.scheduler.put(step, layer, unit, rows=unit.count)
+        self.scheduler.put(self._step(unit), layer, unit, rows=unit.count)
+
+    def _step(self, unit: Unit) -> Step:
+        if unit.trailing:
+            return Step.TRAIL
+        if unit.layer == self._geometry.layer_count:
+            return Step.CHUNK_END
+        return Step.ATTEND if unit.decoding else Step.CHUNK
 
     def release(self, sequences: Iterable[int]) -> None:
         """These sequences are over: free their places and forget their work."""
@@ -211,8 +215,17 @@ class Floor:
     def _propagate(self, sender: int, message: Propagate, tensors: tuple, wave: None) -> None:
         for (sequence, start), where in message.rows.split():
             if (seat := self.seats.get(sequence)) is not None:
-                unit = Unit(seat=seat, layer=message.layer, start=start, hidden=tensors[0][where])
-                self.scheduler.put(Step.PROPAGATE, message.layer, unit)
+                unit = Unit(
+                    seat=seat,
+                    layer=message.layer,
+                    start=start,
+                    hidden=tensors[0][where],
+                    trailing=not message.frozen,
+                )
+                if message.frozen:
+                    self.scheduler.put(Step.PROPAGATE, message.layer, unit)
+                else:
+                    self.enter(unit)
 
     def _gathered(self, unit: Unit | None) -> None:
         if unit is None:

@@ -163,10 +163,13 @@ class Onward(Message, frozen=True, tag="onward"):
 
 
 class Propagate(Message, frozen=True, tag="propagate"):
-    """Exited tokens' last states [n, d], for the layers from `layer` on."""
+    """Exited tokens' states [n, d], for the layers from `layer` on."""
 
     layer: int
     rows: Rows
+    frozen: bool
+    """Whether the states stand still; otherwise the receiver's layers change them, and it passes
+    them on."""
 
 
 class LedgerSpec(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import time
 
-from trimmoe.runtime.node.chunks import end_chunk, pass_layer, propagate, run_slots
+from trimmoe.runtime.node.chunks import end_chunk, pass_layer, run_slots
 from trimmoe.runtime.node.executor import Executor, Outcome
 from trimmoe.runtime.node.passage import Passage
 from trimmoe.runtime.node.scheduler import Step, Work
+from trimmoe.runtime.node.trails import propagate, trail
 
 
 def perform(worker: Executor, passage: Passage, work: Work, *, slowdown: float = 1.0) -> Outcome:
@@ -33,6 +34,8 @@ def _performed(worker: Executor, passage: Passage, work: Work) -> Outcome:
             return run_slots(worker, layer, items)
         case Step.PROPAGATE:
             return propagate(worker, layer, items)
+        case Step.TRAIL:
+            return trail(worker, layer, items)
         case Step.CHUNK:
             return pass_layer(worker, passage, layer, items[0])
         case Step.CHUNK_END:

@@ -33,10 +33,13 @@ class Step(IntEnum):
     SLOTS = 3
     """Experts for other servers' rows, or for raw ones."""
     PROPAGATE = 4
-    CHUNK = 5
+    """Exited tokens' states, standing still, in all layers at once."""
+    TRAIL = 5
+    """Exited tokens' states pass a layer without routed experts."""
+    CHUNK = 6
     """A prompt's chunk passes a layer."""
-    CHUNK_SLOTS = 6
-    CHUNK_END = 7
+    CHUNK_SLOTS = 7
+    CHUNK_END = 8
     """After the last layer: the prediction that follows the prompt."""
 
 

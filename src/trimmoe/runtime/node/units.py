@@ -44,11 +44,13 @@ class Unit:
     """[count, d], without `parts`."""
     parts: tuple[Part, ...] = ()
     wave: Wave | None = None
-    """Where the engine's row of a generated token is; None for a chunk."""
+    """Where the engine's row of a generated token is; None for a chunk, and after an exit."""
     row: int = 0
     """Its index in `wave`, which it may share with others."""
     probe: int = NO_TOKEN
     last: bool = False
+    trailing: bool = False
+    """Whether it exited and its state goes on without routed experts."""
     spent: FloatArray | None = None
     """Quality loss of each row of a chunk so far, [count]; None if no stand-in has run."""
 
