@@ -20,7 +20,7 @@ from trimmoe.calibrate.run import calibrate
 from trimmoe.calibrate.sampling import DROP, KEEP, Changes
 from trimmoe.calibrate.settings import CalibrationSettings
 from trimmoe.calibrate.steadiness import NO_CLASS, fit_steadiness
-from trimmoe.calibrate.windows import Windows, open_windows, run_layer
+from trimmoe.calibrate.windows import Windows, run_layer
 from trimmoe.core.errors import UserError
 from trimmoe.core.profile import EXIT_STATES, Profile, load_profile
 from trimmoe.models.base import MoEView
@@ -119,7 +119,9 @@ def _flips(
 @torch.inference_mode()
 def _really(view: MoEView, ids: np.ndarray, layer: int, slots: list[int]) -> int:
     """Prediction after the sequence when its last token really runs `slots` at `layer`."""
-    cache, batch, hidden = open_windows(view, Windows(ids=ids[None]))
+    cache = view.new_cache(slots=1)
+    batch = view.batch(cache, [cache.alloc()], [range(ids.size)])
+    hidden = view.embed(torch.from_numpy(ids[None]), batch)
     for at in range(view.spec.layer_count):
         flat = batch.pack(view.attend(at, hidden, batch, cache))
         routing = view.route(at, flat)

@@ -20,6 +20,7 @@ from tiny import write_tiny_checkpoint
 from trimmoe.calibrate.run import calibrate
 from trimmoe.calibrate.settings import CalibrationSettings
 from trimmoe.calibrate.sweep import Sweep
+from trimmoe.calibrate.trace import TraceSettings, record_trace
 from trimmoe.calibrate.windows import Windows, run_layer
 from trimmoe.core.errors import UserError
 from trimmoe.core.profile import Profile
@@ -149,6 +150,21 @@ def test_a_sweep_is_the_exact_model_with_the_keys_of_one_layer_at_a_time(
     expected = torch.cat(exact_logits(view, windows.ids.tolist()))
     torch.testing.assert_close(torch.cat(ended), expected, atol=1e-4, rtol=0)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("family", "sides"), [("mixtral", 1), ("switch", 2)])
+def test_recording_a_trace_reads_every_layer_once_however_many_windows(
+    family: str, sides: int, texts: list[str], tmp_path: Path
+) -> None:
+    path = checkpoints.write(family, tmp_path)
+    whole, view = open_model(path, hashed=True), open_model(path, hashed=True, streamed=True)
+    profile = _profile(whole, texts)
+    settings, done = TraceSettings(tokens=1400, length=40), list[int]()
+    trace = record_trace(view, Letters(), 4 * texts, profile, settings, done.append)
+    assert view.bytes_read.experts == sides * view.spec.total_expert_bytes
+    assert len(done) == 2 * trace.layer_count, "too many windows to run at once"
+    assert sum(done) == trace.layer_count * trace.token_count
+    assert record_trace(whole, Letters(), 4 * texts, profile, settings).hash == trace.hash
 
 
 def test_a_full_disk_is_said_in_one_sentence_and_leaves_nothing(

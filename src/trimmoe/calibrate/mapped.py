@@ -32,8 +32,8 @@ def _reserve(descriptor: int, size_bytes: int) -> None:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             return  # A file system that cannot promise room.
         raise UserError(
-            f"Calibration needs {size_bytes / 1e9:.2f} GB more on the disk of its working "
-            f"directory; make room, let TMPDIR name a larger disk, or calibrate on fewer tokens."
+            f"This needs {size_bytes / 1e9:.2f} GB more on the disk of its working directory; "
+            f"make room, let TMPDIR name a larger disk, or take fewer tokens."
         ) from error
 
 

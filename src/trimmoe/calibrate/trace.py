@@ -1,20 +1,22 @@
 """Recording a trace: what real tokens do at every layer at full depth.
 
-One pass over windows of text, everything exact, with the profile's heads read along the way as a
+One sweep of windows of text, everything exact, with the profile's heads read along the way as a
 runtime would read them. Memory holds one batch of windows and the arrays of the trace.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
+from trimmoe.calibrate.record import Advance
+from trimmoe.calibrate.sweep import Sweep
 from trimmoe.calibrate.text import text_hash, token_windows
-from trimmoe.calibrate.windows import Windows, open_windows, run_layer
+from trimmoe.calibrate.windows import Windows, run_layer
 from trimmoe.core.artifact import Header
 from trimmoe.core.errors import UserError
 from trimmoe.core.profile import Profile
@@ -26,9 +28,6 @@ _ROWS = 1024
 """Tokens of one step; windows are batched up to this."""
 _WAVE = 0
 """Events need a number; no engine listens."""
-
-Advance = Callable[[int], None]
-"""Told how many tokens have just been recorded."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,7 +53,8 @@ def record_trace(
 
     The view must have been opened with all experts and its hash, and the profile be of its model.
     Raises `UserError` if it is not, or if the text is too short. Of a model with an encoder the
-    decoder is recorded, reading the first half of each window through the encoder.
+    decoder is recorded, reading the first half of each window through the encoder. `advance` is
+    told of every token in every layer.
     """
     spec = view.spec
     profile.require_model(spec.model_hash, spec.name)
@@ -62,15 +62,8 @@ def record_trace(
         raise UserError("A trace needs at least 1 token in sequences of at least 2.")
     length = min(settings.length, spec.context_length)
     windows = _windows(view, tokenizer, texts, settings, length)
-    trace = blank_trace(windows, view, _header_of(settings, length, texts, profile))
-    observer = Observer(profile, view.device)
-    rows = max(1, _ROWS // windows.length)
-    for first in range(0, windows.count, rows):
-        part = windows.part(first, first + rows)
-        span = slice(first * windows.length, first * windows.length + part.tokens)
-        record_windows(view, observer, trace, span, part)
-        advance(part.tokens)
-    return trace
+    header = _header_of(settings, length, texts, profile)
+    return trace_windows(view, profile, windows, header, advance)
 
 
 def _windows(
@@ -112,7 +105,33 @@ def _header_of(
     )
 
 
-def blank_trace(windows: Windows, view: MoEView, header: Header) -> Trace:
+@torch.inference_mode()
+def trace_windows(
+    view: MoEView,
+    profile: Profile,
+    windows: Windows,
+    header: Header,
+    advance: Advance = lambda _: None,
+) -> Trace:
+    """The trace of all tokens of the windows, run at full depth in one sweep."""
+    trace, observer = _blank(view, windows, header), Observer(profile, view.device)
+    sweep = Sweep(view, windows, at_once=max(1, _ROWS // windows.length), folder=None)
+    for visit in sweep.visits():
+        layer, span, attended = visit.layer, visit.span, visit.attended
+        routing = view.route(layer, attended, groups=visit.groups)
+        after = run_layer(view, layer, attended, routing, routing.experts)
+        sweep.leave(visit, after)
+        routed = observer.routed(_WAVE, layer, attended, routing)
+        executed = observer.executed(_WAVE, layer, after)
+        for name in ("experts", "masses", "importance", "steadiness", "probabilities"):
+            getattr(trace, name)[span, layer] = getattr(routed, name)
+        trace.confidence[span, layer] = executed.confidence
+        trace.exit_at[span, layer] = executed.exit_at
+        advance(len(after))
+    return trace
+
+
+def _blank(view: MoEView, windows: Windows, header: Header) -> Trace:
     """A trace of all tokens of the windows, to be filled in."""
     tokens, layers, slots = windows.tokens, view.spec.layer_count, view.spec.top_k
     return Trace(
@@ -126,23 +145,3 @@ def blank_trace(windows: Windows, view: MoEView, header: Header) -> Trace:
         exit_at=np.zeros((tokens, layers), dtype=np.int64),
         probabilities=np.zeros((tokens, layers, view.spec.expert_count), dtype=np.float16),
     )
-
-
-@torch.inference_mode()
-def record_windows(
-    view: MoEView, observer: Observer, trace: Trace, span: slice, windows: Windows
-) -> None:
-    """Fill the rows `span` of the trace with the tokens of whole windows, run at full depth."""
-    cache, batch, hidden = open_windows(view, windows)
-    groups = batch.groups
-    for layer in range(view.spec.layer_count):
-        attended = batch.pack(view.attend(layer, hidden, batch, cache))
-        routing = view.route(layer, attended, groups=groups)
-        after = run_layer(view, layer, attended, routing, routing.experts)
-        routed = observer.routed(_WAVE, layer, attended, routing)
-        executed = observer.executed(_WAVE, layer, after)
-        for name in ("experts", "masses", "importance", "steadiness", "probabilities"):
-            getattr(trace, name)[span, layer] = getattr(routed, name)
-        trace.confidence[span, layer] = executed.confidence
-        trace.exit_at[span, layer] = executed.exit_at
-        hidden = batch.unpack(after)

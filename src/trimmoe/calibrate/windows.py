@@ -5,12 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from trimmoe.core.specs import IntArray
-from trimmoe.models.base import EncoderDecoderView, MoEView, Routing, TokenBatch
-from trimmoe.models.cache import KVCache
+from trimmoe.models.base import MoEView, Routing
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,18 +40,6 @@ class Windows:
         """The windows of these indices, which may repeat."""
         sources = None if self.sources is None else self.sources[index]
         return Windows(ids=self.ids[index], sources=sources)
-
-
-def open_windows(view: MoEView, windows: Windows) -> tuple[KVCache, TokenBatch, Tensor]:
-    """A fresh cache, a batch of whole windows from position 0, and their embeddings."""
-    cache = view.new_cache(slots=windows.count)
-    slots = [cache.alloc() for _ in range(windows.count)]
-    if windows.sources is not None:
-        assert isinstance(view, EncoderDecoderView)
-        for slot, states in zip(slots, view.encode(windows.sources.tolist()), strict=True):
-            view.attach(cache, slot, states)
-    batch = view.batch(cache, slots, [range(windows.length)] * windows.count)
-    return cache, batch, view.embed(torch.from_numpy(windows.ids).to(view.device), batch)
 
 
 def run_layer(

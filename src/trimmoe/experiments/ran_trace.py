@@ -10,10 +10,9 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
 import numpy as np
-import torch
 
-from trimmoe.calibrate.record import Windows
-from trimmoe.calibrate.trace import blank_trace, record_windows
+from trimmoe.calibrate.trace import trace_windows
+from trimmoe.calibrate.windows import Windows
 from trimmoe.core.events import Executed, Routed, SequenceOpened
 from trimmoe.core.ledger import Kind
 from trimmoe.core.profile import Profile
@@ -22,7 +21,6 @@ from trimmoe.core.trace import Trace, trace_header
 from trimmoe.experiments.rehearsal import Answered
 from trimmoe.models.base import MoEView
 from trimmoe.runtime.node.node import Node
-from trimmoe.runtime.observe import Observer
 
 Said = tuple[Routed | Executed, int]
 """An event and the row of it that is a token's."""
@@ -64,12 +62,7 @@ def trace_of_run(
 def _at_full_depth(view: MoEView, profile: Profile, ids: IntArray) -> Trace:
     hashes = {"model": profile.model_hash, "profile": profile.hash}
     header = trace_header(settings={"length": ids.shape[1]}, input_hashes=hashes, seed=0)
-    windows = Windows(ids=ids)
-    trace, observer = blank_trace(windows, view, header), Observer(profile, torch.device("cpu"))
-    for row in range(windows.count):
-        span = slice(row * windows.length, (row + 1) * windows.length)
-        record_windows(view, observer, trace, span, windows.part(row, row + 1))
-    return trace
+    return trace_windows(view, profile, Windows(ids=ids), header)
 
 
 def _sequences(

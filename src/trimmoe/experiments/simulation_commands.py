@@ -49,7 +49,7 @@ def record(
     settings = TraceSettings(tokens=tokens, length=length, seed=seed)
     watched = Console(stderr=True)
     with Progress(console=watched, transient=True, disable=not watched.is_terminal) as progress:
-        bar = progress.add_task("Recording", total=tokens)
+        bar = progress.add_task("Recording", total=tokens * view.spec.layer_count)
         trace = record_trace(
             view,
             load_tokenizer(path),
