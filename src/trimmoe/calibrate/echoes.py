@@ -24,8 +24,6 @@ from trimmoe.core.profile import EXIT_STATES, ExitState
 from trimmoe.core.specs import BoolArray, FloatArray, IntArray
 from trimmoe.models.base import MoEView
 
-_ROWS = 1024
-"""Tokens of one step; windows are batched up to this."""
 _EXIT_SHARE = 0.03
 """Share of the tokens that leave while echoes are counted. Two exits flip fewer later tokens than
 twice one does, so few must leave for the echo of one not to be flattered."""
@@ -133,7 +131,7 @@ def flipped_by_exits(
     """
     referee = Referee(view)
     flipped = np.zeros(windows.tokens, dtype=bool)
-    sweep = Sweep(view, windows, at_once=max(1, _ROWS // windows.length), folder=folder)
+    sweep = Sweep(view, windows, folder=folder)
     for visit in sweep.visits():
         layer, span = visit.layer, visit.span
         routing = view.route(layer, visit.attended, groups=visit.groups)

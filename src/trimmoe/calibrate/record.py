@@ -18,8 +18,6 @@ from trimmoe.calibrate.windows import Windows, run_layer
 from trimmoe.core.specs import BoolArray, FloatArray, IntArray
 from trimmoe.models.base import MoEView, Routing
 
-_ROWS = 1024
-"""Tokens of one step; windows are batched up to this."""
 _PROBE_TOKENS = 1024
 """Tokens on which every layer meets the output head; later ones only where that pays."""
 
@@ -95,7 +93,7 @@ def record(
     `recording_steps` steps.
     """
     recording = _blank(view, windows, folder, keep_attended)
-    sweep = Sweep(view, windows, at_once=max(1, _ROWS // windows.length), folder=folder)
+    sweep = Sweep(view, windows, folder=folder)
     parts = []
     for visit in sweep.visits():
         last = _record_visit(view, recording, sweep, visit, importance)

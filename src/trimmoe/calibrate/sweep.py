@@ -43,14 +43,26 @@ class Visit:
     """Their states after its attention, [n, d]."""
 
 
+_ROWS = 1024
+"""Tokens of one step, unless said otherwise."""
+
+
 class Sweep:
     """Windows on their way through the layers; what happens to their tokens there is up to whoever
     goes through the visits and says how they leave each."""
 
     def __init__(
-        self, view: MoEView, windows: Windows, *, at_once: int, folder: Path | None
+        self,
+        view: MoEView,
+        windows: Windows,
+        *,
+        at_once: int | None = None,
+        folder: Path | None = None,
     ) -> None:
-        """`at_once` windows make a part; `folder` takes the states (None: temporary files)."""
+        """`at_once` windows make a part (None: as many as a thousand tokens allow); `folder` takes
+        the states (None: temporary files)."""
+        if at_once is None:
+            at_once = max(1, _ROWS // windows.length)
         self._view = view
         self._windows = windows
         self._at_once = min(at_once, windows.count)

@@ -24,8 +24,6 @@ from trimmoe.core.trace import Trace, trace_header
 from trimmoe.models.base import EncoderDecoderView, MoEView
 from trimmoe.runtime.observe import Observer
 
-_ROWS = 1024
-"""Tokens of one step; windows are batched up to this."""
 _WAVE = 0
 """Events need a number; no engine listens."""
 
@@ -115,7 +113,7 @@ def trace_windows(
 ) -> Trace:
     """The trace of all tokens of the windows, run at full depth in one sweep."""
     trace, observer = _blank(view, windows, header), Observer(profile, view.device)
-    sweep = Sweep(view, windows, at_once=max(1, _ROWS // windows.length), folder=None)
+    sweep = Sweep(view, windows)
     for visit in sweep.visits():
         layer, span, attended = visit.layer, visit.span, visit.attended
         routing = view.route(layer, attended, groups=visit.groups)
