@@ -19,6 +19,7 @@ from trimmoe.calibrate.curves import (
     monotony,
     quantile_edges,
 )
+from trimmoe.calibrate.windows import Windows
 from trimmoe.core.profile import LossCurves, exit_floor
 from trimmoe.cost.thresholds import skipped_layers, theta_at, thresholds
 
@@ -194,7 +195,7 @@ def test_a_larger_budget_never_lowers_a_threshold() -> None:
 
 
 def test_splits_are_disjoint_and_made_of_whole_windows() -> None:
-    splits = exits.split_windows(20, 16, seed=1)
+    splits = exits.split_windows(Windows(ids=np.zeros((20, 16), dtype=np.int64)), seed=1)
     parts = [splits.train, splits.calibration, splits.test]
     assert np.array_equal(np.sort(np.concatenate(parts)), np.arange(320))
     windows = [set((part // 16).tolist()) for part in parts]
@@ -239,7 +240,7 @@ def test_a_head_finds_the_direction_that_decides() -> None:
     generator = torch.Generator().manual_seed(1)
     hidden = torch.randn(6000, 16, generator=generator)
     agrees = torch.rand(6000, generator=generator) < torch.sigmoid(3 * hidden[:, 2] - 1)
-    splits = exits.split_windows(60, 100, seed=0)
+    splits = exits.split_windows(Windows(ids=np.zeros((60, 100), dtype=np.int64)), seed=0)
     weight, bias = exits.fit_exit_head(hidden, agrees, splits)
     scores = exits.confidences(hidden, weight, bias)[splits.test]
     truth = agrees.numpy()[splits.test]

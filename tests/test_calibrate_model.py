@@ -269,7 +269,7 @@ def test_heads_find_what_foretells_certainty_and_cut_classes_by_it(
     sure = steadiness(recording.attended[-1], direction, -20.0).numpy()
     sure += np.random.default_rng(6).normal(size=sure.size, scale=sure.std() / 4)
     recording = replace(recording, log_probability=sure.astype(np.float32))
-    splits = split_windows(24, 24, 0)
+    splits = split_windows(recording.windows, 0)
     found = fit_steadiness(recording, splits, 4, lambda _: None)
     assert recording.attended is not None
     assert (found.class_of[:, splits.train] == NO_CLASS).all()

@@ -45,7 +45,7 @@ def with_echoes(
     leave elsewhere; the larger bound stands for all. Without any exit to count, nothing is known
     and the bound is a whole flip.
     """
-    splits = split_windows(recording.windows.count, recording.windows.length, settings.seed)
+    splits = split_windows(recording.windows, settings.seed)
     rng = np.random.default_rng([settings.seed, 5])
     lax = min(int(np.searchsorted(-exits.rate, -_COMMON_RATE)), exits.grid.size - 1)
     leaves = np.stack(
@@ -65,7 +65,7 @@ def with_echoes(
 
 def echo_steps(recording: Recording, settings: CalibrationSettings) -> int:
     """Of how many steps `with_echoes` tells at most."""
-    splits = split_windows(recording.windows.count, recording.windows.length, settings.seed)
+    splits = split_windows(recording.windows, settings.seed)
     return len(EXIT_STATES) * 2 * splits.test.size * recording.layer_count
 
 

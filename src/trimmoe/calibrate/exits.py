@@ -11,6 +11,7 @@ from torch import Tensor
 from trimmoe.calibrate.curves import clopper_pearson_upper
 from trimmoe.calibrate.record import Advance, Recording
 from trimmoe.calibrate.settings import CalibrationSettings
+from trimmoe.calibrate.windows import Windows
 from trimmoe.core.profile import exit_floor
 from trimmoe.core.specs import FloatArray, IntArray
 from trimmoe.models.exit_head import confidence, rms_direction
@@ -44,7 +45,7 @@ class Exits:
 @torch.inference_mode()
 def calibrate_exits(recording: Recording, settings: CalibrationSettings, advance: Advance) -> Exits:
     """Fit the heads, walk the grid on the test split, place every token's exit (22, 23)."""
-    splits = split_windows(recording.windows.count, recording.windows.length, settings.seed)
+    splits = split_windows(recording.windows, settings.seed)
     heads, scores = [], []
     for layer, hidden in enumerate(recording.hidden):
         weight, bias = torch.zeros(hidden.shape[1]), _constant(recording, layer)
@@ -99,18 +100,19 @@ class Splits:
     test: IntArray
 
 
-def split_windows(windows: int, window: int, seed: int) -> Splits:
+def split_windows(windows: Windows, seed: int) -> Splits:
     """About 55 % of the windows to train, 15 % to calibrate, 30 % to test; at least one each.
 
     By windows, not tokens: neighbouring tokens are alike and would leak between the splits.
     """
-    assert windows >= 3
-    order = np.random.default_rng(seed).permutation(windows)
-    calibration = max(1, round(0.15 * windows))
-    test = max(1, round(0.3 * windows))
-    parts = np.split(order, [windows - calibration - test, windows - test])
+    count, length = windows.count, windows.length
+    assert count >= 3
+    order = np.random.default_rng(seed).permutation(count)
+    calibration = max(1, round(0.15 * count))
+    test = max(1, round(0.3 * count))
+    parts = np.split(order, [count - calibration - test, count - test])
     tokens = [
-        (np.sort(part)[:, None] * window + np.arange(window)).ravel().astype(np.int64)
+        (np.sort(part)[:, None] * length + np.arange(length)).ravel().astype(np.int64)
         for part in parts
     ]
     return Splits(train=tokens[0], calibration=tokens[1], test=tokens[2])

@@ -116,7 +116,7 @@ def _steadiness(
 ) -> Steadiness:
     if settings.steadiness_classes == 1:
         return one_class(recording)
-    splits = split_windows(recording.windows.count, recording.windows.length, settings.seed)
+    splits = split_windows(recording.windows, settings.seed)
     return fit_steadiness(recording, splits, settings.steadiness_classes, advance)
 
 
@@ -136,7 +136,7 @@ def _centroids(
     recording: Recording, exits: Exits, settings: CalibrationSettings, advance: Advance
 ) -> _Centroids:
     layers = recording.layer_count
-    splits = split_windows(recording.windows.count, recording.windows.length, settings.seed)
+    splits = split_windows(recording.windows, settings.seed)
     # Exit heads are surer of tokens that they were fitted on than of any they will meet.
     held = np.concatenate([splits.calibration, splits.test])
     centroids, means, predicted = [], [], []
