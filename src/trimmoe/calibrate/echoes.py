@@ -14,7 +14,7 @@ import torch
 from scipy.stats import chi2
 from torch import Tensor
 
-from trimmoe.calibrate.exits import Exits, exit_layers, exit_threshold, split_windows
+from trimmoe.calibrate.exits import Exits, exit_layers, split_windows
 from trimmoe.calibrate.head import Referee
 from trimmoe.calibrate.record import Advance, Recording
 from trimmoe.calibrate.settings import CalibrationSettings
@@ -58,9 +58,7 @@ def with_echoes(
     flips = _flips_of(view, recording, splits.test, leaves, counts, advance)
     upper = poisson_upper(flips, settings.ucb_confidence)
     echo = np.where(counts > 0, upper / np.maximum(counts, 1), 1.0).max(axis=1)
-    flipped = exits.error_upper + echo[EXIT_STATES.index(ExitState.DENSE)]
-    threshold = exit_threshold(exits.grid, flipped, exits.rate, settings)
-    return replace(exits, threshold=threshold, layer=exit_layers(exits.score, threshold)), echo
+    return replace(exits, echo=echo)
 
 
 def echo_steps(recording: Recording, settings: CalibrationSettings) -> int:

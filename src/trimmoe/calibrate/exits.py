@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -12,7 +13,7 @@ from trimmoe.calibrate.curves import clopper_pearson_upper
 from trimmoe.calibrate.record import Advance, Recording
 from trimmoe.calibrate.settings import CalibrationSettings
 from trimmoe.calibrate.windows import Windows
-from trimmoe.core.profile import exit_floor
+from trimmoe.core.profile import EXIT_STATES, ExitState, exit_floor
 from trimmoe.core.specs import FloatArray, IntArray
 from trimmoe.models.exit_head import confidence, rms_direction
 
@@ -23,10 +24,11 @@ _STRICTEST, _LEAST_STRICT = 0.9995, 0.55
 """Range of the grid's last threshold."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class Exits:
     """The exit fields of a Profile, and where the recorded tokens exit."""
 
+    settings: CalibrationSettings
     weight: np.ndarray
     """float32 [N, d]."""
     bias: np.ndarray
@@ -34,17 +36,28 @@ class Exits:
     grid: FloatArray
     error_upper: FloatArray
     rate: FloatArray
-    threshold: float
-    """Confidence at which tokens are taken to exit; infinite if none may."""
-    layer: IntArray
-    """L_q of every recorded token at that confidence, 1..N, [T]."""
     score: np.ndarray
     """xi of every recorded token after every layer, float32 [N, T]."""
+    echo: FloatArray
+    """What one flips of later tokens, by `EXIT_STATES`; a whole flip before that is measured, [2]."""
+
+    @cached_property
+    def threshold(self) -> float:
+        """The confidence at which tokens are taken to exit: the one asked for, raised to where what
+        exits flip is tolerated, as the default policy does; infinite if nothing will do."""
+        bound = self.error_upper + self.echo[EXIT_STATES.index(ExitState.DENSE)]
+        floor = exit_floor(self.grid, bound * self.rate, self.settings.exit_risk)
+        return max(self.settings.confidence, floor)
+
+    @cached_property
+    def layer(self) -> IntArray:
+        """L_q of every recorded token at that confidence, 1..N, [T]."""
+        return exit_layers(self.score, self.threshold)
 
 
 @torch.inference_mode()
 def calibrate_exits(recording: Recording, settings: CalibrationSettings, advance: Advance) -> Exits:
-    """Fit the heads, walk the grid on the test split, place every token's exit (22, 23)."""
+    """Fit the heads, score every token, walk the grid on the test split (22, 23)."""
     splits = split_windows(recording.windows, settings.seed)
     heads, scores = [], []
     for layer, hidden in enumerate(recording.hidden):
@@ -63,25 +76,16 @@ def calibrate_exits(recording: Recording, settings: CalibrationSettings, advance
     error_upper, rate = learn_then_test(
         score[:, splits.test], recording.agrees[:, splits.test], grid, level
     )
-    threshold = exit_threshold(grid, error_upper, rate, settings)
     return Exits(
+        settings=settings,
         weight=np.stack([weight for weight, _ in heads]),
         bias=np.array([bias for _, bias in heads], dtype=np.float32),
         grid=grid,
         error_upper=error_upper,
         rate=rate,
-        threshold=threshold,
-        layer=exit_layers(score, threshold),
         score=score,
+        echo=np.ones(len(EXIT_STATES)),
     )
-
-
-def exit_threshold(
-    grid: FloatArray, error_upper: FloatArray, rate: FloatArray, settings: CalibrationSettings
-) -> float:
-    """The confidence at which tokens are taken to exit: the one asked for, raised to where what
-    exits flip is tolerated, as the default policy does; infinite if nothing will do."""
-    return max(settings.confidence, exit_floor(grid, error_upper * rate, settings.exit_risk))
 
 
 def _constant(recording: Recording, layer: int) -> float:
