@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -153,14 +154,15 @@ def test_slots_are_judged_by_rank() -> None:
     bins = _pair_bins(1, 3)
     samples = np.where(bins >= 0, 400, 0)[:, None, None].repeat(2, axis=2)
     flips = samples * np.array([0.2, 0.0])[None, None, :, None, None]
-    losses = substitution.ranked_losses(
+    of_rank = partial(
+        substitution.substitution_losses,
         bins,
         1,
-        (flips.astype(np.int64), samples),
         pair_samples=10**6,
         neighbours=0,
         confidence=0.95,
     )
+    losses = substitution.by_rank(of_rank, (flips.astype(np.int64), samples))
     assert losses.shape == (1, 1, 2, 3, 3)
     apart = bins[0] >= 0
     assert (losses[0, 0, 0][apart] > 0.2).all()

@@ -168,10 +168,10 @@ def measure_losses(
         view.spec.expert_count,
         classes,
     )
-    loss = substitution.ranked_losses(
+    losses = partial(
+        substitution.substitution_losses,
         experiments.pair_bin,
         settings.bins,
-        counts,
         pair_samples=settings.pair_samples,
         neighbours=settings.neighbour_layers,
         confidence=level,
@@ -180,7 +180,7 @@ def measure_losses(
         skip=skip,
         drop=skip if whole else fit(experiments.drop_edges, drops),
         similarity=experiments.similarity,
-        substitution_loss=loss,
+        substitution_loss=substitution.by_rank(losses, counts),
         substitution_samples=counts[1],
         feasible=experiments.feasible,
         report={

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 
 from trimmoe.calibrate.curves import (
@@ -58,35 +60,21 @@ def pair_bins(similarity: FloatArray, feasible: BoolArray, bins: int) -> IntArra
     return result
 
 
-def ranked_losses(
-    bins: IntArray,
-    bin_count: int,
-    counts: tuple[IntArray, IntArray],
-    *,
-    pair_samples: int,
-    neighbours: int,
-    confidence: float,
-) -> FloatArray:
-    """`substitution_losses` of every slot rank by itself, [N, B, R, E, E], like the `counts`."""
+Counts = tuple[IntArray, IntArray]
+"""Flips and samples of each pair, the same shape."""
+
+
+def by_rank(losses: Callable[[Counts], FloatArray], counts: Counts) -> FloatArray:
+    """The `losses` of every slot rank by itself, [N, B, R, E, E], like the `counts`."""
     flips, samples = counts
-    ranks = [
-        substitution_losses(
-            bins,
-            bin_count,
-            (flips[:, :, rank], samples[:, :, rank]),
-            pair_samples=pair_samples,
-            neighbours=neighbours,
-            confidence=confidence,
-        )
-        for rank in range(flips.shape[2])
-    ]
-    return np.stack(ranks, axis=2)
+    ranks = range(flips.shape[2])
+    return np.stack([losses((flips[:, :, rank], samples[:, :, rank])) for rank in ranks], axis=2)
 
 
 def substitution_losses(
     bins: IntArray,
     bin_count: int,
-    counts: tuple[IntArray, IntArray],
+    counts: Counts,
     *,
     pair_samples: int,
     neighbours: int,
@@ -148,7 +136,7 @@ def _by_bin(values: IntArray, bins: IntArray, bin_count: int) -> IntArray:
 
 def pair_counts(
     activated: IntArray, changes: Changes, flipped: BoolArray, experts: int, classes: Classes
-) -> tuple[IntArray, IntArray]:
+) -> Counts:
     """Flips and samples of each measured pair by class and slot rank, [N, B, R, E, E] each.
 
     `activated` [N, T, k] are the recorded sets that the changes (one substitute each) refer to.
