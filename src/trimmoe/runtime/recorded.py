@@ -7,7 +7,7 @@ about it. Where both stay as they were, what it computed stays too, and only the
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -27,6 +27,7 @@ from trimmoe.core.events import (
 from trimmoe.core.ledger import Ledger
 from trimmoe.core.specs import BoolArray, FloatArray, IntArray
 from trimmoe.core.wave import NOT_PROBED, Wave
+from trimmoe.engine.books import receipt
 from trimmoe.engine.step import Engine
 
 WAVE = 0
@@ -204,19 +205,10 @@ class Replay:
         self._note(rows, np.zeros(rows.size, dtype=bool))
         (depart,) = self._tell(TokensExported(wave=WAVE, rows=rows))
         assert isinstance(depart, Depart)
-        tokens = depart.tokens
+        cost, tokens = self.engine.cost, depart.tokens
         for at, row in enumerate(rows.tolist()):
-            receipt = Receipt(
-                sequence=tokens.sequences[at],
-                balance=float(tokens.allowance[at]),
-                budget=float(tokens.budget[at]),
-                loss=float(tokens.loss[at]),
-                delay_s=float(tokens.delay_s[at]),
-                exit_confidence=None,
-            )
-            self.books[row] = Books(
-                depth=self.engine.cost.layer_count, receipt=receipt, ledger=None
-            )
+            unexited = replace(receipt(cost, tokens, at), exit_confidence=None)
+            self.books[row] = Books(depth=cost.layer_count, receipt=unexited, ledger=None)
 
     def _complete(self, command: Complete) -> None:
         self._note(command.rows, self.recorded.depth[command.rows] == command.layer)
