@@ -14,6 +14,7 @@ from trimmoe.calibrate.curves import (
     with_neighbours,
 )
 from trimmoe.calibrate.sampling import Changes, Classes
+from trimmoe.core.profile import slot_ranks
 from trimmoe.core.specs import BoolArray, FloatArray, IntArray
 
 _MIN_LAYER_SAMPLES = 300
@@ -149,7 +150,7 @@ def pair_counts(
     pair = (
         changes.layer,
         classes.of(changes),
-        np.minimum(slot, ranks - 1),
+        slot_ranks(activated.shape[2], ranks)[slot],
         activated[changes.layer, changes.token, slot],
         changes.slots[row, slot],
     )

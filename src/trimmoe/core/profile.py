@@ -202,9 +202,8 @@ class Profile:
 
     def slots_alike(self, substitution_loss: FloatArray) -> FloatArray:
         """Substitution losses [N, B, R, E, E] of slots whose rank is not looked at, R = 1."""
-        ranks = substitution_loss.shape[2]
-        slots = np.minimum(np.arange(self.top_k), ranks - 1)
-        return substitution_loss[:, :, slots].mean(2, keepdims=True)
+        ranks = slot_ranks(self.top_k, substitution_loss.shape[2])
+        return substitution_loss[:, :, ranks].mean(2, keepdims=True)
 
     def require_model(self, model_hash: str, model_name: str) -> None:
         """Raise `UserError` unless the profile was made from the model with this hash."""
@@ -228,6 +227,11 @@ class Profile:
             else:
                 arrays[name] = value.astype(np.uint8) if value.dtype == bool else value
         return arrays
+
+
+def slot_ranks(slots: int, ranks: int) -> IntArray:
+    """Which of the `ranks` that substitution losses tell apart each slot has, [slots]."""
+    return np.minimum(np.arange(slots), ranks - 1)
 
 
 def exit_floor(grid: FloatArray, error_upper: FloatArray, tolerated_error: float) -> float:

@@ -18,7 +18,7 @@ from functools import cached_property
 
 import numpy as np
 
-from trimmoe.core.profile import LossCurves
+from trimmoe.core.profile import LossCurves, slot_ranks
 from trimmoe.core.specs import BoolArray, FloatArray, IntArray
 from trimmoe.cost import kernels
 from trimmoe.cost.kernels import DROPPED, Actions, Batch, Menu
@@ -130,7 +130,7 @@ class ActionSpace:
         self, layer: int, source: int, experts: IntArray, steadiness: IntArray
     ) -> FloatArray:
         """Least loss of running all slots of the activated sets [n, k] on their source, [n]."""
-        rank = np.minimum(np.arange(experts.shape[1]), self.substitution_loss.shape[2] - 1)
+        rank = slot_ranks(experts.shape[1], self.substitution_loss.shape[2])
         return self.local_loss[source, layer][steadiness[:, None], rank, experts].sum(-1)
 
     @cached_property

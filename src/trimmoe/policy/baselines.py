@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from trimmoe.core.profile import slot_ranks
 from trimmoe.core.specs import BoolArray, FloatArray, IntArray
 from trimmoe.cost.actions import DROPPED, ActionSpace
 from trimmoe.cost.kernels import curve_at
@@ -144,7 +145,7 @@ def masked_decision(
     ran[~same.any(2)] = wanted[~same.any(1)]
     source = observation.server
     destination, server = _placed(space, routes, observation, ran)
-    rank = np.minimum(np.arange(targets.shape[1]), space.substitution_loss.shape[2] - 1)
+    rank = slot_ranks(targets.shape[1], space.substitution_loss.shape[2])
     loss = space.substitution_loss[layer, _class(space, observation)[:, None], rank, targets, ran]
     total = np.where(ran == targets, 0.0, loss).sum(1)
     exact = exact_decision(space, routes, observation)
