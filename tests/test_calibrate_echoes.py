@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 
-from tiny import LAYERS, write_tiny_checkpoint
+from tiny import LAYERS, TOP_K, write_tiny_checkpoint
 from trimmoe.calibrate.curves import clopper_pearson_upper
-from trimmoe.calibrate.echoes import flipped_by_exits, poisson_upper
+from trimmoe.calibrate.echoes import Trimmed, flipped_behind, poisson_upper
 from trimmoe.calibrate.head import greedy
-from trimmoe.calibrate.windows import Windows, run_layer
-from trimmoe.core.profile import EXIT_STATES, ExitState
+from trimmoe.calibrate.sampling import DROP, KEEP, forced
+from trimmoe.calibrate.windows import Windows
+from trimmoe.core.profile import ExitState
 from trimmoe.models.base import MoEView
 from trimmoe.models.exact import exact_logits
 from trimmoe.models.load import open_model
@@ -28,80 +31,103 @@ def windows() -> Windows:
 
 
 @torch.inference_mode()
-def _decoded(
-    view: MoEView, ids: np.ndarray, exit_layer: np.ndarray, state: ExitState = ExitState.DENSE
-) -> np.ndarray:
-    """Predictions after every token, decoded one by one; those that exit leave `state`."""
+def _decoded(view: MoEView, ids: np.ndarray, trimmed: Trimmed, first: int) -> np.ndarray:
+    """Predictions after every token, decoded one by one; what is done to them starts at `first`."""
     cache, predicted = view.new_cache(slots=1), []
     slot = cache.alloc()
-    for position, (token, leaves) in enumerate(zip(ids, exit_layer, strict=True)):
+    for position, token in enumerate(ids):
+        at = first + position
         batch = view.batch(cache, [slot], [range(position, position + 1)])
         hidden = view.embed(torch.tensor([[token]]), batch)
-        for layer in range(leaves):
-            flat = batch.pack(view.attend(layer, hidden, batch, cache))
-            routing = view.route(layer, flat)
-            hidden = batch.unpack(run_layer(view, layer, flat, routing, routing.experts))
-        predicted.append(int(greedy(view, batch.pack(hidden))[0]))
-        for layer in range(leaves, LAYERS):
-            if state is ExitState.FROZEN:
+        for layer in range(LAYERS):
+            left = layer >= trimmed.exit_layer[at]
+            if left and trimmed.frozen[at]:
                 view.propagate(layer, hidden, batch, cache)
-            else:
-                flat = batch.pack(view.attend(layer, hidden, batch, cache))
-                passed = view.finish(layer, flat, view.shared(layer, flat), None)
-                hidden = batch.unpack(passed)
+                continue
+            flat = batch.pack(view.attend(layer, hidden, batch, cache))
+            routing, routed = view.route(layer, flat), None
+            if not left:
+                experts = routing.experts
+                if layer == trimmed.layer[at]:
+                    experts = forced(experts, torch.from_numpy(trimmed.slots[at])[None])
+                routed = view.experts(layer, flat, experts, routing.gates)
+            hidden = batch.unpack(view.finish(layer, flat, view.shared(layer, flat), routed))
+            if layer + 1 == trimmed.exit_layer[at]:
+                predicted.append(int(greedy(view, batch.pack(hidden))[0]))
+        assert len(predicted) == position + 1
     return np.array(predicted)
 
 
-@pytest.mark.parametrize("state", EXIT_STATES)
-def test_echoes_are_what_decoding_with_exits_really_flips(
-    view: MoEView, windows: Windows, state: ExitState
-) -> None:
-    rng = np.random.default_rng(7)
-    shape = windows.ids.shape
-    layer = np.where(rng.random(shape) < 0.3, rng.integers(1, LAYERS, size=shape), LAYERS)
-    whole = np.full(shape, LAYERS)
-    exact = np.stack([_decoded(view, *pair) for pair in zip(windows.ids, whole, strict=True)])
-    pairs = zip(windows.ids, layer, strict=True)
-    really = np.stack([_decoded(view, *pair, state=state) for pair in pairs])
-    frozen = np.full(layer.size, state is ExitState.FROZEN)
-    flipped = flipped_by_exits(
-        view, windows, layer.ravel(), exact.ravel(), lambda _: None, frozen=frozen
+def _all_decoded(view: MoEView, windows: Windows, trimmed: Trimmed) -> np.ndarray:
+    starts = range(0, windows.tokens, windows.length)
+    return np.concatenate(
+        [_decoded(view, ids, trimmed, at) for ids, at in zip(windows.ids, starts, strict=True)]
     )
+
+
+def _nothing(windows: Windows) -> Trimmed:
+    return Trimmed.nothing(windows.tokens, layers=LAYERS, top_k=TOP_K)
+
+
+def _exits(windows: Windows, state: ExitState) -> Trimmed:
+    """Three tokens in ten leave somewhere."""
+    rng, tokens = np.random.default_rng(7), windows.tokens
+    layer = np.where(rng.random(tokens) < 0.3, rng.integers(1, LAYERS, size=tokens), LAYERS)
+    frozen = np.full(tokens, state is ExitState.FROZEN)
+    return replace(_nothing(windows), exit_layer=layer, frozen=frozen)
+
+
+def _changes(windows: Windows, slots: list[int]) -> Trimmed:
+    """Three tokens in ten run `slots` somewhere."""
+    rng, tokens = np.random.default_rng(6), windows.tokens
+    layer = np.where(rng.random(tokens) < 0.3, rng.integers(0, LAYERS, size=tokens), -1)
+    return replace(_nothing(windows), layer=layer, slots=np.tile(slots, (tokens, 1)))
+
+
+WAYS = {
+    "dense exits": lambda windows: _exits(windows, ExitState.DENSE),
+    "frozen exits": lambda windows: _exits(windows, ExitState.FROZEN),
+    "skips": lambda windows: _changes(windows, [DROP] * TOP_K),
+    "drops": lambda windows: _changes(windows, [KEEP] * (TOP_K - 1) + [DROP]),
+    "substitutes": lambda windows: _changes(windows, [3] + [KEEP] * (TOP_K - 1)),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_echoes_are_what_decoding_so_really_flips(
+    view: MoEView, windows: Windows, way: str
+) -> None:
+    trimmed = WAYS[way](windows)
+    exact = _all_decoded(view, windows, _nothing(windows))
+    really = _all_decoded(view, windows, trimmed)
+    flipped = flipped_behind(view, windows, trimmed, exact, lambda _: None)
     assert flipped.any()
-    assert np.array_equal(flipped, ((really != exact) & (layer == LAYERS)).ravel())
+    assert np.array_equal(flipped, (really != exact) & ~trimmed.touched(LAYERS))
 
 
 def test_windows_that_share_a_sweep_do_not_see_one_another(view: MoEView, windows: Windows) -> None:
-    """As those of the two thresholds do, and of both states, the same text with other exits."""
-    rng, tokens = np.random.default_rng(8), windows.tokens
-    frozen = np.repeat([False, True], tokens)
-    layers = rng.integers(1, LAYERS + 1, size=(2, tokens))
-    expected = rng.integers(0, 250, size=(2, tokens))
+    """As those of all that is tried do, the same text trimmed otherwise."""
+    ways = [make(windows) for make in WAYS.values()]
+    expected = np.random.default_rng(8).integers(0, 250, size=(len(ways), windows.tokens))
     expected[:, ::2] = _predicted(view, windows)[::2]
-    both = windows.take(np.tile(np.arange(windows.count), 2))
-    found = flipped_by_exits(
-        view, both, layers.ravel(), expected.ravel(), lambda _: None, frozen=frozen
-    )
-    rows = zip(layers, expected, found.reshape(2, -1), frozen.reshape(2, -1), strict=True)
-    for layer, own, flips, still in rows:
-        alone = flipped_by_exits(view, windows, layer, own, lambda _: None, frozen=still)
+    every = windows.take(np.tile(np.arange(windows.count), len(ways)))
+    found = flipped_behind(
+        view, every, Trimmed.joined(ways), expected.ravel(), lambda _: None
+    ).reshape(len(ways), -1)
+    for trimmed, own, flips in zip(ways, expected, found, strict=True):
+        alone = flipped_behind(view, windows, trimmed, own, lambda _: None)
         assert np.array_equal(flips, alone)
-        assert 0 < flips.sum() < tokens
+        assert 0 < flips.sum() < windows.tokens
 
 
 def _predicted(view: MoEView, windows: Windows) -> np.ndarray:
     return torch.cat(exact_logits(view, windows.ids.tolist())).argmax(dim=1).numpy()
 
 
-def test_nothing_flips_where_nothing_exits(view: MoEView, windows: Windows) -> None:
-    whole = np.full(windows.ids.shape, LAYERS)
-    exact = np.stack([_decoded(view, *pair) for pair in zip(windows.ids, whole, strict=True)])
-    for still in (False, True):
-        frozen = np.full(whole.size, still)
-        flipped = flipped_by_exits(
-            view, windows, whole.ravel(), exact.ravel(), lambda _: None, frozen=frozen
-        )
-        assert not flipped.any()
+def test_nothing_flips_where_nothing_is_trimmed(view: MoEView, windows: Windows) -> None:
+    nothing = _nothing(windows)
+    exact = _all_decoded(view, windows, nothing)
+    assert not flipped_behind(view, windows, nothing, exact, lambda _: None).any()
 
 
 @pytest.mark.parametrize("events", [0, 3, 40])

@@ -269,6 +269,7 @@ def exit_charge(trajectory: Trajectory, driver: SyntheticDriver) -> float:
 
 def true_loss(trajectory: Trajectory, profile: Profile, policy: PolicySettings) -> float:
     """The proxy degradation (17) of what really ran, recomputed slot by slot."""
+    profile = profile.echoing() if policy.echoes_charged else profile
     skip, drop, substitution = profile.skip, profile.drop, profile.substitution_loss
     if not policy.steadiness:
         share = profile.class_share

@@ -39,7 +39,7 @@ class Exits:
     score: np.ndarray
     """xi of every recorded token after every layer, float32 [N, T]."""
     echo: FloatArray
-    """What one flips of later tokens, by `EXIT_STATES`; a whole flip before that is measured, [2]."""
+    """What one flips of later tokens, by `EXIT_STATES`; a whole flip until it is measured, [2]."""
 
     @cached_property
     def threshold(self) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from trimmoe.calibrate.centroids import fit_centroids
-from trimmoe.calibrate.echoes import echo_steps, with_echoes
+from trimmoe.calibrate.echoes import Echoes, echo_steps, measure_echoes
 from trimmoe.calibrate.exits import Exits, calibrate_exits, split_windows
 from trimmoe.calibrate.hazard import exit_hazard
 from trimmoe.calibrate.losses import Losses, measure_losses, plan_experiments
@@ -71,8 +71,6 @@ def calibrate(
             )
         with phases.run("Exit heads", layers) as advance:
             exits = calibrate_exits(recording, settings, advance)
-        with phases.run("Exit echoes", echo_steps(recording, settings)) as advance:
-            exits, echo = with_echoes(view, recording, exits, settings, advance)
         with phases.run("Steadiness", layers) as advance:
             steadiness = _steadiness(recording, settings, advance)
         classes = Classes(
@@ -81,6 +79,9 @@ def calibrate(
             apart=2 * settings.neighbour_layers + 1,
         )
         experiments = plan_experiments(recording, classes, settings)
+        with phases.run("Echoes", echo_steps(recording, settings)) as advance:
+            echoes = measure_echoes(view, recording, exits, experiments, settings, advance)
+        exits = replace(exits, echo=echoes.exits)
         with phases.run("What-ifs", layers * experiments.count) as advance:
             losses = measure_losses(view, recording, experiments, settings, advance)
         with phases.run("Centroids", layers) as advance:
@@ -89,7 +90,7 @@ def calibrate(
             measured = _Measured(
                 recording=recording,
                 exits=exits,
-                echo=echo,
+                echoes=echoes,
                 steadiness=steadiness,
                 losses=losses,
                 centroids=centroids,
@@ -162,8 +163,7 @@ class _Measured:
 
     recording: Recording
     exits: Exits
-    echo: FloatArray
-    """What an exit flips of later tokens, by `EXIT_STATES`, [2]."""
+    echoes: Echoes
     steadiness: Steadiness
     losses: Losses
     centroids: _Centroids
@@ -195,7 +195,8 @@ def _profile(
         exit_grid=exits.grid,
         exit_error_upper=exits.error_upper,
         exit_rate=exits.rate,
-        exit_echo=measured.echo,
+        exit_echo=measured.echoes.exits,
+        change_echo=measured.echoes.changes,
         steady_weight=steadiness.weight,
         steady_bias=steadiness.bias,
         steady_edges=steadiness.edges,

@@ -36,6 +36,8 @@ class ExitState(StrEnum):
 
 
 EXIT_STATES = tuple(ExitState)
+CHANGES = ("skip", "drop", "substitution")
+"""What may be done to a token in one layer."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,6 +61,10 @@ class LossCurves:
         """The same curves with every bound `factor` times as large, at most 1."""
         assert factor >= 1.0
         return replace(self, upper=np.minimum(self.upper * factor, 1.0))
+
+    def raised(self, by: float) -> LossCurves:
+        """The same curves with every bound larger by so much, at most 1."""
+        return replace(self, upper=np.minimum(self.upper + by, 1.0))
 
     def pooled(self, class_share: FloatArray) -> LossCurves:
         """The curves of tokens whose class is not looked at, B = 1; `class_share` [N, B]."""
@@ -116,6 +122,11 @@ class Profile:
     """[N, 101]: quantiles 0..100 % of the importance of each layer."""
     theta: FloatArray
     """Importance thresholds (24) for the budget and settings in the header, [N]."""
+
+    change_echo: FloatArray
+    """Upper bound of the predictions of later tokens that a skip, some dropped slots or one
+    substitute flip, since they attend to what the token left, by `CHANGES`, [3]. The curves and
+    losses here are without it."""
 
     # Substitution (3).
     similarity: FloatArray
@@ -187,6 +198,18 @@ class Profile:
     @property
     def model_hash(self) -> str:
         return self.header.input_hashes["model"]
+
+    def echoing(self) -> Profile:
+        """The same where skips, drops and substitutes cost what they flip of later tokens too."""
+        skip, drop, substitution = self.change_echo
+        other = ~np.eye(self.expert_count, dtype=bool)
+        return replace(
+            self,
+            skip=self.skip.raised(skip),
+            drop=self.drop.raised(drop),
+            substitution_loss=np.minimum(self.substitution_loss + substitution * other, 1.0),
+            change_echo=np.zeros(len(CHANGES)),
+        )
 
     def exit_bound(self, state: ExitState) -> FloatArray:
         """Upper bound of all that one exit flips at each p, itself and later tokens, [T]."""

@@ -217,7 +217,7 @@ class Optimiser:
         """All seeds and the best of the others by trimmed value, searched further."""
         trimmed = TrimmedObjective(
             cost=self.planner.cost,
-            profile=self.planner.profile,
+            profile=self.planner.profile.echoing(),
             access_share=self.planner.cluster.access_share,
             budget=self.settings.budget,
         )

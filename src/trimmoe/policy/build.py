@@ -88,6 +88,7 @@ def make_policy(deployment: Deployment, profile: Profile, settings: PolicySettin
 
 def action_space(deployment: Deployment, profile: Profile, settings: PolicySettings) -> ActionSpace:
     """The actions that `settings` admit on a deployment."""
+    profile = profile.echoing() if settings.echoes_charged else profile
     share = profile.class_share
     pooled = profile.skip.pooled(share), profile.drop.pooled(share)
     theta, theta_drop = _thresholds(*pooled, profile, settings)

@@ -69,6 +69,9 @@ class PolicySettings:
     inflate: bool = True
     """Take gamma from the plan, where `trimmoe tune` has measured it."""
     exit_state: ExitState = ExitState.DENSE
+    echoes_charged: bool = True
+    """Whether a skip, drop or substitute spends what it flips of later tokens besides its own
+    flip. Off, only the latter counts, as in the paper."""
     exits_charged: bool = True
     """Whether an exit spends the budget: the bound of what it flips, itself and later. Off, exits
     are free, as in the paper."""
@@ -122,6 +125,7 @@ def paper() -> PolicySettings:
         exit_risk=None,
         exit_state=ExitState.FROZEN,
         inflate=False,
+        echoes_charged=False,
         exits_charged=False,
         exits_weighed=False,
         budget_rule=BudgetRule.EVEN,

@@ -18,7 +18,14 @@ from trimmoe.calibrate.routing_stats import (
     pattern_statistics,
 )
 from trimmoe.core.artifact import Header
-from trimmoe.core.profile import PROFILE_FORMAT, PROFILE_KIND, LossCurves, Profile
+from trimmoe.core.profile import (
+    CHANGES,
+    EXIT_STATES,
+    PROFILE_FORMAT,
+    PROFILE_KIND,
+    LossCurves,
+    Profile,
+)
 from trimmoe.core.specs import ModelSpec
 from trimmoe.cost.thresholds import thresholds
 from trimmoe.simulator.generate import Parameters, Tokens, class_shares, draw_tokens
@@ -110,7 +117,8 @@ def _exit_bounds(drawn: Tokens) -> dict:
         "exit_grid": grid,
         "exit_error_upper": _EXIT_ERROR * (1.0 - grid),
         "exit_rate": (sure[:, None] >= grid).mean(axis=0),
-        "exit_echo": np.zeros(2),
+        "exit_echo": np.zeros(len(EXIT_STATES)),
+        "change_echo": np.zeros(len(CHANGES)),
     }
 
 
