@@ -31,8 +31,8 @@ from trimmoe.placement.make import default, make_plan
 from trimmoe.policy.build import deploy
 from trimmoe.policy.settings import PRESETS
 from trimmoe.simulator import loop
-from trimmoe.simulator.generate import Parameters, generate_trace
-from trimmoe.simulator.generated_profile import generate_profile
+from trimmoe.simulator.generate import Parameters
+from trimmoe.simulator.generated_profile import generate_profile_and_trace
 from trimmoe.simulator.geometries import find_geometry
 from trimmoe.simulator.replay import replay
 from trimmoe.simulator.run import simulate
@@ -45,15 +45,8 @@ CLUSTER = Path(__file__).parents[1] / "clusters" / "testbed10.yaml"
 def world(geometry: str) -> tuple[ModelSpec, Profile, Plan, Trace]:
     """A generated model and its plan."""
     model, parameters = find_geometry(geometry), Parameters(skip_flip=0.05, drop_flip=0.05)
-    profile = generate_profile(model, parameters, seed=SEED)
-    trace = generate_trace(
-        model,
-        parameters,
-        sequences=512,
-        length=16,
-        seed=SEED + 1,
-        structure_seed=SEED,
-        profile_hash=profile.hash,
+    profile, trace = generate_profile_and_trace(
+        model, parameters, sequences=512, length=16, seed=SEED
     )
     cluster = load_cluster(CLUSTER)
     plan = make_plan(profile, model, cluster, default(), cluster_hash=file_hash(CLUSTER))

@@ -21,8 +21,8 @@ from trimmoe.experiments.methods import make_engine
 from trimmoe.policy.build import Deployment, deploy
 from trimmoe.policy.settings import PRESETS, ExitRule, WeightRule
 from trimmoe.simulator.arrivals import Source
-from trimmoe.simulator.generate import Parameters, generate_trace
-from trimmoe.simulator.generated_profile import generate_profile
+from trimmoe.simulator.generate import Parameters
+from trimmoe.simulator.generated_profile import generate_profile_and_trace
 from trimmoe.simulator.measure import Sample
 from trimmoe.simulator.replay import replay
 from trimmoe.simulator.run import simulate
@@ -69,15 +69,8 @@ def world(
     rng = np.random.default_rng(seed)
     model = random_model_spec(rng, layers=layers, experts=experts, top_k=top_k)
     parameters = Parameters(exit_hazard=(0.0, 0.3), skip_flip=0.05, drop_flip=0.03)
-    profile = generate_profile(model, parameters, seed=seed, tokens=512)
-    trace = generate_trace(
-        model,
-        parameters,
-        sequences=SEQUENCES,
-        length=LENGTH,
-        seed=seed + 1,
-        structure_seed=seed,
-        profile_hash=profile.hash,
+    profile, trace = generate_profile_and_trace(
+        model, parameters, sequences=SEQUENCES, length=LENGTH, seed=seed, profile_tokens=512
     )
     if lying:
         profile = hostile(rng, profile)

@@ -33,8 +33,8 @@ from trimmoe.placement.make import PlanSettings, make_plan, paper
 from trimmoe.policy.settings import PolicySettings, WeightRule, exact
 from trimmoe.policy.settings import paper as paper_policy
 from trimmoe.policy.trim import TrimPolicy
-from trimmoe.simulator.generate import Parameters, generate_trace
-from trimmoe.simulator.generated_profile import generate_profile
+from trimmoe.simulator.generate import Parameters
+from trimmoe.simulator.generated_profile import generate_profile_and_trace
 from trimmoe.simulator.geometries import find_geometry
 from trimmoe.simulator.replay import replay
 
@@ -86,15 +86,8 @@ def recorded_tokens(model: str, profile: Path, trace: Path) -> Tokens:
 def generated_tokens(geometry: str, seed: int) -> Tokens:
     """Tokens of a published geometry from the generator's assumptions. Raises `UserError`."""
     model, parameters = find_geometry(geometry), Parameters()
-    profile = generate_profile(model, parameters, seed=seed)
-    trace = generate_trace(
-        model,
-        parameters,
-        sequences=_SEQUENCES,
-        length=_LENGTH,
-        seed=seed + 1,
-        structure_seed=seed,
-        profile_hash=profile.hash,
+    profile, trace = generate_profile_and_trace(
+        model, parameters, sequences=_SEQUENCES, length=_LENGTH, seed=seed
     )
     return Tokens(profile=profile, model=model, trace=trace)
 

@@ -1,4 +1,4 @@
-"""The profile that belongs to generated traces.
+"""The profile that belongs to generated traces, and both of one made-up model.
 
 Routing, patterns, executions and hazards are counted on drawn tokens by the functions of
 calibration; the loss curves are the parameters' own, without noise. There are no hidden states, so
@@ -27,14 +27,44 @@ from trimmoe.core.profile import (
     Profile,
 )
 from trimmoe.core.specs import ModelSpec
+from trimmoe.core.trace import Trace
 from trimmoe.cost.thresholds import thresholds
-from trimmoe.simulator.generate import Parameters, Tokens, class_shares, draw_tokens
+from trimmoe.simulator.generate import (
+    Parameters,
+    Tokens,
+    class_shares,
+    draw_tokens,
+    generate_trace,
+)
 
 _BINS = 12
 _SIMILARITY_DIMENSIONS = 6
 _EXIT_ERROR = 0.05
 """Bound of the flip rate of exits at a confidence of 0, falling to 0 at 1."""
 _CONFIDENCE_OF_BOUNDS = 0.95
+
+
+def generate_profile_and_trace(
+    model: ModelSpec,
+    parameters: Parameters,
+    *,
+    sequences: int,
+    length: int,
+    seed: int,
+    profile_tokens: int = 8192,
+) -> tuple[Profile, Trace]:
+    """A profile and a trace of the same made-up structure, of other tokens each."""
+    profile = generate_profile(model, parameters, seed=seed, tokens=profile_tokens)
+    trace = generate_trace(
+        model,
+        parameters,
+        sequences=sequences,
+        length=length,
+        seed=seed + 1,
+        structure_seed=seed,
+        profile_hash=profile.hash,
+    )
+    return profile, trace
 
 
 def generate_profile(

@@ -14,8 +14,8 @@ from trimmoe.core.specs import ClusterSpec, IntArray, ModelSpec
 from trimmoe.core.trace import Trace
 from trimmoe.placement.make import make_plan, paper
 from trimmoe.placement.optimise import SearchSettings, optimise_plan
-from trimmoe.simulator.generate import Parameters, generate_trace
-from trimmoe.simulator.generated_profile import generate_profile
+from trimmoe.simulator.generate import Parameters
+from trimmoe.simulator.generated_profile import generate_profile_and_trace
 from trimmoe.simulator.geometries import find_geometry
 
 Announce = Callable[[str], None]
@@ -135,15 +135,13 @@ def generated_world(
     """A world of a published geometry with generated tokens; nothing in it was measured."""
     announce(f"{geometry}: tokens")
     model, drawn = find_geometry(geometry), parameters or Parameters()
-    profile = generate_profile(model, drawn, seed=seed, tokens=effort.profile_tokens)
-    trace = generate_trace(
+    profile, trace = generate_profile_and_trace(
         model,
         drawn,
         sequences=effort.sequences,
         length=effort.length,
-        seed=seed + 1,
-        structure_seed=seed,
-        profile_hash=profile.hash,
+        seed=seed,
+        profile_tokens=effort.profile_tokens,
     )
     return made_world(
         geometry, "generated", model, profile, trace, cluster, effort, seed=seed, announce=announce
