@@ -15,6 +15,12 @@ from transformers.utils import logging
 DECODERS = ["mixtral", "mixtral_window", "qwen2_moe", "olmoe", "qwen3_moe"]
 """Decoder-only checkpoints; together with "switch" all that `write` knows."""
 
+LAYOUTS = [(False, False), (False, True), (True, False), (True, True)]
+"""All that `write` knows of `fused` and `sharded`."""
+
+Folder = Callable[..., Path]
+"""Where `write` has put what it is asked for."""
+
 _COMMON: dict[str, Any] = {
     "vocab_size": 96,
     "hidden_size": 32,
@@ -120,6 +126,19 @@ def write(name: str, folder: Path, *, fused: bool = False, sharded: bool = False
     if sharded:
         _shard(folder)
     return folder
+
+
+def written_once(new_folder: Callable[[str], Path]) -> Folder:
+    """`write`, each name and layout into a `new_folder` of its own and only once."""
+    made: dict[tuple[str, bool, bool], Path] = {}
+
+    def find(name: str, fused: bool = False, sharded: bool = False) -> Path:
+        key = (name, fused, sharded)
+        if key not in made:
+            made[key] = write(name, new_folder(name), fused=fused, sharded=sharded)
+        return made[key]
+
+    return find
 
 
 def reference(folder: Path, dtype: torch.dtype = torch.float32) -> Any:

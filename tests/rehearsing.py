@@ -7,10 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from tiny import _byte_tokenizer
+from tiny import OF_BYTES, write_random
 from trimmoe.core.profile import Profile
 from trimmoe.core.specs import ClusterSpec, ModelSpec
 from trimmoe.experiments.rehearsal import rescaled
@@ -29,28 +28,19 @@ def write_rehearsal_checkpoint(folder: Path, *, layers: int, seed: int = 0) -> P
     """A random Qwen3-MoE with wide states, so that messages are mostly states, and little else."""
     shape: dict[str, Any] = {"head_dim": 16}
     config = Qwen3MoeConfig(
-        vocab_size=259,
+        **OF_BYTES,
         hidden_size=512,
         intermediate_size=64,
         num_hidden_layers=layers,
         num_attention_heads=2,
         num_key_value_heads=1,
-        max_position_embeddings=256,
         num_experts=8,
         num_experts_per_tok=2,
         moe_intermediate_size=24,
         decoder_sparse_step=1,
-        tie_word_embeddings=True,
-        bos_token_id=256,
-        eos_token_id=257,
-        pad_token_id=258,
-        initializer_range=0.2,
         **shape,
     )
-    torch.manual_seed(seed)
-    Qwen3MoeForCausalLM(config).save_pretrained(folder)
-    _byte_tokenizer().save_pretrained(folder)
-    return folder
+    return write_random(Qwen3MoeForCausalLM, config, folder, seed=seed)
 
 
 def made_up_profile(model: ModelSpec, *, seed: int) -> Profile:

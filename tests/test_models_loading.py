@@ -14,28 +14,18 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from checkpoints import reference, write
+from checkpoints import LAYOUTS, Folder, reference, written_once
 from trimmoe.core.errors import UserError
 from trimmoe.models import hashing
 from trimmoe.models.base import EncoderDecoderView, ExpertNotLoaded
 from trimmoe.models.load import load_tokenizer, model_hash, model_spec, open_model
 
 CHOICE = {0: [1, 3], 2: [0]}
-LAYOUTS = [(False, False), (False, True), (True, False), (True, True)]
-Folder = Callable[..., Path]
 
 
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Folder:
-    made: dict[tuple[str, bool, bool], Path] = {}
-
-    def find(name: str, fused: bool = False, sharded: bool = False) -> Path:
-        key = (name, fused, sharded)
-        if key not in made:
-            made[key] = write(name, tmp_path_factory.mktemp(name), fused=fused, sharded=sharded)
-        return made[key]
-
-    return find
+    return written_once(tmp_path_factory.mktemp)
 
 
 @pytest.fixture(autouse=True)

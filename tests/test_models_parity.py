@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from checkpoints import DECODERS, reference, write
+from checkpoints import DECODERS, Folder, reference, written_once
 from trimmoe.core.errors import UserError
 from trimmoe.models.base import EncoderDecoderView, MoEView, TokenBatch
 from trimmoe.models.cache import KVCache
@@ -18,19 +16,11 @@ from trimmoe.models.exact import exact_logits, full_depth, greedy
 from trimmoe.models.load import open_model
 
 TOLERANCE = 1e-4
-Folder = Callable[[str], Path]
 
 
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Folder:
-    made: dict[str, Path] = {}
-
-    def find(name: str) -> Path:
-        if name not in made:
-            made[name] = write(name, tmp_path_factory.mktemp(name))
-        return made[name]
-
-    return find
+    return written_once(tmp_path_factory.mktemp)
 
 
 def _tokens(*lengths: int, seed: int = 1) -> list[list[int]]:

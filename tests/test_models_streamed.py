@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from checkpoints import DECODERS, write
+from checkpoints import DECODERS, LAYOUTS, Folder, written_once
 from trimmoe.core.errors import UserError
 from trimmoe.models.base import EncoderDecoderView, ExpertNotLoaded, MoEView, TokenBatch
 from trimmoe.models.cache import KVCache
@@ -21,21 +21,10 @@ from trimmoe.models.exact import exact_logits, full_depth
 from trimmoe.models.experts import ExpertStacks
 from trimmoe.models.load import open_model
 
-LAYOUTS = [(False, False), (False, True), (True, False), (True, True)]
-Folder = Callable[..., Path]
-
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Folder:
-    made: dict[tuple[str, bool, bool], Path] = {}
-
-    def find(name: str, fused: bool = False, sharded: bool = False) -> Path:
-        key = (name, fused, sharded)
-        if key not in made:
-            made[key] = write(name, tmp_path_factory.mktemp(name), fused=fused, sharded=sharded)
-        return made[key]
-
-    return find
+    return written_once(tmp_path_factory.mktemp)
 
 
 ROWS = [[5, 9, 2, 40, 7], [11, 3, 8]]
