@@ -35,7 +35,7 @@ def brute_force_s(planner: Planner) -> float:
         hosts = np.array(bits).reshape(shape)
         fits = (used_bytes(hosts, planner.model) <= planner.capacity).all()
         if fits and hosts.any(axis=0).all():
-            best = min(best, planner.deployment(hosts, None).expected_s)
+            best = min(best, planner.placement(hosts, None).expected_s)
     return best
 
 
@@ -47,7 +47,7 @@ def test_the_program_finds_the_optimum_of_brute_force(seed: int) -> None:
     assert bound.optimal
     assert bound.lower_s == pytest.approx(brute_force_s(planner), rel=1e-5)
     assert bound.hosts is not None
-    there = planner.deployment(bound.hosts, None).expected_s
+    there = planner.placement(bound.hosts, None).expected_s
     assert there == pytest.approx(bound.lower_s, rel=1e-5)
 
 

@@ -99,7 +99,7 @@ def test_default_is_never_worse_than_any_seed(
     except UserError:
         return
     planner = make_planner(profile, model, cluster, default())
-    expected = planner.deployment(plan.hosts, plan.routes).expected_s
+    expected = planner.placement(plan.hosts, plan.routes).expected_s
     assert expected == pytest.approx(plan.header.settings["expected_s"])
     for name in SEED_NAMES:
         seed = planner.seed(name)
@@ -107,7 +107,7 @@ def test_default_is_never_worse_than_any_seed(
             assert plan.header.settings["seeds"][name] is None
             continue
         assert expected <= seed.expected_s * (1 + 1e-12)
-        with_home = planner.deployment(seed.hosts, home_routes(*plan.routes.shape))
+        with_home = planner.placement(seed.hosts, home_routes(*plan.routes.shape))
         assert expected <= with_home.expected_s * (1 + 1e-12)
 
 
@@ -119,7 +119,7 @@ def test_never_worse_than_the_best_single_server() -> None:
     for m in range(4):
         hosts = np.zeros_like(plan.hosts)
         hosts[m] = True
-        alone = planner.deployment(hosts, np.full_like(plan.routes, m))
+        alone = planner.placement(hosts, np.full_like(plan.routes, m))
         assert plan.header.settings["expected_s"] <= alone.expected_s * (1 + 1e-12)
 
 

@@ -30,7 +30,7 @@ from trimmoe.placement.mutate import Mutator
 from trimmoe.placement.optimise import SearchSettings, optimise_plan
 from trimmoe.placement.routes import best_routes, route_delay_s
 from trimmoe.placement.search import Climber
-from trimmoe.placement.seeds import SEEDS, seed_deployment
+from trimmoe.placement.seeds import SEEDS, seed_placement
 from trimmoe.placement.trimmed import TrimmedObjective
 
 BRIEF = SearchSettings(iterations=300, trimmed_iterations=5)
@@ -78,7 +78,7 @@ def test_never_worse_than_any_seed(
     value_s = measure.value_s(plan.hosts, plan.routes)
     assert value_s == pytest.approx(plan.header.settings["value_s"])
     for name in SEEDS:
-        seed_found = seed_deployment(name, planner)
+        seed_found = seed_placement(name, planner)
         recorded = plan.header.settings["seeds"][name]
         if seed_found is None:
             assert recorded is None
@@ -204,7 +204,7 @@ def test_climbing_never_loses_the_best_and_drops_only_what_no_route_needs() -> N
     landscape = Landscape(
         cost=planner.cost, access_share=cluster.access_share, table_s=objective.layer_table_s
     )
-    start = seed_deployment("load_balanced", planner)
+    start = seed_placement("load_balanced", planner)
     assert start is not None
     climber = Climber(
         name="x",

@@ -20,7 +20,7 @@ from trimmoe.core.profile import Profile
 from trimmoe.core.specs import ClusterSpec, ModelSpec
 from trimmoe.placement.capacity import used_bytes
 from trimmoe.placement.make import PlanSettings, default, make_plan, make_planner
-from trimmoe.placement.seeds import SEEDS, seed_deployment, seed_plan
+from trimmoe.placement.seeds import SEEDS, seed_placement, seed_plan
 from trimmoe.placement.seeds.activation import layer_entropy, preferred_hosts
 from trimmoe.placement.seeds.balanced import balanced_layer, replica_counts
 from trimmoe.placement.seeds.base import covered
@@ -56,13 +56,13 @@ def test_seeds_by_name() -> None:
     model = random_model_spec(rng)
     planner = make_planner(random_profile(rng, model), model, random_cluster(rng), default())
     for name in SEEDS:
-        made, plain = seed_deployment(name, planner), seed_plan(name, planner)
+        made, plain = seed_placement(name, planner), seed_plan(name, planner)
         assert (made is None) == (plain is None) == (name == "single_server")
         if made is None or plain is None:
             continue
         np.testing.assert_array_equal(made.hosts, plain.hosts)
         np.testing.assert_array_equal(made.routes, plain.routes)
-        assert made.expected_s == planner.deployment(plain.hosts, plain.routes).expected_s
+        assert made.expected_s == planner.placement(plain.hosts, plain.routes).expected_s
     with pytest.raises(UserError, match="load_balanced"):
         seed_plan("nonesuch", planner)
 
@@ -142,7 +142,7 @@ def test_the_best_single_server() -> None:
     )
     profile = random_profile(rng, model)
     planner = make_planner(profile, model, cluster, default())
-    seed = seed_deployment("single_server", planner)
+    seed = seed_placement("single_server", planner)
     assert seed is not None
     (server,) = set(seed.routes.ravel().tolist())
     other = 2 - server
@@ -151,7 +151,7 @@ def test_the_best_single_server() -> None:
     assert seed.hosts.sum() == seed.hosts[server].size
     elsewhere = np.zeros_like(seed.hosts)
     elsewhere[other] = True
-    there = planner.deployment(elsewhere, np.full_like(seed.routes, other))
+    there = planner.placement(elsewhere, np.full_like(seed.routes, other))
     assert seed.expected_s <= there.expected_s
 
 

@@ -1,7 +1,7 @@
 """From a profile, a model and a cluster to a plan: seed, routes, replicas, and again.
 
 Replicas are worth what they save on the routes, and routes follow the replicas, so the two
-alternate a few times from several starting routes; the deployment of least expected exact delay
+alternate a few times from several starting routes; the placement of least expected exact delay
 per token, weighted by where users enter, is kept. Each seed itself is among the candidates, so
 the plan is never worse than any of them. Nothing here draws random numbers: the seed is only
 recorded, and the same inputs give the same plan.
@@ -81,7 +81,7 @@ def paper() -> PlanSettings:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Deployment:
+class Placement:
     """Who holds what and the routes on it, with its expected exact delay per token."""
 
     hosts: BoolArray
@@ -104,21 +104,21 @@ class Planner:
     tables: dict[tuple[int, bytes], FloatArray] = field(default_factory=dict)
     """Layer tables already computed, by layer and its hosts: candidates share most of them."""
 
-    def seed(self, name: SeedName) -> Deployment | None:
+    def seed(self, name: SeedName) -> Placement | None:
         """A seed plan with routes of its own, see `seeds`; None if it cannot serve the model.
 
         Raises `UserError` if the experts themselves do not fit.
         """
         found = seed_plan(name, self)
-        return None if found is None else self.deployment(found.hosts, found.routes)
+        return None if found is None else self.placement(found.hosts, found.routes)
 
-    def deployment(self, hosts: BoolArray, routes: IntArray | None) -> Deployment:
+    def placement(self, hosts: BoolArray, routes: IntArray | None) -> Placement:
         """`hosts` with `routes`, or with the best ones, evaluated."""
         delays = np.stack([self._table(hosts, layer) for layer in range(hosts.shape[1])])
         if routes is None:
             routes = best_routes(self.cost, delays)
         share = self.cluster.access_share
-        return Deployment(
+        return Placement(
             hosts=hosts,
             routes=routes,
             expected_s=expected_delay_s(self.cost, delays, routes, share),
@@ -131,21 +131,21 @@ class Planner:
             self.tables[key] = layer_table_s(self.cost, held, self.profile, layer)
         return self.tables[key]
 
-    def finished(self, seed: Deployment, starts: list[IntArray]) -> Deployment:
+    def finished(self, seed: Placement, starts: list[IntArray]) -> Placement:
         """The seed with routes and replicas as the settings say.
 
         `starts`: routes to start the alternation from, besides the best ones on the seed.
         """
-        routed = self.deployment(seed.hosts, self._fixed_routes(seed))
+        routed = self.placement(seed.hosts, self._fixed_routes(seed))
         if not self.settings.redundancy:
             return routed
         if self.settings.benefit == "paper":
-            return self.deployment(self._paper_hosts(seed.hosts), self._fixed_routes(seed))
+            return self.placement(self._paper_hosts(seed.hosts), self._fixed_routes(seed))
         if self.settings.routes != "best":
             return _best([routed, *self._alternations(seed, routed.routes)])
         grown = [routed]
         if self.settings.blocks:
-            grown.append(self.deployment(self._block_hosts(seed.hosts), None))
+            grown.append(self.placement(self._block_hosts(seed.hosts), None))
         found = list(grown)
         for base in grown:
             for routes in [base.routes, *starts]:
@@ -157,7 +157,7 @@ class Planner:
             self.cost, self.model, self.profile, hosts, self.capacity, self.cluster.access_share
         )
 
-    def _fixed_routes(self, seed: Deployment) -> IntArray | None:
+    def _fixed_routes(self, seed: Placement) -> IntArray | None:
         match self.settings.routes:
             case "best":
                 return None
@@ -174,7 +174,7 @@ class Planner:
             self.cluster, self.model, self.profile, hosts, self.capacity, residence
         )
 
-    def _alternations(self, base: Deployment, routes: IntArray) -> Iterator[Deployment]:
+    def _alternations(self, base: Placement, routes: IntArray) -> Iterator[Placement]:
         """Replicas for the routes, routes for the replicas, and again from the base's hosts."""
         for _ in range(self.settings.rounds):
             hosts = add_marginal_replicas(
@@ -186,14 +186,14 @@ class Planner:
                 routes,
                 self.cluster.access_share,
             )
-            found = self.deployment(hosts, self._fixed_routes(base))
+            found = self.placement(hosts, self._fixed_routes(base))
             yield found
             if np.array_equal(found.routes, routes):
                 return
             routes = found.routes
 
 
-def _best(found: list[Deployment]) -> Deployment:
+def _best(found: list[Placement]) -> Placement:
     return min(found, key=lambda candidate: candidate.expected_s)
 
 
@@ -275,18 +275,18 @@ def distinct_routes(routes: list[IntArray]) -> list[IntArray]:
     ]
 
 
-def _record(seed: Deployment | None, finished: Deployment | None) -> dict[str, float] | None:
+def _record(seed: Placement | None, finished: Placement | None) -> dict[str, float] | None:
     if seed is None or finished is None:
         return None
     return {"seed_s": seed.expected_s, "plan_s": finished.expected_s}
 
 
 def as_plan(
-    planner: Planner, deployment: Deployment, cluster_hash: str, found: dict[str, Any]
+    planner: Planner, placement: Placement, cluster_hash: str, found: dict[str, Any]
 ) -> Plan:
     header = plan_header(
         planner.cluster,
-        settings=asdict(planner.settings) | found | {"expected_s": deployment.expected_s},
+        settings=asdict(planner.settings) | found | {"expected_s": placement.expected_s},
         input_hashes={
             "model": planner.model.model_hash,
             "profile": planner.profile.hash,
@@ -297,7 +297,7 @@ def as_plan(
     return Plan(
         header=header,
         cluster=planner.cluster,
-        hosts=deployment.hosts,
-        routes=deployment.routes,
+        hosts=placement.hosts,
+        routes=placement.routes,
         expert_capacity_bytes=planner.capacity,
     )

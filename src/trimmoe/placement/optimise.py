@@ -24,7 +24,7 @@ from trimmoe.core.specs import BoolArray, ClusterSpec, IntArray, ModelSpec
 from trimmoe.placement.bound import Bound, exact_bound
 from trimmoe.placement.landscape import ExactObjective, Landscape, Objective
 from trimmoe.placement.make import (
-    Deployment,
+    Placement,
     Planner,
     PlanSettings,
     as_plan,
@@ -35,7 +35,7 @@ from trimmoe.placement.make import (
 from trimmoe.placement.mutate import Mutator
 from trimmoe.placement.redundancy import add_marginal_replicas
 from trimmoe.placement.search import Search
-from trimmoe.placement.seeds import SEEDS, seed_deployment
+from trimmoe.placement.seeds import SEEDS, seed_placement
 from trimmoe.placement.trimmed import TrimmedObjective
 
 KeepGoing = Callable[[float], bool]
@@ -70,7 +70,7 @@ class SearchSettings:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Entry:
-    """A deployment that may win, by where it came from."""
+    """A placement that may win, by where it came from."""
 
     name: str
     hosts: BoolArray
@@ -102,14 +102,14 @@ def optimise_plan(
         raise UserError(f"The budget is {search.budget}; give a flip rate from 0 to 1.")
     planner = make_planner(profile, model, cluster, settings)
     found = Optimiser(planner=planner, settings=search, keep_going=keep_going).run()
-    return as_plan(planner, found.deployment, cluster_hash, found.record)
+    return as_plan(planner, found.placement, cluster_hash, found.record)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Found:
     """What a search came to."""
 
-    deployment: Deployment
+    placement: Placement
     record: dict[str, Any]
 
 
@@ -148,16 +148,16 @@ class Optimiser:
             "trimmed_iterations": trimmed_done,
             "bound": None if bound is None else bound.record(best.value_s),
         }
-        deployment = self.planner.deployment(best.hosts, best.routes)
-        return Found(deployment=deployment, record=record)
+        placement = self.planner.placement(best.hosts, best.routes)
+        return Found(placement=placement, record=record)
 
     def _bound(self) -> Bound | None:
         if self.settings.bound_seconds <= 0:
             return None
         return exact_bound(self.planner, time_limit_s=self.settings.bound_seconds)
 
-    def _seeds(self) -> dict[str, Deployment]:
-        found = {name: seed_deployment(name, self.planner) for name in SEEDS}
+    def _seeds(self) -> dict[str, Placement]:
+        found = {name: seed_placement(name, self.planner) for name in SEEDS}
         return {name: seed for name, seed in found.items() if seed is not None}
 
     def _exact(self) -> ExactObjective:
@@ -170,7 +170,7 @@ class Optimiser:
         value_s = objective.value_s(hosts, routes)
         return _Entry(name=name, hosts=hosts, routes=routes, value_s=value_s)
 
-    def _grown(self, exact: ExactObjective, seeds: dict[str, Deployment]) -> list[_Entry]:
+    def _grown(self, exact: ExactObjective, seeds: dict[str, Placement]) -> list[_Entry]:
         """Every seed with best routes and greedy replicas, as long as there is time."""
         grown = []
         starts = distinct_routes([seed.routes for seed in seeds.values()])
@@ -268,7 +268,7 @@ class Optimiser:
         return Mutator(model=self.planner.model, capacity=self.planner.capacity)
 
     def _record(
-        self, objective: Objective, seeds: dict[str, Deployment], entries: list[_Entry]
+        self, objective: Objective, seeds: dict[str, Placement], entries: list[_Entry]
     ) -> dict[str, dict[str, float | None] | None]:
         """Value of every seed and of its greedy growth where it was tried; None: impossible."""
         values = {entry.name: entry.value_s for entry in entries}

@@ -27,9 +27,9 @@ from trimmoe.placement.seeds.slim import slim_caching
 
 if TYPE_CHECKING:
     from trimmoe.core.specs import IntArray
-    from trimmoe.placement.make import Deployment, Planner
+    from trimmoe.placement.make import Placement, Planner
 
-__all__ = ["SEEDS", "Seed", "SeedPlan", "seed_deployment", "seed_plan"]
+__all__ = ["SEEDS", "Seed", "SeedPlan", "seed_placement", "seed_plan"]
 
 
 def dispersed(planner: Planner) -> SeedPlan:
@@ -87,7 +87,7 @@ def seed_plan(name: str, planner: Planner) -> SeedPlan | None:
     return SEEDS[name](planner)
 
 
-def seed_deployment(name: str, planner: Planner) -> Deployment | None:
+def seed_placement(name: str, planner: Planner) -> Placement | None:
     """`seed_plan` evaluated: hosts, its own routes, and expected exact delay per token."""
     found = seed_plan(name, planner)
-    return None if found is None else planner.deployment(found.hosts, found.routes)
+    return None if found is None else planner.placement(found.hosts, found.routes)

@@ -20,8 +20,8 @@ def single_server(planner: Planner) -> SeedPlan | None:
     for server in able:
         hosts = np.zeros(shape, dtype=bool)
         hosts[server] = True
-        found.append(planner.deployment(hosts, np.full(shape[:2], server)))
+        found.append(planner.placement(hosts, np.full(shape[:2], server)))
     if not found:
         return None
-    best = min(found, key=lambda deployment: deployment.expected_s)
+    best = min(found, key=lambda placement: placement.expected_s)
     return SeedPlan(hosts=best.hosts, routes=best.routes, stages=best.routes[0])
