@@ -5,7 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from trimmoe.cost.model import Accounting, CostModel, layer_delay_s, layer_messages
+from trimmoe.cost.model import (
+    Accounting,
+    CostModel,
+    host_delay_s,
+    layer_delay_s,
+    layer_messages,
+)
 
 
 def three_servers(accounting: Accounting = Accounting.PINNED) -> CostModel:
@@ -84,3 +90,32 @@ def test_a_migrating_token_moves_once() -> None:
     cost = three_servers(Accounting.MIGRATE)
     assert delay_ms(cost, 0, 2, [(0, 2)]) == pytest.approx(10.0 + 4.0)
     assert links(cost, 0, 2, [(0, 2)]) == {(0, 2): 1}
+
+
+def test_only_work_that_comes_from_another_server_waits() -> None:
+    """Own slots follow attention in its batch, which has waited already, whatever is decided."""
+    cost = three_servers().with_waiting(np.array([50e-3, 5e-3, 0.0]))
+    assert delay_ms(cost, 0, 0, [(0, 0)]) == pytest.approx(2.0)
+    assert delay_ms(cost, 0, 1, [(0, 0)]) == pytest.approx(2.0 + 1.0)
+    assert delay_ms(cost, 0, 0, [(0, 1)]) == pytest.approx(1.0 + 5.0 + 1.0 + 1.0)
+    assert delay_ms(cost, 0, 1, [(0, 1)]) == pytest.approx(1.0 + 5.0 + 1.0)
+    assert delay_ms(cost, 1, 1, [(0, 0), (1, 1)]) == pytest.approx(1.0 + 50.0 + 2.0 + 1.0)
+
+
+def test_a_migrating_token_waits_wherever_it_is_executed() -> None:
+    """(30) queues a token anew in every layer, also where it already is."""
+    cost = three_servers(Accounting.MIGRATE).with_waiting(np.array([50e-3, 5e-3, 0.0]))
+    assert delay_ms(cost, 0, 0, [(0, 0)]) == pytest.approx(50.0 + 2.0)
+    assert delay_ms(cost, 0, 1, [(0, 1)]) == pytest.approx(1.0 + 5.0 + 1.0)
+
+
+@pytest.mark.parametrize("accounting", Accounting)
+def test_a_slot_alone_costs_what_its_layer_does(accounting: Accounting) -> None:
+    cost = three_servers(accounting).with_waiting(np.array([50e-3, 5e-3, 1e-3]))
+    for source, destination in np.ndindex(3, 3):
+        alone_s = host_delay_s(cost, 0, source, destination)
+        for server, expert in np.ndindex(*alone_s.shape):
+            at_least_ms = cost.transfer_s[source, destination] * 1e3
+            expected_ms = max(at_least_ms, alone_s[server, expert] * 1e3)
+            slots = [(expert, server)]
+            assert delay_ms(cost, source, destination, slots) == pytest.approx(expected_ms)

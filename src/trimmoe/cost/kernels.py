@@ -37,7 +37,7 @@ class Links(NamedTuple):
     transfer_s: FloatArray
     """[M, M]."""
     waiting_s: FloatArray
-    """[M]."""
+    """Of work on a server, column, that comes from another, row, or its own, [M, M]."""
     expert_s: FloatArray
     """[M, N, E]."""
 
@@ -114,7 +114,7 @@ def slots_delay_s(links, layer, source, destination, experts, servers):
         for i in range(experts.shape[0]):
             if experts[i] >= 0 and servers[i] == server:
                 work += links.expert_s[server, layer, experts[i]]
-        path = links.transfer_s[source, server] + links.waiting_s[server]
+        path = links.transfer_s[source, server] + links.waiting_s[source, server]
         slowest = max(slowest, path + links.transfer_s[server, destination] + work)
     return slowest
 
@@ -126,7 +126,7 @@ def nearest_hosts(links, layer, held, source, destination):
     servers, experts = held.shape
     best, least = np.full(experts, -1), np.full(experts, np.inf)
     for m in range(servers):
-        path = links.transfer_s[source, m] + links.waiting_s[m]
+        path = links.transfer_s[source, m] + links.waiting_s[source, m]
         path += links.transfer_s[m, destination]
         for expert in range(experts):
             if held[m, expert]:
@@ -198,7 +198,8 @@ def _slot_options(menu, layer, tokens, i, source, destination, first_at, limit, 
             if j == 0 and first_at >= 0:
                 if menu.hosts[first_at, layer, runs]:
                     server[j, o] = first_at
-                    path = menu.links.transfer_s[source, first_at] + menu.links.waiting_s[first_at]
+                    path = menu.links.transfer_s[source, first_at]
+                    path += menu.links.waiting_s[source, first_at]
                     path += menu.links.transfer_s[first_at, destination]
                     delay[j, o] = path + menu.links.expert_s[first_at, layer, runs]
             else:

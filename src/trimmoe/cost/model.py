@@ -8,6 +8,10 @@ d(a, b) = z / B_ab + tau_ab (14), zero if a = b:
     delay = max( d(source, destination),
                  max over servers m used of d(source, m) + wait_m + sum c/F_m + d(m, destination) )
 
+where wait_m is that of work which comes from another server. The source's own slots follow
+attention in the same batch and wait for nobody; that batch's own wait is the same whatever is
+decided, and part of no action's cost.
+
 For one slot under `migrate` accounting, where the destination is the server that executed, this
 is the paper's (30) to the letter.
 """
@@ -53,7 +57,7 @@ class CostModel:
     """Attention, router, shared expert on the token's server; zero under `migrate`, whose delay
     (30) has no such term, [M, N]."""
     waiting_s: FloatArray
-    """Expected wait before a server starts work on arrival, [M]."""
+    """Expected wait before a server starts on slots that come from another, [M]."""
     accounting: Accounting
 
     @property
@@ -67,8 +71,20 @@ class CostModel:
     @property
     def links(self) -> kernels.Links:
         """The same arrays in the form that the compiled loops read."""
-        arrays = (self.transfer_s, self.waiting_s, self.expert_s)
+        arrays = (self.transfer_s, self.arrival_wait_s, self.expert_s)
         return kernels.Links(*(np.ascontiguousarray(array) for array in arrays))
+
+    @property
+    def arrival_wait_s(self) -> FloatArray:
+        """Expected wait of slots that a source, row, has run by a server, column, [M, M].
+
+        Nothing on the source itself. Under `migrate`, whose delay has no attention that slots
+        could follow at once, a token queues anew in every layer.
+        """
+        wait_s = np.tile(self.waiting_s, (self.server_count, 1))
+        if self.accounting is not Accounting.MIGRATE:
+            np.fill_diagonal(wait_s, 0.0)
+        return wait_s
 
     def with_waiting(self, waiting_s: FloatArray) -> CostModel:
         """The same costs with other measured waiting times, [M]."""
@@ -94,7 +110,7 @@ def cost_model(
 
 def host_delay_s(cost: CostModel, layer: int, source: int, destination: int) -> FloatArray:
     """Delay of one slot alone on every server and expert of `layer` (30), shape [M, E]."""
-    path = cost.transfer_s[source] + cost.waiting_s + cost.transfer_s[:, destination]
+    path = cost.transfer_s[source] + cost.arrival_wait_s[source] + cost.transfer_s[:, destination]
     return path[:, None] + cost.expert_s[:, layer]
 
 

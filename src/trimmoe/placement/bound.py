@@ -201,7 +201,7 @@ class _Program:
     def _delays(self) -> None:
         transfer_ms = self.cost.transfer_s * _MS
         path_ms = transfer_ms[:, :, None] + transfer_ms[None]  # [s, m, t]
-        path_ms = path_ms + self.cost.waiting_s[None, :, None] * _MS
+        path_ms = path_ms + self.cost.arrival_wait_s[:, :, None] * _MS
         profile = self.planner.profile
         for layer, p in np.argwhere(profile.pattern_share > 0).tolist():
             experts = profile.patterns[layer, p]

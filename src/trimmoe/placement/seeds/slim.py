@@ -51,7 +51,7 @@ def slim_caching(planner: Planner) -> SeedPlan | None:
 
 def call_delays_s(cost: CostModel) -> FloatArray:
     """Delay of one slot called from each home on each server (30), [M (home), M, N, E]."""
-    path = cost.transfer_s + cost.transfer_s.T + cost.waiting_s
+    path = cost.transfer_s + cost.transfer_s.T + cost.arrival_wait_s
     return path[:, :, None, None] + cost.expert_s[None]
 
 
