@@ -121,18 +121,19 @@ def test_quick_steps_come_first_and_take_nobodys_turn() -> None:
     assert order == [["gathered"], ["arrived"], ["token"], ["prompt"]]
 
 
-def test_only_slots_report_how_long_they_waited() -> None:
+def test_only_slots_of_generated_tokens_report_how_long_they_waited() -> None:
     ready, waits = scheduler()
     ready.put(Step.FINISH, 0, "a")
     ready.put(Step.SLOTS, 0, "b")
     ready.put(Step.ATTEND, 0, "c")
-    ready.next()
-    assert waits == []
-    ready.next()
-    assert len(waits) == 1
-    assert waits[0] > 0
-    ready.next()
-    assert len(waits) == 1
+    ready.put(Step.CHUNK, 0, "d")
+    ready.put(Step.CHUNK_SLOTS, 0, "e")
+    reported = {}
+    while (work := ready.next()) is not None:
+        reported[work.step] = len(waits)
+        waits.clear()
+    assert len(reported) == 5
+    assert [step for step, count in reported.items() if count] == [Step.SLOTS]
 
 
 def test_dropped_items_never_run() -> None:

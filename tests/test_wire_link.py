@@ -14,7 +14,13 @@ from hypothesis import strategies as st
 import factories
 from trimmoe.runtime.wire.base import PeerDown, PeerUnreachable, PeerUp
 from trimmoe.runtime.wire.emulation import EmulatedLink, LinkQueue, links_of
-from trimmoe.runtime.wire.estimates import LinkEstimator, RunningAverage, TrainMeter
+from trimmoe.runtime.wire.estimates import (
+    LatenessMeter,
+    LinkEstimator,
+    RecentLeast,
+    RunningAverage,
+    TrainMeter,
+)
 from trimmoe.runtime.wire.link import Link, LinkSettings
 from trimmoe.runtime.wire.protocol import Envelope
 
@@ -239,6 +245,60 @@ def test_round_trips_that_cannot_be_are_ignored() -> None:
     estimate = estimator.estimate()
     assert (estimate.round_trip_s, estimate.delay_s) == (0.02, 0.01)
     assert estimate.samples == 1
+
+
+BEATS_S = np.arange(0.0, 20.0, 0.25)
+
+
+@given(st.lists(st.tuples(st.floats(0.0, 8.0), st.floats(-5.0, 5.0)), min_size=1, max_size=40))
+def test_the_recent_least_is_that_of_a_window(samples: list[tuple[float, float]]) -> None:
+    recent, now_s, seen = RecentLeast(window_s=10.0), 0.0, []
+    for pause_s, value in samples:
+        now_s += pause_s
+        recent.add(value, now_s)
+        seen.append((now_s, value))
+        assert recent.least == min(v for at_s, v in seen if at_s >= now_s - 10.0)
+
+
+def test_a_busy_process_makes_no_link_longer() -> None:
+    """Nine beats in ten are read 50 ms late; the link has a round trip of 4 ms throughout."""
+    estimator = LinkEstimator(peer="b")
+    for index, now_s in enumerate(BEATS_S.tolist()):
+        estimator.round_trip(0.004 + 0.05 * (index % 10 != 0), now_s)
+    estimate = estimator.estimate()
+    assert estimate.delay_s == 0.002
+    assert estimate.round_trip_s is not None
+    assert estimate.round_trip_s > 0.04
+
+
+def test_a_link_that_becomes_slow_is_measured_anew_within_the_window() -> None:
+    estimator = LinkEstimator(peer="b")
+    for now_s in BEATS_S.tolist():
+        estimator.round_trip(0.004 if now_s < 8.0 else 0.1, now_s)
+    assert estimator.estimate().delay_s == 0.05
+    estimator.round_trip(0.02, 20.0)
+    assert estimator.estimate().delay_s == 0.01, "what becomes quicker is believed at once"
+
+
+@pytest.mark.parametrize("clocks_differ_s", [-1e6, 0.0, 3.25])
+def test_lateness_is_what_beats_took_beyond_the_way(clocks_differ_s: float) -> None:
+    meter = LatenessMeter()
+    assert meter.mean_s is None
+    for index, sent_s in enumerate(BEATS_S.tolist()):
+        late_s = 0.03 * (index % 2)
+        meter.read(sent_s=sent_s + clocks_differ_s, now_s=sent_s + 0.02 + late_s)
+    assert meter.mean_s == pytest.approx(0.015, abs=1e-3)
+
+
+def test_a_peers_nonsensical_clock_does_not_stay() -> None:
+    meter = LatenessMeter(half_life_s=1.0)
+    for nonsense in (math.nan, math.inf, -math.inf):
+        meter.read(sent_s=nonsense, now_s=0.0)
+    assert meter.mean_s is None
+    meter.read(sent_s=1e12, now_s=0.0)
+    for sent_s in BEATS_S.tolist():
+        meter.read(sent_s=sent_s, now_s=sent_s + 0.02)
+    assert meter.mean_s == pytest.approx(0.0, abs=0.1)
 
 
 def test_bandwidth_is_read_from_gaps_that_the_link_made() -> None:

@@ -49,7 +49,7 @@ class NodeSnapshot:
     items: Mapping[str, int]
     """Items in those batches."""
     waiting_s: float
-    """Mean time that slots wait here before they are begun."""
+    """Mean time that slots of generated tokens wait here before they are begun."""
     restarts: int
     """Attempts of this server's users that were lost."""
     engines_built: int
@@ -76,13 +76,14 @@ class Reporter:
         """Of the other servers."""
 
     def waited(self, waited_s: float) -> None:
-        """Slots waited so long before they were begun."""
+        """Slots of generated tokens waited so long after they were read before they were begun."""
         self._waits.average.add(waited_s, self._now())
         self._waits.since_last += 1
 
     @property
     def waiting_s(self) -> float:
-        return self._waits.average.mean or 0.0
+        """Mean time from the arrival of slots of generated tokens until they are begun."""
+        return self._transport.reading_wait_s() + (self._waits.average.mean or 0.0)
 
     def weather(self, kv_usage: float, lost: frozenset[int]) -> Weather:
         """What to tell the others."""

@@ -75,7 +75,8 @@ class Scheduler:
     """Rows of one batch, unless a single item has more."""
     now: Callable[[], float]
     waited: Callable[[float], None]
-    """Told how long slots waited before they were begun, seconds."""
+    """Told how long slots of generated tokens waited before they were begun, seconds: those of
+    prompts wait for one another and say nothing of what a decision costs."""
     _queues: dict[tuple[Step, int], deque[_Queued]] = field(default_factory=dict)
     _ticket: int = 0
     _served: int = 0
@@ -142,7 +143,7 @@ class Scheduler:
             rows += taken[-1].rows
         if not queue:
             del self._queues[key]
-        if key[0] in (Step.SLOTS, Step.CHUNK_SLOTS):
+        if key[0] is Step.SLOTS:
             for queued in taken:
                 self.waited(self.now() - queued.queued_s)
         return [queued.item for queued in taken]

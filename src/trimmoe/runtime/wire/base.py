@@ -89,14 +89,16 @@ class Counters:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LinkEstimate:
-    """Running averages of the link to one peer; None until measured."""
+    """What is measured of the link to one peer; None until measured."""
 
     peer: str
     round_trip_s: float | None
+    """Running average, with what both processes took to notice."""
     delay_s: float | None
-    """Half the round trip: clocks are not synchronised, so the two directions share it evenly."""
+    """Half the least round trip of late, which is what the link itself takes: clocks are not
+    synchronised, so the two directions share it evenly."""
     bandwidth_bytes_per_s: float | None
-    """From this server to the peer."""
+    """Running average, from this server to the peer."""
     samples: int
     """Round trips measured."""
 
@@ -143,6 +145,10 @@ class Transport(Protocol):
 
     def link_estimates(self) -> dict[str, LinkEstimate]:
         """By peer."""
+        ...
+
+    def reading_wait_s(self) -> float:
+        """How long what has arrived waits to be read, running average; 0 until measured."""
         ...
 
     async def close(self) -> None:

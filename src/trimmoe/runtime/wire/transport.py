@@ -9,6 +9,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from statistics import median
 from types import TracebackType
 
 import msgspec
@@ -34,7 +35,7 @@ from trimmoe.runtime.wire.codec import (
     decode,
     encode,
 )
-from trimmoe.runtime.wire.estimates import LinkEstimator, TrainMeter
+from trimmoe.runtime.wire.estimates import LatenessMeter, LinkEstimator, TrainMeter
 from trimmoe.runtime.wire.link import Link, LinkSettings
 from trimmoe.runtime.wire.protocol import Beat, Envelope, open_beat, open_envelope, pack
 
@@ -49,6 +50,7 @@ class _Peer:
     link: Link
     estimator: LinkEstimator
     meter: TrainMeter = field(default_factory=TrainMeter)
+    lateness: LatenessMeter = field(default_factory=LatenessMeter)
     last_beat: tuple[float, float] | None = None
     """When the peer's last beat was sent (its clock) and came (ours)."""
     probed_s: float = -math.inf
@@ -188,6 +190,11 @@ class LinkTransport:
     def link_estimates(self) -> dict[str, LinkEstimate]:
         return {name: peer.estimator.estimate() for name, peer in self._peers.items()}
 
+    def reading_wait_s(self) -> float:
+        # A process that is late is so for all its peers; of one alone it is the link.
+        measured = [peer.lateness.mean_s for peer in self._peers.values()]
+        return median([late_s for late_s in measured if late_s is not None] or [0.0])
+
     async def close(self) -> None:
         if self._closed:
             return
@@ -236,6 +243,7 @@ class LinkTransport:
             self._take_beat(peer, open_beat(frames[1]), now_s)
             if len(frames) == 2:  # a probe takes longer, which is its purpose
                 peer.last_beat = (envelope.sent_s, now_s)
+                peer.lateness.read(sent_s=envelope.sent_s, now_s=now_s)
         else:
             message, tensors = decode(frames[1:], self._types, self._limits)
             received = Received(peer=envelope.sender, message=message, tensors=tensors)
@@ -268,6 +276,7 @@ class LinkTransport:
         """After a cut: nothing queued in either direction is delivered."""
         self._reconnect(peer)
         peer.last_beat = None
+        peer.lateness = LatenessMeter()  # The peer's clock may be another one.
         kept = [waiting for waiting in self._inbox if waiting.peer is not peer]
         self._dropped["void after a cut"] += len(self._inbox) - len(kept)
         self._inbox = deque(kept)
