@@ -80,8 +80,13 @@ def prepare(
 def _model_spec(path: str, dtype: str) -> ModelSpec:
     import torch
 
-    from trimmoe.models.load import model_spec
+    from trimmoe.models.load import has_encoder, model_spec
 
+    if has_encoder(path):
+        raise UserError(
+            f"{path} has an encoder, and such models run on one server only; use "
+            "`trimmoe serve-local` or `trimmoe generate`."
+        )
     return model_spec(path, dtype=getattr(torch, dtype), hashed=True)
 
 
