@@ -284,7 +284,7 @@ def test_against_the_real_server(
             "--num-prompts", "6", "--random-input-len", "4", "--random-output-len", "5",
             "--request-rate", "200", "--burstiness", "0.5", "--max-concurrency", "3",
             "--ignore-eos", "--percentile-metrics", "ttft,tpot,itl,e2el",
-            "--metric-percentiles", "50,99", "--goodput", "e2el:600000",
+            "--metric-percentiles", "50,99", "--goodput", "e2el:600000", "ttft:600000",
             "--save-result", "--result-filename", str(result),
         ]  # fmt: skip
         monkeypatch.setattr(sys, "argv", ["trimmoe", *arguments])
@@ -306,6 +306,23 @@ def test_against_the_real_server(
         for statistic in ("mean", "median", "std", "p50", "p99"):
             assert content[f"{statistic}_{metric}_ms"] >= 0
     assert 0 < content["mean_ttft_ms"] <= content["mean_e2el_ms"] <= content["duration"] * 1e3
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [(["twice"], "`twice` belongs to no option"), (["--goodput", "ttft:1", "twice"], "--goodput")],
+)
+def test_a_stray_word_is_refused(
+    given: list[str],
+    sentence: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["trimmoe", "bench", "serve", "--model", "m", *given])
+    with pytest.raises(SystemExit) as stopped:
+        cli.main()
+    assert stopped.value.code == 2
+    assert sentence in capsys.readouterr().err
 
 
 def test_a_server_that_is_not_there_is_a_clear_error(

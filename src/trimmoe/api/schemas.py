@@ -186,6 +186,8 @@ class LedgerUsage(BaseModel):
     budget_spent: float = 0.0
     budget_credited: float = 0.0
     expected_delay_s: float = 0.0
+    """What the cost model foresaw for them, at the cluster file's speeds, from the links and waits
+    measured then: no measurement of this answer."""
 
 
 class Usage(BaseModel):

@@ -53,8 +53,9 @@ def serve(
     ),
     metric_percentiles: str = "99",
     goodput: Annotated[
-        list[str] | None, typer.Option(help="METRIC:MILLISECONDS of ttft, tpot, e2el; repeatable.")
+        list[str] | None, typer.Option(help="METRIC:MILLISECONDS of ttft, tpot, e2el; several.")
     ] = None,
+    more: Annotated[list[str] | None, typer.Argument(hidden=True)] = None,
     seed: int = 0,
     save_result: Annotated[bool, typer.Option("--save-result", help="Write the JSON.")] = False,
     result_filename: Annotated[Path | None, typer.Option(help="Where; default: named by date.")] = (
@@ -71,7 +72,10 @@ def serve(
         percentile_metrics, serve_bench.METRICS, "--percentile-metrics"
     )
     percentiles = serve_prompts.parse_percentiles(metric_percentiles)
-    limits_ms = serve_prompts.parse_goodput(goodput or ())
+    if more and not goodput:
+        raise UserError(f"`{more[0]}` belongs to no option; leave it out.")
+    # vLLM's tool takes all pairs after one --goodput, so that the rest are no option's here.
+    limits_ms = serve_prompts.parse_goodput([*(goodput or ()), *(more or ())])
     date = datetime.now().strftime("%Y%m%d-%H%M%S")
     result = result_filename or Path(f"bench-serve-{date}.json")
     if save_result and not result.parent.is_dir():
