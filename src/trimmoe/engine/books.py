@@ -36,45 +36,56 @@ def closed(
     )
     if cost.accounting is Accounting.MIGRATE:
         return wave
-    messages = wave.messages.copy()
-    for row in rows:
-        server, later = wave.server[row], routes[wave.route[row], wave.layer :]
-        if exit_state is ExitState.FROZEN:
-            later = np.unique(later)
-            messages[row, server, later[later != server]] += 1
-        else:
-            source = np.append(server, later[:-1])
-            hops = source != later
-            np.add.at(messages[row], (source[hops], later[hops]), 1)
+    messages, server = wave.messages.copy(), wave.server[rows]
+    later = routes[wave.route[rows], wave.layer :]
+    if exit_state is ExitState.FROZEN:
+        told, one = np.zeros((rows.size, cost.server_count), dtype=bool), np.arange(rows.size)
+        told[one[:, None], later] = True
+        told[one, server] = False
+        messages[rows, server] += told
+    else:
+        source = np.concatenate([server[:, None], later[:, :-1]], axis=1)
+        row, at = np.nonzero(source != later)
+        np.add.at(messages, (rows[row], source[row, at], later[row, at]), 1)
     return replace(wave, messages=messages)
 
 
-def receipt(cost: CostModel, wave: Wave, row: int) -> Receipt:
-    """What a token tells the account of its sequence, wherever that is."""
+def receipts(cost: CostModel, wave: Wave) -> tuple[Receipt, ...]:
+    """What the tokens of a closed wave tell the accounts of their sequences, wherever those are."""
     exited = wave.layer < cost.layer_count
-    return Receipt(
-        sequence=wave.sequences[row],
-        balance=float(wave.allowance[row]),
-        budget=float(wave.budget[row]),
-        loss=float(wave.loss[row]),
-        delay_s=float(wave.delay_s[row]),
-        exit_confidence=float(wave.confidence[row]) if exited else None,
+    columns = (wave.allowance, wave.budget, wave.loss, wave.delay_s, wave.confidence)
+    rows = zip(wave.sequences, *(column.tolist() for column in columns), strict=True)
+    return tuple(
+        Receipt(
+            sequence=sequence,
+            balance=balance,
+            budget=budget,
+            loss=loss,
+            delay_s=delay_s,
+            exit_confidence=confidence if exited else None,
+        )
+        for sequence, balance, budget, loss, delay_s, confidence in rows
     )
 
 
-def ledger(cost: CostModel, wave: Wave, row: int) -> Ledger:
-    """What every layer did to a token, and what that cost."""
-    kinds = np.zeros((cost.layer_count, len(Kind)), dtype=np.int64)
-    kinds[np.arange(cost.layer_count), wave.kinds[row]] = 1
-    return Ledger(
-        tokens=1,
-        kinds=kinds,
-        slots_run=int(wave.slots_run[row]),
-        slots_dropped=int(wave.slots_dropped[row]),
-        messages=wave.messages[row],
-        hidden_bytes=cost.hidden_bytes,
-        delay_s=float(wave.delay_s[row]),
-        loss=float(wave.loss[row]),
-        budget=float(wave.budget[row]),
-        audits=int(wave.probed[row] != NOT_PROBED),
+def ledgers(cost: CostModel, wave: Wave) -> tuple[Ledger, ...]:
+    """What every layer did to each token of a closed wave, and what that cost."""
+    kinds = (wave.kinds[:, :, None] == np.arange(len(Kind))).astype(np.int64)
+    columns = (wave.slots_run, wave.slots_dropped, wave.delay_s, wave.loss, wave.budget)
+    audits = (wave.probed != NOT_PROBED).astype(np.int64)
+    rows = zip(kinds, wave.messages, *(each.tolist() for each in (*columns, audits)), strict=True)
+    return tuple(
+        Ledger(
+            tokens=1,
+            kinds=kind,
+            slots_run=run,
+            slots_dropped=dropped,
+            messages=messages,
+            hidden_bytes=cost.hidden_bytes,
+            delay_s=delay_s,
+            loss=loss,
+            budget=budget,
+            audits=audited,
+        )
+        for kind, messages, run, dropped, delay_s, loss, budget, audited in rows
     )

@@ -27,6 +27,16 @@ class Account:
     balance: float = 0.0
     """Credit left by earlier tokens; always 0 under the even split."""
 
+    def left_with(self, balance: float) -> Account:
+        """The same account with another balance; every token asks for one."""
+        return Account(
+            access=self.access,
+            route=self.route,
+            budget=self.budget,
+            confidence=self.confidence,
+            balance=balance,
+        )
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineState:

@@ -36,7 +36,7 @@ from trimmoe.core.profile import Profile
 from trimmoe.core.specs import BoolArray, IntArray
 from trimmoe.core.wave import NOT_PROBED, Wave
 from trimmoe.cost.model import Accounting, CostModel, layer_messages
-from trimmoe.engine.books import closed, ledger, receipt
+from trimmoe.engine.books import closed, ledgers, receipts
 from trimmoe.engine.exits import ExitRules
 from trimmoe.engine.feedback import Feedback, observe, observe_audits
 from trimmoe.engine.state import Account, EngineState, new_wave
@@ -264,22 +264,22 @@ class Engine:
 
     def _completed(self, state: EngineState, identity: int, wave: Wave, rows: IntArray) -> Step:
         """Close the books of `rows`; the wave goes with its last row."""
-        wave = wave.without(rows)
+        left, done = wave.without(rows), wave.take(rows)
+        state = state.with_wave(identity, left if left.alive.size else None)
         if not rows.size:
-            return state.with_wave(identity, wave), ()
-        wave = closed(self.cost, self.routes, wave, rows, self.settings.exit_state)
-        receipts = tuple(receipt(self.cost, wave, row) for row in rows.tolist())
-        here = tuple(each for each in receipts if each.sequence in state.accounts)
+            return state, ()
+        done = closed(self.cost, self.routes, done, done.alive, self.settings.exit_state)
+        told = receipts(self.cost, done)
+        here = tuple(each for each in told if each.sequence in state.accounts)
         complete = Complete(
             wave=identity,
-            layer=wave.layer,
+            layer=done.layer,
             rows=rows,
-            server=wave.server[rows],
-            ledgers=tuple(ledger(self.cost, wave, row) for row in rows),
-            receipts=tuple(each for each in receipts if each.sequence not in state.accounts),
+            server=done.server,
+            ledgers=ledgers(self.cost, done),
+            receipts=tuple(each for each in told if each.sequence not in state.accounts),
         )
-        state = self._settled_here(state, here)
-        return state.with_wave(identity, wave if wave.alive.size else None), (complete,)
+        return self._settled_here(state, here), (complete,)
 
     def _settled_here(self, state: EngineState, receipts: tuple[Receipt, ...]) -> EngineState:
         """Carry receipts over into the accounts and the feedback."""
@@ -289,9 +289,7 @@ class Engine:
         state = self._grown(state)
         keep = self.settings.budget_rule is BudgetRule.BUCKET
         balances = {
-            each.sequence: replace(
-                state.accounts[each.sequence], balance=each.balance if keep else 0.0
-            )
+            each.sequence: state.accounts[each.sequence].left_with(each.balance if keep else 0.0)
             for each in receipts
         }
         budget = np.array([each.budget for each in receipts])
