@@ -162,6 +162,38 @@ def all_slots_delay_s(links, layer, source, destination, experts, servers):
 
 
 @bare
+def add_messages(messages, rows, source, destination, experts, servers, migrates):
+    """Add what n tokens send in a layer to their `rows` of `messages` [.., M, M]; see
+    `cost.model.layer_messages`."""
+    for i in range(rows.shape[0]):
+        sent, here, there = messages[rows[i]], source[i], destination[i]
+        at_source, at_destination = False, False
+        for j in range(experts.shape[1]):
+            if experts[i, j] < 0 or _seen_before(experts[i], servers[i], j):
+                continue
+            server = servers[i, j]
+            at_source = at_source or server == here
+            at_destination = at_destination or server == there
+            if server != here:
+                sent[here, server] += 1
+                # What ran at the source travels with the residual, not as a return of its own.
+                if server != there:
+                    sent[server, there] += 1
+        merged = at_destination and (migrates or not at_source)
+        if here != there and not merged:
+            sent[here, there] += 1
+
+
+@bare
+def _seen_before(experts, servers, j):
+    """Whether an earlier slot runs on the server of slot `j`."""
+    seen = False
+    for earlier in range(j):
+        seen = seen or (experts[earlier] >= 0 and servers[earlier] == servers[j])
+    return seen
+
+
+@bare
 def curve_at(edges, upper, mass):
     """The step of a loss curve [G] that `mass` falls into, rounding the mass up."""
     last = edges.shape[0] - 1

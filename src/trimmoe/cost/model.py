@@ -155,19 +155,24 @@ def layer_messages(
     dense part is everywhere, so the destination derives what it needs from it.
     """
     count, servers = source.shape[0], cost.server_count
-    rows = np.arange(count)
-    used = np.zeros((count, servers), dtype=bool)
-    runs = slot_expert >= 0
-    used[np.broadcast_to(rows[:, None], runs.shape)[runs], slot_server[runs]] = True
     messages = np.zeros((count, servers, servers), dtype=np.int64)
-    messages[rows, source, :] += used
-    messages[rows, :, destination] += used
-    # What ran at the source travels with the residual, not as a return of its own.
-    messages[rows, source, destination] -= used[rows, source]
-    merged = used[rows, destination]
-    if cost.accounting is not Accounting.MIGRATE:
-        merged &= ~used[rows, source]
-    messages[rows, source, destination] += ~merged
-    # A server that runs a slot of its own sends itself nothing.
-    messages[:, np.arange(servers), np.arange(servers)] = 0
+    ends = source, destination
+    add_layer_messages(cost, messages, np.arange(count), *ends, slot_expert, slot_server)
     return messages
+
+
+def add_layer_messages(
+    cost: CostModel,
+    messages: IntArray,
+    rows: IntArray,
+    source: IntArray,
+    destination: IntArray,
+    slot_expert: IntArray,
+    slot_server: IntArray,
+) -> None:
+    """Add `layer_messages` of n tokens to their `rows` [n] of `messages` [.., M, M], in place."""
+    whole = [
+        np.ascontiguousarray(array, dtype=np.int64)
+        for array in (rows, source, destination, slot_expert, slot_server)
+    ]
+    kernels.add_messages(messages, *whole, cost.accounting is Accounting.MIGRATE)

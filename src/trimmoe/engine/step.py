@@ -35,7 +35,7 @@ from trimmoe.core.ledger import Kind, layer_kinds
 from trimmoe.core.profile import Profile
 from trimmoe.core.specs import BoolArray, IntArray
 from trimmoe.core.wave import NOT_PROBED, Wave
-from trimmoe.cost.model import Accounting, CostModel, layer_messages
+from trimmoe.cost.model import Accounting, CostModel, add_layer_messages
 from trimmoe.engine.books import closed, ledgers, receipts
 from trimmoe.engine.exits import ExitRules
 from trimmoe.engine.feedback import Feedback, observe, observe_audits
@@ -194,19 +194,19 @@ class Engine:
         if stranded.any():
             return self._stranded(state, event, stranded)
         where = (decision.slot_expert, decision.slot_server)
-        messages = layer_messages(self.cost, wave.server[rows], decision.destination, *where)
+        messages, ends = wave.messages.copy(), (wave.server[rows], decision.destination)
+        add_layer_messages(self.cost, messages, rows, *ends, *where)
         kinds = wave.kinds.copy()
         kinds[rows, wave.layer] = layer_kinds(*where, event.experts, wave.server[rows])
         run = (decision.slot_expert >= 0).sum(-1)
         dropped = np.where(run > 0, decision.slot_expert.shape[1] - run, 0)
         dense_s = self.cost.dense_s[wave.server[rows], wave.layer]
-        wave = replace(wave, kinds=kinds).at(
+        wave = replace(wave, kinds=kinds, messages=messages).at(
             rows,
             allowance=np.maximum(wave.allowance[rows] - decision.loss, 0.0),
             loss=wave.loss[rows] + decision.loss,
             delay_s=wave.delay_s[rows] + decision.delay_s + dense_s,
             ahead=decision.ahead,
-            messages=wave.messages[rows] + messages,
             slots_run=wave.slots_run[rows] + run,
             slots_dropped=wave.slots_dropped[rows] + dropped,
             server=decision.destination,
