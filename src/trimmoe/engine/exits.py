@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -14,7 +15,7 @@ from trimmoe.cost.model import Accounting, CostModel
 from trimmoe.policy.settings import PolicySettings
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class ExitRules:
     """The exit gate of one engine; fields as there."""
 
@@ -50,6 +51,13 @@ class ExitRules:
         due &= wave.exit_loss[rows] <= wave.allowance[rows]
         return due & self._worth_leaving(wave, rows)
 
+    @cached_property
+    def _left_s(self) -> list[FloatArray]:
+        """Attention of the layers from each on, by layer, along every route [R]."""
+        layers = np.arange(self.cost.layer_count)
+        seconds = self.cost.dense_s[self.routes, layers]
+        return [np.ascontiguousarray(seconds[:, layer:]).sum(1) for layer in layers.tolist()]
+
     def _worth_leaving(self, wave: Wave, rows: IntArray) -> BoolArray:
         """Whether an exit costs less than going on: its charge and the way back from here, against
         what is expected still to come, the attention of the layers left and the way back from the
@@ -60,9 +68,8 @@ class ExitRules:
         last, back_s = server, self.cost.token_transfer_s
         left_s = np.zeros(rows.size)
         if self.cost.accounting is not Accounting.MIGRATE:
-            route = self.routes[wave.route[rows]]
-            last, left = route[:, -1], np.arange(wave.layer, self.cost.layer_count)
-            left_s = self.cost.dense_s[route[:, left], left].sum(1)
+            route = wave.route[rows]
+            last, left_s = self.routes[route, -1], self._left_s[wave.layer][route]
         saved_s = left_s + back_s[last, access] - back_s[server, access]
         terms = weight, self.reference_s, self.settings.budget
         charge = step_costs(np.zeros(rows.size), wave.exit_loss[rows], *terms)
