@@ -74,7 +74,9 @@ class Wave:
         """The same wave with these rows no longer alive in it."""
         if not rows.size:
             return self
-        return replace(self, alive=np.setdiff1d(self.alive, rows, assume_unique=True))
+        gone = np.zeros(len(self.sequences), dtype=bool)
+        gone[rows] = True
+        return replace(self, alive=self.alive[~gone[self.alive]])
 
 
 _COLUMNS = tuple(

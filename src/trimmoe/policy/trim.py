@@ -61,8 +61,7 @@ class TrimPolicy:
 
     def _groups(self, observation: Observation) -> dict[tuple[float, Place | None], IntArray]:
         """Rows that are decided together."""
-        weights, which = np.unique(observation.loss_weight, return_inverse=True)
-        rounded = np.array([rounded_weight(weight) for weight in weights.tolist()])[which]
+        rounded = np.rint(observation.loss_weight / WEIGHT_GRID) * WEIGHT_GRID
         if self.tables is not None and not self._migrates:
             return {(w, None): np.flatnonzero(rounded == w) for w in np.unique(rounded).tolist()}
         groups: dict[tuple[float, Place | None], list[int]] = {}
