@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import chain
 
 import numpy as np
 
@@ -27,11 +28,12 @@ from trimmoe.simulator.heap import push
 from trimmoe.simulator.measure import Sample, Snapshot, sample
 from trimmoe.simulator.settings import Prefill, SimulationSettings
 from trimmoe.simulator.tables import RequestTable, RowPool
-from trimmoe.simulator.tally import UnitLog, Units
+from trimmoe.simulator.tally import AUDITS, DELAY_S, LOSS, UnitLog, Units
 from trimmoe.simulator.world import (
     EXPERTS,
     IN_FLIGHT,
     LOG_REQUEST,
+    LOG_ROW,
     LOGGED,
     NEXT_REQUEST,
     NONE,
@@ -137,7 +139,7 @@ class _Run:
             seed=seed,
         )
         self.table = RequestTable.of(given or self._drawn(), load.prefill_chunk)
-        self.pool = RowPool.of(cost.layer_count, trace.experts.shape[2])
+        self.pool = RowPool.of(cost.layer_count, trace.experts.shape[2], cost.server_count)
         self.state = make_state(cost.server_count, cost.layer_count, cost.expert_s.shape[2])
         self.waiting_s = np.zeros(cost.server_count)
         self.waited = np.zeros((2, cost.server_count))
@@ -202,28 +204,29 @@ class _Run:
         logged = int(state.numbers[LOGGED])
         log, times = state.log[:logged].copy(), state.log_time[:logged].copy()
         state.numbers[LOGGED] = 0
-        decoded = np.zeros(logged, dtype=bool)
-        books = np.zeros((logged, 2))
+        units = [pool.unit(row) for row in log[:, LOG_ROW].tolist()]
+        unit = np.repeat(np.arange(logged), [len(rows) for rows in units])
+        rows = np.fromiter(chain.from_iterable(units), dtype=np.int64, count=unit.size)
+        decoded = np.array([pool.receipts[one[0]] is not None for one in units], dtype=bool)
+        measured = decoded & (times[:, 1] >= self.settings.warm_up_s)
+        self.units.count(pool.books, rows, measured[unit])
+        sums = np.zeros((logged, 2))
+        np.add.at(sums, unit, pool.books.numbers[rows][:, [DELAY_S, LOSS]])
         for at, (request, row) in enumerate(log.tolist()):
-            decoded[at] = pool.receipts[row] is not None
-            in_time = times[at, 1] >= self.settings.warm_up_s
-            ledgers = [pool.ledgers[each] for each in pool.unit(row)]
-            books[at] = sum(one.delay_s for one in ledgers), sum(one.loss for one in ledgers)
-            self.units.count(ledgers, measured=bool(in_time and decoded[at]))
             if decoded[at]:
                 self.finished.append((row, request))
             else:
                 pool.free(row)
-            if self.table.asked.done[request] == self.table.asked.units[request]:
-                self.table.closing.add(request)
+        ended, asked = log[:, LOG_REQUEST], self.table.asked
+        self.table.closing.update(ended[asked.done[ended] == asked.units[ended]].tolist())
         self.units.keep(
             UnitLog(
                 request=log[:, LOG_REQUEST],
                 began_s=times[:, 0],
                 finished_s=times[:, 1],
                 decoded=decoded,
-                expected_s=books[:, 0],
-                loss=books[:, 1],
+                expected_s=sums[:, 0],
+                loss=sums[:, 1],
             )
         )
         if 2 * (state.numbers[IN_FLIGHT] + 2) > state.log.shape[0]:
@@ -232,9 +235,10 @@ class _Run:
     def _control(self) -> None:
         """What was learnt reaches the decisions."""
         receipts = self._receipts([row for row, _ in self.finished])
-        audits = np.zeros(self.waiting_s.size, dtype=np.int64)
-        for row, request in self.finished:
-            audits[self.table.asked.access[request]] += self.pool.ledgers[row].audits
+        finished = np.array(self.finished, dtype=np.int64).reshape(-1, 2)
+        audited = self.pool.books.numbers[finished[:, 0], AUDITS]
+        access = self.table.asked.access[finished[:, 1]]
+        audits = np.bincount(access, audited, self.waiting_s.size).astype(np.int64)
         stale = self.decider.control(receipts, audits, self._engine())
         for row, _ in self.finished:
             self.pool.free(row)

@@ -10,13 +10,11 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from trimmoe.core.events import Receipt
-from trimmoe.core.ledger import Ledger
 from trimmoe.core.specs import IntArray
 from trimmoe.simulator.ahead import Itinerary
 from trimmoe.simulator.arrivals import Requests, join_requests
+from trimmoe.simulator.tally import Books
 from trimmoe.simulator.world import NONE, Asked, Rows, make_rows
-
-_UNUSED = Ledger.empty(0, 0, 0)
 
 
 @dataclass(kw_only=True)
@@ -24,28 +22,28 @@ class RowPool:
     """Rows of decided tokens with the books of those that are decoded."""
 
     rows: Rows
-    ledgers: list[Ledger] = field(default_factory=list)
+    books: Books
     receipts: list[Receipt | None] = field(default_factory=list)
     """None for prompt tokens."""
     _free: list[int] = field(default_factory=list)
 
     @staticmethod
-    def of(layers: int, slots: int) -> RowPool:
+    def of(layers: int, slots: int, servers: int) -> RowPool:
         """An empty pool."""
-        return RowPool(rows=make_rows(0, layers, slots))
+        return RowPool(rows=make_rows(0, layers, slots), books=Books.blank(0, layers, servers))
 
     def add(self, journey: Itinerary, *, decoded: bool) -> IntArray:
         """Store n tokens; their rows, [n]."""
         count = journey.layers.size
         if len(self._free) < count:
-            self._grow(max(count, len(self.ledgers), 1024))
+            self._grow(max(count, len(self.receipts), 1024))
         taken, self._free = self._free[-count:], self._free[:-count]
         at = np.array(taken, dtype=np.int64)
         self.rows.expert[at], self.rows.server[at] = journey.expert, journey.server
         self.rows.place[at], self.rows.layers[at] = journey.place, journey.layers
         self.rows.sibling[at] = self.rows.after[at] = NONE
-        for row, ledger, receipt in zip(taken, journey.ledgers, journey.receipts, strict=True):
-            self.ledgers[row] = ledger
+        self.books.write(at, journey.ledgers)
+        for row, receipt in zip(taken, journey.receipts, strict=True):
             self.receipts[row] = receipt if decoded else None
         return at
 
@@ -62,11 +60,11 @@ class RowPool:
         self._free += self.unit(row)
 
     def _grow(self, more: int) -> None:
-        before = len(self.ledgers)
+        before = len(self.receipts)
         layers, slots = self.rows.expert.shape[1:]
         pairs = zip(self.rows, make_rows(more, layers, slots), strict=True)
         self.rows = Rows._make(np.concatenate(pair) for pair in pairs)
-        self.ledgers += [_UNUSED] * more
+        self.books = self.books.with_room(more)
         self.receipts += [None] * more
         self._free += range(before + more - 1, before - 1, -1)
 

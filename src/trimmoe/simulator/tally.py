@@ -2,22 +2,74 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 
 import numpy as np
+from numpy.typing import NDArray
 
-from trimmoe.core.ledger import Ledger
+from trimmoe.core.ledger import Kind, Ledger
 from trimmoe.core.specs import BoolArray, FloatArray, IntArray
+
+# Columns of `Books.numbers`.
+TOKENS, RUN, DROPPED, DELAY_S, LOSS, BUDGET, AUDITS = range(7)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Books:
+    """The ledgers of T rows of single tokens, by column: millions of them come one by one."""
+
+    kinds: NDArray[np.uint16]
+    """[T, N, 6]."""
+    messages: NDArray[np.uint16]
+    """[T, M, M]."""
+    numbers: FloatArray
+    """[T, 7]."""
+
+    @staticmethod
+    def blank(count: int, layers: int, servers: int) -> Books:
+        """Room for `count` rows."""
+        return Books(
+            kinds=np.zeros((count, layers, len(Kind)), dtype=np.uint16),
+            messages=np.zeros((count, servers, servers), dtype=np.uint16),
+            numbers=np.zeros((count, 7)),
+        )
+
+    def write(self, rows: IntArray, ledgers: Sequence[Ledger]) -> None:
+        """Keep the ledgers of n tokens in `rows` [n]."""
+        self.kinds[rows] = [one.kinds for one in ledgers]
+        self.messages[rows] = [one.messages for one in ledgers]
+        self.numbers[rows] = [
+            (
+                one.tokens,
+                one.slots_run,
+                one.slots_dropped,
+                one.delay_s,
+                one.loss,
+                one.budget,
+                one.audits,
+            )
+            for one in ledgers
+        ]
+
+    def with_room(self, more: int) -> Books:
+        """The same with `more` rows."""
+        blank = Books.blank(more, self.kinds.shape[1], self.messages.shape[1])
+        columns = {
+            item.name: np.concatenate([getattr(self, item.name), getattr(blank, item.name)])
+            for item in fields(Books)
+        }
+        return Books(**columns)
 
 
 @dataclass(kw_only=True)
 class Tally:
-    """Sums of ledgers, added in place: millions of them come one by one."""
+    """Sums of ledgers, added in place."""
 
     kinds: IntArray
     messages: IntArray
     numbers: FloatArray
-    """Tokens, slots run and dropped, delay, loss, budget, audits."""
+    """As in `Books`, [7]."""
     hidden_bytes: int
 
     @staticmethod
@@ -31,19 +83,13 @@ class Tally:
             hidden_bytes=hidden_bytes,
         )
 
-    def add(self, one: Ledger) -> None:
-        """Count one ledger."""
-        self.kinds += one.kinds
-        self.messages += one.messages
-        self.numbers += (
-            one.tokens,
-            one.slots_run,
-            one.slots_dropped,
-            one.delay_s,
-            one.loss,
-            one.budget,
-            one.audits,
-        )
+    def add(self, books: Books, rows: IntArray) -> None:
+        """Count these rows [n]."""
+        self.kinds += books.kinds[rows].sum(0, dtype=np.int64)
+        self.messages += books.messages[rows].sum(0, dtype=np.int64)
+        # One after another: a sum by halves depends on how many are added at a time.
+        numbers = np.concatenate([self.numbers[None], books.numbers[rows]])
+        self.numbers = np.add.accumulate(numbers)[-1]
 
     @property
     def ledger(self) -> Ledger:
@@ -93,12 +139,10 @@ class Units:
         size = (layers, servers, hidden_bytes)
         return Units(decoded=Tally.empty(*size), everything=Tally.empty(*size))
 
-    def count(self, ledgers: list[Ledger], *, measured: bool) -> None:
-        """Add the books of finished tokens."""
-        for ledger in ledgers:
-            self.everything.add(ledger)
-            if measured:
-                self.decoded.add(ledger)
+    def count(self, books: Books, rows: IntArray, measured: BoolArray) -> None:
+        """Add the books of finished tokens [n]."""
+        self.everything.add(books, rows)
+        self.decoded.add(books, rows[measured])
 
     def keep(self, part: UnitLog) -> None:
         """Add finished units."""
