@@ -141,6 +141,68 @@ def test_a_long_link_queue_is_first_in_first_out() -> None:
     np.testing.assert_allclose(np.diff(finished_s), id_s, atol=1e-4)
 
 
+def two_stages(way_s: float) -> World:
+    """Two servers, each with one of two layers; attention and links take no time, an expert as
+    long for a batch as for one token, and the way between the servers `way_s`."""
+    one = world("exact", layers=2, experts=1, top_k=1, servers=2)
+    plan = one.deployment.plan
+    hosts = np.zeros_like(plan.hosts)
+    hosts[[0, 1], [0, 1]] = True
+    cluster = replace(
+        plan.cluster,
+        access_share=np.array([1.0, 0.0]),
+        bandwidth_bytes_per_s=np.full((2, 2), np.inf),
+        delay_s=np.array([[0.0, way_s], [way_s, 0.0]]),
+    )
+    routes = np.broadcast_to([0, 1], plan.routes.shape).copy()
+    plan = replace(plan, cluster=cluster, hosts=hosts, routes=routes)
+    engine = make_engine(plan, one.profile, one.model, one.engine.settings)
+    cost = replace(
+        engine.cost,
+        dense_s=np.zeros_like(engine.cost.dense_s),
+        expert_s=np.full_like(engine.cost.expert_s, SERVICE_S),
+    )
+    deployment = deploy(plan, one.profile, one.model, one.engine.settings.accounting)
+    return replace(one, engine=replace(engine, cost=cost), deployment=deployment)
+
+
+@pytest.mark.parametrize("chunk", [24, 8, 5, 1])
+def test_a_chunk_enters_a_layer_as_soon_as_the_chunk_before_has_left_it(chunk: int) -> None:
+    """Two stages and c chunks: the last one is through the first stage after c services, then
+    there is the way, its own second service and the way back."""
+    way_s = 0.5 * SERVICE_S
+    load = Load(
+        rate_per_s=1.0, requests=1, burstiness=0.0, prompt_tokens=24, output_tokens=1,
+        fixed_lengths=True, prefill_chunk=chunk,
+    )  # fmt: skip
+    sample = two_stages(way_s).run(load, duration_s=3.0, batch_share=1.0)
+    chunks = -(-24 // chunk)
+    expected_s = (chunks + 1) * SERVICE_S + 2 * way_s
+    np.testing.assert_allclose(sample.first_token_s, [expected_s])
+    log = sample.all_units
+    assert not log.decoded.any()
+    began_s = log.began_s[0]
+    ends_s = began_s + way_s + SERVICE_S * (2.0 + np.arange(chunks))
+    ends_s[-1] += way_s
+    np.testing.assert_allclose(log.finished_s, ends_s)
+
+
+def test_others_tokens_go_on_between_the_chunks_of_a_long_prompt() -> None:
+    """A token of another request waits for one chunk at each server, not for the whole prompt."""
+    one = two_stages(0.0)
+    load = Load(concurrency=2, prompt_tokens=40, output_tokens=30, fixed_lengths=True)
+    longest_s = {
+        chunk: float(
+            one.run(
+                replace(load, prefill_chunk=chunk), duration_s=3.0, batch_share=0.0
+            ).token_s.max()
+        )
+        for chunk in (40, 4)
+    }
+    assert longest_s[40] > 40 * SERVICE_S
+    assert longest_s[4] < (2 * 4 + 4) * SERVICE_S
+
+
 def test_arrivals_have_the_rate_and_burstiness_that_were_asked_for() -> None:
     share = np.array([0.1, 0.6, 0.3])
     for burstiness in (0.0, 1.0, 5.0):

@@ -32,10 +32,10 @@ def uses(rows, row, layer, server):
 
 
 @inlined
-def fan_out(world, rows, asked, state, server, unit):
+def fan_out(world, rows, state, server, unit):
     """After attention and router: dispatches and the residual; see `cost.model.layer_messages`
     for which of them are one message. Whether there are slots here."""
-    row, layer, used = asked.row[unit], asked.layer[unit], state.used
+    row, layer, used = unit, rows.layer[unit], state.used
     target = int(rows.place[row, layer + 1])
     used[:] = 0
     residuals = 0
@@ -57,24 +57,24 @@ def fan_out(world, rows, asked, state, server, unit):
     for place in range(used.size):
         if used[place] > 0:
             parts += 1
-    asked.pending[unit] = parts
+    rows.pending[unit] = parts
     for place in range(used.size):
         if used[place] > 0 and place != server:
             join(state, 0, place, unit, used[place], used[place])
     if residuals > 0:
         join(state, 1, target, unit, residuals, residuals)
     elif parts == 0:
-        gathered(rows, asked, state, target, unit)
+        gathered(rows, state, target, unit)
     return used[server] > 0
 
 
 @inlined
-def gather(world, rows, asked, state, server, unit):
+def gather(world, rows, state, server, unit):
     """After the experts here: their sum goes to where the layer gathers."""
-    row, layer = asked.row[unit], asked.layer[unit]
+    row, layer = unit, rows.layer[unit]
     target, source = int(rows.place[row, layer + 1]), int(rows.place[row, layer])
     if server == target:
-        part(rows, asked, state, target, unit)
+        part(rows, state, target, unit)
         return
     taking, counted = 0, 0
     while row != NONE:
@@ -88,19 +88,45 @@ def gather(world, rows, asked, state, server, unit):
 
 
 @inlined
-def part(rows, asked, state, server, unit):
-    asked.pending[unit] -= 1
-    if asked.pending[unit] == 0:
-        gathered(rows, asked, state, server, unit)
+def part(rows, state, server, unit):
+    rows.pending[unit] -= 1
+    if rows.pending[unit] == 0:
+        gathered(rows, state, server, unit)
 
 
 @inlined
-def gathered(rows, asked, state, server, unit):
-    """A layer's result is whole. Whether a token goes on is for the server to find out; a prompt
-    does, unless it is through."""
-    asked.layer[unit] += 1
-    layer = asked.layer[unit]
-    if asked.done[unit] < asked.prompts[unit] and layer < rows.layers[asked.row[unit]]:
-        ready(asked, state, server, DENSE, layer, unit, state.clock[NOW])
+def gathered(rows, state, server, unit):
+    """A layer's result is whole. Whether a token goes on is for the server to find out; a chunk
+    does, once the one before it has."""
+    if not rows.prompt[unit]:
+        rows.layer[unit] += 1
+        quick(state, server, unit)
+        return
+    written(rows, state, unit)
+    rows.layer[unit] += 1
+    _go_on_in_turn(rows, state, server, unit)
+
+
+@inlined
+def written(rows, state, unit):
+    """A chunk's keys and values of the layer it is in are there: the next chunk may enter."""
+    layer, following = rows.layer[unit], rows.after[unit]
+    if not rows.prompt[unit] or following == NONE:
+        return
+    rows.open_to[following] = layer + 1
+    if rows.parked[following] and rows.layer[following] == layer:
+        rows.parked[following] = False
+        # After the last layer, too, a chunk is where the others were.
+        _go_on_in_turn(rows, state, int(rows.place[following, layer]), following)
+
+
+@inlined
+def _go_on_in_turn(rows, state, server, unit):
+    """A chunk enters a layer, or ends, unless it has overtaken the one before."""
+    layer = rows.layer[unit]
+    if rows.open_to[unit] <= layer:
+        rows.parked[unit] = True
+    elif layer < rows.layers[unit]:
+        ready(rows, state, server, DENSE, layer, unit, state.clock[NOW])
     else:
         quick(state, server, unit)

@@ -9,7 +9,7 @@ leave after the dense part of a batch, whose slots on the same server follow at 
 from __future__ import annotations
 
 from trimmoe.simulator.heap import inlined, njit, pop, push
-from trimmoe.simulator.layers import fan_out, gather, part, size
+from trimmoe.simulator.layers import fan_out, gather, part, size, written
 from trimmoe.simulator.links import send
 from trimmoe.simulator.service import enter, free, is_dense, quick, ready, serve, take, wake
 from trimmoe.simulator.world import (
@@ -85,7 +85,7 @@ def run_until(world, rows, asked, state, end_s):
         state.clock[NOW] = now
         numbers[EVENTS] += 1
         if kind == DONE:
-            _done(world, rows, asked, state, what)
+            _done(world, rows, state, what)
         elif kind == MESSAGE:
             _delivered(world, rows, asked, state, what)
         elif kind == TOKEN:
@@ -111,7 +111,7 @@ def _start_all(world, rows, asked, state):
             # What that led to may be part of the next batch.
             wake(state, server)
         else:
-            take(world, rows, asked, state, server)
+            take(world, rows, state, server)
     numbers[DUE] -= count
     for at in range(numbers[DUE]):
         due[at] = due[at + count]
@@ -126,13 +126,13 @@ def _go_on(world, rows, asked, state, server):
     while entry != NONE:
         unit, following = state.entry_unit[entry], state.entry_next[entry]
         free(state, entry)
-        row, layer, since_s = asked.row[unit], asked.layer[unit], state.entry_ready_s[entry]
+        layer, since_s = rows.layer[unit], state.entry_ready_s[entry]
         if layer == 0:
-            _set_out(world, rows, asked, state, unit, since_s)
-        elif layer < rows.layers[row]:
-            ready(asked, state, server, DENSE, layer, unit, since_s)
+            _set_out(world, rows, asked, state, unit, 1, since_s)
+        elif layer < rows.layers[unit]:
+            ready(rows, state, server, DENSE, layer, unit, since_s)
         else:
-            _completed(world, asked, state, server, unit)
+            _completed(world, rows, asked, state, server, unit)
         entry = following
 
 
@@ -149,32 +149,47 @@ def _requested(world, asked, state, request):
 
 @njit
 def _begun(world, rows, asked, state, request):
-    """The next unit of a request: a token waits for its access server, a prompt for nobody."""
-    row = asked.first[request]
-    asked.first[request] = rows.after[row]
-    asked.ahead[request] -= 1
-    asked.row[request], asked.layer[request] = row, 0
-    asked.began_s[request] = state.clock[NOW]
-    state.numbers[IN_FLIGHT] += 1
-    if asked.done[request] < asked.prompts[request]:
-        _set_out(world, rows, asked, state, request, state.clock[NOW])
-    else:
-        quick(state, asked.access[request], request)
+    """The next token of a request, or its whole prompt: a token waits for its access server, a
+    prompt for nobody. Its chunks are all there at once, each waits for the one before."""
+    first, now = asked.first[request], state.clock[NOW]
+    if not rows.prompt[first]:
+        asked.row[request] = first
+        _unit_begun(rows, asked, state, request, first)
+        quick(state, asked.access[request], first)
+        return
+    unit, last, tokens = first, first, 0
+    while unit != NONE and rows.prompt[unit]:
+        _unit_begun(rows, asked, state, request, unit)
+        rows.open_to[unit], rows.parked[unit] = 0, unit != first
+        tokens += size(rows, unit)
+        last, unit = unit, rows.after[unit]
+    # What follows may be decided anew.
+    rows.after[last] = NONE
+    rows.open_to[first] = rows.layers[first] + 1
+    _set_out(world, rows, asked, state, first, tokens, now)
 
 
 @inlined
-def _set_out(world, rows, asked, state, unit, since_s):
-    """A unit leaves its access server for the first layer's."""
-    row = asked.row[unit]
-    source, target = asked.access[unit], int(rows.place[row, 0])
+def _unit_begun(rows, asked, state, request, unit):
+    asked.first[request] = rows.after[unit]
+    asked.ahead[request] -= 1
+    rows.request[unit], rows.layer[unit] = request, 0
+    rows.began_s[unit] = state.clock[NOW]
+    state.numbers[IN_FLIGHT] += 1
+
+
+@inlined
+def _set_out(world, rows, asked, state, unit, tokens, since_s):
+    """Tokens leave their access server for the first layer's."""
+    source, target = asked.access[rows.request[unit]], int(rows.place[unit, 0])
     if source == target:
-        ready(asked, state, target, DENSE, 0, unit, since_s)
+        ready(rows, state, target, DENSE, 0, unit, since_s)
     else:
-        send(world, state, TOKEN_IN, source, target, 0, NONE, 0, 0, size(rows, row), unit)
+        send(world, state, TOKEN_IN, source, target, 0, NONE, 0, 0, tokens, unit)
 
 
 @njit
-def _done(world, rows, asked, state, server):
+def _done(world, rows, state, server):
     """A batch is through: its units go where the engine sends them."""
     entry, kind = state.batch_first[server], state.batch_kind[server]
     layer = state.batch_layer[server]
@@ -186,15 +201,19 @@ def _done(world, rows, asked, state, server):
         unit, following = state.entry_unit[entry], state.entry_next[entry]
         free(state, entry)
         if is_dense(kind):
-            if fan_out(world, rows, asked, state, server, unit):
+            if fan_out(world, rows, state, server, unit):
                 mine = enter(state, unit)
                 if own == NONE:
                     own = mine
                 else:
                     state.entry_next[own_last] = mine
                 own_last = mine
+            elif rows.layer[unit] == layer:
+                written(rows, state, unit)
         else:
-            gather(world, rows, asked, state, server, unit)
+            if kind == OWN:
+                written(rows, state, unit)
+            gather(world, rows, state, server, unit)
         entry = following
     for target in range(world.delay_s.shape[0]):
         for group in range(2):
@@ -205,48 +224,51 @@ def _done(world, rows, asked, state, server):
                 counted = state.group_vectors[1, group, target]
                 send(world, state, role, server, target, layer, first, taking, counted, 0, NONE)
     if own != NONE:
-        serve(world, rows, asked, state, server, own, OWN, layer)
+        serve(world, rows, state, server, own, OWN, layer)
     else:
         wake(state, server)
 
 
 @njit
-def _completed(world, asked, state, server, unit):
-    """A unit has passed its last layer."""
-    access = asked.access[unit]
-    if server == access:
-        _finished(world, asked, state, unit)
+def _completed(world, rows, asked, state, server, unit):
+    """A unit has passed its last layer; of a prompt only the last chunk predicts a token."""
+    request = rows.request[unit]
+    access = asked.access[request]
+    written(rows, state, unit)
+    if server == access or asked.done[request] + 1 < asked.prompts[request]:
+        _finished(world, rows, asked, state, unit)
     else:
         send(world, state, TOKEN_BACK, server, access, 0, NONE, 0, 0, 1, unit)
     if not world.migrates:
         # After full depth no layer is left to propagate to.
-        _propagate(world, asked, state, server, unit)
+        _propagate(world, rows, state, server, access, unit)
 
 
 @inlined
-def _propagate(world, asked, state, server, unit):
+def _propagate(world, rows, state, server, access, unit):
     """The state of an exited token goes to the later servers of its route."""
-    layer = asked.layer[unit]
+    layer = rows.layer[unit]
     for place in range(world.delay_s.shape[0]):
-        if place != server and world.later[asked.access[unit], layer, place]:
+        if place != server and world.later[access, layer, place]:
             send(world, state, STATE, server, place, layer, NONE, 1, 1, 0, unit)
 
 
 @inlined
-def _finished(world, asked, state, unit):
-    """The token is with its user; the next one may begin."""
+def _finished(world, rows, asked, state, unit):
+    """The token is with its user and the next one may begin, or a chunk is through."""
     numbers, now = state.numbers, state.clock[NOW]
-    at = numbers[LOGGED]
-    state.log[at, LOG_REQUEST], state.log[at, LOG_ROW] = unit, asked.row[unit]
-    state.log_time[at, 0], state.log_time[at, 1] = asked.began_s[unit], now
+    at, request = numbers[LOGGED], rows.request[unit]
+    state.log[at, LOG_REQUEST], state.log[at, LOG_ROW] = request, unit
+    state.log_time[at, 0], state.log_time[at, 1] = rows.began_s[unit], now
     numbers[LOGGED] += 1
     numbers[IN_FLIGHT] -= 1
-    asked.done[unit] += 1
-    asked.row[unit] = NONE
-    if asked.done[unit] < asked.units[unit]:
-        push(state, now, 1, TOKEN, unit)
+    asked.done[request] += 1
+    asked.row[request] = NONE
+    if asked.done[request] < asked.units[request]:
+        if asked.done[request] >= asked.prompts[request]:
+            push(state, now, 1, TOKEN, request)
         return
-    asked.running[unit] = False
+    asked.running[request] = False
     numbers[RUNNING] -= 1
     if world.closed and (world.endless or numbers[NEXT_REQUEST] < asked.access.size):
         push(state, now, 1, REQUEST, numbers[NEXT_REQUEST])
@@ -264,14 +286,14 @@ def _delivered(world, rows, asked, state, at):
     state.free_messages[state.numbers[FREE_MESSAGES]] = at
     state.numbers[FREE_MESSAGES] += 1
     if role == TOKEN_IN:
-        ready(asked, state, server, DENSE, 0, owner, state.clock[NOW])
+        ready(rows, state, server, DENSE, 0, owner, state.clock[NOW])
     elif role == TOKEN_BACK:
-        _finished(world, asked, state, owner)
+        _finished(world, rows, asked, state, owner)
     while entry != NONE:
         unit, following = state.entry_unit[entry], state.entry_next[entry]
         free(state, entry)
         if role == DISPATCH:
-            ready(asked, state, server, EXPERTS, layer, unit, state.clock[NOW])
+            ready(rows, state, server, EXPERTS, layer, unit, state.clock[NOW])
         else:
-            part(rows, asked, state, server, unit)
+            part(rows, state, server, unit)
         entry = following

@@ -42,9 +42,9 @@ def free(state, entry):
 
 
 @inlined
-def ready(asked, state, server, kind, layer, unit, since_s):
+def ready(rows, state, server, kind, layer, unit, since_s):
     """Queue a unit at a server, a prompt's by itself; it has waited since then."""
-    if asked.done[unit] < asked.prompts[unit]:
+    if rows.prompt[unit]:
         kind += CHUNK
     entry = enter(state, unit)
     state.entry_ready_s[entry] = since_s
@@ -117,7 +117,7 @@ def _taken_off(state, server, side, queue):
 
 
 @njit
-def take(world, rows, asked, state, server):
+def take(world, rows, state, server):
     """An idle server takes what waits for the layer whose turn it is, if anything does, as one
     batch."""
     line = state.line_first[server]
@@ -149,15 +149,15 @@ def take(world, rows, asked, state, server):
         _taken_off(state, server, side, queue)
     state.served[server, kind, 0] += 1
     state.served[server, kind, 1] += taken
-    serve(world, rows, asked, state, server, first, kind, layer)
+    serve(world, rows, state, server, first, kind, layer)
 
 
 @njit
-def serve(world, rows, asked, state, server, first, kind, layer):
+def serve(world, rows, state, server, first, kind, layer):
     """Begin a batch."""
     state.batch_first[server] = first
     state.batch_kind[server], state.batch_layer[server] = kind, layer
-    service_s = _service_s(world, rows, asked, state, server)
+    service_s = _service_s(world, rows, state, server)
     state.busy_s[server] += service_s
     state.serving_until_s[server] = state.clock[NOW] + service_s
     push(state, state.clock[NOW] + service_s, 0, DONE, server)
@@ -170,7 +170,7 @@ def is_dense(kind):
 
 
 @njit
-def _service_s(world, rows, asked, state, server):
+def _service_s(world, rows, state, server):
     """Time of a batch: what one token takes, of which weights are read once per batch (dense) or
     per expert."""
     kind, layer = state.batch_kind[server], state.batch_layer[server]
@@ -179,7 +179,7 @@ def _service_s(world, rows, asked, state, server):
     if not dense:
         counts[:] = 0
     while entry != NONE:
-        row = asked.row[state.entry_unit[entry]]
+        row = state.entry_unit[entry]
         while row != NONE:
             tokens += 1
             if not dense:

@@ -13,7 +13,8 @@ class Prefill(StrEnum):
     """What becomes of prompts."""
 
     CHUNKED = "chunked"
-    """They run exactly, in chunks one after another, before the first token is decoded."""
+    """They run exactly before the first token is decoded, in chunks, each of which follows the one
+    before through the layers as closely as it can."""
     EXCLUDED = "excluded"
     """They cost nothing: a request starts with its first decoded token."""
 

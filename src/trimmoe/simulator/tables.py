@@ -42,6 +42,7 @@ class RowPool:
         self.rows.expert[at], self.rows.server[at] = journey.expert, journey.server
         self.rows.place[at], self.rows.layers[at] = journey.place, journey.layers
         self.rows.sibling[at] = self.rows.after[at] = NONE
+        self.rows.prompt[at] = not decoded
         self.books.write(at, journey.ledgers)
         for row, receipt in zip(taken, journey.receipts, strict=True):
             self.receipts[row] = receipt if decoded else None
@@ -102,9 +103,6 @@ class RequestTable:
                 last=np.full(count, NONE),
                 ahead=zeros.copy(),
                 row=np.full(count, NONE),
-                layer=zeros.copy(),
-                pending=zeros.copy(),
-                began_s=np.zeros(count),
                 running=np.zeros(count, dtype=bool),
             ),
             prefills=prefills,

@@ -2,7 +2,8 @@
 
 Shapes: M servers, N layers, E experts, k slots, R requests, T rows of decided tokens, H heap, Q
 queue entries, G messages. A *unit* is what moves through the layers as one: a decoded token (one
-row) or a chunk of a prompt (one row per token). A request has at most one unit in flight.
+row) or a chunk of a prompt (one row per token); it goes by its first row. A request's chunks are
+all on their way at once, its decoded tokens one after the other.
 """
 
 from __future__ import annotations
@@ -77,6 +78,21 @@ class Rows(NamedTuple):
     """Next row of the same unit, [T]."""
     after: IntArray
     """First row of the request's next unit, [T]."""
+    prompt: np.ndarray
+    """Whether the token is a prompt's, bool [T]."""
+    request: IntArray
+    """Of a unit that has begun, [T]; this and what follows only in a unit's first row."""
+    layer: IntArray
+    """That the unit is about to enter or whose results it gathers, [T]."""
+    pending: IntArray
+    """Parts of the layer's result that are still to come, [T]."""
+    began_s: FloatArray
+    """When the unit entered, [T]."""
+    open_to: IntArray
+    """Layers whose keys and values the chunk before has written, which this one may enter; the
+    step after the last layer counts as one, [T]."""
+    parked: np.ndarray
+    """Whether a chunk waits for the chunk before, bool [T]."""
 
 
 class Asked(NamedTuple):
@@ -97,13 +113,7 @@ class Asked(NamedTuple):
     ahead: IntArray
     """Decided units that have not begun, [R]."""
     row: IntArray
-    """First row of the unit in flight, [R]."""
-    layer: IntArray
-    """Of the unit in flight, [R]."""
-    pending: IntArray
-    """Parts of the layer's result that are still to come, [R]."""
-    began_s: FloatArray
-    """When the unit in flight entered, [R]."""
+    """Of the decoded token in flight, [R]."""
     running: np.ndarray
     """Whether it has arrived and is not finished, bool [R]."""
 
@@ -220,6 +230,13 @@ def make_rows(count: int, layers: int, slots: int) -> Rows:
         layers=np.zeros(count, dtype=np.int64),
         sibling=np.full(count, NONE),
         after=np.full(count, NONE),
+        prompt=np.zeros(count, dtype=bool),
+        request=np.full(count, NONE),
+        layer=np.zeros(count, dtype=np.int64),
+        pending=np.zeros(count, dtype=np.int64),
+        began_s=np.zeros(count),
+        open_to=np.zeros(count, dtype=np.int64),
+        parked=np.zeros(count, dtype=bool),
     )
 
 
