@@ -107,6 +107,11 @@ def travel(engine: Engine, state: EngineState, wave: Wave, feed: TraceFeed, toke
                 event = feed.executed(TRAVELLING, layer, tokens[rows])
             case Complete(rows=rows):
                 journey.layers[rows] = command.layer
+                if command.layer < layers:
+                    # What exited tokens leave in later layers they leave where these are run.
+                    route, after = engine.routes[wave.route[rows]], command.layer + 1
+                    journey.place[rows, after:layers] = route[:, after:]
+                    journey.place[rows, layers] = route[:, -1]
                 closed = zip(rows.tolist(), command.ledgers, command.receipts, strict=True)
                 for row, ledger, receipt in closed:
                     journey.ledgers[row], journey.receipts[row] = ledger, receipt

@@ -46,6 +46,7 @@ from trimmoe.simulator.world import (
     TOKEN,
     TOKEN_BACK,
     TOKEN_IN,
+    TRAILING,
     VECTORS,
 )
 
@@ -70,7 +71,8 @@ def run_until(world, rows, asked, state, end_s):
                 return STARVED
             if kind == REQUEST and what >= asked.access.size:
                 return NEEDS_REQUESTS
-        room = (numbers[IN_FLIGHT] + 2) * (servers + 4) + 4 * servers
+        units = numbers[IN_FLIGHT] + numbers[TRAILING]
+        room = (units + 2) * (servers + 4) + 4 * servers
         if min(numbers[FREE_ENTRIES], numbers[FREE_MESSAGES]) < room:
             return NEEDS_ROOM
         if numbers[HEAP_SIZE] + room > state.heap_time.size:
@@ -131,6 +133,9 @@ def _go_on(world, rows, asked, state, server):
             _set_out(world, rows, asked, state, unit, 1, since_s)
         elif layer < rows.layers[unit]:
             ready(rows, state, server, DENSE, layer, unit, since_s)
+        elif rows.trailing[unit]:
+            rows.trailing[unit] = False
+            state.numbers[TRAILING] -= 1
         else:
             _completed(world, rows, asked, state, server, unit)
         entry = following
@@ -239,9 +244,13 @@ def _completed(world, rows, asked, state, server, unit):
         _finished(world, rows, asked, state, unit)
     else:
         send(world, state, TOKEN_BACK, server, access, 0, NONE, 0, 0, 1, unit)
-    if not world.migrates:
-        # After full depth no layer is left to propagate to.
+    layers = rows.place.shape[1] - 1
+    if world.migrates or rows.layer[unit] == layers:
+        return
+    if world.frozen:
         _propagate(world, rows, state, server, access, unit)
+    else:
+        _trail(rows, state, server, unit, layers)
 
 
 @inlined
@@ -251,6 +260,15 @@ def _propagate(world, rows, state, server, access, unit):
     for place in range(world.delay_s.shape[0]):
         if place != server and world.later[access, layer, place]:
             send(world, state, STATE, server, place, layer, NONE, 1, 1, 0, unit)
+
+
+@inlined
+def _trail(rows, state, server, unit, layers):
+    """The state of an exited token passes the layers left, without routed experts, while the next
+    token is already under way."""
+    rows.layers[unit], rows.trailing[unit] = layers, True
+    state.numbers[TRAILING] += 1
+    ready(rows, state, server, DENSE, rows.layer[unit], unit, state.clock[NOW])
 
 
 @inlined

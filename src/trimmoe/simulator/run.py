@@ -14,6 +14,7 @@ import numpy as np
 
 from trimmoe.core.errors import UserError
 from trimmoe.core.events import Receipt
+from trimmoe.core.profile import ExitState
 from trimmoe.core.specs import ClusterSpec, FloatArray, IntArray
 from trimmoe.core.trace import Trace
 from trimmoe.cost.model import Accounting
@@ -123,6 +124,7 @@ class _Run:
             link_queues=settings.link_queues,
             closed=self.closed,
             endless=given is None,
+            frozen=engine.settings.exit_state is ExitState.FROZEN,
         )
         self.decider = Ahead(
             engine=engine,
@@ -145,6 +147,8 @@ class _Run:
         self.waited = np.zeros((2, cost.server_count))
         self.finished: list[tuple[int, int]] = []
         """Rows and requests of decoded tokens since the last control instant."""
+        self.trailing: list[int] = []
+        """Rows of tokens that are with their users and still leave states in the layers left."""
         self.units = Units.empty(cost.layer_count, cost.server_count, cost.hidden_bytes)
         self.until_s = 0.0
         self._start()
@@ -240,7 +244,9 @@ class _Run:
         access = self.table.asked.access[finished[:, 1]]
         audits = np.bincount(access, audited, self.waiting_s.size).astype(np.int64)
         stale = self.decider.control(receipts, audits, self._engine())
-        for row, _ in self.finished:
+        done = [*self.trailing, *(row for row, _ in self.finished)]
+        self.trailing = [row for row in done if self.pool.rows.trailing[row]]
+        for row in set(done) - set(self.trailing):
             self.pool.free(row)
         self.finished = []
         for request in self.table.closing:

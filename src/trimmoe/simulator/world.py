@@ -22,7 +22,7 @@ NONE = -1
 DONE, MESSAGE, TOKEN, REQUEST = range(4)
 # Words of `State.numbers`.
 HEAP_SIZE, TICKET, FREE_ENTRIES, FREE_MESSAGES, NEXT_REQUEST, IN_FLIGHT, LOGGED, EVENTS = range(8)
-RUNNING, DUE = 8, 9
+RUNNING, DUE, TRAILING = 8, 9, 10
 # Words of `State.clock`.
 NOW, AREA = range(2)
 # Roles of messages.
@@ -61,6 +61,8 @@ class World(NamedTuple):
     endless: bool
     """Whether there is always another one."""
     migrates: bool
+    frozen: bool
+    """Whether an exited token's state stands still; otherwise it passes the layers left."""
 
 
 class Rows(NamedTuple):
@@ -93,6 +95,8 @@ class Rows(NamedTuple):
     step after the last layer counts as one, [T]."""
     parked: np.ndarray
     """Whether a chunk waits for the chunk before, bool [T]."""
+    trailing: np.ndarray
+    """Whether a token exited and its state is still passing layers, bool [T]."""
 
 
 class Asked(NamedTuple):
@@ -198,6 +202,7 @@ def make_world(
     link_queues: bool,
     closed: bool,
     endless: bool,
+    frozen: bool,
 ) -> World:
     """The constants of a run; seconds are the cost model's, split at the propagation delay."""
     layers, servers = cost.layer_count, cost.server_count
@@ -218,6 +223,7 @@ def make_world(
         closed=closed,
         endless=endless,
         migrates=cost.accounting is Accounting.MIGRATE,
+        frozen=frozen,
     )
 
 
@@ -237,6 +243,7 @@ def make_rows(count: int, layers: int, slots: int) -> Rows:
         began_s=np.zeros(count),
         open_to=np.zeros(count, dtype=np.int64),
         parked=np.zeros(count, dtype=bool),
+        trailing=np.zeros(count, dtype=bool),
     )
 
 
@@ -247,7 +254,7 @@ def make_state(servers: int, layers: int, experts: int) -> State:
         heap_time=np.zeros(0),
         heap_order=empty,
         heap_what=empty,
-        numbers=np.zeros(10, dtype=np.int64),
+        numbers=np.zeros(11, dtype=np.int64),
         clock=np.zeros(2),
         entry_unit=empty,
         entry_next=empty,
