@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,6 +24,7 @@ from nodes import (
 )
 from serving import Tiny, open_tiny
 from trimmoe.policy.settings import PRESETS
+from trimmoe.runtime.node.reports import Reporter
 from trimmoe.runtime.node.scheduler import PATIENCE, Scheduler, Step
 from trimmoe.runtime.service import Overloaded
 from wires import soon, until
@@ -134,6 +137,16 @@ def test_only_slots_of_generated_tokens_report_how_long_they_waited() -> None:
         waits.clear()
     assert len(reported) == 5
     assert [step for step, count in reported.items() if count] == [Step.SLOTS]
+
+
+def test_slots_wait_from_their_arrival_until_they_are_begun() -> None:
+    """For the process to read them, then in its queue."""
+    transport: Any = SimpleNamespace(reading_wait_s=lambda: 0.25, link_estimates=dict)
+    reporter = Reporter(transport, ("a", "b"), now=lambda: 0.0)
+    reporter.waited(1.0)
+    assert reporter.weather(0.0, frozenset()).waiting_s == 1.25
+    # Nobody came since: nobody would have waited in the queue.
+    assert reporter.weather(0.0, frozenset()).waiting_s == 0.25 + 0.5
 
 
 def test_dropped_items_never_run() -> None:
