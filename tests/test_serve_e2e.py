@@ -29,6 +29,7 @@ from trimmoe.runtime.launch import family
 pytestmark = pytest.mark.slow
 KILLED = 1
 """The server that dies; every route crosses it."""
+STALL_S = 10.0
 
 
 EXTRAS = {"return_token_ids": True, "ignore_eos": True}
@@ -137,6 +138,39 @@ def test_a_server_killed_during_streams_costs_nobody_their_answer(
     cluster: Cluster, reference: Reference
 ) -> None:
     prompts, new = _prompts(6, seed=3, longest=20), 60
+    before = cluster.pid(KILLED)
+    got = _disturbed(cluster, prompts, new, lambda: os.kill(before, signal.SIGKILL))
+    assert got == [reference(prompt, new) for prompt in prompts]
+
+    cluster.serving.said(f"Server {SERVERS[KILLED]} is back")
+    await_answer(cluster.port + KILLED)
+    assert cluster.pid(KILLED) != before
+    assert _whole_in_the_end(cluster, [10, 20, 30], 12) == reference([10, 20, 30], 12)
+
+
+def test_a_server_whose_links_stall_for_ten_seconds_costs_only_time(
+    cluster: Cluster, reference: Reference
+) -> None:
+    """Longer than the others wait for it: they go on without it, and with it again afterwards."""
+    prompts, new, pid = _prompts(6, seed=5, longest=20), 60, cluster.pid(KILLED)
+
+    def stall() -> None:
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            time.sleep(STALL_S)
+        finally:
+            os.kill(pid, signal.SIGCONT)
+
+    got = _disturbed(cluster, prompts, new, stall)
+    assert got == [reference(prompt, new) for prompt in prompts]
+    assert _whole_in_the_end(cluster, [10, 20, 30], 12) == reference([10, 20, 30], 12)
+    assert cluster.pid(KILLED) == pid, "it was not started anew"
+
+
+def _disturbed(
+    cluster: Cluster, prompts: list[list[int]], new: int, disturb: Callable[[], None]
+) -> list[list[int]]:
+    """Streams by way of all servers but `KILLED`, during which something happens."""
     others = [server for server in range(len(SERVERS)) if server != KILLED]
     under_way = threading.Semaphore(0)
 
@@ -154,30 +188,26 @@ def test_a_server_killed_during_streams_costs_nobody_their_answer(
                 under_way.release()
         return tokens
 
-    before = cluster.pid(KILLED)
     with ThreadPoolExecutor(len(prompts)) as pool:
         asked = [pool.submit(stream, index) for index in range(len(prompts))]
         for _ in range(3 * len(prompts)):
             assert under_way.acquire(timeout=PATIENCE_S)
         unfinished = sum(not each.done() for each in asked)
-        os.kill(before, signal.SIGKILL)
+        disturb()
         got = [each.result() for each in asked]
-    assert unfinished >= len(prompts) // 2, "the streams were over before the server was killed"
-    assert got == [reference(prompt, new) for prompt in prompts]
+    assert unfinished >= len(prompts) // 2, "the streams were over before anything happened"
+    return got
 
-    cluster.serving.said(f"Server {SERVERS[KILLED]} is back")
-    await_answer(cluster.port + KILLED)
-    assert cluster.pid(KILLED) != before
-    prompt = [10, 20, 30]
+
+def _whole_in_the_end(cluster: Cluster, prompt: list[int], new: int) -> list[int]:
+    """An answer of `KILLED`, once it has met the others again."""
     deadline_s = time.monotonic() + PATIENCE_S
     while True:
         try:
-            again = _whole(cluster.client(KILLED), prompt, 12)
-            break
-        except openai.InternalServerError:  # Until it has met the others again.
+            return _whole(cluster.client(KILLED), prompt, new)
+        except openai.InternalServerError:
             assert time.monotonic() < deadline_s
             time.sleep(0.2)
-    assert again == reference(prompt, 12)
 
 
 def test_without_the_key_nobody_comes_in(cluster: Cluster) -> None:
