@@ -124,7 +124,7 @@ class Bench:
     ) -> Replayed:
         """Expected delays and traffic without load, of about `tokens` tokens or all."""
         if tokens is None:
-            tokens = self.effort.letter_tokens if contender.slow else self.world.trace.token_count
+            tokens = self.world.trace.token_count
         key = (contender.key, budget, tokens)
         if key not in self._replays:
             self.announce(f"{contender.title}: replay")
@@ -150,7 +150,8 @@ class Bench:
     def simulated(self, contender: Contender, rate_per_s: float = RATE_PER_S) -> list[Sample]:
         """Under an open load, one sample per seed; away from the default rate of one seed only.
 
-        The warm-up lasts as long as one answer.
+        The warm-up lasts longer than one answer, and answers are of equal length: as many are
+        under way at its end as ever will be.
         """
         key = (contender.key, rate_per_s)
         if key not in self._samples:
@@ -162,6 +163,7 @@ class Bench:
                     rate_per_s=rate_per_s,
                     prompt_tokens=1,
                     output_tokens=output,
+                    fixed_lengths=True,
                     prefill=Prefill.EXCLUDED,
                 ),
                 warm_up_s=1.2 * output * alone_s,

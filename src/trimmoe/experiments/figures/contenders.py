@@ -34,8 +34,6 @@ class Contender:
     """The plan it runs on, unless its method brings a placement of its own."""
     change: Callable[[PolicySettings], PolicySettings] = lambda policy: policy
     """Applied last, so that it overrides the method's settings."""
-    slow: bool = False
-    """Whether it decides by the literal recursion, which takes long."""
     of: str = ""
     """The paper's name for it, by which claims are looked up."""
     probabilities: bool = False
@@ -72,7 +70,7 @@ def letter() -> tuple[Contender, ...]:
             on="paper",
             change=moving,
         ),
-        _row("letter", "paper", OURS, "TrimMoE, paper's preset (migrate)", on="paper", slow=True),
+        _row("letter", "paper", OURS, "TrimMoE, paper's preset (migrate)", on="paper"),
     )
 
 

@@ -6,6 +6,7 @@ import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from trimmoe.cost.model import Accounting
 from trimmoe.experiments.figures.base import (
     CLOCK,
     Content,
@@ -35,7 +36,8 @@ class Horizon:
         """The same tokens with every horizon; the clock is kept apart."""
         curves, clock = {}, {}
         for name, base in _bases(bench).items():
-            horizons = bench.effort.moving_horizons if base.slow else bench.effort.horizons
+            moves = bench.rig(base).settings.accounting is Accounting.MIGRATE
+            horizons = bench.effort.moving_horizons if moves else bench.effort.horizons
             rows, times = [], {}
             for horizon in (*horizons, None):
                 label = FULL if horizon is None else str(horizon)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from trimmoe.experiments.figures.base import (
@@ -16,9 +16,8 @@ from trimmoe.experiments.figures.base import (
     percent,
 )
 from trimmoe.experiments.figures.bench import Bench, replay_row
-from trimmoe.experiments.figures.contenders import Contender, letter, pinned_best
+from trimmoe.experiments.figures.contenders import letter, pinned_best
 from trimmoe.experiments.figures.draw import bars, picture
-from trimmoe.policy.settings import PolicySettings
 
 MODELS = ("switch-base-8e", "qwen1.5-moe-a2.7b", "mixtral-8x7b")
 _RUN = ("edgeshard", "pipeline", "mod", "moe2", "substitute-only", "exact", "trimmoe")
@@ -38,7 +37,7 @@ class Models:
     """Makes the bench of a geometry; without it only the main world is run."""
 
     def measure(self, bench: Bench) -> Content:
-        """Replays; the paper's recursion gives way to its tables, which see to the last layer."""
+        """Replays."""
         worlds = {}
         benches = {bench.world.name: bench}
         if self.bench_of is not None:
@@ -46,7 +45,7 @@ class Models:
         for name, other in benches.items():
             arenas, left_out = {}, {}
             for arena, contenders in (("letter", letter()), ("pinned_best", pinned_best())):
-                chosen = tuple(_fast(one) for one in contenders if one.of in _RUN)
+                chosen = tuple(one for one in contenders if one.of in _RUN)
                 kept, missing = other.there(chosen)
                 left_out |= missing
                 arenas[arena] = [named(one, replay_row(other.replayed(one))) for one in kept]
@@ -107,14 +106,3 @@ class Models:
 
 
 _SHORT = {"letter": "as the paper ran it", "pinned_best": "pinned"}
-
-
-def _fast(one: Contender) -> Contender:
-    if not one.slow:
-        return one
-
-    def tabled(policy: PolicySettings) -> PolicySettings:
-        return replace(one.change(policy), horizon=None)
-
-    title = f"{one.title}, full look-ahead"
-    return replace(one, key=f"{one.key}/full", title=title, change=tabled, slow=False)

@@ -31,14 +31,12 @@ class Effort:
     sequences: int = 64
     """Of generated traces."""
     length: int = 24
-    load_tokens: int = 600
+    load_tokens: int = 1200
     """Decoded tokens measured in every simulation."""
-    output_tokens: int = 8
-    """Mean length of the simulated answers."""
+    output_tokens: int = 64
+    """Length of the simulated answers; the paper does not say."""
     rates: tuple[float, ...] = (10.0, 20.0, 40.0, 80.0)
     """Requests per second of Fig. 11."""
-    letter_tokens: int = 192
-    """Tokens replayed with the paper's own recursion, whose cost is exponential in H."""
     horizons: tuple[int, ...] = (1, 2, 3, 4, 5)
     moving_horizons: tuple[int, ...] = (1, 2, 3)
     """The same where tokens move: every destination is a branch of its own."""
@@ -59,7 +57,6 @@ def quick() -> Effort:
         load_tokens=40,
         output_tokens=3,
         rates=(10.0, 80.0),
-        letter_tokens=12,
         horizons=(1, 2),
         moving_horizons=(1, 2),
         horizon_tokens=6,
