@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from factories import random_cluster, random_model_spec
 from synthetic import hostile, random_plan
 from trimmoe.core.errors import UserError
-from trimmoe.core.profile import Profile
+from trimmoe.core.ledger import Kind
+from trimmoe.core.profile import EXIT_STATES, ExitState, Profile
 from trimmoe.core.specs import ModelSpec
 from trimmoe.core.trace import Trace
 from trimmoe.engine.step import Engine
@@ -27,7 +28,7 @@ from trimmoe.simulator.measure import Sample
 from trimmoe.simulator.replay import replay
 from trimmoe.simulator.run import simulate
 from trimmoe.simulator.settings import Load, Prefill, SimulationSettings
-from trimmoe.simulator.world import EXPERTS
+from trimmoe.simulator.world import DENSE, EXPERTS
 
 SEQUENCES, LENGTH = 12, 10
 
@@ -164,6 +165,24 @@ def test_what_is_sent_is_received_and_is_what_the_ledger_says(preset: str) -> No
     np.testing.assert_array_equal(sample.after.sent, sample.after.received)
     np.testing.assert_array_equal(sample.after.sent[0], sample.all_ledger.messages)
     assert sample.all_ledger.hops > 0
+
+
+@pytest.mark.parametrize("state", EXIT_STATES)
+def test_what_exits_leave_travels_as_the_ledger_says_and_takes_time_where_it_passes(
+    state: ExitState,
+) -> None:
+    many = world(
+        "trimmoe", exit_state=state, confidence=0.0, exit_risk=None, exits_charged=False,
+        exits_weighed=False, audit_share=0.0,
+    )  # fmt: skip
+    sample = drained(many)
+    np.testing.assert_array_equal(sample.after.sent, sample.after.received)
+    np.testing.assert_array_equal(sample.after.sent[0], sample.all_ledger.messages)
+    exited = sample.all_ledger.kinds[:, Kind.EXITED].sum()
+    assert exited > 100
+    of_tokens = sample.all_units.decoded.sum() * many.model.layer_count
+    passed = of_tokens if state is ExitState.DENSE else of_tokens - exited
+    assert sample.after.served[:, DENSE, 1].sum() == passed
 
 
 @pytest.mark.parametrize("top_k", [1, 3])
