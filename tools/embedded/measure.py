@@ -1,11 +1,13 @@
-"""What the model card reports, measured on a materialised checkpoint."""
+"""What the model card reports, measured on a checkpoint of either recipe."""
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file
@@ -16,11 +18,11 @@ from trimmoe.models.embedded.deltas import Geometry
 from .network import Layer, Rotary, attention, gated_ffn, norm, routing
 
 Gating = Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor]
-"""(probabilities, selection mask, layer) -> gates, each (..., experts)."""
+"""(gates if all were selected, selection mask, layer) -> gates, each (..., experts)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Carved:
+class Weights:
     """A checkpoint's weights in the form that `network` computes with."""
 
     layers: list[Layer]
@@ -28,32 +30,80 @@ class Carved:
     embed: torch.Tensor
     final_norm: torch.Tensor
     geometry: Geometry
+    renormalised: bool
+    """Whether the selected experts' gates are made to sum to one, as Mixtral's are."""
 
 
-def load_carved(checkpoint: Path, geometry: Geometry) -> Carved:
+def load_weights(checkpoint: Path) -> Weights:
+    """A checkpoint that one of the recipes made: Qwen2-MoE's or Mixtral's form."""
+    config = json.loads((checkpoint / "config.json").read_text())
     tensors = load_file(checkpoint / "model.safetensors")
-    layers = [_layer(tensors, f"model.layers.{i}", geometry) for i in range(geometry.layers)]
-    routers = [tensors[f"model.layers.{i}.mlp.gate.weight"] for i in range(geometry.layers)]
-    return Carved(
+    geometry, renormalised = _geometry(config), config["model_type"] == "mixtral"
+    read = _mixtral_layer if renormalised else _carved_layer
+    moe = "block_sparse_moe" if renormalised else "mlp"
+    layers, routers = [], []
+    for index in range(geometry.layers):
+        prefix = f"model.layers.{index}"
+        layers.append(read(tensors, prefix, f"{prefix}.{moe}", geometry.experts))
+        routers.append(tensors[f"{prefix}.{moe}.gate.weight"])
+    return Weights(
         layers=layers, routers=routers, embed=tensors["model.embed_tokens.weight"],
-        final_norm=tensors["model.norm.weight"], geometry=geometry,
+        final_norm=tensors["model.norm.weight"], geometry=geometry, renormalised=renormalised,
     )  # fmt: skip
 
 
-def _layer(tensors: dict[str, torch.Tensor], prefix: str, geometry: Geometry) -> Layer:
-    experts = [f"{prefix}.mlp.experts.{e}" for e in range(geometry.experts)]
-    parts = [f"{prefix}.mlp.shared_expert", *experts]
-    columns = [tensors[f"{part}.down_proj.weight"] for part in parts]
-    columns[0] = columns[0] * 0.5  # the shared expert's gate, sigmoid(0)
-    attention_parts = {n: tensors[f"{prefix}.self_attn.{n}_proj.weight"] for n in "qkvo"}
+def _geometry(config: dict) -> Geometry:
+    mixtral = config["model_type"] == "mixtral"
+    return Geometry(
+        layers=config["num_hidden_layers"], hidden=config["hidden_size"],
+        heads=config["num_attention_heads"], kv_heads=config["num_key_value_heads"],
+        vocabulary=config["vocab_size"], top_k=config["num_experts_per_tok"],
+        experts=config["num_local_experts" if mixtral else "num_experts"],
+        expert_neurons=config["intermediate_size" if mixtral else "moe_intermediate_size"],
+        shared_neurons=0 if mixtral else config["shared_expert_intermediate_size"],
+        rope_theta=config["rope_theta"], norm_eps=config["rms_norm_eps"],
+        context=config["max_position_embeddings"],
+    )  # fmt: skip
+
+
+def _carved_layer(tensors: dict[str, torch.Tensor], prefix: str, moe: str, experts: int) -> Layer:
+    names = [f"{moe}.shared_expert", *(f"{moe}.experts.{e}" for e in range(experts))]
+    parts = [[tensors.pop(f"{n}.{m}_proj.weight") for m in ("gate", "up", "down")] for n in names]
+    parts[0][2] = parts[0][2] * 0.5  # the shared expert's gate, sigmoid(0)
+    return _layer(tensors, prefix, parts)
+
+
+def _mixtral_layer(tensors: dict[str, torch.Tensor], prefix: str, moe: str, experts: int) -> Layer:
+    names = [f"{moe}.experts.{e}" for e in range(experts)]
+    parts = [[tensors.pop(f"{n}.{m}.weight") for m in ("w1", "w3", "w2")] for n in names]
+    return _layer(tensors, prefix, parts)
+
+
+def _layer(tensors: dict[str, torch.Tensor], prefix: str, parts: list[list[torch.Tensor]]) -> Layer:
+    """All experts' neurons side by side; `parts` holds gate, up and down of each."""
+    gate, up, down = zip(*parts, strict=True)
     return Layer(
-        gate=torch.cat([tensors[f"{part}.gate_proj.weight"] for part in parts]),
-        up=torch.cat([tensors[f"{part}.up_proj.weight"] for part in parts]),
-        down=torch.cat(columns, dim=1),
+        gate=torch.cat(gate), up=torch.cat(up), down=torch.cat(down, dim=1),
         input_norm=tensors[f"{prefix}.input_layernorm.weight"],
         post_norm=tensors[f"{prefix}.post_attention_layernorm.weight"],
-        **attention_parts,
-    )
+        **{n: tensors[f"{prefix}.self_attn.{n}_proj.weight"] for n in "qkvo"},
+    )  # fmt: skip
+
+
+def sizes(model: Weights, checkpoint: Path, deltas: Path) -> dict[str, int]:
+    """Parameters in all and for one token, bytes kept, and arithmetic of one token's FFN."""
+    geometry = model.geometry
+    active = geometry.shared_neurons + geometry.top_k * geometry.expert_neurons
+    per_neuron = 3 * geometry.hidden * geometry.layers
+    tensors = [tensor for layer in model.layers for tensor in astuple(layer)]
+    whole = sum(t.numel() for t in [*tensors, *model.routers, model.embed, model.final_norm])
+    return {
+        "parameters": whole,
+        "active_parameters": whole - per_neuron * (geometry.neurons - active),
+        "checkpoint_bytes": (checkpoint / "model.safetensors").stat().st_size,
+        "deltas_bytes": deltas.stat().st_size,
+        "ffn_flops_per_token": 2 * per_neuron * active,
+    }
 
 
 def exact(probabilities: torch.Tensor, mask: torch.Tensor, layer: int) -> torch.Tensor:
@@ -74,12 +124,19 @@ def substitute_one(probabilities: torch.Tensor, mask: torch.Tensor, layer: int) 
     return gates.scatter(-1, stand_in, gates.gather(-1, victim)).scatter(-1, victim, 0.0)
 
 
+def any_experts(probabilities: torch.Tensor, mask: torch.Tensor, layer: int) -> torch.Tensor:
+    """As many experts as were selected, drawn at random, with the selected ones' gates."""
+    chosen = torch.multinomial(torch.ones_like(mask).flatten(0, -2), int(mask.sum(-1).max()))
+    gates = (probabilities * mask).topk(chosen.shape[-1], dim=-1).values
+    return torch.zeros_like(mask).scatter(-1, chosen.view_as(gates), gates)
+
+
 def drop_routed(probabilities: torch.Tensor, mask: torch.Tensor, layer: int) -> torch.Tensor:
     return torch.zeros_like(mask)
 
 
 def walk(
-    model: Carved, tokens: torch.Tensor, gating: Gating = exact
+    model: Weights, tokens: torch.Tensor, gating: Gating = exact
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
     """Per layer: states after it (windows, length, hidden), probabilities, selection mask."""
     eps = model.geometry.norm_eps
@@ -91,12 +148,13 @@ def walk(
         )
         x = norm(hidden, layer.post_norm, eps)
         probabilities, mask = routing(x, router, model.geometry.top_k)
-        gates = gating(probabilities, mask, index)
+        scale = (probabilities * mask).sum(-1, keepdim=True) if model.renormalised else 1.0
+        gates = gating(probabilities / scale, mask, index)
         hidden = hidden + gated_ffn(x, layer, gates, model.geometry)
         yield hidden, probabilities, mask
 
 
-def logits_of(model: Carved, hidden: torch.Tensor) -> torch.Tensor:
+def logits_of(model: Weights, hidden: torch.Tensor) -> torch.Tensor:
     return functional.linear(norm(hidden, model.final_norm, model.geometry.norm_eps), model.embed)
 
 
@@ -106,7 +164,7 @@ def token_losses(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
 
 
 @torch.inference_mode()
-def perplexity(model: Carved, windows: torch.Tensor, gating: Gating = exact) -> float:
+def perplexity(model: Weights, windows: torch.Tensor, gating: Gating = exact) -> float:
     total = count = 0.0
     for window in windows:
         *_, (hidden, _, _) = walk(model, window[None], gating)
@@ -116,7 +174,7 @@ def perplexity(model: Carved, windows: torch.Tensor, gating: Gating = exact) -> 
 
 
 @torch.inference_mode()
-def routing_report(model: Carved, windows: torch.Tensor) -> list[dict[str, object]]:
+def routing_report(model: Weights, windows: torch.Tensor) -> list[dict[str, object]]:
     """Per layer: every expert's load (1 = uniform), entropy of the router, importance mass."""
     found: list[list[tuple[torch.Tensor, torch.Tensor]]] = [[] for _ in model.layers]
     for window in windows:
@@ -144,8 +202,17 @@ def _layer_report(
     }
 
 
+def routing_summary(table: list[dict[str, Any]]) -> dict[str, float]:
+    """One line of `routing_report`: the worst loads of any layer, the means of the rest."""
+    loads = [load for row in table for load in row["load"]]
+    means = ("entropy_bits", "mass_mean", "mass_sd")
+    return {"load_min": min(loads), "load_max": max(loads)} | {
+        name: round(sum(row[name] for row in table) / len(table), 4) for name in means
+    }
+
+
 @torch.inference_mode()
-def lens_agreement(model: Carved, windows: torch.Tensor, first: int) -> dict[int, float]:
+def lens_agreement(model: Weights, windows: torch.Tensor, first: int) -> dict[int, float]:
     """Share of positions where a layer's state, read by the output head, names the final token."""
     same: dict[int, float] = {}
     for window in windows:
@@ -159,7 +226,7 @@ def lens_agreement(model: Carved, windows: torch.Tensor, first: int) -> dict[int
 
 @torch.inference_mode()
 def skip_harm(
-    model: Carved, windows: torch.Tensor, layers: list[int]
+    model: Weights, windows: torch.Tensor, layers: list[int]
 ) -> dict[int, dict[str, float]]:
     """What leaving out a layer's routed experts does, for tokens of low and of high mass.
 
@@ -190,7 +257,7 @@ def skip_harm(
     return harm
 
 
-def _masses_and_argmax(model: Carved, window: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _masses_and_argmax(model: Weights, window: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     steps = list(walk(model, window[None]))
     masses = [(probabilities * mask).sum(-1)[0] for _, probabilities, mask in steps]
     return torch.stack(masses), logits_of(model, steps[-1][0][0]).argmax(-1)

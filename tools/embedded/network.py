@@ -184,6 +184,59 @@ class StudentLayer(nn.Module):
         return output, probabilities, mask
 
 
+class UpcycledLayer(nn.Module):
+    """A dense layer whose FFN stands in every expert, each with its own low-rank update.
+
+    The gates of the selected experts sum to one, so that the layer is the dense one as long as
+    the updates are zero. With one expert it is a branch: the dense layer with one update.
+    """
+
+    def __init__(
+        self, dense: dict[str, torch.Tensor], index: int, geometry: Geometry, *, rank: int
+    ) -> None:
+        super().__init__()
+        self.geometry = geometry
+        self.base = dense_layer(dense, index)
+        self.router = nn.Parameter(torch.zeros(geometry.experts, geometry.hidden))
+        self.a, self.b = nn.ParameterDict(), nn.ParameterDict()
+        for name in FFN:
+            rows, columns = getattr(self.base, name).shape
+            factors = torch.randn(geometry.experts, rank, columns) / columns**0.5
+            self.a[name] = nn.Parameter(factors)
+            self.b[name] = nn.Parameter(torch.zeros(geometry.experts, rows, rank))
+
+    def merged(self) -> Layer:
+        """What the experts share: attention, norms and the dense FFN."""
+        return self.base
+
+    def expert(self, x: torch.Tensor, expert: int) -> torch.Tensor:
+        """One expert's output for (tokens, hidden); the update stays beside the frozen product,
+        whose weights then need no gradient."""
+
+        def project(values: torch.Tensor, name: str) -> torch.Tensor:
+            a, b = (factors[name][expert].to(BF16) for factors in (self.a, self.b))
+            return torch.addmm(values @ getattr(self.base, name).T, values @ a.T, b.T)
+
+        active = functional.silu(project(x, "gate")) * project(x, "up")
+        return project(active, "down")
+
+    def forward(
+        self, x: torch.Tensor, layer: Layer | None = None, trim: Trim | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """As `StudentLayer.forward`; each expert sees only the tokens that selected it."""
+        probabilities, mask = routing(x, self.router.to(BF16), self.geometry.top_k)
+        gates = probabilities * mask
+        kept = 1.0 if trim is None else trim.kept(gates.detach())
+        gates = (kept * gates / gates.sum(-1, keepdim=True)).flatten(0, -2).to(x.dtype)
+        flat, chosen = x.flatten(0, -2), mask.flatten(0, -2)
+        output = torch.zeros_like(flat)
+        for expert in range(self.geometry.experts):
+            rows = chosen[:, expert].nonzero()[:, 0]
+            part = self.expert(flat[rows], expert) * gates[rows, expert, None]
+            output = output.index_add(0, rows, part)
+        return output.view_as(x), probabilities, mask
+
+
 def balance_loss(probabilities: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """Switch Transformers' auxiliary loss: 1 when balanced."""
     experts = mask.shape[-1]

@@ -1,4 +1,4 @@
-"""Student layers -> the deltas file."""
+"""Trained layers -> the deltas file."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 
 from trimmoe.models.embedded.deltas import FORMAT, Geometry, content_sha256
 
-from .network import StudentLayer
+from .network import StudentLayer, UpcycledLayer
 
 
 def quantise(weight: torch.Tensor, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -32,36 +32,59 @@ def spread(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor
     return turn.T @ (root[:, None] * vh) @ right.T, left @ (u * root) @ turn
 
 
-def layer_tensors(layer: StudentLayer) -> dict[str, torch.Tensor]:
-    """One layer's entries, by name within the layer."""
-    out = {
-        "order": layer.order.to(torch.int16),
-        "router": layer.router.to(torch.bfloat16),
-        "down_scale": layer.down_scale.float(),
-    }
-    for name in layer.a:
-        a, b = spread(layer.a[name], layer.b[name])
-        if not b.any():
-            continue
-        out[f"{name}.a"], out[f"{name}.a_scale"] = quantise(a, 0)
-        out[f"{name}.b"], out[f"{name}.b_scale"] = quantise(b, 1)
-        if name == "down":  # the student scales the updated columns, the file only the source's
-            out["down.a_scale"] = out["down.a_scale"] * out["down_scale"]
+def factor_tensors(prefix: str, a: torch.Tensor, b: torch.Tensor) -> dict[str, torch.Tensor]:
+    """An update's factors in 8 bits; nothing where the update is zero."""
+    a, b = spread(a, b)
+    if not b.any():
+        return {}
+    values_a, scale_a = quantise(a, 0)
+    values_b, scale_b = quantise(b, 1)
+    named = {"a": values_a, "a_scale": scale_a, "b": values_b, "b_scale": scale_b}
+    return {f"{prefix}.{name}": tensor for name, tensor in named.items()}
+
+
+@torch.no_grad()
+def carved_tensors(layers: list[StudentLayer]) -> dict[str, torch.Tensor]:
+    """The deltas file's entries for a carved model."""
+    out = {}
+    for index, layer in enumerate(layers):
+        prefix = f"layers.{index}"
+        out[f"{prefix}.order"] = layer.order.to(torch.int16)
+        out[f"{prefix}.router"] = layer.router.to(torch.bfloat16)
+        out[f"{prefix}.down_scale"] = layer.down_scale.float()
+        for name in layer.a:
+            out |= factor_tensors(f"{prefix}.{name}", layer.a[name], layer.b[name])
+        if (scale := f"{prefix}.down.a_scale") in out:
+            # The student scales the updated columns, the file only the source's.
+            out[scale] = out[scale] * layer.down_scale
     return out
 
 
 @torch.no_grad()
+def upcycled_tensors(layers: list[UpcycledLayer]) -> dict[str, torch.Tensor]:
+    """The deltas file's entries for an upcycled model: routers, and every expert's updates."""
+    out = {}
+    for index, layer in enumerate(layers):
+        prefix = f"layers.{index}"
+        out[f"{prefix}.router"] = layer.router.to(torch.bfloat16)
+        for name in layer.a:
+            for expert, (a, b) in enumerate(zip(layer.a[name], layer.b[name], strict=True)):
+                out |= factor_tensors(f"{prefix}.experts.{expert}.{name}", a, b)
+    return out
+
+
 def write_deltas(
-    path: Path, layers: list[StudentLayer], geometry: Geometry, recipe: dict[str, object]
+    path: Path,
+    tensors: dict[str, torch.Tensor],
+    geometry: Geometry,
+    recipe: dict[str, object],
+    *,
+    form: str = FORMAT,
 ) -> None:
     """Write the whole file, or leave the old one."""
-    tensors = {
-        f"layers.{index}.{name}": tensor.detach().contiguous()
-        for index, layer in enumerate(layers)
-        for name, tensor in layer_tensors(layer).items()
-    }
+    tensors = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
     metadata = {
-        "format": FORMAT,
+        "format": form,
         "geometry": json.dumps(asdict(geometry)),
         "recipe": json.dumps(recipe),
         "content_sha256": content_sha256(tensors),

@@ -1,4 +1,4 @@
-"""Measure the materialised embedded model: the numbers of its model card, as JSON.
+"""Measure the embedded model, or another candidate: the numbers of the model card, as JSON.
 
     PYTHONPATH=src:tools python -m embedded.report --held-out wikitext=wiki.valid.tokens \
         --held-out news=news.jsonl.gz --routing src/trimmoe/models/embedded/routing.json
@@ -20,11 +20,12 @@ import typer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from trimmoe.models.embedded import ensure_embedded_model
+from trimmoe.models.embedded.deltas import DELTAS_PATH
 
 from . import measure
 from .distill import dense_states
 from .network import BF16, dense_layer
-from .stages import GEOMETRY, Bench, open_bench
+from .stages import Bench, open_bench
 from .text import evaluation_windows
 
 PROMPTS = (
@@ -69,6 +70,12 @@ def main(
     wheel: Annotated[Path, typer.Option(help="The source package's wheel.")],
     held_out: Annotated[list[str], typer.Option(help="NAME=FILE; the first is measured in depth.")],
     routing: Annotated[Path, typer.Option(help="Where the full routing table goes.")],
+    checkpoint: Annotated[
+        Path | None, typer.Option(help="Another candidate's; default: the embedded model.")
+    ] = None,
+    deltas: Annotated[Path, typer.Option(help="The file the checkpoint is made from.")] = (
+        DELTAS_PATH
+    ),
     work: Path = Path("build/embedded"),
     windows: Annotated[int, typer.Option(help="Windows of 1024 for each text.")] = 24,
     fewer: Annotated[int, typer.Option(help="Windows for the costlier measurements.")] = 6,
@@ -79,8 +86,8 @@ def main(
     torch.manual_seed(0)
     random.seed(0)
     bench = open_bench(wheel, work)
-    checkpoint = ensure_embedded_model()
-    model = measure.load_carved(checkpoint, GEOMETRY)
+    checkpoint = checkpoint or ensure_embedded_model()
+    model = measure.load_weights(checkpoint)
     texts = {}
     for argument in held_out:
         name, _, path = argument.partition("=")
@@ -89,7 +96,8 @@ def main(
     def say(what: str, value: object) -> None:
         print(json.dumps({what: value}), flush=True)
 
-    say("geometry", asdict(GEOMETRY))
+    say("geometry", asdict(model.geometry))
+    say("sizes", measure.sizes(model, checkpoint, deltas))
     for name, tokens in texts.items():
         say(f"perplexity {name} ({len(tokens)} windows)", measure.perplexity(model, tokens))
         say(f"perplexity {name}, dense", dense_perplexity(bench, tokens))
@@ -97,12 +105,17 @@ def main(
     table = measure.routing_report(model, deep)
     routing.write_text(json.dumps({"tokens": deep.numel(), "layers": table}, indent=1) + "\n")
     say("routing", table)
+    say("routing, all layers", measure.routing_summary(table))
     say("lens", measure.lens_agreement(model, deep, 14))
-    for gating in (measure.exact, measure.drop_one, measure.substitute_one, measure.drop_routed):
+    for gating in (
+        measure.exact, measure.substitute_one, measure.any_experts,
+        measure.drop_one, measure.drop_routed,
+    ):  # fmt: skip
         say(f"perplexity, {gating.__name__}", measure.perplexity(model, deep, gating))
     say("skip harm", measure.skip_harm(model, deep, [3, 12, 21, 28]))
-    say("perplexity in transformers", perplexity_in_transformers(checkpoint, deep[:3]))
     say("the same windows here", measure.perplexity(model, deep[:3]))
+    del model  # two copies of an upcycled model need not fit
+    say("perplexity in transformers", perplexity_in_transformers(checkpoint, deep[:3]))
     say("samples", samples(checkpoint))
 
 

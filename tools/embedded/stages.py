@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from trimmoe.models.embedded.source import GGUF_MEMBER, check_wheel, extract_mem
 
 from .distill import DistillSettings, Student, distill
 from .layerwise import LayerwiseSettings, run_layer
-from .network import BF16, StudentLayer, dense_layer
+from .network import BF16, StudentLayer, UpcycledLayer, dense_layer
 from .text import Source, training_windows
 
 GEOMETRY = Geometry(
@@ -81,19 +82,23 @@ def build_student(
 
 def distill_stage(
     bench: Bench,
-    layers: list[StudentLayer],
+    layers: Sequence[StudentLayer | UpcycledLayer],
     tokens: torch.Tensor,
     settings: DistillSettings,
     *,
     seed: int,
+    name: str = "distill",
+    taught: bool = True,
 ) -> None:
-    """Train the layers in place; `distill.pt` holds the state, `distill.log` every step's loss."""
+    """Train the layers in place, by the dense model or by the text alone; `NAME.pt` holds the
+    state, `NAME.log` every step's loss."""
     student = Student(bench.dense, layers, bench.geometry)
-    teacher = [dense_layer(bench.dense, index) for index in range(bench.geometry.layers)]
+    depth = range(bench.geometry.layers)
+    teacher = [dense_layer(bench.dense, index) for index in depth] if taught else None
     with progress() as display:
-        task = display.add_task("All together", total=settings.steps)
+        task = display.add_task(name, total=settings.steps)
         distill(
-            student, tokens, teacher, settings, seed=seed, checkpoint=bench.work / "distill.pt",
+            student, tokens, teacher, settings, seed=seed, checkpoint=bench.work / f"{name}.pt",
             advance=lambda steps: display.advance(task, steps),
         )  # fmt: skip
 
