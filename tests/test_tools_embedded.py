@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from tools.embedded import measure
 from tools.embedded.carve import choose_order
-from tools.embedded.distill import DistillSettings, Student, divergence
+from tools.embedded.distill import DistillSettings, Student, dense_walk, divergence
 from tools.embedded.network import BF16, StudentLayer, UpcycledLayer, dense_ffn, dense_layer
 from tools.embedded.pack import carved_tensors, upcycled_tensors, write_deltas
 from tools.embedded.stages import Bench, distill_stage
@@ -189,7 +189,8 @@ def test_mixture_s_experts_are_the_branches(bench: Bench) -> None:
     for seed, branch in enumerate(branches):
         torch.nn.init.normal_(branch[0].b["down"], std=0.1 * (seed + 1))
     routers = [torch.randn(UPCYCLED.experts, CARVED.hidden) for _ in range(CARVED.layers)]
-    whole = mixture(bench, branches, routers, rank=2)
+    states = [[layer.state_dict() for layer in branch] for branch in branches]
+    whole = mixture(bench, states, routers, rank=2)
     x = torch.randn(6, CARVED.hidden).to(BF16)
     for expert, branch in enumerate(branches):
         assert torch.equal(whole[0].expert(x, expert), branch[0].expert(x, 0))
@@ -223,8 +224,6 @@ def test_first_routers_tell_the_branches_texts_apart(bench: Bench) -> None:
     routers = text_routers(few, [low, high], spread=1.0)
     embed = bench.dense["embed"].to(BF16)
     layers = [dense_layer(bench.dense, index) for index in range(2)]
-    from tools.embedded.distill import dense_walk
-
     for branch, tokens in enumerate((low, high)):
         (x, _), *_ = dense_walk(tokens, layers, embed, few.geometry)
         chosen = functional.linear(x.float(), routers[0]).argmax(-1)

@@ -100,8 +100,8 @@ def upcycle_command(
     work: Work = Path("build/upcycled"),
     seed: int = 0,
     threads: int = CORES,
-    steps: Annotated[int, typer.Option(help="Steps of every branch.")] = 100,
-    mix_steps: Annotated[int, typer.Option(help="Steps on the mixed text, after.")] = 40,
+    steps: Annotated[int, typer.Option(help="Steps of every branch.")] = 40,
+    mix_steps: Annotated[int, typer.Option(help="Steps on the mixed text, after.")] = 24,
     rank: Annotated[int, typer.Option(help="Rank of each expert's updates.")] = 8,
 ) -> None:
     """Train branches of the dense source and join them as experts; a candidate, not shipped."""

@@ -30,10 +30,10 @@ class UpcycleSettings:
     rank: int = 8
     branch: DistillSettings = field(
         default_factory=lambda: DistillSettings(
-            steps=100, windows=2, skip_share=0.0, drop_share=0.0, exit_weight=0.0
+            steps=40, windows=2, lr=2e-3, skip_share=0.0, drop_share=0.0, exit_weight=0.0
         )
     )
-    mix: DistillSettings = field(default_factory=lambda: DistillSettings(steps=40, windows=2))
+    mix: DistillSettings = field(default_factory=lambda: DistillSettings(steps=24, windows=2))
     router_windows: int = 16
     """Windows of each branch's text that the first routers are fitted to."""
     router_spread: float = 1.0
@@ -68,7 +68,8 @@ def by_topic(texts: list[str], count: int, seed: int, *, head: int = 3000) -> li
     weights = words.fit_transform(text[:head] for text in texts)
     size = min(64, weights.shape[1] - 1)
     points = normalize(TruncatedSVD(size, random_state=seed).fit_transform(weights))
-    labels = KMeans(count, n_init=4, random_state=seed).fit_predict(points)
+    groups = KMeans(count, n_init=4, random_state=seed)  # pyright: ignore[reportArgumentType]
+    labels = groups.fit_predict(points)
     return [[texts[i] for i in np.flatnonzero(labels == topic)] for topic in range(count)]
 
 
@@ -80,14 +81,14 @@ def branch_windows(texts: list[str], tokenizer, *, windows: int, length: int, se
 
 def branch_stage(
     bench: Bench, name: str, tokens: torch.Tensor, settings: UpcycleSettings, *, seed: int
-) -> list[UpcycledLayer]:
-    """The dense model with one low-rank update, trained on one text; `branch-NAME.pt`."""
+) -> list[dict[str, torch.Tensor]]:
+    """The dense model's low-rank update for one text, by layer; `branch-NAME.pt`."""
     single = replace(bench, geometry=replace(bench.geometry, experts=1, top_k=1))
     layers = new_layers(single, rank=settings.rank, seed=seed)
     distill_stage(
         single, layers, tokens, settings.branch, seed=seed, name=f"branch-{name}", taught=False
     )
-    return layers
+    return [layer.state_dict() for layer in layers]
 
 
 def new_layers(bench: Bench, *, rank: int, seed: int) -> list[UpcycledLayer]:
@@ -124,15 +125,20 @@ def text_routers(bench: Bench, tokens: list[torch.Tensor], *, spread: float) -> 
 
 @torch.no_grad()
 def mixture(
-    bench: Bench, branches: list[list[UpcycledLayer]], routers: list[torch.Tensor], *, rank: int
+    bench: Bench,
+    branches: list[list[dict[str, torch.Tensor]]],
+    routers: list[torch.Tensor],
+    *,
+    rank: int,
 ) -> list[UpcycledLayer]:
     """The branches as the experts of one model."""
     layers = new_layers(bench, rank=rank, seed=0)
     for index, (layer, router) in enumerate(zip(layers, routers, strict=True)):
         layer.router.copy_(router)
         for name in FFN:
-            layer.a[name].copy_(torch.cat([branch[index].a[name] for branch in branches]))
-            layer.b[name].copy_(torch.cat([branch[index].b[name] for branch in branches]))
+            for factors, kind in ((layer.a, "a"), (layer.b, "b")):
+                every = [branch[index][f"{kind}.{name}"] for branch in branches]
+                factors[name].copy_(torch.cat(every))
     return layers
 
 
