@@ -14,7 +14,15 @@ from safetensors.torch import load_file, save_file
 from tools.embedded import measure
 from tools.embedded.carve import choose_order
 from tools.embedded.distill import DistillSettings, Student, dense_walk, divergence
-from tools.embedded.network import BF16, StudentLayer, UpcycledLayer, dense_ffn, dense_layer
+from tools.embedded.network import (
+    BF16,
+    StudentLayer,
+    UpcycledLayer,
+    blocks_ffn,
+    dense_ffn,
+    dense_layer,
+    gated_ffn,
+)
 from tools.embedded.pack import carved_tensors, upcycled_tensors, write_deltas
 from tools.embedded.stages import Bench, distill_stage
 from tools.embedded.text import Source
@@ -143,6 +151,16 @@ def test_upcycled_output_is_the_selected_experts_by_their_gates(bench: Bench) ->
     wanted = (every.float() * gates[..., None]).sum(1)
     torch.testing.assert_close(output.float(), wanted, atol=0.03, rtol=0.03)
     assert (every[:, 0] - every[:, 1]).float().abs().mean() > 0.05
+
+
+def test_experts_run_apart_give_what_they_give_side_by_side(bench: Bench) -> None:
+    layers = randomised(new_layers(bench, rank=2, seed=0))
+    model = measure.load_weights(upcycled_checkpoint(bench, layers))
+    x = torch.randn(2, 9, CARVED.hidden).to(BF16)
+    gates = torch.rand(2, 9, UPCYCLED.experts) * (torch.rand(2, 9, UPCYCLED.experts) < 0.5)
+    apart = blocks_ffn(x, model.layers[0], gates, UPCYCLED)
+    together = gated_ffn(x, model.layers[0], gates, UPCYCLED)
+    torch.testing.assert_close(apart, together, atol=0.05, rtol=0.05)
 
 
 def test_divergence_from_tokens_is_the_cross_entropy_with_its_gradient() -> None:

@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from trimmoe.models.embedded.deltas import Geometry
 
-from .network import Layer, Rotary, attention, gated_ffn, norm, routing
+from .network import Layer, Rotary, attention, blocks_ffn, gated_ffn, norm, routing
 
 Gating = Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor]
 """(gates if all were selected, selection mask, layer) -> gates, each (..., experts)."""
@@ -141,6 +141,7 @@ def walk(
     """Per layer: states after it (windows, length, hidden), probabilities, selection mask."""
     eps = model.geometry.norm_eps
     rotary = Rotary(model.geometry, tokens.shape[1])
+    run = gated_ffn if model.geometry.shared_neurons else blocks_ffn
     hidden = functional.embedding(tokens, model.embed)
     for index, (layer, router) in enumerate(zip(model.layers, model.routers, strict=True)):
         hidden = hidden + attention(
@@ -150,7 +151,7 @@ def walk(
         probabilities, mask = routing(x, router, model.geometry.top_k)
         scale = (probabilities * mask).sum(-1, keepdim=True) if model.renormalised else 1.0
         gates = gating(probabilities / scale, mask, index)
-        hidden = hidden + gated_ffn(x, layer, gates, model.geometry)
+        hidden = hidden + run(x, layer, gates, model.geometry)
         yield hidden, probabilities, mask
 
 

@@ -7,6 +7,7 @@ processor this costs no more than the dense FFN, and gradients reach every part.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -101,6 +102,34 @@ def gated_ffn(
     blocks = routed.unflatten(-1, (geometry.experts, geometry.expert_neurons))
     routed = (blocks * gates.to(blocks.dtype)[..., None]).flatten(-2)
     return functional.linear(torch.cat([shared, routed], dim=-1), layer.down)
+
+
+def dispatched(
+    x: torch.Tensor, gates: torch.Tensor, expert: Callable[[torch.Tensor, int], torch.Tensor]
+) -> torch.Tensor:
+    """Sum of gate times expert, for x (..., hidden) and gates (..., experts); `expert` gets the
+    tokens (tokens, hidden) whose gate for it is not zero, and its number."""
+    flat, weights = x.flatten(0, -2), gates.flatten(0, -2).to(x.dtype)
+    output = torch.zeros_like(flat)
+    for index in range(weights.shape[-1]):
+        rows = weights[:, index].nonzero()[:, 0]
+        part = expert(flat[rows], index) * weights[rows, index, None]
+        output = output.index_add(0, rows, part)
+    return output.view_as(x)
+
+
+def blocks_ffn(
+    x: torch.Tensor, layer: Layer, gates: torch.Tensor, geometry: Geometry
+) -> torch.Tensor:
+    """`gated_ffn` without shared neurons, each expert on its own tokens: for large experts."""
+    width = geometry.expert_neurons
+
+    def expert(tokens: torch.Tensor, index: int) -> torch.Tensor:
+        rows = slice(index * width, (index + 1) * width)
+        active = functional.silu(tokens @ layer.gate[rows].T) * (tokens @ layer.up[rows].T)
+        return active @ layer.down[:, rows].T
+
+    return dispatched(x, gates, expert)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -227,14 +256,8 @@ class UpcycledLayer(nn.Module):
         probabilities, mask = routing(x, self.router.to(BF16), self.geometry.top_k)
         gates = probabilities * mask
         kept = 1.0 if trim is None else trim.kept(gates.detach())
-        gates = (kept * gates / gates.sum(-1, keepdim=True)).flatten(0, -2).to(x.dtype)
-        flat, chosen = x.flatten(0, -2), mask.flatten(0, -2)
-        output = torch.zeros_like(flat)
-        for expert in range(self.geometry.experts):
-            rows = chosen[:, expert].nonzero()[:, 0]
-            part = self.expert(flat[rows], expert) * gates[rows, expert, None]
-            output = output.index_add(0, rows, part)
-        return output.view_as(x), probabilities, mask
+        output = dispatched(x, kept * gates / gates.sum(-1, keepdim=True), self.expert)
+        return output, probabilities, mask
 
 
 def balance_loss(probabilities: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
