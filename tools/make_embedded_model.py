@@ -9,8 +9,9 @@
 
 Each stage leaves its result in the work directory, and a run that was cut off goes on from there.
 The memory allocator matters on a processor: with glibc's own, giving large tensors back to the
-system and faulting them in again can cost more than the arithmetic; preload jemalloc, and keep
-freed pages (`MALLOC_CONF=dirty_decay_ms:-1,muzzy_decay_ms:-1`).
+system and faulting them in again can cost more than the arithmetic; preload jemalloc, and let it
+keep freed pages for a while (`MALLOC_CONF=dirty_decay_ms:8000,muzzy_decay_ms:8000`; kept for ever,
+they pile up when one branch follows another).
 """
 
 from __future__ import annotations
