@@ -117,14 +117,21 @@ def upcycled_checkpoint(bench: Bench, layers: list[UpcycledLayer]) -> Path:
     return checkpoint_of(bench.work / "upcycled", tensors, mixtral_config(UPCYCLED))
 
 
-def carved_checkpoint(bench: Bench) -> Path:
+def carved_layers(bench: Bench) -> list[StudentLayer]:
     layers = []
     for index in range(CARVED.layers):
         profile = torch.rand(200, CARVED.neurons)
         order = choose_order(profile, CARVED, seed=index)
         layer = StudentLayer(bench.dense, index, CARVED, order, rank=2, attention_rank=0)
         torch.nn.init.normal_(layer.router)
+        torch.nn.init.uniform_(layer.down_scale, 0.5, 1.5)
+        for factor in layer.b.values():
+            torch.nn.init.normal_(factor, std=0.2)
         layers.append(layer)
+    return layers
+
+
+def carved_checkpoint(bench: Bench, layers: list[StudentLayer]) -> Path:
     path = bench.work / "carved.safetensors"
     write_deltas(path, carved_tensors(layers), CARVED, {})
     tensors = merge(bench.dense, load_deltas(path), CARVED)
@@ -251,7 +258,7 @@ def test_first_routers_tell_the_branches_texts_apart(bench: Bench) -> None:
 @pytest.mark.parametrize("form", ["carved", "upcycled"])
 def test_measured_model_is_what_transformers_runs(bench: Bench, form: str) -> None:
     if form == "carved":
-        checkpoint = carved_checkpoint(bench)
+        checkpoint = carved_checkpoint(bench, carved_layers(bench))
     else:
         checkpoint = upcycled_checkpoint(bench, randomised(new_layers(bench, rank=2, seed=0)))
     tokens = some_tokens(1, 24)
@@ -263,6 +270,17 @@ def test_measured_model_is_what_transformers_runs(bench: Bench, form: str) -> No
         theirs: Any = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
         there = theirs(tokens).logits[0]
     assert functional.cosine_similarity(here, there).mean() > 0.995
+
+
+def test_carved_checkpoint_is_what_was_trained_but_for_eight_bits(bench: Bench) -> None:
+    layers = carved_layers(bench)
+    model = measure.load_weights(carved_checkpoint(bench, layers))
+    for stored, layer in zip(model.layers, layers, strict=True):
+        trained = layer.merged()
+        for name in ("gate", "up", "down"):
+            torch.testing.assert_close(
+                getattr(stored, name), getattr(trained, name), atol=0.03, rtol=0.03
+            )
 
 
 def test_upcycled_checkpoint_is_what_was_trained_but_for_eight_bits(bench: Bench) -> None:
