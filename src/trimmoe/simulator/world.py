@@ -51,6 +51,8 @@ class World(NamedTuple):
     """Serialisation of one hidden vector, [M, M]."""
     id_s: FloatArray
     """Serialisation of one token id, [M, M]."""
+    seat_s: FloatArray
+    """Of a prompt from each server: a place is asked for on every server of its route, [M]."""
     later: np.ndarray
     """Whether a route has a layer from l on at a server, bool [R', N+1, M]."""
     batch_share: float
@@ -175,6 +177,8 @@ class State(NamedTuple):
     link_free_s: FloatArray
     """[M, M]."""
     link_busy_s: FloatArray
+    desk_free_s: FloatArray
+    """When the last prompt of a server's users got its places, [M]."""
     sent: IntArray
     """Hidden vectors and token ids sent, [2, M, M]."""
     received: IntArray
@@ -216,6 +220,7 @@ def make_world(
         delay_s=np.ascontiguousarray(cluster.delay_s),
         vector_s=np.maximum(cost.transfer_s - cluster.delay_s, 0.0),
         id_s=np.maximum(cost.token_transfer_s - cluster.delay_s, 0.0),
+        seat_s=_round_trips(cluster.delay_s, routes),
         later=later,
         batch_share=batch_share,
         max_batch=max_batch or np.iinfo(np.int64).max,
@@ -225,6 +230,13 @@ def make_world(
         migrates=cost.accounting is Accounting.MIGRATE,
         frozen=frozen,
     )
+
+
+def _round_trips(delay_s: FloatArray, routes: IntArray) -> FloatArray:
+    """To the server of its route that is farthest from each, there and back, [M]."""
+    here = np.arange(delay_s.shape[0])
+    both_s = delay_s + delay_s.T
+    return both_s[here[:, None], routes[: here.size]].max(1)
 
 
 def make_rows(count: int, layers: int, slots: int) -> Rows:
@@ -283,6 +295,7 @@ def make_state(servers: int, layers: int, experts: int) -> State:
         waited_s=np.zeros((servers, KINDS)),
         link_free_s=np.zeros((servers, servers)),
         link_busy_s=np.zeros((servers, servers)),
+        desk_free_s=np.zeros(servers),
         sent=np.zeros((2, servers, servers), dtype=np.int64),
         received=np.zeros((2, servers, servers), dtype=np.int64),
         log=np.zeros((4096, 2), dtype=np.int64),
