@@ -31,7 +31,7 @@ class Effort:
     sequences: int = 64
     """Of generated traces."""
     length: int = 24
-    load_tokens: int = 1200
+    load_tokens: int = 600
     """Decoded tokens measured in every simulation."""
     output_tokens: int = 64
     """Length of the simulated answers; the paper does not say."""
