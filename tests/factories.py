@@ -143,7 +143,7 @@ def _exit_fields(rng: np.random.Generator, model: ModelSpec, grid: int) -> dict:
         "exit_error_upper": np.sort(rng.uniform(0.0, 0.3, grid))[::-1].copy(),
         "exit_rate": np.sort(rng.uniform(0.0, 1.0, grid))[::-1].copy(),
         "exit_echo": np.array([0.01, 0.02]),
-        "change_echo": np.array([0.003, 0.002, 0.001]),
+        "change_echo": np.tile([0.003, 0.002, 0.001], (model.layer_count, 1)),
     }
 
 

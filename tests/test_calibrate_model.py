@@ -185,16 +185,22 @@ def test_an_exit_is_charged_its_echo_too(profile: Profile) -> None:
 
 
 def test_changes_cost_their_echo_too_unless_nothing_is_changed(profile: Profile) -> None:
-    skip, drop, substitution = profile.change_echo
+    skip, drop, substitution = profile.change_echo.T
     assert (profile.change_echo > 0).all()
+    assert (np.diff(profile.change_echo, axis=0) <= 0).all()
     echoing = profile.echoing()
-    assert np.array_equal(echoing.skip.upper, np.minimum(profile.skip.upper + skip, 1.0))
-    assert np.array_equal(echoing.drop.upper, np.minimum(profile.drop.upper + drop, 1.0))
+    assert np.array_equal(
+        echoing.skip.upper, np.minimum(profile.skip.upper + skip[:, None, None], 1.0)
+    )
+    assert np.array_equal(
+        echoing.drop.upper, np.minimum(profile.drop.upper + drop[:, None, None], 1.0)
+    )
     raised = echoing.substitution_loss - profile.substitution_loss
     same = np.eye(EXPERTS, dtype=bool)
     assert (raised[..., same] == 0).all()
-    apart = raised[..., ~same]
-    assert np.allclose(apart[echoing.substitution_loss[..., ~same] < 1.0], substitution)
+    apart = np.broadcast_to(substitution[:, None, None, None], raised[..., ~same].shape)
+    uncapped = echoing.substitution_loss[..., ~same] < 1.0
+    assert np.allclose(raised[..., ~same][uncapped], apart[uncapped])
     assert np.array_equal(echoing.echoing().skip.upper, echoing.skip.upper)
 
 

@@ -29,10 +29,17 @@ from trimmoe.core.specs import BoolArray, FloatArray, IntArray
 from trimmoe.models.base import MoEView
 
 _TOKENS = 4096
-"""Of the test split, that echoes are counted on."""
+"""Of the test split, that echoes of exits are counted on."""
+_CHANGE_TOKENS = 1536
+"""The same for each kind of change in each band of layers."""
 _EXIT_SHARE = 0.03
-"""Share of the tokens that leave, or are changed, while echoes are counted. Two exits flip fewer
-later tokens than twice one does, so they must be few for the echo of one not to be flattered."""
+"""Share of the tokens that leave while echoes are counted. Two exits flip fewer later tokens than
+twice one does, so they must be few for the echo of one not to be flattered."""
+_CHANGE_SHARE = 0.1
+"""The same for changes, of which a budget of a percent or two buys more than of exits: what many
+flip together levels off, and counted singly they would be charged several times what they do."""
+_BANDS = 4
+"""Of layers, in which changes are counted apart."""
 _COMMON_RATE = 0.2
 """Exit rate of the laxer of the two thresholds at which echoes are counted."""
 _UNTOUCHED = -1
@@ -80,7 +87,19 @@ class Echoes:
     exits: FloatArray
     """By `EXIT_STATES`, [2]."""
     changes: FloatArray
-    """By `CHANGES`, [3]."""
+    """By layer and `CHANGES`, [N, 3]; never more in a later layer than in an earlier one."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Trial:
+    """What is done to some tokens, those of whole windows."""
+
+    name: str
+    tokens: IntArray
+    """[T]."""
+    trimmed: Trimmed
+    layers: IntArray
+    """It stands for changes in these layers; empty for exits."""
 
 
 def measure_echoes(
@@ -94,77 +113,112 @@ def measure_echoes(
     """Trim a few tokens of the test split in each way, all ways in one sweep.
 
     Tokens leave at the strictest threshold of the grid and at a lax one, where they leave
-    elsewhere; the larger bound stands for all. Of what there is nothing to count nothing is known,
-    and its bound is a whole flip.
+    elsewhere; the larger bound stands for all. A change moves less of what follows the later its
+    layer is, so changes are made in one band of layers after another. Of what there is nothing to
+    count nothing is known, and its bound is a whole flip.
     """
-    tokens = _tokens(recording, settings)
-    trials = dict(_trials(recording, exits, experiments, settings, tokens))
-    layers, length = recording.layer_count, recording.windows.length
-    counts = {key: int(trial.touched(layers).sum()) for key, trial in trials.items()}
-    some = [key for key, count in counts.items() if count]
-    bound = dict.fromkeys(trials, 1.0)
-    if some:
-        flipped = flipped_behind(
-            view,
-            recording.windows.take(np.tile(np.unique(tokens // length), len(some))),
-            Trimmed.joined([trials[key] for key in some]),
-            np.tile(recording.predictions[tokens], len(some)),
-            advance,
-            folder=recording.folder,
-        )
-        flips = flipped.reshape(len(some), -1).sum(axis=1)
-        upper = poisson_upper(flips, settings.ucb_confidence)
-        bound |= {key: float(most) / counts[key] for key, most in zip(some, upper, strict=True)}
-
-    def worst(name: str) -> float:
-        return max(value for (what, _), value in bound.items() if what == name)
-
-    changes = [worst(change) if (change, 0) in bound else worst("skip") for change in CHANGES]
-    return Echoes(
-        exits=np.array([worst(state) for state in EXIT_STATES]), changes=np.array(changes)
-    )
+    leaving = _tokens(recording, settings, _TOKENS)
+    changed = _tokens(recording, settings, _CHANGE_TOKENS)
+    trials = [
+        *_exits(recording, exits, settings, leaving),
+        *_changes(recording, experiments, settings, changed),
+    ]
+    bounds = _bounds(view, recording, trials, settings, advance)
+    found = list(zip(trials, bounds, strict=True))
+    changes = np.ones((recording.layer_count, len(CHANGES)))
+    for trial, bound in found:
+        if trial.name in CHANGES:
+            changes[trial.layers, CHANGES.index(trial.name)] = bound
+    if recording.activated.shape[2] == 1:
+        changes[:, CHANGES.index("drop")] = changes[:, CHANGES.index("skip")]
+    by_state = [max(b for trial, b in found if trial.name == state) for state in EXIT_STATES]
+    falling = np.maximum.accumulate(changes[::-1])[::-1]
+    return Echoes(exits=np.array(by_state), changes=falling)
 
 
 def echo_steps(recording: Recording, settings: CalibrationSettings) -> int:
     """Of how many steps `measure_echoes` tells at most."""
-    trials = 3 + len(CHANGES)
-    return trials * _tokens(recording, settings).size * recording.layer_count
+    leaving = _tokens(recording, settings, _TOKENS).size
+    changed = _tokens(recording, settings, _CHANGE_TOKENS).size
+    ways = len(CHANGES) * len(_bands(recording.layer_count))
+    return (3 * leaving + ways * changed) * recording.layer_count
 
 
-def _tokens(recording: Recording, settings: CalibrationSettings) -> IntArray:
+def _bounds(
+    view: MoEView,
+    recording: Recording,
+    trials: list[_Trial],
+    settings: CalibrationSettings,
+    advance: Advance,
+) -> list[float]:
+    """What one of each trial flips, at most."""
+    layers, length = recording.layer_count, recording.windows.length
+    counts = [int(trial.trimmed.touched(layers).sum()) for trial in trials]
+    some = [trial for trial, count in zip(trials, counts, strict=True) if count]
+    bounds = [1.0] * len(trials)
+    if not some:
+        return bounds
+    flipped = flipped_behind(
+        view,
+        recording.windows.take(
+            np.concatenate([trial.tokens[::length] for trial in some]) // length
+        ),
+        Trimmed.joined([trial.trimmed for trial in some]),
+        np.concatenate([recording.predictions[trial.tokens] for trial in some]),
+        advance,
+        folder=recording.folder,
+    )
+    ends = np.cumsum([trial.tokens.size for trial in some])[:-1]
+    flips = iter(part.sum() for part in np.split(flipped, ends))
+    for at, count in enumerate(counts):
+        if count:
+            upper = poisson_upper(np.array(next(flips)), settings.ucb_confidence)
+            bounds[at] = float(upper) / count
+    return bounds
+
+
+def _tokens(recording: Recording, settings: CalibrationSettings, most: int) -> IntArray:
     """Whole windows of the test split."""
     length = recording.windows.length
-    test = split_windows(recording.windows, settings.seed).test
-    return test[: max(_TOKENS // length, 1) * length]
+    return split_windows(recording.windows, settings.seed).test[: max(most // length, 1) * length]
 
 
-def _trials(
-    recording: Recording,
-    exits: Exits,
-    experiments: Experiments,
-    settings: CalibrationSettings,
-    tokens: IntArray,
-) -> Iterator[tuple[tuple[str, int], Trimmed]]:
-    """What is tried, each under its name and a number: of the first, the worst counts."""
+def _bands(layers: int) -> list[IntArray]:
+    return np.array_split(np.arange(layers), min(_BANDS, layers))
+
+
+def _exits(
+    recording: Recording, exits: Exits, settings: CalibrationSettings, tokens: IntArray
+) -> Iterator[_Trial]:
     layers, _, top_k = recording.activated.shape
     rng = np.random.default_rng([settings.seed, 5])
     nothing = Trimmed.nothing(tokens.size, layers=layers, top_k=top_k)
     lax = min(int(np.searchsorted(-exits.rate, -_COMMON_RATE)), exits.grid.size - 1)
-    asked = [(ExitState.DENSE, lax), (ExitState.DENSE, -1), (ExitState.FROZEN, lax)]
-    for number, (state, at) in enumerate(asked):
-        layer = exit_layers(exits.score[:, tokens], float(exits.grid[at]))
+    for state, at in (ExitState.DENSE, lax), (ExitState.DENSE, -1), (ExitState.FROZEN, lax):
+        reached = exit_layers(exits.score[:, tokens], float(exits.grid[at]))
+        leave = _thinned(reached, layers, rng)
         frozen = np.full(tokens.size, state is ExitState.FROZEN)
-        yield (
-            (state, number),
-            replace(nothing, exit_layer=_thinned(layer, layers, rng), frozen=frozen),
-        )
-    for change, made in zip(CHANGES, experiments.parts, strict=False):
-        if made.count:
-            few = _few(made, tokens, rng)
+        trimmed = replace(nothing, exit_layer=leave, frozen=frozen)
+        yield _Trial(name=state, tokens=tokens, trimmed=trimmed, layers=np.zeros(0, dtype=np.int64))
+
+
+def _changes(
+    recording: Recording,
+    experiments: Experiments,
+    settings: CalibrationSettings,
+    tokens: IntArray,
+) -> Iterator[_Trial]:
+    layers, _, top_k = recording.activated.shape
+    rng = np.random.default_rng([settings.seed, 6])
+    nothing = Trimmed.nothing(tokens.size, layers=layers, top_k=top_k)
+    for change, made in zip(CHANGES, _gentle(experiments), strict=True):
+        for band in _bands(layers):
+            few = _few(made.take(np.isin(made.layer, band)), tokens, rng)
             at = np.searchsorted(tokens, few.token)
             layer, slots = nothing.layer.copy(), nothing.slots.copy()
             layer[at], slots[at] = few.layer, few.slots
-            yield (change, 0), replace(nothing, layer=layer, slots=slots)
+            trimmed = replace(nothing, layer=layer, slots=slots)
+            yield _Trial(name=change, tokens=tokens, trimmed=trimmed, layers=band)
 
 
 def _thinned(layer: IntArray, layers: int, rng: np.random.Generator) -> IntArray:
@@ -174,11 +228,23 @@ def _thinned(layer: IntArray, layers: int, rng: np.random.Generator) -> IntArray
     return np.where(stays, layers, layer)
 
 
+def _gentle(experiments: Experiments) -> list[Changes]:
+    """The what-ifs that a policy would take: of the steadiest tokens, where little mass goes."""
+    classes, gentle = experiments.classes, []
+    masses = (experiments.skip_mass, experiments.drop_mass, None)
+    for changes, mass in zip(experiments.parts, masses, strict=False):
+        chosen = classes.of(changes) == classes.count - 1
+        if mass is not None and chosen.any():
+            chosen &= mass <= np.median(mass[chosen])
+        gentle.append(changes.take(chosen))
+    return gentle
+
+
 def _few(changes: Changes, tokens: IntArray, rng: np.random.Generator) -> Changes:
     """One change each of a few of these tokens."""
     order = rng.permutation(np.flatnonzero(np.isin(changes.token, tokens)))
     _, first = np.unique(changes.token[order], return_index=True)
-    return changes.take(rng.permutation(order[first])[: round(_EXIT_SHARE * tokens.size)])
+    return changes.take(rng.permutation(order[first])[: round(_CHANGE_SHARE * tokens.size)])
 
 
 def poisson_upper(events: IntArray, confidence: float) -> FloatArray:

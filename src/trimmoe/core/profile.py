@@ -62,9 +62,9 @@ class LossCurves:
         assert factor >= 1.0
         return replace(self, upper=np.minimum(self.upper * factor, 1.0))
 
-    def raised(self, by: float) -> LossCurves:
-        """The same curves with every bound larger by so much, at most 1."""
-        return replace(self, upper=np.minimum(self.upper + by, 1.0))
+    def raised(self, by: FloatArray) -> LossCurves:
+        """The same curves with every bound of a layer larger by so much, [N], at most 1."""
+        return replace(self, upper=np.minimum(self.upper + by[:, None, None], 1.0))
 
     def pooled(self, class_share: FloatArray) -> LossCurves:
         """The curves of tokens whose class is not looked at, B = 1; `class_share` [N, B]."""
@@ -125,8 +125,8 @@ class Profile:
 
     change_echo: FloatArray
     """Upper bound of the predictions of later tokens that a skip, some dropped slots or one
-    substitute flip, since they attend to what the token left, by `CHANGES`, [3]. The curves and
-    losses here are without it."""
+    substitute flip, since they attend to what the token left, by layer and `CHANGES`, [N, 3]. The
+    curves and losses here are without it."""
 
     # Substitution (3).
     similarity: FloatArray
@@ -201,14 +201,14 @@ class Profile:
 
     def echoing(self) -> Profile:
         """The same where skips, drops and substitutes cost what they flip of later tokens too."""
-        skip, drop, substitution = self.change_echo
-        other = ~np.eye(self.expert_count, dtype=bool)
+        skip, drop, substitution = self.change_echo.T
+        other = substitution[:, None, None, None, None] * ~np.eye(self.expert_count, dtype=bool)
         return replace(
             self,
             skip=self.skip.raised(skip),
             drop=self.drop.raised(drop),
-            substitution_loss=np.minimum(self.substitution_loss + substitution * other, 1.0),
-            change_echo=np.zeros(len(CHANGES)),
+            substitution_loss=np.minimum(self.substitution_loss + other, 1.0),
+            change_echo=np.zeros_like(self.change_echo),
         )
 
     def exit_bound(self, state: ExitState) -> FloatArray:

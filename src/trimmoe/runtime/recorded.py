@@ -27,7 +27,7 @@ from trimmoe.core.events import (
 from trimmoe.core.ledger import Ledger
 from trimmoe.core.specs import BoolArray, FloatArray, IntArray
 from trimmoe.core.wave import NOT_PROBED, Wave
-from trimmoe.engine.books import receipt
+from trimmoe.engine.books import receipts
 from trimmoe.engine.step import Engine
 
 WAVE = 0
@@ -206,8 +206,8 @@ class Replay:
         (depart,) = self._tell(TokensExported(wave=WAVE, rows=rows))
         assert isinstance(depart, Depart)
         cost, tokens = self.engine.cost, depart.tokens
-        for at, row in enumerate(rows.tolist()):
-            unexited = replace(receipt(cost, tokens, at), exit_confidence=None)
+        for row, told in zip(rows.tolist(), receipts(cost, tokens), strict=True):
+            unexited = replace(told, exit_confidence=None)
             self.books[row] = Books(depth=cost.layer_count, receipt=unexited, ledger=None)
 
     def _complete(self, command: Complete) -> None:

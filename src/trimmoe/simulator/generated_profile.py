@@ -148,7 +148,7 @@ def _exit_bounds(drawn: Tokens) -> dict:
         "exit_error_upper": _EXIT_ERROR * (1.0 - grid),
         "exit_rate": (sure[:, None] >= grid).mean(axis=0),
         "exit_echo": np.zeros(len(EXIT_STATES)),
-        "change_echo": np.zeros(len(CHANGES)),
+        "change_echo": np.zeros((drawn.experts.shape[1], len(CHANGES))),
     }
 
 
