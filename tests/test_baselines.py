@@ -88,7 +88,7 @@ def test_local_prior_prefers_local_experts_by_its_bias_only(world) -> None:
     # 1: 0.26, 2: 0.24 against 3: 0.28, 4: 0.25 -> experts 3 and 1; 1 takes the slot of 4.
     assert biased.slot_expert.tolist() == [[3, 1]]
     assert biased.slot_server[0, 1] == 0
-    assert biased.loss[0] == pytest.approx(world.profile.substitution_loss[1, 0, 1, 4, 1])
+    assert biased.loss[0] == pytest.approx(world.profile.echoing().substitution_loss[1, 0, 1, 4, 1])
     strong = LocalPrior(space=space, routes=routes, bias=1.0).decide(token)
     assert strong.slot_expert.tolist() == [[1, 2]]
     assert LocalPrior(space=space, routes=routes, bias=0.0).decide(token).slot_expert.tolist() == [

@@ -192,7 +192,10 @@ def orphaning(
     experts = np.arange(substitution.shape[2])
     substitution[..., experts, experts] = 0.0
     profile = replace(
-        profile, feasible=np.ones_like(profile.feasible), substitution_loss=substitution
+        profile,
+        feasible=np.ones_like(profile.feasible),
+        substitution_loss=substitution,
+        change_echo=np.zeros_like(profile.change_echo),
     )
     return profile, replace(plan, hosts=hosts)
 

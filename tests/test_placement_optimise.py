@@ -71,7 +71,7 @@ def test_never_worse_than_any_seed(
     if objective == "trimmed":
         measure = TrimmedObjective(
             cost=planner.cost,
-            profile=profile,
+            profile=profile.echoing(),
             access_share=cluster.access_share,
             budget=wanted.budget,
         )
