@@ -33,7 +33,7 @@ class Effort:
     length: int = 24
     load_tokens: int = 600
     """Decoded tokens measured in every simulation."""
-    output_tokens: int = 64
+    output_tokens: int = 40
     """Length of the simulated answers; the paper does not say."""
     rates: tuple[float, ...] = (10.0, 20.0, 40.0, 80.0)
     """Requests per second of Fig. 11."""
