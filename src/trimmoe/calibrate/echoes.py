@@ -42,6 +42,8 @@ _BANDS = 4
 """Of layers, in which changes are counted apart."""
 _COMMON_RATE = 0.2
 """Exit rate of the laxer of the two thresholds at which echoes are counted."""
+_EXITS = ((ExitState.DENSE, True), (ExitState.DENSE, False), (ExitState.FROZEN, True))
+"""States that exits leave, and whether at the laxer threshold."""
 _UNTOUCHED = -1
 
 
@@ -141,7 +143,7 @@ def echo_steps(recording: Recording, settings: CalibrationSettings) -> int:
     leaving = _tokens(recording, settings, _TOKENS).size
     changed = _tokens(recording, settings, _CHANGE_TOKENS).size
     ways = len(CHANGES) * len(_bands(recording.layer_count))
-    return (3 * leaving + ways * changed) * recording.layer_count
+    return (len(_EXITS) * leaving + ways * changed) * recording.layer_count
 
 
 def _bounds(
@@ -194,8 +196,9 @@ def _exits(
     rng = np.random.default_rng([settings.seed, 5])
     nothing = Trimmed.nothing(tokens.size, layers=layers, top_k=top_k)
     lax = min(int(np.searchsorted(-exits.rate, -_COMMON_RATE)), exits.grid.size - 1)
-    for state, at in (ExitState.DENSE, lax), (ExitState.DENSE, -1), (ExitState.FROZEN, lax):
-        reached = exit_layers(exits.score[:, tokens], float(exits.grid[at]))
+    for state, is_lax in _EXITS:
+        threshold = float(exits.grid[lax if is_lax else -1])
+        reached = exit_layers(exits.score[:, tokens], threshold)
         leave = _thinned(reached, layers, rng)
         frozen = np.full(tokens.size, state is ExitState.FROZEN)
         trimmed = replace(nothing, exit_layer=leave, frozen=frozen)
@@ -294,8 +297,8 @@ def _passed(view: MoEView, visit: Visit, trimmed: Trimmed) -> Tensor:
     after = run_layer(view, layer, visit.attended, routing, experts)
     left, still = trimmed.exit_layer[span] <= layer, trimmed.frozen[span]
     after[_where(left & still)] = visit.before[_where(left & still)]
-    behind = visit.attended[_where(left & ~still)]
-    after[_where(left & ~still)] = view.finish(layer, behind, view.shared(layer, behind), None)
+    behind = _where(left & ~still)
+    after[behind] = view.skip(layer, visit.attended[behind])
     return after
 
 

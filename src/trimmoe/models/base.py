@@ -14,11 +14,11 @@ and after the last layer
     flat = batch.pack(view.tail(hidden, batch, cache)) # dense blocks after the last MoE layer
     logits = view.logits(flat)                         # [n, V]
 
-A *skipped* token calls `finish` with `routed=None`. An *exited* token calls `logits` on the state
-it left with, and later tokens attend to what it leaves in the layers it did not run. Either it goes
-on as if it skipped each of them, `tail` included, or its state stands still: `propagate` for every
-later layer, and `propagate_tail` once. It passes a layer before a later token of the same sequence
-attends there.
+A *skipped* token calls `finish` with `routed=None`, or just `skip`. An *exited* token calls
+`logits` on the state it left with, and later tokens attend to what it leaves in the layers it did
+not run. Either it goes on as if it skipped each of them, `tail` included, or its state stands
+still: `propagate` for every later layer, and `propagate_tail` once. It passes a layer before a
+later token of the same sequence attends there.
 
 `hidden` is always the residual stream. `normed` (the output of the norm before the experts) may be
 handed on to save computing it again, and must then belong to the same rows; where a hidden vector
@@ -249,6 +249,10 @@ class MoEView(ABC):
         self, layer: int, hidden: Tensor, shared: Tensor | None, routed: Tensor | None
     ) -> Tensor:
         """The layer's output: the residual plus what the experts gave."""
+
+    def skip(self, layer: int, hidden: Tensor) -> Tensor:
+        """The layer's output where none of its routed experts runs, [n, d] to [n, d]."""
+        return self.finish(layer, hidden, self.shared(layer, hidden), None)
 
     @abstractmethod
     def propagate(self, layer: int, hidden: Tensor, batch: TokenBatch, cache: KVCache) -> None:

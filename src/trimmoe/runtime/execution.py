@@ -118,9 +118,7 @@ class Execution:
         if not running.trailing.size:
             return attended
         trails = torch.from_numpy(np.isin(together, running.trailing))
-        behind = attended[trails]
-        passed = self.view.finish(layer, behind, self.view.shared(layer, behind), None)
-        running.hidden[_index(running.trailing)] = passed
+        running.hidden[_index(running.trailing)] = self.view.skip(layer, attended[trails])
         return attended[~trails]
 
     def _tail(self, rows: IntArray, running: Running) -> Tensor:

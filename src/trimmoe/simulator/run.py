@@ -245,10 +245,12 @@ class _Run:
         audits = np.bincount(access, audited, self.waiting_s.size).astype(np.int64)
         stale = self.decider.control(receipts, audits, self._engine())
         done = [*self.trailing, *(row for row, _ in self.finished)]
-        self.trailing = [row for row in done if self.pool.rows.trailing[row]]
-        for row in set(done) - set(self.trailing):
-            self.pool.free(row)
-        self.finished = []
+        self.finished, self.trailing = [], []
+        for row in done:
+            if self.pool.rows.trailing[row]:
+                self.trailing.append(row)
+            else:
+                self.pool.free(row)
         for request in self.table.closing:
             self.decider.close(request)
         self.table.closing.clear()

@@ -24,7 +24,7 @@ def trail(worker: Executor, layer: int, units: Sequence[Unit]) -> Outcome:
         view.tail(hidden, batch, worker.cache)
         return outcome
     attended = batch.pack(view.attend(layer, hidden, batch, worker.cache))
-    passed = view.finish(layer, attended, view.shared(layer, attended), None)
+    passed = view.skip(layer, attended)
     worker.pace.dense(layer, len(units))
     away = []
     for row, unit in enumerate(units):
