@@ -22,6 +22,7 @@ from trimmoe.core.events import (
     Routed,
     SequenceOpened,
     TokensArrived,
+    Trailed,
 )
 from trimmoe.core.ledger import Ledger
 from trimmoe.core.plan import Plan, plan_header
@@ -71,9 +72,16 @@ class Trajectory:
 
     sequence: int
     visits: list[Visit] = field(default_factory=list)
+    after: list[Visit] = field(default_factory=list)
+    """Layers passed after the prediction."""
     exit_layer: int = -1
     """Layers passed when the token was predicted."""
     ledger: Ledger | None = None
+
+    @property
+    def path(self) -> list[Visit]:
+        """Where the next layer is noted."""
+        return self.visits if self.exit_layer < 0 else self.after
 
 
 @dataclass(kw_only=True)
@@ -120,6 +128,13 @@ class SyntheticDriver:
                     if audited := [row for row in rows if row in probed]:
                         agrees = self.rng.random(len(audited)) < 0.5
                         pending += self.tell(Audited(wave=7, agrees=agrees))
+                case Trailed():
+                    for row, after in zip(command.rows.tolist(), command.ledgers, strict=True):
+                        before = wave[row].ledger
+                        assert before is not None
+                        wave[row].ledger = before + after
+                    agrees = self.rng.random(command.rows.size) < 0.5
+                    pending += self.tell(Audited(wave=7, agrees=agrees))
         self.trajectories += wave
         return wave
 
@@ -132,7 +147,7 @@ class SyntheticDriver:
         importance = np.minimum(masses.sum(1), 1.0)
         steadiness = self.rng.integers(profile.class_count, size=count)
         for at, row in enumerate(rows):
-            wave[row].visits.append(
+            wave[row].path.append(
                 Visit(
                     layer=command.layer,
                     server=int(command.server[at]),
@@ -157,7 +172,7 @@ class SyntheticDriver:
         rows = command.rows.tolist()
         confidence = self.rng.beta(2.0, 0.7, len(rows))
         for at, row in enumerate(rows):
-            visit = wave[row].visits[-1]
+            visit = wave[row].path[-1]
             visit.slot_expert = command.slot_expert[at]
             visit.slot_server = command.slot_server[at]
             if (visit.slot_expert >= 0).any():

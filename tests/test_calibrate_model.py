@@ -22,7 +22,7 @@ from trimmoe.calibrate.settings import CalibrationSettings
 from trimmoe.calibrate.steadiness import NO_CLASS, fit_steadiness
 from trimmoe.calibrate.windows import Windows, run_layer
 from trimmoe.core.errors import UserError
-from trimmoe.core.profile import EXIT_STATES, Profile, load_profile
+from trimmoe.core.profile import ECHOING_STATES, Profile, load_profile
 from trimmoe.models.base import MoEView
 from trimmoe.models.exact import exact_logits
 from trimmoe.models.exit_head import (
@@ -180,7 +180,7 @@ def test_an_exit_is_charged_its_echo_too(profile: Profile) -> None:
     own = profile.exit_error_upper
     assert ((own >= 0) & (own <= 1)).all()
     assert (profile.exit_echo > 0).all()
-    for state, echo in zip(EXIT_STATES, profile.exit_echo, strict=True):
+    for state, echo in zip(ECHOING_STATES, profile.exit_echo, strict=True):
         assert np.array_equal(profile.exit_bound(state), own + echo)
 
 

@@ -19,12 +19,13 @@ from factories import (
     random_model_spec,
     random_profile,
 )
-from synthetic import SyntheticDriver, Trajectory, hostile, random_plan
+from synthetic import SyntheticDriver, Trajectory, Visit, hostile, random_plan
 from trimmoe.core.ledger import Kind
 from trimmoe.core.plan import Plan
-from trimmoe.core.profile import LossCurves, Profile
+from trimmoe.core.profile import ExitState, LossCurves, Profile
 from trimmoe.cost.actions import ActionSpace
 from trimmoe.cost.model import Accounting
+from trimmoe.engine.step import Engine
 from trimmoe.experiments.methods import make_engine
 from trimmoe.policy.base import Policy
 from trimmoe.policy.settings import PRESETS, BudgetRule, PolicySettings
@@ -52,6 +53,7 @@ def worlds(draw: st.DrawFn) -> tuple[SyntheticDriver, Plan, float, float]:
         window_tokens=draw(st.sampled_from([1, 4])),
         exit_risk=draw(st.sampled_from([None, 0.02, 0.2])),
         importance_gate=draw(st.booleans()),
+        exit_state=draw(st.sampled_from(ExitState)),
     )
     plan = random_plan(rng, model, cluster, density=draw(st.sampled_from([0.0, 0.3, 1.0])))
     engine = make_engine(plan, profile, model, policy)
@@ -133,7 +135,7 @@ def test_every_slot_runs_on_a_host_by_its_target_or_a_feasible_substitute(world)
     driver, plan, _, _ = world
     feasible = driver.engine.profile.feasible
     for trajectory in driver.trajectories:
-        for visit in trajectory.visits:
+        for visit in trajectory.visits + trajectory.after:
             for target, expert, server in zip(
                 visit.targets, visit.slot_expert, visit.slot_server, strict=True
             ):
@@ -152,12 +154,38 @@ def test_tokens_are_where_the_accounting_says(world) -> None:
     for trajectory in driver.trajectories:
         access = driver.state.accounts[trajectory.sequence].access
         expected = access
-        for visit in trajectory.visits:
+        for visit in trajectory.visits + trajectory.after:
             if engine.cost.accounting is not Accounting.MIGRATE:
                 expected = engine.routes[access, visit.layer]
             assert visit.server == expected
             if (visit.slot_expert >= 0).any():
                 expected = visit.slot_server[0]
+
+
+@settings(deadline=None, max_examples=120)
+@given(worlds())
+def test_tokens_that_exit_whole_go_on_through_all_layers_at_no_loss(world) -> None:
+    driver, _, _, _ = world
+    engine = driver.engine
+    whole, layers = engine.settings.exit_state is ExitState.WHOLE, engine.cost.layer_count
+    for trajectory in driver.trajectories:
+        left = range(trajectory.exit_layer, layers)
+        assert [visit.layer for visit in trajectory.after] == (list(left) if whole else [])
+        behind = replace(trajectory, visits=trajectory.after)
+        assert true_loss(behind, engine.profile, engine.settings) <= ROUNDING
+        assert trajectory.ledger is not None
+        assert trajectory.ledger.tokens == 1
+        if trajectory.after:
+            assert trajectory.ledger.audits == 1
+            if engine.cost.accounting is not Accounting.MIGRATE:
+                assert trajectory.ledger.hops >= messages_of(trajectory.after, engine)
+
+
+def messages_of(visits: list[Visit], engine: Engine) -> int:
+    """Vectors that at least have to cross a link: to each other server of a slot."""
+    return sum(
+        len({*visit.slot_server[visit.slot_expert >= 0]} - {visit.server}) for visit in visits
+    )
 
 
 @settings(deadline=None, max_examples=60)

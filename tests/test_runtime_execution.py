@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import combinations
+
 import numpy as np
 import pytest
 import torch
@@ -9,8 +11,8 @@ from torch import Tensor
 
 from factories import random_profile
 from tiny import LAYERS, write_tiny_checkpoint
-from trimmoe.core.events import Attend, Complete, Execute
-from trimmoe.core.profile import EXIT_STATES, ExitState
+from trimmoe.core.events import Attend, Complete, Execute, Trailed
+from trimmoe.core.profile import ExitState
 from trimmoe.models.base import MoEView
 from trimmoe.models.exact import full_depth
 from trimmoe.models.load import open_model
@@ -43,7 +45,7 @@ def one_by_one(view: MoEView, exits: np.ndarray, state: ExitState) -> Tensor:
                     continue
                 flat = batch.pack(view.attend(layer, hidden, batch, cache))
                 routing, routed = view.route(layer, flat), None
-                if layer < last:
+                if layer < last or state is ExitState.WHOLE:
                     routed = view.experts(layer, flat, routing.experts, routing.gates)
                 hidden = batch.unpack(view.finish(layer, flat, view.shared(layer, flat), routed))
                 if layer + 1 == last:
@@ -56,11 +58,13 @@ class Waves:
     """The same tokens in waves of some columns each, every sequence's together."""
 
     def __init__(self, view: MoEView, exits: np.ndarray, state: ExitState) -> None:
-        self.view, self.exits = view, exits
+        self.view, self.exits, self.whole = view, exits, state is ExitState.WHOLE
         profile = random_profile(np.random.default_rng(1), view.spec)
         self.execution = Execution(view, profile, slots=len(PROMPTS), exit_state=state)
         self.slots = [self.execution.cache.alloc() for _ in PROMPTS]
         self.states = torch.zeros(*exits.shape, view.spec.hidden_size)
+        self.ends = torch.zeros_like(self.states)
+        """What full depth makes of tokens that exited."""
         with torch.inference_mode():
             cache = self.execution.cache
             batch = view.batch(cache, self.slots, [range(len(prompt)) for prompt in PROMPTS])
@@ -78,7 +82,7 @@ class Waves:
         )
         leaves = self.exits[sequence, column]
         for layer in range(LAYERS):
-            rows = np.flatnonzero(leaves > layer)
+            rows = np.flatnonzero((leaves > layer) | self.whole)
             if rows.size:
                 server = np.zeros(rows.size, dtype=np.int64)
                 attend = Attend(wave=0, layer=layer, rows=rows, server=server)
@@ -100,9 +104,14 @@ class Waves:
                 )
                 states = self.execution.complete(complete, running)
                 self.states[sequence[done], column[done]] = states
+        before = np.flatnonzero(leaves < LAYERS)
+        if self.whole and before.size:
+            server = np.zeros(before.size, dtype=np.int64)
+            trailed = Trailed(wave=0, rows=before, server=server, ledgers=())
+            self.ends[sequence[before], column[before]] = self.execution.trailed(trailed, running)
 
 
-@pytest.mark.parametrize("state", EXIT_STATES)
+@pytest.mark.parametrize("state", ExitState)
 @pytest.mark.parametrize("columns", [1, 2, 5])
 def test_later_tokens_attend_to_what_exited_ones_left_in_one_wave_or_in_many(
     view: MoEView, state: ExitState, columns: int
@@ -117,7 +126,20 @@ def test_later_tokens_attend_to_what_exited_ones_left_in_one_wave_or_in_many(
     assert torch.allclose(waves.states.flatten(0, 1), expected, atol=1e-5)
 
 
-def test_the_two_states_are_not_the_same(view: MoEView) -> None:
-    exits = np.array([[1, 1, 1, 1, LAYERS]] * 2)
-    dense, frozen = (one_by_one(view, exits, state) for state in EXIT_STATES)
-    assert not torch.allclose(dense[4], frozen[4], atol=1e-3)
+def test_only_a_token_that_goes_on_whole_leaves_what_full_depth_leaves(view: MoEView) -> None:
+    exits, full = np.array([[1, 1, 1, 1, LAYERS]] * 2), np.full((2, 5), LAYERS)
+    exact = one_by_one(view, full, ExitState.WHOLE)
+    left = {state: one_by_one(view, exits, state) for state in ExitState}
+    assert torch.allclose(left[ExitState.WHOLE][4], exact[4], atol=1e-5)
+    for one, other in combinations([left[state][4] for state in ExitState], 2):
+        assert not torch.allclose(one, other, atol=1e-3)
+
+
+@pytest.mark.parametrize("columns", [1, 2, 5])
+def test_full_depth_still_says_what_it_would_have_predicted(view: MoEView, columns: int) -> None:
+    exits = np.random.default_rng(5).integers(1, LAYERS, size=(2, 5))
+    waves = Waves(view, exits, ExitState.WHOLE)
+    for first in range(0, 5, columns):
+        waves.run(first, min(first + columns, 5))
+    exact = one_by_one(view, np.full((2, 5), LAYERS), ExitState.WHOLE)
+    assert torch.allclose(waves.ends.flatten(0, 1), exact, atol=1e-5)

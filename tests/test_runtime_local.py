@@ -18,10 +18,10 @@ from tiny import write_tiny_checkpoint
 from trimmoe.core.events import Complete
 from trimmoe.core.ledger import Kind
 from trimmoe.core.plan import Plan
-from trimmoe.core.profile import Profile
+from trimmoe.core.profile import ExitState, Profile
 from trimmoe.experiments.methods import make_engine
 from trimmoe.models.base import MoEView
-from trimmoe.models.exact import greedy
+from trimmoe.models.exact import exact_logits, greedy
 from trimmoe.models.load import open_model
 from trimmoe.policy.base import Decision, Observation
 from trimmoe.policy.settings import PRESETS, PolicySettings
@@ -181,6 +181,24 @@ def test_an_exited_token_predicts_from_the_state_it_left_with(world: World) -> N
             state = view.finish(0, flat, view.shared(0, flat), routed)
             logits = view.logits(state)[0]
         assert torch.allclose(logits, steps[step][1].logits, atol=1e-5)
+
+
+def test_full_depth_checks_every_exit_that_goes_on_whole(world: World) -> None:
+    """What it says is the exact model's prediction after the tokens that were really fed."""
+    driver = scripted(world, set(), exit_state=ExitState.WHOLE)
+    made, steps = run(driver, budget=0.0, confidence=0.0, new=4)
+    exact = exact_logits(
+        world.view, [prompt + tokens for prompt, tokens in zip(PROMPTS, made, strict=True)]
+    )
+    wrong = 0
+    for sequence, prompt in enumerate(PROMPTS):
+        for at, step in enumerate(steps):
+            assert step[sequence].ledger.audits == 1
+            truth = exact[sequence][len(prompt) + at].argmax()
+            wrong += int(step[sequence].logits.argmax() != truth)
+    feedback = driver.state.feedback
+    assert (feedback.audits, feedback.false_exits) == (4 * len(PROMPTS), wrong)
+    assert wrong > 0
 
 
 def _exact_prompt(view: MoEView, cache, slot: int, prompt: list[int]) -> None:

@@ -14,7 +14,7 @@ from factories import random_cluster, random_model_spec
 from synthetic import hostile, random_plan
 from trimmoe.core.errors import UserError
 from trimmoe.core.ledger import Kind
-from trimmoe.core.profile import EXIT_STATES, ExitState, Profile
+from trimmoe.core.profile import ExitState, Profile
 from trimmoe.core.specs import ModelSpec
 from trimmoe.core.trace import Trace
 from trimmoe.engine.step import Engine
@@ -167,7 +167,7 @@ def test_what_is_sent_is_received_and_is_what_the_ledger_says(preset: str) -> No
     assert sample.all_ledger.hops > 0
 
 
-@pytest.mark.parametrize("state", EXIT_STATES)
+@pytest.mark.parametrize("state", ExitState)
 def test_what_exits_leave_travels_as_the_ledger_says_and_takes_time_where_it_passes(
     state: ExitState,
 ) -> None:
@@ -181,7 +181,7 @@ def test_what_exits_leave_travels_as_the_ledger_says_and_takes_time_where_it_pas
     exited = sample.all_ledger.kinds[:, Kind.EXITED].sum()
     assert exited > 100
     of_tokens = sample.all_units.decoded.sum() * many.model.layer_count
-    passed = of_tokens if state is ExitState.DENSE else of_tokens - exited
+    passed = of_tokens - exited if state is ExitState.FROZEN else of_tokens
     assert sample.after.served[:, DENSE, 1].sum() == passed
 
 

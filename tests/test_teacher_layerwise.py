@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 import checkpoints
 from factories import random_cluster, random_profile
 from synthetic import random_plan
-from trimmoe.core.events import Execute
+from trimmoe.core.events import Complete, Execute
 from trimmoe.core.ledger import Kind, Ledger
 from trimmoe.core.plan import Plan
-from trimmoe.core.profile import LossCurves, Profile
+from trimmoe.core.profile import ExitState, LossCurves, Profile
 from trimmoe.engine.step import Engine
 from trimmoe.evaluate.jobs import Forced, run_jobs
 from trimmoe.evaluate.scoring import Scoring
@@ -147,14 +147,18 @@ def by_steps(driver: LocalDriver, texts: list[Text]) -> list[Scored]:
 
 
 def executed(driver: LocalDriver) -> dict[int, list[np.ndarray]]:
-    """Experts by slot of every layer that each row of the last step passed."""
+    """Experts by slot of every layer that each row of the last step passed before its answer."""
     assert driver.log is not None
     ran: dict[int, list[np.ndarray]] = {}
+    answered: set[int] = set()
     for _, commands in driver.log:
         for command in commands:
-            if isinstance(command, Execute):
+            if isinstance(command, Complete):
+                answered |= set(command.rows.tolist())
+            elif isinstance(command, Execute):
                 for row, experts in zip(command.rows.tolist(), command.slot_expert, strict=True):
-                    ran.setdefault(row, []).append(experts)
+                    if row not in answered:
+                        ran.setdefault(row, []).append(experts)
     return ran
 
 
@@ -211,15 +215,16 @@ def total(scored: list[Scored]) -> Ledger:
     return ledger
 
 
-@pytest.mark.parametrize("exits", [True, False])
+@pytest.mark.parametrize("exits", [ExitState.WHOLE, ExitState.DENSE, None])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_token_fares_as_in_decoding_step_by_step(
-    worlds: dict[str, World], family: str, exits: bool
+    worlds: dict[str, World], family: str, exits: ExitState | None
 ) -> None:
     """Under budgets of which every token takes what it gets, and under ample ones."""
     world, reached = worlds[family], []
     for budget in (0.05, 0.15, 0.5):
-        policy = policy_of(budget=budget, exits=exits)
+        policy = policy_of(budget=budget, exits=exits is not None)
+        policy = replace(policy, exit_state=exits or policy.exit_state)
         scored, layerwise = compared(world, world.engine(policy), world.texts(policy))
         assert layerwise.passes < len(schedule(LENGTHS, AT_ONCE)) / 2
         reached.append((total(scored), layerwise))
@@ -230,7 +235,7 @@ def test_every_token_fares_as_in_decoding_step_by_step(
     assert ledger.share(Kind.SKIPPED) > 0.05
     assert ledger.slots_dropped > 0
     assert ledger.share(Kind.LOCAL_SUBSTITUTE, Kind.REMOTE_SUBSTITUTE) > 0
-    assert bool(ledger.share(Kind.EXITED)) == exits
+    assert bool(ledger.share(Kind.EXITED)) == (exits is not None)
 
 
 @settings(max_examples=25, derandomize=True)
@@ -278,8 +283,9 @@ def test_an_audit_that_was_not_foreseen_needs_the_token_again(worlds: dict[str, 
     world, policy = worlds["mixtral"], policy_of(budget=0.01, exits=True)
     exact_but_exits = replace(policy.levers, substitute=False, drop_slots=False, skip=False)
     policy = replace(
-        policy, levers=exact_but_exits, confidence=0.5, exits_weighed=False, audit_share=1.0
-    )
+        policy, levers=exact_but_exits, confidence=0.5, exits_weighed=False, audit_share=1.0,
+        exit_state=ExitState.DENSE,
+    )  # fmt: skip
     scored, layerwise = compared(world, world.engine(policy), world.texts(policy))
     ledger = total(scored)
     assert ledger.loss == 0

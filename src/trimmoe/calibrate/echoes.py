@@ -24,7 +24,7 @@ from trimmoe.calibrate.sampling import KEEP, Changes, forced
 from trimmoe.calibrate.settings import CalibrationSettings
 from trimmoe.calibrate.sweep import Sweep, Visit
 from trimmoe.calibrate.windows import Windows, run_layer
-from trimmoe.core.profile import CHANGES, EXIT_STATES, ExitState
+from trimmoe.core.profile import CHANGES, ECHOING_STATES, ExitState
 from trimmoe.core.specs import BoolArray, FloatArray, IntArray
 from trimmoe.models.base import MoEView
 
@@ -87,7 +87,7 @@ class Echoes:
     """Upper bounds of the predictions of later tokens that one of each flips."""
 
     exits: FloatArray
-    """By `EXIT_STATES`, [2]."""
+    """By `ECHOING_STATES`, [2]."""
     changes: FloatArray
     """By layer and `CHANGES`, [N, 3]; never more in a later layer than in an earlier one."""
 
@@ -133,7 +133,7 @@ def measure_echoes(
             changes[trial.layers, CHANGES.index(trial.name)] = bound
     if recording.activated.shape[2] == 1:
         changes[:, CHANGES.index("drop")] = changes[:, CHANGES.index("skip")]
-    by_state = [max(b for trial, b in found if trial.name == state) for state in EXIT_STATES]
+    by_state = [max(b for trial, b in found if trial.name == state) for state in ECHOING_STATES]
     falling = np.maximum.accumulate(changes[::-1])[::-1]
     return Echoes(exits=np.array(by_state), changes=falling)
 

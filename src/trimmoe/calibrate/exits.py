@@ -13,7 +13,7 @@ from trimmoe.calibrate.curves import clopper_pearson_upper
 from trimmoe.calibrate.record import Advance, Recording
 from trimmoe.calibrate.settings import CalibrationSettings
 from trimmoe.calibrate.windows import Windows
-from trimmoe.core.profile import EXIT_STATES, ExitState, exit_floor
+from trimmoe.core.profile import exit_floor
 from trimmoe.core.specs import FloatArray, IntArray
 from trimmoe.models.exit_head import confidence, rms_direction
 
@@ -38,15 +38,12 @@ class Exits:
     rate: FloatArray
     score: np.ndarray
     """xi of every recorded token after every layer, float32 [N, T]."""
-    echo: FloatArray
-    """What one flips of later tokens, by `EXIT_STATES`; a whole flip until it is measured, [2]."""
 
     @cached_property
     def threshold(self) -> float:
         """The confidence at which tokens are taken to exit: the one asked for, raised to where what
         exits flip is tolerated, as the default policy does; infinite if nothing will do."""
-        bound = self.error_upper + self.echo[EXIT_STATES.index(ExitState.DENSE)]
-        floor = exit_floor(self.grid, bound * self.rate, self.settings.exit_risk)
+        floor = exit_floor(self.grid, self.error_upper * self.rate, self.settings.exit_risk)
         return max(self.settings.confidence, floor)
 
     @cached_property
@@ -84,7 +81,6 @@ def calibrate_exits(recording: Recording, settings: CalibrationSettings, advance
         error_upper=error_upper,
         rate=rate,
         score=score,
-        echo=np.ones(len(EXIT_STATES)),
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -81,7 +81,6 @@ def calibrate(
         experiments = plan_experiments(recording, classes, settings)
         with phases.run("Echoes", echo_steps(recording, settings)) as advance:
             echoes = measure_echoes(view, recording, exits, experiments, settings, advance)
-        exits = replace(exits, echo=echoes.exits)
         with phases.run("What-ifs", layers * experiments.count) as advance:
             losses = measure_losses(view, recording, experiments, settings, advance)
         with phases.run("Centroids", layers) as advance:

@@ -174,8 +174,9 @@ class Probe:
 class Complete:
     """Predict the next token of these rows from their last hidden state.
 
-    Rows that exited propagate that state into the KV of the layers from `layer` on; for rows that
-    ran to full depth `layer` is N.
+    Rows that exited leave that state in the layers from `layer` on, as `ExitState` has it; those
+    that go on whole stay in the wave, and `Trailed` tells of their end. For rows that ran to full
+    depth `layer` is N.
     """
 
     wave: int
@@ -187,6 +188,19 @@ class Complete:
     """What each row cost, one-token ledgers."""
     receipts: tuple[Receipt, ...]
     """Of those rows whose sequence was opened elsewhere: tell that server `Settled`."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Trailed:
+    """Rows that exited before have passed the last layer too; whether it predicts what they did is
+    `Audited`."""
+
+    wave: int
+    rows: IntArray
+    server: IntArray
+    """Where each row is, [n]."""
+    ledgers: tuple[Ledger, ...]
+    """What each row cost after its exit: of no token, none of it in the token's delay."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -206,4 +220,4 @@ class Strand:
     rows: IntArray
 
 
-Command = Attend | Execute | Probe | Complete | Depart | Strand
+Command = Attend | Execute | Probe | Complete | Trailed | Depart | Strand

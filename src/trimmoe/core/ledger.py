@@ -46,7 +46,7 @@ class Ledger:
     budget: float
     """Budget credited, summed over tokens."""
     audits: int
-    """Exits that were due but ran to full depth to be checked."""
+    """Exits that full depth checked, before they were answered or after."""
 
     def __add__(self, other: Ledger) -> Ledger:
         assert self.hidden_bytes == other.hidden_bytes

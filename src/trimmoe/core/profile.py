@@ -29,13 +29,17 @@ PROFILE_FORMAT = 4
 class ExitState(StrEnum):
     """What later tokens find of one that exited, in the layers that it did not run."""
 
+    WHOLE = "whole"
+    """What they always find: it goes on through all of them, off the critical path, and only its
+    prediction was early. At full depth it says whether that was right."""
     DENSE = "dense"
     """Its attention and shared experts go on, off the critical path; routed experts do not."""
     FROZEN = "frozen"
     """Its state stands still; the layers' keys and values are made from it, as in the paper."""
 
 
-EXIT_STATES = tuple(ExitState)
+ECHOING_STATES = (ExitState.DENSE, ExitState.FROZEN)
+"""Those in which an exit may flip later predictions."""
 CHANGES = ("skip", "drop", "substitution")
 """What may be done to a token in one layer."""
 
@@ -97,7 +101,7 @@ class Profile:
     """Share of held-out tokens that exit before full depth at each p, [T]."""
     exit_echo: FloatArray
     """Upper bound of the predictions of later tokens that one exit flips, since they attend to what
-    it left, by `EXIT_STATES`; may exceed 1, [2]."""
+    it left, by `ECHOING_STATES`; may exceed 1, [2]."""
 
     # How steady a token is: how little its prediction depends on any one layer.
     steady_weight: NDArray[np.float32]
@@ -213,7 +217,7 @@ class Profile:
 
     def exit_bound(self, state: ExitState) -> FloatArray:
         """Upper bound of all that one exit flips at each p, itself and later tokens, [T]."""
-        return self.exit_error_upper + self.exit_echo[EXIT_STATES.index(state)]
+        return exit_bound(self.exit_error_upper, self.exit_echo, state)
 
     def exit_floor_at_risk(self, risk: float, state: ExitState) -> float:
         """The least grid p at which, and above which, exits flip at most `risk` of all tokens.
@@ -255,6 +259,14 @@ class Profile:
 def slot_ranks(slots: int, ranks: int) -> IntArray:
     """Which of the `ranks` that substitution losses tell apart each slot has, [slots]."""
     return np.minimum(np.arange(slots), ranks - 1)
+
+
+def exit_bound(error_upper: FloatArray, echo: FloatArray, state: ExitState) -> FloatArray:
+    """All that one exit flips at each p [T], where it errs by at most `error_upper` [T] and flips
+    `echo` later tokens, by `ECHOING_STATES`."""
+    if state is ExitState.WHOLE:
+        return error_upper
+    return error_upper + echo[ECHOING_STATES.index(state)]
 
 
 def exit_floor(grid: FloatArray, error_upper: FloatArray, tolerated_error: float) -> float:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields, replace
 
 import numpy as np
 
-from trimmoe.core.specs import FloatArray, IntArray
+from trimmoe.core.specs import BoolArray, FloatArray, IntArray
 
 NOT_PROBED = -1
 
@@ -46,6 +46,8 @@ class Wave:
     exit_at: IntArray
     probed: IntArray
     """Layer after which an exit was due but is being audited, or NOT_PROBED, [n]."""
+    answered: BoolArray
+    """Whether it exited and only goes on for the tokens that will attend to it, [n]."""
     kinds: IntArray
     """[n, N], `Kind.EXITED` until the layer ran or was skipped."""
     slots_run: IntArray

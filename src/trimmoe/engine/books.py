@@ -1,4 +1,4 @@
-"""Closing the books of tokens that are done: what they are charged, receipts and ledgers."""
+"""The books of tokens: what decisions and exits are charged, receipts and ledgers."""
 
 from __future__ import annotations
 
@@ -7,11 +7,36 @@ from dataclasses import replace
 import numpy as np
 
 from trimmoe.core.events import Receipt
-from trimmoe.core.ledger import Kind, Ledger
+from trimmoe.core.ledger import Kind, Ledger, layer_kinds
 from trimmoe.core.profile import ExitState
 from trimmoe.core.specs import IntArray
 from trimmoe.core.wave import NOT_PROBED, Wave
-from trimmoe.cost.model import Accounting, CostModel
+from trimmoe.cost.model import Accounting, CostModel, add_layer_messages
+from trimmoe.policy.base import Decision
+
+
+def entered(cost: CostModel, wave: Wave, experts: IntArray, decision: Decision) -> Wave:
+    """What was decided for the rows alive in one layer, whose activated sets are `experts`
+    [n, k]; what goes on after its answer is in nobody's way."""
+    rows, server = wave.alive, wave.server[wave.alive]
+    where = (decision.slot_expert, decision.slot_server)
+    messages, kinds, counts = wave.messages.copy(), wave.kinds.copy(), ~wave.answered[rows]
+    add_layer_messages(cost, messages, rows, server, decision.destination, *where)
+    found = layer_kinds(*where, experts, server)
+    kinds[rows, wave.layer] = np.where(counts, found, int(Kind.EXITED))
+    run = (decision.slot_expert >= 0).sum(-1)
+    dropped = np.where(run > 0, decision.slot_expert.shape[1] - run, 0)
+    spent_s = decision.delay_s + cost.dense_s[server, wave.layer]
+    return replace(wave, kinds=kinds, messages=messages).at(
+        rows,
+        allowance=np.maximum(wave.allowance[rows] - decision.loss, 0.0),
+        loss=wave.loss[rows] + decision.loss,
+        delay_s=wave.delay_s[rows] + np.where(counts, spent_s, 0.0),
+        ahead=decision.ahead,
+        slots_run=wave.slots_run[rows] + counts * run,
+        slots_dropped=wave.slots_dropped[rows] + counts * dropped,
+        server=decision.destination,
+    )
 
 
 def closed(
@@ -21,8 +46,9 @@ def closed(
     left; and the way of the token back to its user.
 
     The former is off the critical path: it costs messages, not delay. A frozen state goes to
-    every later server of the route, another passes from one to the next. Under `migrate` the KV
-    cache is free by definition.
+    every later server of the route, one without routed experts passes from one to the next, and
+    what a token costs that goes on whole is only known when it has, see `afterwards`. Under
+    `migrate` the KV cache is free by definition.
     """
     back_s = cost.token_transfer_s[wave.server[rows], wave.access[rows]]
     wave = wave.at(rows, delay_s=wave.delay_s[rows] + back_s)
@@ -34,7 +60,7 @@ def closed(
         loss=wave.loss[rows] + charged,
         allowance=np.maximum(wave.allowance[rows] - charged, 0.0),
     )
-    if cost.accounting is Accounting.MIGRATE:
+    if cost.accounting is Accounting.MIGRATE or exit_state is ExitState.WHOLE:
         return wave
     messages, server = wave.messages.copy(), wave.server[rows]
     later = routes[wave.route[rows], wave.layer :]
@@ -48,6 +74,24 @@ def closed(
         row, at = np.nonzero(source != later)
         np.add.at(messages, (rows[row], source[row, at], later[row, at]), 1)
     return replace(wave, messages=messages)
+
+
+def following(wave: Wave, rows: IntArray) -> Wave:
+    """The wave with `rows` answered: they go on exactly, and their books begin anew."""
+    return wave.at(
+        rows,
+        answered=np.array(True),
+        allowance=np.array(0.0),
+        messages=np.zeros_like(wave.messages[rows]),
+    )
+
+
+def afterwards(cost: CostModel, wave: Wave) -> tuple[Ledger, ...]:
+    """What the answered tokens of a wave cost until its end; under `migrate` nothing."""
+    empty = Ledger.empty(cost.layer_count, cost.server_count, cost.hidden_bytes)
+    free = cost.accounting is Accounting.MIGRATE
+    sent = np.zeros_like(wave.messages) if free else wave.messages
+    return tuple(replace(empty, messages=messages, audits=1) for messages in sent)
 
 
 def receipts(cost: CostModel, wave: Wave) -> tuple[Receipt, ...]:

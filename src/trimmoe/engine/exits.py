@@ -48,6 +48,7 @@ class ExitRules:
         """Which of `rows` leave, or would but for an audit, after the layer they have just run."""
         due = wave.confidence[rows] >= wave.confidence_needed[rows]
         due &= self.settings.levers.exit & (wave.probed[rows] == NOT_PROBED)
+        due &= ~wave.answered[rows]
         due &= wave.exit_loss[rows] <= wave.allowance[rows]
         return due & self._worth_leaving(wave, rows)
 

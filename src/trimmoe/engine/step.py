@@ -30,13 +30,14 @@ from trimmoe.core.events import (
     TokensArrived,
     TokensExported,
     TokensImported,
+    Trailed,
 )
-from trimmoe.core.ledger import Kind, layer_kinds
-from trimmoe.core.profile import Profile
+from trimmoe.core.ledger import Kind
+from trimmoe.core.profile import ExitState, Profile
 from trimmoe.core.specs import BoolArray, IntArray
 from trimmoe.core.wave import NOT_PROBED, Wave
-from trimmoe.cost.model import Accounting, CostModel, add_layer_messages
-from trimmoe.engine.books import closed, ledgers, receipts
+from trimmoe.cost.model import Accounting, CostModel
+from trimmoe.engine.books import afterwards, closed, entered, following, ledgers, receipts
 from trimmoe.engine.exits import ExitRules
 from trimmoe.engine.feedback import Feedback, observe, observe_audits
 from trimmoe.engine.state import Account, EngineState, new_wave
@@ -193,24 +194,7 @@ class Engine:
         stranded = ~np.isfinite(decision.delay_s)
         if stranded.any():
             return self._stranded(state, event, stranded)
-        where = (decision.slot_expert, decision.slot_server)
-        messages, ends = wave.messages.copy(), (wave.server[rows], decision.destination)
-        add_layer_messages(self.cost, messages, rows, *ends, *where)
-        kinds = wave.kinds.copy()
-        kinds[rows, wave.layer] = layer_kinds(*where, event.experts, wave.server[rows])
-        run = (decision.slot_expert >= 0).sum(-1)
-        dropped = np.where(run > 0, decision.slot_expert.shape[1] - run, 0)
-        dense_s = self.cost.dense_s[wave.server[rows], wave.layer]
-        wave = replace(wave, kinds=kinds, messages=messages).at(
-            rows,
-            allowance=np.maximum(wave.allowance[rows] - decision.loss, 0.0),
-            loss=wave.loss[rows] + decision.loss,
-            delay_s=wave.delay_s[rows] + decision.delay_s + dense_s,
-            ahead=decision.ahead,
-            slots_run=wave.slots_run[rows] + run,
-            slots_dropped=wave.slots_dropped[rows] + dropped,
-            server=decision.destination,
-        )
+        wave = entered(self.cost, wave, event.experts, decision)
         execute = Execute(
             wave=event.wave,
             layer=wave.layer,
@@ -248,9 +232,11 @@ class Engine:
         confidence = np.where(skipped, -np.inf, event.confidence)
         wave = replace(wave, layer=done).at(rows, confidence=confidence, exit_at=event.exit_at)
         if done == self.cost.layer_count:
-            return self._completed(state, event.wave, wave, rows)
+            return self._ended(state, event.wave, wave)
         due = self.exits.due(wave, rows)
         audit = due & (wave.draws[rows] < self.settings.audit_share)
+        # What goes on whole is checked without being held up for it.
+        audit &= self.settings.exit_state is not ExitState.WHOLE
         commands: tuple[Command, ...] = ()
         if audit.any():
             wave = wave.at(rows[audit], probed=np.array(wave.layer - 1))
@@ -262,9 +248,24 @@ class Engine:
             completions += (Attend(wave=event.wave, layer=done, rows=left, server=server),)
         return state, commands + completions
 
+    def _ended(self, state: EngineState, identity: int, wave: Wave) -> Step:
+        """All rows have passed the last layer."""
+        rows = wave.alive
+        answered = rows[wave.answered[rows]]
+        state, commands = self._completed(state, identity, wave, rows[~wave.answered[rows]])
+        if answered.size:
+            done, state = wave.take(answered), state.with_wave(identity, None)
+            told = afterwards(self.cost, done)
+            commands += (Trailed(wave=identity, rows=answered, server=done.server, ledgers=told),)
+        return state, commands
+
     def _completed(self, state: EngineState, identity: int, wave: Wave, rows: IntArray) -> Step:
         """Close the books of `rows`; the wave goes with its last row."""
-        left, done = wave.without(rows), wave.take(rows)
+        done = wave.take(rows)
+        if wave.layer < self.cost.layer_count and self.settings.exit_state is ExitState.WHOLE:
+            left = following(wave, rows)
+        else:
+            left = wave.without(rows)
         state = state.with_wave(identity, left if left.alive.size else None)
         if not rows.size:
             return state, ()

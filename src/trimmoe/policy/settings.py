@@ -68,7 +68,7 @@ class PolicySettings:
     that act together."""
     inflate: bool = True
     """Take gamma from the plan, where `trimmoe tune` has measured it."""
-    exit_state: ExitState = ExitState.DENSE
+    exit_state: ExitState = ExitState.WHOLE
     echoes_charged: bool = True
     """Whether a skip, drop or substitute spends what it flips of later tokens besides its own
     flip. Off, only the latter counts, as in the paper."""

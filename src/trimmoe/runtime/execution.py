@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trimmoe.core.events import Attend, Complete, Execute, Executed, Probe, Routed
+from trimmoe.core.events import Attend, Complete, Execute, Executed, Probe, Routed, Trailed
 from trimmoe.core.profile import ExitState, Profile
 from trimmoe.core.specs import IntArray
 from trimmoe.models.base import MoEView, Routing, TokenBatch
@@ -38,6 +38,8 @@ class Running:
     """Rows that are not complete."""
     trailing: IntArray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
     """Rows that exited and whose states go on without routed experts."""
+    answered: IntArray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+    """Rows that exited and are told of like the others."""
 
 
 class Execution:
@@ -94,7 +96,8 @@ class Execution:
         return running.hidden[_index(command.rows)]
 
     def complete(self, command: Complete, running: Running) -> Tensor:
-        """States that `logits` takes, [n, d]; those that exited fill the KV of later layers."""
+        """States that `logits` takes, [n, d]; those that exited fill the KV of later layers, unless
+        they are commanded through them."""
         layers, rows = self.view.spec.layer_count, command.rows
         running.left -= rows.size
         if command.layer == layers:
@@ -102,12 +105,19 @@ class Execution:
         if self._exit_state is ExitState.FROZEN:
             return self._propagated(command, running)
         states = running.hidden[_index(rows)]
+        if self._exit_state is ExitState.WHOLE:
+            running.answered = np.union1d(running.answered, rows)
+            return states
         running.trailing = np.union1d(running.trailing, rows)
         if not running.left:
             for layer in range(command.layer, layers):
                 self._attended(layer, rows[:0], running)
             self._tail(rows[:0], running)
         return states
+
+    def trailed(self, command: Trailed, running: Running) -> Tensor:
+        """States that `logits` takes of rows that exited before, [n, d]."""
+        return self._tail(command.rows, running)
 
     def _attended(self, layer: int, rows: IntArray, running: Running) -> Tensor:
         """Attention of a layer for these rows, [rows, d]; trailing rows pass all of the layer."""
@@ -122,8 +132,8 @@ class Execution:
         return attended[~trails]
 
     def _tail(self, rows: IntArray, running: Running) -> Tensor:
-        """What follows the last layer, for these rows and all that trail: [rows, d]."""
-        together = np.union1d(rows, running.trailing)
+        """What follows the last layer, for these rows and all that exited: [rows, d]."""
+        together = np.union1d(np.union1d(rows, running.trailing), running.answered)
         batch = self._batch(tuple(together.tolist()), running)
         hidden = batch.unpack(running.hidden[_index(together)])
         states = batch.pack(self.view.tail(hidden, batch, self.cache))

@@ -8,7 +8,7 @@ them. What is emulated is where things run; delays come from the cost model.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -27,9 +27,10 @@ from trimmoe.core.events import (
     SequenceOpened,
     Strand,
     TokensArrived,
+    Trailed,
 )
 from trimmoe.core.ledger import Ledger
-from trimmoe.core.profile import Profile
+from trimmoe.core.profile import ExitState, Profile
 from trimmoe.core.specs import FloatArray
 from trimmoe.engine.state import EngineState
 from trimmoe.engine.step import Engine
@@ -58,7 +59,7 @@ class _Step:
     sequences: tuple[int, ...]
     running: Running
     probes: dict[int, Tensor] = field(default_factory=dict)
-    """Logits of audited rows where their exit was due."""
+    """Logits of rows where their exit was due, which full depth is to check."""
     done: dict[int, Decoded] = field(default_factory=dict)
 
 
@@ -164,6 +165,8 @@ class LocalDriver:
                 return ()
             case Complete():
                 return self._complete(command, step)
+            case Trailed():
+                return self._trailed(command, step)
             case Depart() | Strand():
                 raise AssertionError("one process holds every expert, and nothing leaves it")
 
@@ -172,8 +175,23 @@ class LocalDriver:
         rows = command.rows.tolist()
         for row, ledger, scores in zip(rows, command.ledgers, logits, strict=True):
             step.done[row] = Decoded(sequence=step.sequences[row], logits=scores, ledger=ledger)
-        probed = [row for row in rows if row in step.probes]
+        if command.layer < self.view.spec.layer_count:
+            if self.engine.settings.exit_state is ExitState.WHOLE:
+                step.probes.update(zip(rows, logits, strict=True))
+            return ()
+        return self._audited(dict(zip(rows, logits, strict=True)), step)
+
+    def _trailed(self, command: Trailed, step: _Step) -> tuple[Command, ...]:
+        logits = self.view.logits(self.execution.trailed(command, step.running))
+        rows = command.rows.tolist()
+        for row, after in zip(rows, command.ledgers, strict=True):
+            step.done[row] = replace(step.done[row], ledger=step.done[row].ledger + after)
+        return self._audited(dict(zip(rows, logits, strict=True)), step)
+
+    def _audited(self, logits: dict[int, Tensor], step: _Step) -> tuple[Command, ...]:
+        """Compare what full depth says of rows, logits [V] each, with their exits."""
+        probed = [row for row in logits if row in step.probes]
         if not probed:
             return ()
-        agrees = [bool(step.probes[r].argmax() == step.done[r].logits.argmax()) for r in probed]
+        agrees = [bool(step.probes[row].argmax() == logits[row].argmax()) for row in probed]
         return self._tell(Audited(wave=WAVE, agrees=np.array(agrees)))

@@ -13,12 +13,13 @@ from trimmoe.core.events import (
     Execute,
     Probe,
     TokensImported,
+    Trailed,
 )
 from trimmoe.core.specs import FloatArray, IntArray
 from trimmoe.core.wave import Wave
 from trimmoe.engine.step import Engine
 from trimmoe.runtime.execution import Execution, Running
-from trimmoe.runtime.recorded import WAVE, Books, Recording, books_of
+from trimmoe.runtime.recorded import WAVE, Books, Recording, books_of, follow_up
 
 _HEAD_ROWS = 256
 """Positions whose logits exist at once: all of a pass would be hundreds of megabytes."""
@@ -67,6 +68,10 @@ class Pass:
                 states = self._execution.complete(command, self._running)
                 self.recording.complete(command, *self._predicted(states, command.rows))
                 self.books.update(books_of(command, self.recording.probed, self.recording))
+            case Trailed():
+                states = self._execution.trailed(command, self._running)
+                self.recording.trailed(command, self._predicted(states, command.rows)[0])
+                follow_up(self.books, command, self.recording)
             case _:
                 raise AssertionError("one process holds every expert, and nothing leaves it")
         return []

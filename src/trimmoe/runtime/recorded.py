@@ -23,6 +23,7 @@ from trimmoe.core.events import (
     Routed,
     TokensExported,
     TokensImported,
+    Trailed,
 )
 from trimmoe.core.ledger import Ledger
 from trimmoe.core.specs import BoolArray, FloatArray, IntArray
@@ -53,12 +54,16 @@ class Recording:
     exit_at: IntArray
     depth: IntArray
     """Layers passed when it was predicted, [n]."""
+    passed: IntArray
+    """Layers passed in the end, [n]."""
     probed: IntArray
     """Layer after which its exit was audited, or NOT_PROBED, [n]."""
     at_probe: IntArray
     """What it would have predicted there, [n]."""
     prediction: IntArray
     """Most probable next token, [n]."""
+    at_end: IntArray
+    """The same after all layers passed, [n]."""
     logprob: FloatArray
     """Of the token that really follows, [n]."""
 
@@ -76,9 +81,11 @@ class Recording:
             confidence=np.zeros(by_layer),
             exit_at=np.zeros(by_layer, dtype=np.int64),
             depth=np.zeros(count, dtype=np.int64),
+            passed=np.zeros(count, dtype=np.int64),
             probed=np.full(count, NOT_PROBED),
             at_probe=np.zeros(count, dtype=np.int64),
             prediction=np.zeros(count, dtype=np.int64),
+            at_end=np.zeros(count, dtype=np.int64),
             logprob=np.zeros(count),
         )
 
@@ -102,8 +109,15 @@ class Recording:
 
     def complete(self, command: Complete, predictions: IntArray, logprobs: FloatArray) -> None:
         """Note what was predicted, [rows] each."""
-        self.depth[command.rows] = command.layer
-        self.prediction[command.rows], self.logprob[command.rows] = predictions, logprobs
+        rows = command.rows
+        self.depth[rows] = self.passed[rows] = command.layer
+        self.prediction[rows] = self.at_end[rows] = predictions
+        self.logprob[rows] = logprobs
+
+    def trailed(self, command: Trailed, predictions: IntArray) -> None:
+        """Note what those that had exited would have predicted, [rows]."""
+        self.passed[command.rows] = self.experts.shape[1]
+        self.at_end[command.rows] = predictions
 
     @staticmethod
     def gathered(rows: Sequence[tuple[Recording, int]]) -> Recording:
@@ -174,6 +188,8 @@ class Replay:
                 self._note(command.rows, self.recorded.probed[command.rows] == command.layer)
             case Complete():
                 self._complete(command)
+            case Trailed():
+                follow_up(self.books, command, self.recorded)
             case _:
                 raise AssertionError(f"{command} does not follow from recorded tokens")
         return []
@@ -182,7 +198,7 @@ class Replay:
         self.same[rows] &= same
 
     def _attend(self, command: Attend) -> list[Command]:
-        known = self.recorded.depth[command.rows] > command.layer
+        known = self.recorded.passed[command.rows] > command.layer
         if not known.all():
             self._abandon(command, command.rows[~known])
         rows = command.rows[known]
@@ -228,3 +244,12 @@ def books_of(command: Complete, probed: IntArray, recorded: Recording) -> dict[i
             agrees=agrees,
         )
     return books
+
+
+def follow_up(books: dict[int, Books], command: Trailed, recorded: Recording) -> None:
+    """Add to the books of rows that had exited what became of them."""
+    for row, after in zip(command.rows.tolist(), command.ledgers, strict=True):
+        ledger = books[row].ledger
+        assert ledger is not None
+        agrees = bool(recorded.prediction[row] == recorded.at_end[row])
+        books[row] = replace(books[row], ledger=ledger + after, agrees=agrees)

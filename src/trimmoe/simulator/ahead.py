@@ -31,6 +31,7 @@ from trimmoe.core.events import (
     TokensArrived,
     TokensExported,
     TokensImported,
+    Trailed,
 )
 from trimmoe.core.ledger import Ledger
 from trimmoe.core.specs import FloatArray, IntArray
@@ -115,6 +116,10 @@ def travel(engine: Engine, state: EngineState, wave: Wave, feed: TraceFeed, toke
                 closed = zip(rows.tolist(), command.ledgers, command.receipts, strict=True)
                 for row, ledger, receipt in closed:
                     journey.ledgers[row], journey.receipts[row] = ledger, receipt
+                continue
+            case Trailed(rows=rows):
+                for row, after in zip(rows.tolist(), command.ledgers, strict=True):
+                    journey.ledgers[row] += after
                 continue
             case Probe():
                 continue

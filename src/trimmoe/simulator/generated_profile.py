@@ -20,7 +20,7 @@ from trimmoe.calibrate.routing_stats import (
 from trimmoe.core.artifact import Header
 from trimmoe.core.profile import (
     CHANGES,
-    EXIT_STATES,
+    ECHOING_STATES,
     PROFILE_FORMAT,
     PROFILE_KIND,
     LossCurves,
@@ -147,7 +147,7 @@ def _exit_bounds(drawn: Tokens) -> dict:
         "exit_grid": grid,
         "exit_error_upper": _EXIT_ERROR * (1.0 - grid),
         "exit_rate": (sure[:, None] >= grid).mean(axis=0),
-        "exit_echo": np.zeros(len(EXIT_STATES)),
+        "exit_echo": np.zeros(len(ECHOING_STATES)),
         "change_echo": np.zeros((drawn.experts.shape[1], len(CHANGES))),
     }
 

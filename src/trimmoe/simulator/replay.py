@@ -22,6 +22,7 @@ from trimmoe.core.events import (
     SequenceOpened,
     Strand,
     TokensArrived,
+    Trailed,
 )
 from trimmoe.core.ledger import Ledger
 from trimmoe.core.specs import IntArray
@@ -77,6 +78,11 @@ def replay(
                         checked = sum(row in probed for row in rows)
                         if checked:
                             pending.append(Audited(wave=WAVE, agrees=np.ones(checked, dtype=bool)))
+                    case Trailed():
+                        for row, after in zip(command.rows.tolist(), command.ledgers, strict=True):
+                            ledgers[int(tokens[row])] += after
+                        agrees = np.ones(command.rows.size, dtype=bool)
+                        pending.append(Audited(wave=WAVE, agrees=agrees))
                     case Probe():
                         probed |= set(command.rows.tolist())
                     case Depart() | Strand():

@@ -22,6 +22,7 @@ from trimmoe.runtime.node.executor import Arrival
 from trimmoe.runtime.node.jobs import Attempt, Backroom, Job
 from trimmoe.runtime.node.messages import (
     ANY_POSITION,
+    After,
     Message,
     Parcel,
     Prompt,
@@ -169,6 +170,14 @@ class Desk:
             if job and job.attempt and job.attempt.position == token.position:
                 self._advance(job, job.attempt, token)
 
+    def followed(self, after: list[After]) -> None:
+        """Tokens that had exited passed the last layer; their cost is told with the next one's."""
+        for one in after:
+            ledger = unpack_ledger(one.ledger, **self._room.ledger_shape)
+            if job := self._by_sequence.get(one.sequence):
+                job.after = ledger if job.after is None else job.after + ledger
+        self._room.control(lambda: self._room.settle((), [one.agrees for one in after]))
+
     @property
     def _waiting(self) -> int:
         return sum(not job.seated for job in self._jobs)
@@ -184,6 +193,8 @@ class Desk:
         if token.ledger is not None:
             ledger = unpack_ledger(token.ledger, **self._room.ledger_shape)
             job.credit += ledger.budget - ledger.loss
+            if job.after is not None:
+                ledger, job.after = ledger + job.after, None
         elif token.charge is not None:
             ledger = unpack_charge(token.charge, self._quality(job)[0], **self._room.ledger_shape)
         job.tokens.append(token.token)

@@ -9,11 +9,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trimmoe.core.events import Complete
+from trimmoe.core.events import Complete, Trailed
 from trimmoe.core.profile import ExitState
 from trimmoe.runtime.node.messages import (
     NO_TOKEN,
+    After,
     ChargeSpec,
+    Followed,
     LedgerSpec,
     Parcel,
     Propagate,
@@ -34,14 +36,14 @@ def completed(
 ) -> list[Parcel]:
     """Predict from the last states [n, d]: tokens to their access servers, states onward."""
     propagating: list[Parcel] = []
-    if command.layer < worker.view.spec.layer_count:
-        if worker.engine.settings.exit_state is ExitState.FROZEN:
-            propagating = _propagated(command.layer, units, hidden)
-        else:
-            propagating = trailing(command.layer, units, hidden)
-    else:
-        batch = worker.batch(units)
-        hidden = batch.pack(worker.view.tail(batch.unpack(hidden), batch, worker.cache))
+    state = worker.engine.settings.exit_state
+    exits = command.layer < worker.view.spec.layer_count
+    if not exits:
+        hidden = _tail(worker, units, hidden)
+    elif state is ExitState.FROZEN:
+        propagating = _propagated(command.layer, units, hidden)
+    elif state is ExitState.DENSE:
+        propagating = trailing(command.layer, units, hidden)
     receipts = {receipt.sequence: receipt for receipt in command.receipts}
     tokens = []
     logits = worker.view.logits(hidden)
@@ -56,7 +58,28 @@ def completed(
                 agrees=None if unit.probe == NO_TOKEN else unit.probe == int(scores.argmax()),
             )
         )
+        if exits:
+            unit.probe = int(scores.argmax())
     return to_users(units, tokens) + propagating
+
+
+def trailed(
+    worker: Executor, command: Trailed, units: Sequence[Unit], hidden: Tensor
+) -> list[Parcel]:
+    """What full depth says of tokens that were answered before it, from last states [n, d]."""
+    predicted = worker.view.logits(_tail(worker, units, hidden)).argmax(-1).tolist()
+    by_access: dict[int, list[After]] = {}
+    for unit, token, ledger in zip(units, predicted, command.ledgers, strict=True):
+        after = After(
+            sequence=unit.seat.sequence, ledger=pack_ledger(ledger), agrees=unit.probe == token
+        )
+        by_access.setdefault(unit.seat.access, []).append(after)
+    return [Parcel(to=access, message=Followed(after=each)) for access, each in by_access.items()]
+
+
+def _tail(worker: Executor, units: Sequence[Unit], hidden: Tensor) -> Tensor:
+    batch = worker.batch(units)
+    return batch.pack(worker.view.tail(batch.unpack(hidden), batch, worker.cache))
 
 
 def token_of(

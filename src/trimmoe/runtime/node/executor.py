@@ -30,6 +30,7 @@ from trimmoe.core.events import (
     TokensArrived,
     TokensExported,
     TokensImported,
+    Trailed,
 )
 from trimmoe.core.profile import Profile
 from trimmoe.core.specs import IntArray
@@ -37,7 +38,7 @@ from trimmoe.core.wave import Wave
 from trimmoe.engine.step import Engine
 from trimmoe.models.base import MoEView, Routing, TokenBatch
 from trimmoe.runtime.counters import ExpertCounter
-from trimmoe.runtime.node.completion import completed
+from trimmoe.runtime.node.completion import completed, trailed
 from trimmoe.runtime.node.execution import run_and_ship
 from trimmoe.runtime.node.messages import Parcel, Rows, Start
 from trimmoe.runtime.node.pace import Pace
@@ -297,7 +298,7 @@ class Executor:
             return output[torch.tensor([at[row] for row in chosen.tolist()])]
 
         for command in self.tell(self.observer.executed(wave, layer, output)):
-            assert isinstance(command, (Probe, Complete, Attend))
+            assert isinstance(command, (Probe, Complete, Trailed, Attend))
             which = [units[row] for row in command.rows.tolist()]
             hidden = states(command.rows)
             if isinstance(command, Probe):
@@ -306,6 +307,8 @@ class Executor:
                     unit.probe = token
             elif isinstance(command, Complete):
                 outcome.parcels += completed(self, command, which, hidden)
+            elif isinstance(command, Trailed):
+                outcome.parcels += trailed(self, command, which, hidden)
             else:
                 tokens = self.departed(wave, command.rows)
                 for row, unit in enumerate(which):

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from trimmoe.core.events import Receipt, SequenceOpened
+from trimmoe.core.ledger import Ledger
 from trimmoe.runtime.node.executor import Arrival
 from trimmoe.runtime.node.messages import Parcel
 from trimmoe.runtime.node.planner import Planner
@@ -55,6 +56,8 @@ class Job:
     """Made and handed out so far."""
     credit: float = 0.0
     """What those tokens left of their budget."""
+    after: Ledger | None = None
+    """What they cost after their answers, as far as it is known and was not handed out."""
     attempt: Attempt | None = None
     seated: bool = False
     task: asyncio.Task[None] | None = None

@@ -173,10 +173,10 @@ class Propagate(Message, frozen=True, tag="propagate"):
 
 
 class LedgerSpec(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """A one-token ledger, and what is left of the sequence's credit."""
+    """A one-token ledger, or what a token cost after its answer."""
 
     kinds: bytes
-    """One `Kind` per layer."""
+    """One `Kind` per layer; empty after the answer."""
     slots_run: int
     slots_dropped: int
     messages: bytes
@@ -229,6 +229,21 @@ class Tokens(Message, frozen=True, tag="tokens"):
     tokens: list[Token]
 
 
+class After(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """What became of a token that was answered before it had passed all layers."""
+
+    sequence: int
+    ledger: LedgerSpec
+    agrees: bool
+    """Whether full depth predicts what its exit did."""
+
+
+class Followed(Message, frozen=True, tag="followed"):
+    """To the access server: tokens of its users that had exited passed the last layer."""
+
+    after: list[After]
+
+
 class Lost(Message, frozen=True, tag="lost"):
     """To the access server: what was under way for a position may have been lost."""
 
@@ -278,6 +293,7 @@ MESSAGE_TYPES: tuple[type[msgspec.Struct], ...] = (
     Onward,
     Propagate,
     Tokens,
+    Followed,
     Lost,
     Stranded,
     Ask,

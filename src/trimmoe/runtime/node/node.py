@@ -26,6 +26,7 @@ from trimmoe.runtime.node.mail import Mail
 from trimmoe.runtime.node.messages import (
     ANY_POSITION,
     Ask,
+    Followed,
     Granted,
     InHand,
     Lost,
@@ -265,6 +266,8 @@ class Node:
                     self._release(message.sequences)
                 case Tokens():
                     self.desk.received(message.tokens)
+                case Followed():
+                    self.desk.followed(message.after)
                 case Lost():
                     self.desk.lost(message.sequence, message.position)
                 case Stranded():

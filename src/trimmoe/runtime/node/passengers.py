@@ -53,6 +53,7 @@ def row_type(layer_count: int, server_count: int) -> np.dtype:
             *((name, "<f8") for name in _FLOATS),
             *((name, "<i2") for name in _SHORTS),
             *((name, "<i4") for name in _INTS),
+            ("answered", "?"),
             ("kinds", "u1", (layer_count,)),
             ("messages", "<u2", (server_count, server_count)),
         ]
@@ -92,6 +93,7 @@ def unpack_wave(
         sequences=tuple(sequences),
         alive=np.arange(count),
         route=np.zeros(count, dtype=np.int64),
+        answered=records["answered"].astype(bool),
         **columns,
     )
 
@@ -105,10 +107,10 @@ def sealed(parcel: Parcel) -> msgspec.Struct:
 
 
 def pack_ledger(ledger: Ledger) -> LedgerSpec:
-    """A one-token ledger."""
-    assert ledger.tokens == 1
+    """A one-token ledger, or one of what followed a token."""
+    assert ledger.tokens in (0, 1)
     return LedgerSpec(
-        kinds=ledger.kinds.argmax(1).astype(np.uint8).tobytes(),
+        kinds=ledger.kinds.argmax(1).astype(np.uint8).tobytes() if ledger.tokens else b"",
         slots_run=ledger.slots_run,
         slots_dropped=ledger.slots_dropped,
         messages=ledger.messages.astype("<u2").tobytes(),
@@ -124,15 +126,15 @@ def unpack_ledger(
 ) -> Ledger:
     """The ledger; raises `MalformedPassengers`."""
     which = np.frombuffer(packed.kinds, dtype=np.uint8)
-    if which.size != layer_count or (which > max(Kind)).any():
+    if which.size not in (0, layer_count) or (which > max(Kind)).any():
         raise MalformedPassengers("kinds")
     messages = np.frombuffer(packed.messages, dtype="<u2")
     if messages.size != server_count**2:
         raise MalformedPassengers("messages")
     kinds = np.zeros((layer_count, len(Kind)), dtype=np.int64)
-    kinds[np.arange(layer_count), which] = 1
+    kinds[np.arange(which.size), which] = 1
     return Ledger(
-        tokens=1,
+        tokens=int(which.size > 0),
         kinds=kinds,
         slots_run=packed.slots_run,
         slots_dropped=packed.slots_dropped,
