@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from trimmoe.core.profile import ExitState
 from trimmoe.cost.model import Accounting
 from trimmoe.policy.settings import (
     BudgetRule,
@@ -96,6 +97,21 @@ VARIANTS = (
         change=lambda policy: replace(
             policy, exits_charged=False, exit_risk=None, exit_rule=ExitRule.PAPER
         ),
+    ),
+    Variant(
+        name="dense-exits",
+        what="an exited token goes on without routed experts, and its echo is charged",
+        change=lambda policy: replace(policy, exit_state=ExitState.DENSE),
+    ),
+    Variant(
+        name="frozen-exits",
+        what="its state stands still in the layers left, and its echo is charged",
+        change=lambda policy: replace(policy, exit_state=ExitState.FROZEN),
+    ),
+    Variant(
+        name="no-echoes",
+        what="what a change flips of later tokens is not charged",
+        change=lambda policy: replace(policy, echoes_charged=False),
     ),
     Variant(
         name="no-inflation",
