@@ -19,7 +19,8 @@ from trimmoe.simulator.arrivals import Source
 from trimmoe.simulator.heap import pop, push
 from trimmoe.simulator.measure import Sample, estimate
 from trimmoe.simulator.settings import Load, Prefill, SimulationSettings
-from trimmoe.simulator.world import DENSE, HEAP_SIZE, make_state, with_room
+from trimmoe.simulator.state import make_state, with_room
+from trimmoe.simulator.world import DENSE, HEAP_SIZE
 
 SERVICE_S = 0.01
 

@@ -1,15 +1,12 @@
-"""The compiled event loop, part three: how a unit passes a layer, from server to server."""
+"""The compiled event loop, part four: how a unit passes a layer, from server to server."""
 
 from __future__ import annotations
 
 from trimmoe.simulator.heap import inlined
 from trimmoe.simulator.links import join
-from trimmoe.simulator.service import quick, ready
-from trimmoe.simulator.world import (
-    DENSE,
-    NONE,
-    NOW,
-)
+from trimmoe.simulator.service import quick
+from trimmoe.simulator.turns import go_on_in_turn, written
+from trimmoe.simulator.world import NONE, NOW
 
 
 @inlined
@@ -34,7 +31,8 @@ def uses(rows, row, layer, server):
 @inlined
 def fan_out(world, rows, state, server, unit):
     """After attention and router: dispatches and the residual; see `cost.model.layer_messages`
-    for which of them are one message. Whether there are slots here."""
+    for which of them are one message. Whether there are slots here, which come before the batch
+    is through."""
     row, layer, used = unit, rows.layer[unit], state.used
     target = int(rows.place[row, layer + 1])
     used[:] = 0
@@ -53,6 +51,8 @@ def fan_out(world, rows, state, server, unit):
         if server != target and apart:
             residuals += 1
         row = rows.sibling[row]
+    if used[server] == 0:
+        written(rows, state, unit)
     parts = 1 if residuals > 0 else 0
     for place in range(used.size):
         if used[place] > 0:
@@ -97,36 +97,9 @@ def part(rows, state, server, unit):
 @inlined
 def gathered(rows, state, server, unit):
     """A layer's result is whole. Whether a token goes on is for the server to find out; a chunk
-    does, once the one before it has."""
-    if not rows.prompt[unit]:
-        rows.layer[unit] += 1
-        quick(state, server, unit)
-        return
-    written(rows, state, unit)
+    does, in its turn."""
     rows.layer[unit] += 1
-    _go_on_in_turn(rows, state, server, unit)
-
-
-@inlined
-def written(rows, state, unit):
-    """A chunk's keys and values of the layer it is in are there: the next chunk may enter."""
-    layer, following = rows.layer[unit], rows.after[unit]
-    if not rows.prompt[unit] or following == NONE:
-        return
-    rows.open_to[following] = layer + 1
-    if rows.parked[following] and rows.layer[following] == layer:
-        rows.parked[following] = False
-        # After the last layer, too, a chunk is where the others were.
-        _go_on_in_turn(rows, state, int(rows.place[following, layer]), following)
-
-
-@inlined
-def _go_on_in_turn(rows, state, server, unit):
-    """A chunk enters a layer, or ends, unless it has overtaken the one before."""
-    layer = rows.layer[unit]
-    if rows.open_to[unit] <= layer:
-        rows.parked[unit] = True
-    elif layer < rows.layers[unit]:
-        ready(rows, state, server, DENSE, layer, unit, state.clock[NOW])
+    if rows.prompt[unit]:
+        go_on_in_turn(rows, state, server, unit, state.clock[NOW])
     else:
         quick(state, server, unit)

@@ -1,4 +1,4 @@
-"""The compiled event loop, part four: what follows what.
+"""The compiled event loop, part five: what follows what.
 
 Nothing is decided here. Servers start when all events of an instant have happened, so that what
 is ready at one server for one layer at one instant is one batch. As in `runtime.node`, whatever
@@ -9,12 +9,20 @@ leave after the dense part of a batch, whose slots on the same server follow at 
 from __future__ import annotations
 
 from trimmoe.simulator.heap import inlined, njit, pop, push
-from trimmoe.simulator.layers import fan_out, gather, part, size, written
+from trimmoe.simulator.layers import fan_out, gather, part, size
 from trimmoe.simulator.links import send
 from trimmoe.simulator.service import enter, free, is_dense, quick, ready, serve, take, wake
+from trimmoe.simulator.turns import (
+    follow,
+    follow_trail,
+    go_on_in_turn,
+    trail,
+    trailed,
+    wanted,
+    written,
+)
 from trimmoe.simulator.world import (
     AREA,
-    DENSE,
     DISPATCH,
     DONE,
     DUE,
@@ -108,6 +116,9 @@ def _start_all(world, rows, asked, state):
         numbers[EVENTS] += 1
         server = due[at]
         state.starting[server] = False
+        if state.batch_first[server] != NONE:
+            # Slots here followed at once; everything else comes after them.
+            continue
         if state.quick_first[server] != NONE:
             _go_on(world, rows, asked, state, server)
             # What that led to may be part of the next batch.
@@ -131,11 +142,10 @@ def _go_on(world, rows, asked, state, server):
         layer, since_s = rows.layer[unit], state.entry_ready_s[entry]
         if layer == 0:
             _set_out(world, rows, asked, state, unit, 1, since_s)
-        elif layer < rows.layers[unit]:
-            ready(rows, state, server, DENSE, layer, unit, since_s)
+        elif layer < rows.layers[unit] and wanted(world, rows, asked, state, server, unit):
+            go_on_in_turn(rows, state, server, unit, since_s)
         elif rows.trailing[unit]:
-            rows.trailing[unit] = False
-            state.numbers[TRAILING] -= 1
+            trailed(rows, asked, state, unit)
         else:
             _completed(world, rows, asked, state, server, unit)
         entry = following
@@ -165,17 +175,17 @@ def _begun(world, rows, asked, state, request):
     if not rows.prompt[first]:
         asked.row[request] = first
         _unit_begun(rows, asked, state, request, first)
+        follow_trail(rows, asked, first)
         quick(state, asked.access[request], first)
         return
     unit, last, tokens = first, first, 0
     while unit != NONE and rows.prompt[unit]:
         _unit_begun(rows, asked, state, request, unit)
-        rows.open_to[unit], rows.parked[unit] = 0, unit != first
+        if unit != first:
+            follow(rows, unit, last)
+            rows.parked[unit] = True
         tokens += size(rows, unit)
         last, unit = unit, rows.after[unit]
-    # What follows may be decided anew.
-    rows.after[last] = NONE
-    rows.open_to[first] = rows.layers[first] + 1
     _set_out(world, rows, asked, state, first, tokens, now)
 
 
@@ -185,6 +195,7 @@ def _unit_begun(rows, asked, state, request, unit):
     asked.ahead[request] -= 1
     rows.request[unit], rows.layer[unit] = request, 0
     rows.began_s[unit] = state.clock[NOW]
+    rows.written[unit], rows.leader[unit], rows.follower[unit] = 0, NONE, NONE
     state.numbers[IN_FLIGHT] += 1
 
 
@@ -193,7 +204,7 @@ def _set_out(world, rows, asked, state, unit, tokens, since_s):
     """Tokens leave their access server for the first layer's."""
     source, target = asked.access[rows.request[unit]], int(rows.place[unit, 0])
     if source == target:
-        ready(rows, state, target, DENSE, 0, unit, since_s)
+        go_on_in_turn(rows, state, target, unit, since_s)
     else:
         send(world, state, TOKEN_IN, source, target, 0, NONE, 0, 0, tokens, unit)
 
@@ -218,8 +229,6 @@ def _done(world, rows, state, server):
                 else:
                     state.entry_next[own_last] = mine
                 own_last = mine
-            elif rows.layer[unit] == layer:
-                written(rows, state, unit)
         else:
             if kind == OWN:
                 written(rows, state, unit)
@@ -244,7 +253,8 @@ def _completed(world, rows, asked, state, server, unit):
     """A unit has passed its last layer; of a prompt only the last chunk predicts a token."""
     request = rows.request[unit]
     access = asked.access[request]
-    written(rows, state, unit)
+    if rows.prompt[unit]:
+        written(rows, state, unit)
     if server == access or asked.done[request] + 1 < asked.prompts[request]:
         _finished(world, rows, asked, state, unit)
     else:
@@ -255,7 +265,7 @@ def _completed(world, rows, asked, state, server, unit):
     if world.frozen:
         _propagate(world, rows, state, server, access, unit)
     else:
-        _trail(rows, state, server, unit, layers)
+        trail(rows, asked, state, server, unit, layers)
 
 
 @inlined
@@ -265,15 +275,6 @@ def _propagate(world, rows, state, server, access, unit):
     for place in range(world.delay_s.shape[0]):
         if place != server and world.later[access, layer, place]:
             send(world, state, STATE, server, place, layer, NONE, 1, 1, 0, unit)
-
-
-@inlined
-def _trail(rows, state, server, unit, layers):
-    """The state of an exited token passes the layers left, without routed experts, while the next
-    token is already under way."""
-    rows.layers[unit], rows.trailing[unit] = layers, True
-    state.numbers[TRAILING] += 1
-    ready(rows, state, server, DENSE, rows.layer[unit], unit, state.clock[NOW])
 
 
 @inlined
@@ -291,7 +292,7 @@ def _finished(world, rows, asked, state, unit):
         if asked.done[request] >= asked.prompts[request]:
             push(state, now, 1, TOKEN, request)
         return
-    asked.running[request] = False
+    asked.running[request], asked.over_s[request] = False, now
     numbers[RUNNING] -= 1
     if world.closed and (world.endless or numbers[NEXT_REQUEST] < asked.access.size):
         push(state, now, 1, REQUEST, numbers[NEXT_REQUEST])
@@ -309,7 +310,7 @@ def _delivered(world, rows, asked, state, at):
     state.free_messages[state.numbers[FREE_MESSAGES]] = at
     state.numbers[FREE_MESSAGES] += 1
     if role == TOKEN_IN:
-        ready(rows, state, server, DENSE, 0, owner, state.clock[NOW])
+        go_on_in_turn(rows, state, server, owner, state.clock[NOW])
     elif role == TOKEN_BACK:
         _finished(world, rows, asked, state, owner)
     while entry != NONE:

@@ -10,9 +10,10 @@ from scipy import stats
 from trimmoe.core.ledger import Ledger
 from trimmoe.core.specs import FloatArray, IntArray
 from trimmoe.simulator.settings import SimulationSettings
+from trimmoe.simulator.state import State
 from trimmoe.simulator.tables import RequestTable
 from trimmoe.simulator.tally import UnitLog, Units
-from trimmoe.simulator.world import AREA, EVENTS, IN_FLIGHT, RUNNING, State
+from trimmoe.simulator.world import AREA, EVENTS, IN_FLIGHT, RUNNING
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -28,6 +28,7 @@ from trimmoe.simulator.feed import TraceFeed
 from trimmoe.simulator.heap import push
 from trimmoe.simulator.measure import Sample, Snapshot, sample
 from trimmoe.simulator.settings import Prefill, SimulationSettings
+from trimmoe.simulator.state import State, make_state, with_room
 from trimmoe.simulator.tables import RequestTable, RowPool
 from trimmoe.simulator.tally import AUDITS, DELAY_S, LOSS, UnitLog, Units
 from trimmoe.simulator.world import (
@@ -40,10 +41,7 @@ from trimmoe.simulator.world import (
     NONE,
     NOW,
     REQUEST,
-    State,
-    make_state,
     make_world,
-    with_room,
 )
 
 AHEAD = 8

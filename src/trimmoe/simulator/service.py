@@ -21,6 +21,7 @@ from trimmoe.simulator.world import (
     NONE,
     NOW,
     TICKET,
+    TRAIL,
 )
 
 _batch_s = inlined(batching.batch_s)
@@ -43,9 +44,12 @@ def free(state, entry):
 
 @inlined
 def ready(rows, state, server, kind, layer, unit, since_s):
-    """Queue a unit at a server, a prompt's by itself; it has waited since then."""
+    """Queue a unit at a server, a prompt's by itself, and trails, of which no decision is due,
+    apart from tokens; it has waited since then."""
     if rows.prompt[unit]:
         kind += CHUNK
+    elif rows.trailing[unit] and kind == DENSE:
+        kind = TRAIL
     entry = enter(state, unit)
     state.entry_ready_s[entry] = since_s
     state.entry_ticket[entry] = state.numbers[TICKET]
@@ -166,7 +170,7 @@ def serve(world, rows, state, server, first, kind, layer):
 @inlined
 def is_dense(kind):
     """Whether it is attention and router, of tokens or of a prompt."""
-    return kind in (DENSE, CHUNK)
+    return kind in (DENSE, TRAIL, CHUNK)
 
 
 @njit

@@ -1,9 +1,9 @@
-"""The arrays of the compiled event loop: what does not change in a run, and what does.
+"""The arrays of the compiled event loop, but for the state of servers and links, and its words.
 
-Shapes: M servers, N layers, E experts, k slots, R requests, T rows of decided tokens, H heap, Q
-queue entries, G messages. A *unit* is what moves through the layers as one: a decoded token (one
-row) or a chunk of a prompt (one row per token); it goes by its first row. A request's chunks are
-all on their way at once, its decoded tokens one after the other.
+Shapes: M servers, N layers, E experts, k slots, R requests, T rows of decided tokens. A *unit* is
+what moves through the layers as one: a decoded token (one row) or a chunk of a prompt (one row per
+token); it goes by its first row. A request's chunks are all on their way at once, its decoded
+tokens one after the other, but for what a token that exited leaves in the layers left.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ TOKEN_IN, DISPATCH, PART, TOKEN_BACK, STATE = range(5)
 ROLE, SOURCE, TARGET, LAYER, FIRST, VECTORS, IDS, OWNER = range(8)
 # Columns of the log of finished units.
 LOG_REQUEST, LOG_ROW = range(2)
-# Kinds of work that queues; those of prompts take turns with those of tokens.
-DENSE, EXPERTS, CHUNK, CHUNK_EXPERTS = range(4)
-KINDS = 4
-OWN = 4
+# Kinds of work that queues; those of prompts, which come last, take turns with those of tokens.
+DENSE, EXPERTS, TRAIL, CHUNK, CHUNK_EXPERTS = range(5)
+KINDS = 5
+OWN = 5
 """A batch's slots on the server of its dense part, which follow it at once."""
 
 
@@ -81,7 +81,7 @@ class Rows(NamedTuple):
     sibling: IntArray
     """Next row of the same unit, [T]."""
     after: IntArray
-    """First row of the request's next unit, [T]."""
+    """First row of the request's next decided unit, [T]."""
     prompt: np.ndarray
     """Whether the token is a prompt's, bool [T]."""
     request: IntArray
@@ -92,11 +92,16 @@ class Rows(NamedTuple):
     """Parts of the layer's result that are still to come, [T]."""
     began_s: FloatArray
     """When the unit entered, [T]."""
-    open_to: IntArray
-    """Layers whose keys and values the chunk before has written, which this one may enter; the
-    step after the last layer counts as one, [T]."""
+    written: IntArray
+    """Layers whose keys and values it has written; of a chunk the step after the last layer counts
+    as one, [T]."""
+    leader: IntArray
+    """Of the same request, the unit that has not written all layers yet and that this one attends
+    to: it enters none before that one has written it, [T]."""
+    follower: IntArray
+    """The unit that this one is the leader of, [T]."""
     parked: np.ndarray
-    """Whether a chunk waits for the chunk before, bool [T]."""
+    """Whether it waits for its leader, bool [T]."""
     trailing: np.ndarray
     """Whether a token exited and its state is still passing layers, bool [T]."""
 
@@ -120,80 +125,12 @@ class Asked(NamedTuple):
     """Decided units that have not begun, [R]."""
     row: IntArray
     """Of the decoded token in flight, [R]."""
+    trail: IntArray
+    """Of the last token that exited and whose state is still passing layers, [R]."""
     running: np.ndarray
     """Whether it has arrived and is not finished, bool [R]."""
-
-
-class State(NamedTuple):
-    """What changes."""
-
-    heap_time: FloatArray
-    heap_order: IntArray
-    heap_what: IntArray
-    """8 times what the event is about, plus its kind."""
-    numbers: IntArray
-    clock: FloatArray
-    entry_unit: IntArray
-    entry_next: IntArray
-    entry_ticket: IntArray
-    entry_begun: IntArray
-    """Batches that its server had begun when it came."""
-    entry_ready_s: FloatArray
-    free_entries: IntArray
-    message: IntArray
-    """[G, 8]."""
-    free_messages: IntArray
-    queue_first: IntArray
-    """[M, kind, N]."""
-    queue_last: IntArray
-    line_first: IntArray
-    """One of the queues that are not empty, as kind * N + layer, of tokens and of prompts,
-    [M, 2]."""
-    line_next: IntArray
-    """[M, kind * N]."""
-    begun: IntArray
-    """Batches so far, quick steps included, [M]."""
-    prompts_turn: np.ndarray
-    """Whether prompts come next if there are any, bool [M]."""
-    quick_first: IntArray
-    """Entries that only wait for the server to be free: they take no time, [M]."""
-    quick_last: IntArray
-    batch_first: IntArray
-    """Entries in service, [M]."""
-    batch_kind: IntArray
-    batch_layer: IntArray
-    starting: np.ndarray
-    """Whether a start is due at the end of this instant, bool [M]."""
-    due: IntArray
-    """Servers whose start is due, [2 M]."""
-    serving_until_s: FloatArray
-    """[M]; in the past if idle."""
-    busy_s: FloatArray
-    """Service time begun, [M]."""
-    served: IntArray
-    """Batches and units served out of queues, [M, kind, 2]."""
-    waited_s: FloatArray
-    """Sum over those units of the time between ready and start, [M, kind]."""
-    link_free_s: FloatArray
-    """[M, M]."""
-    link_busy_s: FloatArray
-    desk_free_s: FloatArray
-    """When the last prompt of a server's users got its places, [M]."""
-    sent: IntArray
-    """Hidden vectors and token ids sent, [2, M, M]."""
-    received: IntArray
-    log: IntArray
-    """[L, 2]."""
-    log_time: FloatArray
-    """Began and finished, [L, 2]."""
-    used: IntArray
-    """Scratch, [M]."""
-    group_first: IntArray
-    """Scratch, [2, M]."""
-    group_vectors: IntArray
-    """Scratch: vectors that take time and vectors that count, [2, 2, M]."""
-    per_expert: IntArray
-    """Scratch, [E]."""
+    over_s: FloatArray
+    """When its last token came to its user; infinite before, [R]."""
 
 
 def make_world(
@@ -253,80 +190,9 @@ def make_rows(count: int, layers: int, slots: int) -> Rows:
         layer=np.zeros(count, dtype=np.int64),
         pending=np.zeros(count, dtype=np.int64),
         began_s=np.zeros(count),
-        open_to=np.zeros(count, dtype=np.int64),
+        written=np.zeros(count, dtype=np.int64),
+        leader=np.full(count, NONE),
+        follower=np.full(count, NONE),
         parked=np.zeros(count, dtype=bool),
         trailing=np.zeros(count, dtype=bool),
     )
-
-
-def make_state(servers: int, layers: int, experts: int) -> State:
-    """An empty system at time 0."""
-    empty = np.zeros(0, dtype=np.int64)
-    state = State(
-        heap_time=np.zeros(0),
-        heap_order=empty,
-        heap_what=empty,
-        numbers=np.zeros(11, dtype=np.int64),
-        clock=np.zeros(2),
-        entry_unit=empty,
-        entry_next=empty,
-        entry_ticket=empty,
-        entry_begun=empty,
-        entry_ready_s=np.zeros(0),
-        free_entries=empty,
-        message=np.zeros((0, 8), dtype=np.int64),
-        free_messages=empty,
-        queue_first=np.full((servers, KINDS, layers), NONE),
-        queue_last=np.full((servers, KINDS, layers), NONE),
-        line_first=np.full((servers, 2), NONE),
-        line_next=np.full((servers, KINDS * layers), NONE),
-        begun=np.zeros(servers, dtype=np.int64),
-        prompts_turn=np.zeros(servers, dtype=bool),
-        quick_first=np.full(servers, NONE),
-        quick_last=np.full(servers, NONE),
-        batch_first=np.full(servers, NONE),
-        batch_kind=np.zeros(servers, dtype=np.int64),
-        batch_layer=np.zeros(servers, dtype=np.int64),
-        starting=np.zeros(servers, dtype=bool),
-        due=np.zeros(2 * servers, dtype=np.int64),
-        serving_until_s=np.zeros(servers),
-        busy_s=np.zeros(servers),
-        served=np.zeros((servers, KINDS, 2), dtype=np.int64),
-        waited_s=np.zeros((servers, KINDS)),
-        link_free_s=np.zeros((servers, servers)),
-        link_busy_s=np.zeros((servers, servers)),
-        desk_free_s=np.zeros(servers),
-        sent=np.zeros((2, servers, servers), dtype=np.int64),
-        received=np.zeros((2, servers, servers), dtype=np.int64),
-        log=np.zeros((4096, 2), dtype=np.int64),
-        log_time=np.zeros((4096, 2)),
-        used=np.zeros(servers, dtype=np.int64),
-        group_first=np.full((2, servers), NONE),
-        group_vectors=np.zeros((2, 2, servers), dtype=np.int64),
-        per_expert=np.zeros(experts, dtype=np.int64),
-    )
-    return with_room(state, 1024)
-
-
-_GROWING = (
-    "heap_time", "heap_order", "heap_what", "entry_unit", "entry_next",
-    "entry_ticket", "entry_begun", "entry_ready_s", "message",
-)  # fmt: skip
-
-
-def with_room(state: State, more: int) -> State:
-    """The same state with `more` places in the heap and in both pools."""
-    before = state.entry_unit.size
-    fresh = np.arange(before, before + more)
-    grown = {}
-    for name in _GROWING:
-        array = getattr(state, name)
-        grown[name] = np.concatenate([array, np.zeros((more, *array.shape[1:]), array.dtype)])
-    for name, word in (("free_entries", FREE_ENTRIES), ("free_messages", FREE_MESSAGES)):
-        free = int(state.numbers[word])
-        kept = getattr(state, name)[:free]
-        grown[name] = np.concatenate([kept, fresh, np.zeros(before, dtype=np.int64)])[
-            : before + more
-        ]
-        state.numbers[word] = free + more
-    return state._replace(**grown)

@@ -1,0 +1,96 @@
+"""The compiled event loop, part three: units of one request that wait for one another.
+
+As at `runtime.node.floor`, a unit enters a layer only where those before it have left the keys and
+values that it attends to. Chunks of a prompt are all under way at once, and what a token that
+exited leaves in the layers left, its *trail*, may be when the next token is; all other tokens set
+out when the one before is through. A unit that may have to wait is the *follower* of its *leader*.
+"""
+
+from __future__ import annotations
+
+from trimmoe.simulator.heap import inlined
+from trimmoe.simulator.service import quick, ready
+from trimmoe.simulator.world import DENSE, NONE, NOW, TRAILING
+
+
+@inlined
+def follow(rows, unit, leader):
+    """A unit begins while its leader has not written all layers yet."""
+    rows.leader[unit], rows.follower[leader] = leader, unit
+
+
+@inlined
+def follow_trail(rows, asked, unit):
+    """A token begins, perhaps while the trail of the one before is under way."""
+    trail = asked.trail[rows.request[unit]]
+    if trail != NONE and rows.written[trail] < rows.layers[trail]:
+        follow(rows, unit, trail)
+
+
+@inlined
+def go_on_in_turn(rows, state, server, unit, since_s):
+    """A unit, there since then, enters a layer unless it has overtaken its leader; after the last
+    layer a chunk ends likewise."""
+    layer, leader = rows.layer[unit], rows.leader[unit]
+    if leader != NONE and rows.written[leader] <= layer:
+        rows.parked[unit] = True
+    elif layer < rows.layers[unit]:
+        ready(rows, state, server, DENSE, layer, unit, since_s)
+    else:
+        quick(state, server, unit)
+
+
+@inlined
+def written(rows, state, unit):
+    """A unit's keys and values of the layer it is in are there: its follower may enter."""
+    layer, follower = rows.layer[unit], rows.follower[unit]
+    rows.written[unit] = layer + 1
+    if follower == NONE:
+        return
+    # Chunks end in turn, too; a token attends to nothing that comes after the last layer's keys
+    # and values, and may be gone before its leader is.
+    if layer + 1 == rows.layers[unit] + rows.prompt[unit]:
+        _part(rows, unit, follower)
+    if rows.parked[follower] and rows.layer[follower] == layer:
+        rows.parked[follower] = False
+        # After the last layer, too, a unit is where the others of its request were.
+        go_on_in_turn(rows, state, int(rows.place[follower, layer]), follower, state.clock[NOW])
+
+
+@inlined
+def trail(rows, asked, state, server, unit, layers):
+    """The state of an exited token goes on through the layers left, in its turn."""
+    rows.layers[unit], rows.trailing[unit] = layers, True
+    asked.trail[rows.request[unit]] = unit
+    state.numbers[TRAILING] += 1
+    go_on_in_turn(rows, state, server, unit, state.clock[NOW])
+
+
+@inlined
+def wanted(world, rows, asked, state, server, unit):
+    """Whether a unit is to go on: a trail is not where word has come that its request is over."""
+    if not rows.trailing[unit]:
+        return True
+    request = rows.request[unit]
+    return state.clock[NOW] < asked.over_s[request] + world.delay_s[asked.access[request], server]
+
+
+@inlined
+def trailed(rows, asked, state, unit):
+    """A trail is through, or nobody wants the rest of it."""
+    request, follower = rows.request[unit], rows.follower[unit]
+    rows.trailing[unit] = False
+    state.numbers[TRAILING] -= 1
+    if asked.trail[request] == unit:
+        asked.trail[request] = NONE
+    if follower != NONE:
+        # The request is over, so this is a trail, too; if it waits, then not any more.
+        _part(rows, unit, follower)
+        if rows.parked[follower]:
+            rows.parked[follower] = False
+            quick(state, int(rows.place[follower, rows.layer[follower]]), follower)
+
+
+@inlined
+def _part(rows, leader, follower):
+    rows.leader[follower] = rows.follower[leader] = NONE

@@ -1,0 +1,204 @@
+"""What a token that exited leaves in the layers left: tokens after it wait for it where they need
+it, and nobody goes on with it once its request is over. Times are computed by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from test_simulator_run import World, drained, unchanging, world
+from trimmoe.core.ledger import Kind
+from trimmoe.core.profile import EXIT_STATES, ExitState
+from trimmoe.experiments.methods import make_engine
+from trimmoe.policy.build import deploy
+from trimmoe.simulator.arrivals import Requests
+from trimmoe.simulator.measure import Sample
+from trimmoe.simulator.run import simulate
+from trimmoe.simulator.settings import Load, Prefill, SimulationSettings
+from trimmoe.simulator.world import DENSE, TRAIL
+
+LAYERS = 3
+EXITING = {
+    "exit_state": ExitState.DENSE,
+    "exit_risk": None,
+    "exits_charged": False,
+    "exits_weighed": False,
+}
+
+
+def stages(route: Sequence[int], way_s: float = 0.0) -> World:
+    """Servers on a route: a layer's attention takes a second, however many tokens are in the batch,
+    and everything else no time but the way from one server to another. All users are at the
+    first."""
+    one = world(
+        layers=LAYERS, experts=1, top_k=1, servers=max(route) + 1, budget=0.0,
+        **(EXITING | unchanging()),
+    )  # fmt: skip
+    plan = one.deployment.plan
+    servers = plan.cluster.server_count
+    hosts = np.zeros_like(plan.hosts)
+    hosts[list(route), np.arange(LAYERS)] = True
+    cluster = replace(
+        plan.cluster,
+        access_share=np.eye(servers)[0],
+        bandwidth_bytes_per_s=np.full((servers, servers), np.inf),
+        delay_s=way_s * (1.0 - np.eye(servers)),
+    )
+    routes = np.broadcast_to(route, plan.routes.shape).copy()
+    plan = replace(plan, cluster=cluster, hosts=hosts, routes=routes)
+    engine = make_engine(plan, one.profile, one.model, one.engine.settings)
+    cost = replace(
+        engine.cost,
+        dense_s=np.ones_like(engine.cost.dense_s),
+        expert_s=np.zeros_like(engine.cost.expert_s),
+    )
+    deployment = deploy(plan, one.profile, one.model, one.engine.settings.accounting)
+    return replace(one, engine=replace(engine, cost=cost), deployment=deployment)
+
+
+def played(one: World, depths: Sequence[Sequence[int]]) -> Sample:
+    """Requests that begin together; `depths` says after how many layers each token is done."""
+    confidence = np.zeros_like(one.trace.confidence)
+    for request, tokens in enumerate(depths):
+        for number, depth in enumerate(tokens):
+            confidence[request * one.trace.length + number, depth - 1 :] = 1.0
+    count = len(depths)
+    nothing = np.zeros(count, dtype=np.int64)
+    asked = Requests(
+        arrival_s=np.zeros(count),
+        access=nothing,
+        sequence=np.arange(count),
+        offset=nothing,
+        prompt=nothing,
+        output=np.array([len(tokens) for tokens in depths]),
+    )
+    settings = SimulationSettings(
+        load=Load(concurrency=count, prefill=Prefill.EXCLUDED),
+        budget=0.0,
+        confidence=0.5,
+        warm_up_s=0.0,
+        duration_s=100.0,
+        seeds=(0,),
+        batch_share=1.0,
+        control_s=10.0,
+    )
+    trace = replace(one.trace, confidence=confidence)
+    (sample,) = simulate(one.engine, one.deployment, trace, settings, requests=asked)
+    assert sample.after.in_flight == sample.after.running == 0
+    exited = sum(LAYERS - depth for tokens in depths for depth in tokens)
+    assert sample.all_ledger.kinds[:, Kind.EXITED].sum() == exited
+    return sample
+
+
+def finished_s(sample: Sample, request: int) -> list[float]:
+    log = sample.all_units
+    return log.finished_s[log.request == request].tolist()
+
+
+def test_a_token_enters_a_layer_only_after_the_trail_of_the_one_before() -> None:
+    """A token of the first request and one of the second begin together on one server. The second
+    request's exits after one layer; its next one, b, is through that layer when its trail t has
+    not had its turn in the following one, and has to let the first request's, a, go ahead, with
+    whom it would have gone:
+
+        0    1    2    3    4    5    6    7    8
+        | at | b  | a  | t  | b  | a  | t  | b  |
+    """
+    sample = played(stages([0, 0, 0]), [[3], [1, 3]])
+    assert finished_s(sample, 0) == [6.0]
+    assert finished_s(sample, 1) == [1.0, 8.0]
+    assert sample.after.served[0, DENSE].tolist() == [6, 7]
+    assert sample.after.served[0, TRAIL].tolist() == [2, 2]
+
+
+def test_without_an_exit_before_it_a_token_goes_with_the_others() -> None:
+    sample = played(stages([0, 0, 0]), [[3, 3], [3, 3]])
+    assert finished_s(sample, 0) == finished_s(sample, 1) == [3.0, 6.0]
+
+
+def test_trails_wait_for_trails() -> None:
+    """Two tokens in a row exit after one layer, c passes all; t and u are their trails:
+
+    0    1    2    3    4    5    6    7    8    9
+    | t  | u  | c  | t  | u  | c  | t  | u  | c  |
+    """
+    sample = played(stages([0, 0, 0]), [[1, 1, 3]])
+    assert finished_s(sample, 0) == [1.0, 2.0, 9.0]
+    assert sample.after.served[0, TRAIL].tolist() == [4, 4]
+
+
+def test_a_token_that_exits_in_its_turn_is_done_before_the_trail_it_waited_for() -> None:
+    """b waits for the trail t in the second layer and exits there:
+
+    0    1    2    3    4
+    | t  | b  | t  | b  |
+    """
+    sample = played(stages([0, 0, 0]), [[1, 2]])
+    assert finished_s(sample, 0) == [1.0, 4.0]
+
+
+@pytest.mark.parametrize(("way_s", "passed"), [(0.4, 1), (0.6, 2)])
+def test_a_trail_ends_where_word_has_come_that_its_request_is_over(
+    way_s: float, passed: int
+) -> None:
+    """The only token exits where the second layer is, 1 + way; its user has it after another way,
+    and word of it is there after a third. Its trail is through the second layer at 2 + way."""
+    sample = played(stages([0, 1, 1], way_s), [[1]])
+    assert finished_s(sample, 0) == pytest.approx([1.0 + 2 * way_s])
+    assert sample.after.served[1, TRAIL, 1] == passed
+
+
+def exiting(state: ExitState) -> World:
+    """Every token exits as soon as the profile lets it."""
+    return world(**(EXITING | {"exit_state": state, "confidence": 0.0, "audit_share": 0.0}))
+
+
+def unheard_of(one: World) -> World:
+    """The same with all users at a server so far away that no word of theirs comes in time, and
+    nothing but users on it."""
+    plan = one.deployment.plan
+    hosts, delay_s = plan.hosts.copy(), plan.cluster.delay_s.copy()
+    hosts[1] |= hosts[0]
+    hosts[0] = False
+    delay_s[0, 1:] = 1e4
+    share = np.eye(delay_s.shape[0])[0]
+    cluster = replace(plan.cluster, access_share=share, delay_s=delay_s)
+    routes = np.maximum(plan.routes, 1)
+    plan = replace(plan, cluster=cluster, hosts=hosts, routes=routes)
+    engine = make_engine(plan, one.profile, one.model, one.engine.settings)
+    deployment = deploy(plan, one.profile, one.model, one.engine.settings.accounting)
+    return replace(one, engine=engine, deployment=deployment)
+
+
+@pytest.mark.parametrize("state", EXIT_STATES)
+def test_what_exits_leave_travels_as_the_ledger_says_and_takes_time_where_it_passes(
+    state: ExitState,
+) -> None:
+    one = unheard_of(exiting(state))
+    sample = drained(one, duration_s=1e6, control_s=1e5)
+    np.testing.assert_array_equal(sample.after.sent, sample.after.received)
+    np.testing.assert_array_equal(sample.after.sent[0], sample.all_ledger.messages)
+    exited = sample.all_ledger.kinds[:, Kind.EXITED].sum()
+    assert exited > 100
+    of_tokens = sample.all_units.decoded.sum() * one.model.layer_count
+    served = sample.after.served[:, :, 1].sum(0)
+    assert served[DENSE] == of_tokens - exited
+    assert served[TRAIL] == (0 if state is ExitState.FROZEN else exited)
+
+
+@pytest.mark.parametrize("state", EXIT_STATES)
+def test_only_what_nobody_wants_any_more_is_not_sent(state: ExitState) -> None:
+    sample = drained(exiting(state))
+    np.testing.assert_array_equal(sample.after.sent, sample.after.received)
+    missing = sample.all_ledger.messages - sample.after.sent[0]
+    assert (missing >= 0).all()
+    if state is ExitState.FROZEN:
+        assert missing.sum() == 0
+    exited = sample.all_ledger.kinds[:, Kind.EXITED].sum()
+    trailed = sample.after.served[:, TRAIL, 1].sum()
+    assert trailed <= exited
+    # Of forty requests of some six tokens.
+    assert trailed > 0.6 * exited or state is ExitState.FROZEN
