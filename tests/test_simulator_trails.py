@@ -8,8 +8,10 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from test_simulator_run import World, drained, unchanging, world
+from test_simulator_run import World, drained, slowed, unchanging, world
 from trimmoe.core.ledger import Kind
 from trimmoe.core.profile import EXIT_STATES, ExitState
 from trimmoe.experiments.methods import make_engine
@@ -18,7 +20,10 @@ from trimmoe.simulator.arrivals import Requests
 from trimmoe.simulator.measure import Sample
 from trimmoe.simulator.run import simulate
 from trimmoe.simulator.settings import Load, Prefill, SimulationSettings
-from trimmoe.simulator.world import DENSE, TRAIL
+from trimmoe.simulator.state import make_state, with_room
+from trimmoe.simulator.tables import RequestTable
+from trimmoe.simulator.turns import follow, trailed
+from trimmoe.simulator.world import DENSE, NONE, TRAIL, make_rows
 
 LAYERS = 3
 EXITING = {
@@ -75,7 +80,7 @@ def played(one: World, depths: Sequence[Sequence[int]]) -> Sample:
         prompt=nothing,
         output=np.array([len(tokens) for tokens in depths]),
     )
-    settings = SimulationSettings(
+    wanted = SimulationSettings(
         load=Load(concurrency=count, prefill=Prefill.EXCLUDED),
         budget=0.0,
         confidence=0.5,
@@ -86,7 +91,7 @@ def played(one: World, depths: Sequence[Sequence[int]]) -> Sample:
         control_s=10.0,
     )
     trace = replace(one.trace, confidence=confidence)
-    (sample,) = simulate(one.engine, one.deployment, trace, settings, requests=asked)
+    (sample,) = simulate(one.engine, one.deployment, trace, wanted, requests=asked)
     assert sample.after.in_flight == sample.after.running == 0
     exited = sum(LAYERS - depth for tokens in depths for depth in tokens)
     assert sample.all_ledger.kinds[:, Kind.EXITED].sum() == exited
@@ -202,3 +207,38 @@ def test_only_what_nobody_wants_any_more_is_not_sent(state: ExitState) -> None:
     assert trailed <= exited
     # Of forty requests of some six tokens.
     assert trailed > 0.6 * exited or state is ExitState.FROZEN
+
+
+def test_nobody_refers_to_a_trail_that_has_ended() -> None:
+    """The middle one of three ends early, while the first is elsewhere and the last waits."""
+    nothing = np.zeros(1, dtype=np.int64)
+    requests = Requests(
+        arrival_s=np.zeros(1), access=nothing, sequence=nothing, offset=nothing, prompt=nothing,
+        output=nothing + 3,
+    )  # fmt: skip
+    asked = RequestTable.of(requests, 1).asked
+    rows, state = make_rows(3, LAYERS, 1), with_room(make_state(1, LAYERS, 1), 8)
+    rows.request[:], rows.layers[:], rows.layer[:], rows.trailing[:] = 0, LAYERS, 1, True
+    follow(rows, 1, 0)
+    follow(rows, 2, 1)
+    rows.parked[2] = True
+    trailed(rows, asked, state, 1)
+    assert rows.leader.tolist() == rows.follower.tolist() == [NONE] * 3
+    assert rows.trailing.tolist() == [True, False, True]
+    assert not rows.parked.any(), "nobody is left to wake it"
+
+
+@settings(max_examples=10)
+@given(st.integers(0, 2**31), st.integers(2, 5))
+def test_when_rows_are_used_again_makes_no_difference(seed: int, servers: int) -> None:
+    """Control instants give back the rows of tokens whose trails are through; nobody may still
+    wait for them, or they for anybody."""
+    one = world(
+        seed=seed, servers=servers, layers=6, **(unchanging() | EXITING | {"confidence": 0.3})
+    )
+    slow = replace(one, engine=slowed(one.engine, 300.0))
+    load = Load(concurrency=12, output_tokens=4, prompt_tokens=3, prefill_chunk=2)
+    often, once = (slow.run(load, duration_s=2.0, control_s=each) for each in (0.02, 50.0))
+    np.testing.assert_array_equal(often.all_units.finished_s, once.all_units.finished_s)
+    np.testing.assert_array_equal(often.after.served, once.after.served)
+    np.testing.assert_array_equal(often.after.sent, once.after.sent)

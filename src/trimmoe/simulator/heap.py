@@ -1,7 +1,7 @@
 """The event heap, compiled: events ordered by (time, priority, ticket).
 
-What is compiled is kept per file: after a change here, in `service`, `links` or `layers`, touch
-`loop`, which holds the whole loop with everything it calls.
+What is compiled is kept in `__pycache__` until the text of its own file changes: after a change of
+what other files inline, or of constants that they use, delete what is kept there.
 """
 
 from __future__ import annotations

@@ -78,13 +78,17 @@ def wanted(world, rows, asked, state, server, unit):
 @inlined
 def trailed(rows, asked, state, unit):
     """A trail is through, or nobody wants the rest of it."""
-    request, follower = rows.request[unit], rows.follower[unit]
+    request = rows.request[unit]
+    leader, follower = rows.leader[unit], rows.follower[unit]
     rows.trailing[unit] = False
     state.numbers[TRAILING] -= 1
     if asked.trail[request] == unit:
         asked.trail[request] = NONE
+    # If its request is over, its leader may still pass layers elsewhere, and its follower, which
+    # is a trail, too, need not wait any more.
+    if leader != NONE:
+        _part(rows, leader, unit)
     if follower != NONE:
-        # The request is over, so this is a trail, too; if it waits, then not any more.
         _part(rows, unit, follower)
         if rows.parked[follower]:
             rows.parked[follower] = False
