@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -26,7 +27,7 @@ from trimmoe.simulator.turns import follow, trailed
 from trimmoe.simulator.world import DENSE, NONE, TRAIL, make_rows
 
 LAYERS = 3
-EXITING = {
+EXITING: dict[str, Any] = {
     "exit_state": ExitState.DENSE,
     "exit_risk": None,
     "exits_charged": False,
@@ -158,7 +159,8 @@ def test_a_trail_ends_where_word_has_come_that_its_request_is_over(
 
 def exiting(state: ExitState) -> World:
     """Every token exits as soon as the profile lets it."""
-    return world(**(EXITING | {"exit_state": state, "confidence": 0.0, "audit_share": 0.0}))
+    eager: dict[str, Any] = EXITING | {"exit_state": state, "confidence": 0.0, "audit_share": 0.0}
+    return world(**eager)
 
 
 def unheard_of(one: World) -> World:
@@ -233,9 +235,8 @@ def test_nobody_refers_to_a_trail_that_has_ended() -> None:
 def test_when_rows_are_used_again_makes_no_difference(seed: int, servers: int) -> None:
     """Control instants give back the rows of tokens whose trails are through; nobody may still
     wait for them, or they for anybody."""
-    one = world(
-        seed=seed, servers=servers, layers=6, **(unchanging() | EXITING | {"confidence": 0.3})
-    )
+    often_out: dict[str, Any] = unchanging() | EXITING | {"confidence": 0.3}
+    one = world(seed=seed, servers=servers, layers=6, **often_out)
     slow = replace(one, engine=slowed(one.engine, 300.0))
     load = Load(concurrency=12, output_tokens=4, prompt_tokens=3, prefill_chunk=2)
     often, once = (slow.run(load, duration_s=2.0, control_s=each) for each in (0.02, 50.0))
