@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from test_simulator_run import World, drained, slowed, unchanging, world
 from trimmoe.core.ledger import Kind
-from trimmoe.core.profile import EXIT_STATES, ExitState
+from trimmoe.core.profile import ExitState
 from trimmoe.experiments.methods import make_engine
 from trimmoe.policy.build import deploy
 from trimmoe.simulator.arrivals import Requests
@@ -180,7 +180,7 @@ def unheard_of(one: World) -> World:
     return replace(one, engine=engine, deployment=deployment)
 
 
-@pytest.mark.parametrize("state", EXIT_STATES)
+@pytest.mark.parametrize("state", ExitState)
 def test_what_exits_leave_travels_as_the_ledger_says_and_takes_time_where_it_passes(
     state: ExitState,
 ) -> None:
@@ -192,11 +192,12 @@ def test_what_exits_leave_travels_as_the_ledger_says_and_takes_time_where_it_pas
     assert exited > 100
     of_tokens = sample.all_units.decoded.sum() * one.model.layer_count
     served = sample.after.served[:, :, 1].sum(0)
-    assert served[DENSE] == of_tokens - exited
-    assert served[TRAIL] == (0 if state is ExitState.FROZEN else exited)
+    along, apart = state is ExitState.WHOLE, state is ExitState.DENSE
+    assert served[DENSE] == of_tokens - exited * (not along)
+    assert served[TRAIL] == exited * apart
 
 
-@pytest.mark.parametrize("state", EXIT_STATES)
+@pytest.mark.parametrize("state", ExitState)
 def test_only_what_nobody_wants_any_more_is_not_sent(state: ExitState) -> None:
     sample = drained(exiting(state))
     np.testing.assert_array_equal(sample.after.sent, sample.after.received)
@@ -205,7 +206,9 @@ def test_only_what_nobody_wants_any_more_is_not_sent(state: ExitState) -> None:
     if state is ExitState.FROZEN:
         assert missing.sum() == 0
     exited = sample.all_ledger.kinds[:, Kind.EXITED].sum()
-    trailed = sample.after.served[:, TRAIL, 1].sum()
+    served = sample.after.served[:, :, 1].sum(0)
+    of_tokens = sample.all_units.decoded.sum() * 4 - exited
+    trailed = served[DENSE] - of_tokens if state is ExitState.WHOLE else served[TRAIL]
     assert trailed <= exited
     # Of forty requests of some six tokens.
     assert trailed > 0.6 * exited or state is ExitState.FROZEN

@@ -265,7 +265,7 @@ def _completed(world, rows, asked, state, server, unit):
     if world.frozen:
         _propagate(world, rows, state, server, access, unit)
     else:
-        trail(rows, asked, state, server, unit, layers)
+        trail(world, rows, asked, state, server, unit, layers)
 
 
 @inlined

@@ -123,6 +123,7 @@ class _Run:
             closed=self.closed,
             endless=given is None,
             frozen=engine.settings.exit_state is ExitState.FROZEN,
+            whole=engine.settings.exit_state is ExitState.WHOLE,
         )
         self.decider = Ahead(
             engine=engine,

@@ -44,11 +44,11 @@ def free(state, entry):
 
 @inlined
 def ready(rows, state, server, kind, layer, unit, since_s):
-    """Queue a unit at a server, a prompt's by itself, and trails, of which no decision is due,
-    apart from tokens; it has waited since then."""
+    """Queue a unit at a server, a prompt's by itself, and what passes without a decision apart
+    from tokens; it has waited since then."""
     if rows.prompt[unit]:
         kind += CHUNK
-    elif rows.trailing[unit] and kind == DENSE:
+    elif rows.apart[unit] and kind == DENSE:
         kind = TRAIL
     entry = enter(state, unit)
     state.entry_ready_s[entry] = since_s

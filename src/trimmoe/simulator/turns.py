@@ -58,9 +58,9 @@ def written(rows, state, unit):
 
 
 @inlined
-def trail(rows, asked, state, server, unit, layers):
-    """The state of an exited token goes on through the layers left, in its turn."""
-    rows.layers[unit], rows.trailing[unit] = layers, True
+def trail(world, rows, asked, state, server, unit, layers):
+    """An exited token goes on through the layers left, in its turn."""
+    rows.layers[unit], rows.trailing[unit], rows.apart[unit] = layers, True, not world.whole
     asked.trail[rows.request[unit]] = unit
     state.numbers[TRAILING] += 1
     go_on_in_turn(rows, state, server, unit, state.clock[NOW])
@@ -80,7 +80,7 @@ def trailed(rows, asked, state, unit):
     """A trail is through, or nobody wants the rest of it."""
     request = rows.request[unit]
     leader, follower = rows.leader[unit], rows.follower[unit]
-    rows.trailing[unit] = False
+    rows.trailing[unit] = rows.apart[unit] = False
     state.numbers[TRAILING] -= 1
     if asked.trail[request] == unit:
         asked.trail[request] = NONE

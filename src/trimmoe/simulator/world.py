@@ -65,6 +65,8 @@ class World(NamedTuple):
     migrates: bool
     frozen: bool
     """Whether an exited token's state stands still; otherwise it passes the layers left."""
+    whole: bool
+    """Whether they go on as if they had not, or else apart, without routed experts."""
 
 
 class Rows(NamedTuple):
@@ -104,6 +106,8 @@ class Rows(NamedTuple):
     """Whether it waits for its leader, bool [T]."""
     trailing: np.ndarray
     """Whether a token exited and its state is still passing layers, bool [T]."""
+    apart: np.ndarray
+    """Whether it does so without decisions, apart from tokens."""
 
 
 class Asked(NamedTuple):
@@ -144,6 +148,7 @@ def make_world(
     closed: bool,
     endless: bool,
     frozen: bool,
+    whole: bool,
 ) -> World:
     """The constants of a run; seconds are the cost model's, split at the propagation delay."""
     layers, servers = cost.layer_count, cost.server_count
@@ -166,6 +171,7 @@ def make_world(
         endless=endless,
         migrates=cost.accounting is Accounting.MIGRATE,
         frozen=frozen,
+        whole=whole,
     )
 
 
@@ -195,4 +201,5 @@ def make_rows(count: int, layers: int, slots: int) -> Rows:
         follower=np.full(count, NONE),
         parked=np.zeros(count, dtype=bool),
         trailing=np.zeros(count, dtype=bool),
+        apart=np.zeros(count, dtype=bool),
     )
