@@ -8,12 +8,14 @@ import numpy as np
 import pytest
 
 from factories import random_cluster, random_model_spec
-from trimmoe.core.profile import Profile, load_profile
+from trimmoe.core.ledger import Kind, Ledger
+from trimmoe.core.profile import CHANGES, EXIT_STATES, ExitState, Profile, load_profile
 from trimmoe.core.specs import ModelSpec
 from trimmoe.core.trace import Trace, load_trace
 from trimmoe.experiments.methods import make_engine
 from trimmoe.placement.make import default, make_plan
-from trimmoe.policy.settings import exact, trimmoe
+from trimmoe.policy.settings import PolicySettings, exact, paper, trimmoe
+from trimmoe.simulator.echo_law import own_flips
 from trimmoe.simulator.fit import fit_parameters
 from trimmoe.simulator.generate import Parameters, class_shares, generate_trace, popularity
 from trimmoe.simulator.generated_profile import generate_profile
@@ -38,6 +40,9 @@ PARAMETERS = (
         class_ratio=0.6,
         substitution_flip=0.05,
         bound_excess=1.1,
+        change_echo=(2.0, 5.0),
+        dense_exit_echo=0.1,
+        frozen_exit_echo=3.0,
     ),
 )
 
@@ -155,6 +160,57 @@ def test_a_generated_world_can_be_planned_and_trimmed() -> None:
         delay_s[settings.name] = np.mean([one.delay_s for one in ledgers])
         assert sum(one.loss for one in ledgers) <= settings.budget * len(ledgers) + 1e-9
     assert delay_s["trimmoe"] < delay_s["exact"]
+
+
+SILENT = Parameters(change_echo=(0.0, 0.0), dense_exit_echo=0.0, frozen_exit_echo=0.0)
+
+
+def test_changes_echo_as_they_flip_themselves_and_less_from_layer_to_layer() -> None:
+    model, parameters = spec(), Parameters(change_echo=(8.0, 0.5))
+    profile = generate_profile(model, parameters, seed=5, tokens=2048)
+    ratio = profile.change_echo / own_flips(profile, parameters.bound_excess)
+    for change in range(len(CHANGES)):
+        np.testing.assert_allclose(ratio[[0, -1], change], (8.0, 0.5))
+        np.testing.assert_allclose(np.diff(np.log(ratio[:, change])), np.log(0.5 / 8.0) / 7)
+
+
+def test_a_model_half_as_easily_moved_echoes_half_as_much_but_its_exits_as_before() -> None:
+    steady = replace(Parameters(), skip_flip=0.15, drop_flip=0.125, substitution_flip=0.1)
+    easily, hardly = (
+        generate_profile(spec(), parameters, seed=5, tokens=2048)
+        for parameters in (Parameters(), steady)
+    )
+    np.testing.assert_allclose(hardly.change_echo, easily.change_echo / 2)
+    np.testing.assert_array_equal(hardly.exit_echo, easily.exit_echo)
+
+
+def test_exit_echoes_are_counts_by_state() -> None:
+    parameters = Parameters(dense_exit_echo=0.2, frozen_exit_echo=0.7)
+    echo = generate_profile(spec(), parameters, seed=5, tokens=2048).exit_echo
+    by_state = dict(zip(EXIT_STATES, echo.tolist(), strict=True))
+    assert by_state[ExitState.DENSE] == 0.2
+    assert by_state[ExitState.FROZEN] == 0.7
+    assert max(by_state.values()) == 0.7
+
+
+def test_echoes_are_charged_by_default_and_never_by_the_papers_preset() -> None:
+    def replayed(parameters: Parameters, settings: PolicySettings) -> Ledger:
+        profile, trace = generated(spec(), parameters)
+        cluster = random_cluster(np.random.default_rng(3))
+        plan = make_plan(profile, spec(), cluster, default(), cluster_hash="c")
+        engine = make_engine(plan, profile, spec(), settings)
+        access = np.arange(64) % cluster.server_count
+        ledgers = replay(engine, trace, access, budget=settings.budget, confidence=0.9)
+        return sum(ledgers[1:], ledgers[0])
+
+    letter = [replayed(parameters, paper()) for parameters in (Parameters(), SILENT)]
+    assert letter[0].kinds[:, Kind.EXITED].sum() > 0
+    assert letter[0].loss == letter[1].loss
+    assert letter[0].delay_s == letter[1].delay_s
+    np.testing.assert_array_equal(letter[0].kinds, letter[1].kinds)
+    generous = replace(trimmoe(), budget=0.1, exit_risk=None)
+    ours, silent = (replayed(parameters, generous) for parameters in (Parameters(), SILENT))
+    assert silent.delay_s < ours.delay_s
 
 
 PUBLISHED = {

@@ -5,9 +5,10 @@ from __future__ import annotations
 import numpy as np
 from scipy.optimize import linear_sum_assignment
 
-from trimmoe.core.profile import LossCurves, Profile
+from trimmoe.core.profile import EXIT_STATES, ExitState, LossCurves, Profile
 from trimmoe.core.specs import FloatArray, IntArray
 from trimmoe.core.trace import Trace
+from trimmoe.simulator.echo_law import factor_line, own_flips
 from trimmoe.simulator.generate import Parameters
 
 _TINY = 1e-9
@@ -43,6 +44,9 @@ def fit_parameters(trace: Trace, profile: Profile, *, exit_confidence: float = 0
         substitution_flip=_substitution_flip(profile, excess),
         feasible_similarity=_feasible_similarity(profile),
         bound_excess=excess,
+        change_echo=_change_echo(profile, excess),
+        dense_exit_echo=float(profile.exit_echo[EXIT_STATES.index(ExitState.DENSE)]),
+        frozen_exit_echo=float(profile.exit_echo[EXIT_STATES.index(ExitState.FROZEN)]),
     )
 
 
@@ -156,3 +160,10 @@ def _feasible_similarity(profile: Profile) -> float:
     experts = profile.expert_count
     others = profile.feasible & ~np.eye(experts, dtype=bool)
     return float(profile.similarity[others].min()) if others.any() else 1.0
+
+
+def _change_echo(profile: Profile, excess: float) -> tuple[float, float]:
+    """Echoes over the changes' own flips, at both ends of the depth."""
+    own = own_flips(profile, max(excess, _TINY))
+    with np.errstate(divide="ignore", invalid="ignore"):  # What flips nothing itself has no ratio.
+        return factor_line(profile.change_echo / own)

@@ -13,6 +13,11 @@ How a token is drawn, each step independent of the others but for what is said h
 - **Exits.** A token leaves after layer l, if it has not before, with a hazard that is a line over
   depth: from there on its confidence is above `exit_confidence`, before it is below. The predicted
   exit layer is right with probability `exit_foresight`, otherwise that of some other token.
+
+Nothing is executed, so what calibration would measure is assumed: flip rates as powers of the mass,
+and what trimming flips of later tokens (`echo_law`). Echoes are as the embedded model's, the one
+model they were measured on; a larger model may well have smaller ones. `fit_parameters` estimates
+all parameters of a trace and profile, and the figures' sensitivity halves and doubles each.
 """
 
 from __future__ import annotations
@@ -60,11 +65,21 @@ class Parameters:
     """Experts at least this similar may stand in."""
     bound_excess: float = 1.3
     """Upper confidence bounds over means."""
+    change_echo: tuple[float, float] = (13.3, 0.94)
+    """Bound of the later predictions that a skip, some dropped slots or a substitute flip, over the
+    mean flip rate of the same change itself (`own_flips`); from layer to layer by the same factor.
+    Fitted to the embedded model."""
+    dense_exit_echo: float = 0.28
+    """Bound of the later predictions that an exit flips, where its attention and shared experts go
+    on. Measured on the embedded model."""
+    frozen_exit_echo: float = 1.07
+    """The same where its state stands still."""
 
     def __post_init__(self) -> None:
         assert self.skew >= 0
         assert 0 <= self.affinity < 1
         assert self.classes >= 1
+        assert (self.change_echo[0] > 0) == (self.change_echo[1] > 0)
 
 
 def generate_trace(

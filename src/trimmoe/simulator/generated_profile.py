@@ -7,7 +7,7 @@ heads and centroids are zero: such a profile serves planning and simulation, nev
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import numpy as np
 
@@ -20,15 +20,17 @@ from trimmoe.calibrate.routing_stats import (
 from trimmoe.core.artifact import Header
 from trimmoe.core.profile import (
     CHANGES,
-    ECHOING_STATES,
+    EXIT_STATES,
     PROFILE_FORMAT,
     PROFILE_KIND,
+    ExitState,
     LossCurves,
     Profile,
 )
 from trimmoe.core.specs import ModelSpec
 from trimmoe.core.trace import Trace
 from trimmoe.cost.thresholds import thresholds
+from trimmoe.simulator.echo_law import by_factor, own_flips
 from trimmoe.simulator.generate import (
     Parameters,
     Tokens,
@@ -90,7 +92,7 @@ def generate_profile(
     execution = execution_statistics(
         activated, importance, theta, drawn.exit_layer, experts, _CONFIDENCE_OF_BOUNDS
     )
-    return Profile(
+    quiet = Profile(
         header=_header(model, parameters, seed, tokens),
         skip=skip,
         drop=_curves(model.layer_count, parameters.drop_flip, parameters, tokens),
@@ -101,10 +103,12 @@ def generate_profile(
         exit_hazard=exit_hazard(drawn.exit_layer, drawn.exit_at.T),
         **_fields(patterns),
         **_fields(execution),
-        **_exit_bounds(drawn),
+        **_exit_bounds(drawn, parameters),
         **_without_states(model, parameters),
         **_substitution(model, parameters, seed, tokens),
     )
+    echo = by_factor(parameters.change_echo, model.layer_count)[:, None]
+    return replace(quiet, change_echo=echo * own_flips(quiet, parameters.bound_excess))
 
 
 def _fields(record) -> dict:
@@ -139,7 +143,16 @@ def _curves(layers: int, at_one: float, parameters: Parameters, tokens: int) -> 
     )
 
 
-def _exit_bounds(drawn: Tokens) -> dict:
+def _exit_echo(parameters: Parameters) -> np.ndarray:
+    """By `EXIT_STATES`; a state that the parameters do not know is the worst of those they do."""
+    known = {
+        ExitState.DENSE: parameters.dense_exit_echo,
+        ExitState.FROZEN: parameters.frozen_exit_echo,
+    }
+    return np.array([known.get(state, max(known.values())) for state in EXIT_STATES])
+
+
+def _exit_bounds(drawn: Tokens, parameters: Parameters) -> dict:
     """Exits by threshold, counted on the drawn tokens; their error falls with the threshold."""
     grid = np.linspace(0.5, 0.99, 15)
     sure = drawn.confidence[:, :-1].max(axis=1, initial=-np.inf)
@@ -147,7 +160,7 @@ def _exit_bounds(drawn: Tokens) -> dict:
         "exit_grid": grid,
         "exit_error_upper": _EXIT_ERROR * (1.0 - grid),
         "exit_rate": (sure[:, None] >= grid).mean(axis=0),
-        "exit_echo": np.zeros(len(ECHOING_STATES)),
+        "exit_echo": _exit_echo(parameters),
         "change_echo": np.zeros((drawn.experts.shape[1], len(CHANGES))),
     }
 
