@@ -34,6 +34,7 @@ PARAMETERS = (
         class_persistence=0.3,
         exit_hazard=(0.05, 0.01),
         exit_foresight=0.9,
+        exit_error=0.6,
         skip_flip=0.1,
         drop_flip=0.4,
         flip_power=1.2,

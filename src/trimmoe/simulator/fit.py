@@ -37,6 +37,7 @@ def fit_parameters(trace: Trace, profile: Profile, *, exit_confidence: float = 0
         exit_hazard=_hazard_line(trace, exit_confidence),
         exit_confidence=exit_confidence,
         exit_foresight=_foresight(trace, exit_confidence),
+        exit_error=_exit_error(profile),
         skip_flip=skip_flip,
         drop_flip=drop_flip,
         flip_power=power,
@@ -130,6 +131,12 @@ def _foresight(trace: Trace, needed: float) -> float:
     share = np.bincount(exit_layer) / exit_layer.size
     chance = float((share**2).sum())
     return float(np.clip((right - chance) / max(1.0 - chance, _TINY), 0.0, 1.0))
+
+
+def _exit_error(profile: Profile) -> float:
+    """Slope of the bound of exits' own flips over the doubt that remains, 1 - p."""
+    doubt = 1.0 - profile.exit_grid
+    return float((profile.exit_error_upper * doubt).sum() / max((doubt**2).sum(), _TINY))
 
 
 def _flip_law(curves: LossCurves) -> tuple[float, float, float]:

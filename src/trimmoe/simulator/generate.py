@@ -51,6 +51,9 @@ class Parameters:
     exit_hazard: tuple[float, float] = (0.0, 0.06)
     exit_confidence: float = 0.9
     exit_foresight: float = 0.5
+    exit_error: float = 1.0
+    """Bound of the flip rate of exits at a confidence of 0, falling to 0 at 1: with 1, heads are
+    wrong as often as they say. Fitted to the embedded model it is 0.99."""
     skip_flip: float = 0.3
     """Flip rate of skipping a layer of importance 1, least steady class."""
     drop_flip: float = 0.25

@@ -41,8 +41,6 @@ from trimmoe.simulator.generate import (
 
 _BINS = 12
 _SIMILARITY_DIMENSIONS = 6
-_EXIT_ERROR = 0.05
-"""Bound of the flip rate of exits at a confidence of 0, falling to 0 at 1."""
 _CONFIDENCE_OF_BOUNDS = 0.95
 
 
@@ -158,7 +156,7 @@ def _exit_bounds(drawn: Tokens, parameters: Parameters) -> dict:
     sure = drawn.confidence[:, :-1].max(axis=1, initial=-np.inf)
     return {
         "exit_grid": grid,
-        "exit_error_upper": _EXIT_ERROR * (1.0 - grid),
+        "exit_error_upper": np.minimum(parameters.exit_error * (1.0 - grid), 1.0),
         "exit_rate": (sure[:, None] >= grid).mean(axis=0),
         "exit_echo": _exit_echo(parameters),
         "change_echo": np.zeros((drawn.experts.shape[1], len(CHANGES))),
