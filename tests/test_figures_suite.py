@@ -226,6 +226,8 @@ def test_a_measured_quality_comes_from_what_was_executed_only(tmp_path: Path) ->
     assert [row["flip_rate"] for row in content["6"]["executed"]["sweep"]] == [0.017] * 3
     assert any("+0.100" in text for text in FIGURES["6"].findings(content["6"]))
     assert content["E"]["executed"]["at_equal_flips"]["TrimMoE"]["0.02"] == 1.0
+    assert {"pinned/pipeline", "pinned/exact", "pinned/load-balanced"} <= set(executed)
+    assert any("is not shown" in text for text in content["E"]["goal"])
 
 
 def test_unknown_figures_are_refused_by_name() -> None:

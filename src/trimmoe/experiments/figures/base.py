@@ -12,7 +12,7 @@ import numpy as np
 import trimmoe
 from trimmoe.core.ledger import Kind, Ledger
 from trimmoe.experiments.figures.bench import BUDGET, CONFIDENCE, Bench, ledger_row
-from trimmoe.experiments.figures.contenders import Contender
+from trimmoe.experiments.figures.contenders import EXACT, Contender
 from trimmoe.experiments.figures.world import effort_json
 from trimmoe.simulator.measure import Sample, estimate, figures
 
@@ -100,12 +100,19 @@ def load_row(samples: Sequence[Sample], sla_s: float) -> Content:
 
 def named(contender: Contender, row: Content) -> Content:
     """A row with whose it is."""
-    return {"key": contender.key, "title": contender.title, "of": contender.of} | row
+    who = {"key": contender.key, "title": contender.title, "of": contender.of}
+    return who | {"lossless": contender.lossless} | row
 
 
 def find(rows: Sequence[Content], of: str) -> Content | None:
     """The row of the paper's method `of`, or None where it could not run."""
     return next((row for row in rows if row["of"] == of), None)
+
+
+def fastest_lossless(rows: Sequence[Content], *, ours: bool) -> Content | None:
+    """The fastest lossless row: ours, on our own plan, or of all others; None without any."""
+    chosen = [row for row in rows if row["lossless"] and (row["of"] == EXACT) == ours]
+    return min(chosen, key=lambda row: row["delay_ms"]) if chosen else None
 
 
 def change(ours: float, theirs: float) -> float | None:

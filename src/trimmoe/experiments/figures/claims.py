@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from trimmoe.experiments.figures.base import Content, change, find
+from trimmoe.experiments.figures.base import Content, change, fastest_lossless, find
 from trimmoe.experiments.figures.overall import bound_sentence
 
 Contents = dict[str, Content]
@@ -80,13 +80,15 @@ def _served(contents: Contents, column: str) -> float | None:
     return rows[0]["sla_share"] if rows else None
 
 
-def _lossless(contents: Contents, column: str) -> float | None:
-    rows = contents["4"]["arenas"].get(column, [])
-    mine = find(rows, "trimmoe")
-    exact = [row for row in rows if row is not mine and row["charged_loss_per_token"] == 0.0]
-    if mine is None or not exact:
-        return None
-    return change(mine["delay_ms"], min(row["delay_ms"] for row in exact))
+def _lossless(*, ours: bool) -> Callable[[Contents, str], float | None]:
+    def saved(contents: Contents, column: str) -> float | None:
+        rows = contents["4"]["arenas"].get(column, [])
+        mine, exact = find(rows, "trimmoe"), fastest_lossless(rows, ours=ours)
+        return (
+            None if mine is None or exact is None else change(mine["delay_ms"], exact["delay_ms"])
+        )
+
+    return saved
 
 
 CLAIMS = (
@@ -129,11 +131,17 @@ CLAIMS = (
         kind="share",
     ),
     Claim(text="latency against the pipeline", paper=None, ours=_against("delay_ms", "pipeline")),
-    Claim(text="latency against the best lossless method", paper=None, ours=_lossless),
+    Claim(
+        text="latency against the best lossless method of others",
+        paper=None,
+        ours=_lossless(ours=False),
+    ),
+    Claim(
+        text="latency against exact execution on our plan",
+        paper=None,
+        ours=_lossless(ours=True),
+    ),
 )
-
-GOAL = -0.30
-"""Against the best lossless alternative, at no more than 2 % measured flips."""
 
 
 def claim_rows(contents: Contents) -> list[Content]:
@@ -184,7 +192,7 @@ def missed(rows: list[Content], contents: Contents) -> list[str]:
                 f"Margin not reached: {row['claim']} (paper {paper}): {'; '.join(parts)}."
                 f"{_why(row['claim'], short)}"
             )
-    return [*found, bound_sentence(contents["4"]["unloaded"]), _goal(contents)]
+    return [*found, bound_sentence(contents["4"]["unloaded"]), *contents["E"]["goal"]]
 
 
 def _under(column: str) -> str:
@@ -226,15 +234,3 @@ def _why(claim: str, columns: list[str]) -> str:
     if claim == "remote execution ratio":
         reasons.append("How much is remote follows from the placement more than from the policy.")
     return "".join(f" {reason}" for reason in reasons)
-
-
-def _goal(contents: Contents) -> str:
-    executed = contents["E"].get("executed")
-    asked = "The goal of 30 % below the best lossless method at no more than 2 % measured flips"
-    if not executed:
-        return f"{asked} is not judged: nothing was executed (--measure)."
-    best_ms = min(row["delay_ms"] for row in contents["E"]["lossless"])
-    ours_ms = executed["at_equal_flips"]["TrimMoE"]["0.02"]
-    saved = change(ours_ms, min(best_ms, executed["exact"]["delay_ms"])) or 0.0
-    verdict = "is reached" if saved <= GOAL else "is not reached"
-    return f"{asked} {verdict}: {saved:+.1%} ({ours_ms:.2f} ms), measured by execution."

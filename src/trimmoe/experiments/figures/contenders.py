@@ -39,6 +39,11 @@ class Contender:
     probabilities: bool = False
     """Whether it routes anew over all experts, and needs to know the router's whole output."""
 
+    @property
+    def lossless(self) -> bool:
+        """Whether every token runs all its experts in all layers."""
+        return self.method.policy is None and self.method.settings().levers.lossless
+
 
 def moving(policy: PolicySettings) -> PolicySettings:
     """The same policy where tokens move for free; not physical."""
