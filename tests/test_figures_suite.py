@@ -79,7 +79,7 @@ def rows_of(content: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def test_every_figure_is_written_whole(contents: Contents, folder: Path) -> None:
-    assert set(contents) == set(FIGURES) == {*map(str, range(4, 12)), "E"}
+    assert set(contents) == set(FIGURES) == {*map(str, range(4, 12)), "E", "S"}
     for number, content in contents.items():
         written = json.loads((folder / f"{stem(number)}.json").read_text())
         assert written == json.loads(json.dumps(content)), number

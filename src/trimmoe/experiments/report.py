@@ -83,7 +83,7 @@ def _sections(contents: dict[str, Content]) -> Iterator[tuple[Figure, Content]]:
 
 
 def _heading(figure: Figure) -> str:
-    return figure.title if figure.number == "E" else f"Fig. {figure.number}: {figure.title}"
+    return f"Fig. {figure.number}: {figure.title}" if figure.number.isdigit() else figure.title
 
 
 def _whole(contents: dict[str, Content]) -> bool:

@@ -53,7 +53,8 @@ def factor_line(values: FloatArray) -> tuple[float, float]:
     depth = np.broadcast_to(np.arange(values.shape[0])[:, None], values.shape)[known]
     logs = np.log(values[known])
     if np.ptp(depth) == 0:
-        return (float(np.exp(logs.mean())),) * 2
+        mean = float(np.exp(logs.mean()))
+        return mean, mean
     slope, start = np.polyfit(depth, logs, 1)
     return float(np.exp(start)), float(np.exp(start + slope * (values.shape[0] - 1)))
 

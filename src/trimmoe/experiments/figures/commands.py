@@ -42,7 +42,10 @@ PassagesOption = Annotated[int, typer.Option(min=1, help="Passages executed with
 
 
 def figure(
-    numbers: Annotated[list[str], typer.Argument(help="4 to 11, or E: equal-quality curves.")],
+    numbers: Annotated[
+        list[str],
+        typer.Argument(help="4 to 11; E: equal-quality curves; S: generator's sensitivity."),
+    ],
     output: FolderOption,
     model: ModelOption = "mixtral-8x7b",
     profile: ProfileOption = None,

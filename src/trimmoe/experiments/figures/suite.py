@@ -18,6 +18,7 @@ from trimmoe.experiments.figures.load import UnderLoad
 from trimmoe.experiments.figures.models import Models
 from trimmoe.experiments.figures.overall import Overall
 from trimmoe.experiments.figures.quality import Quality
+from trimmoe.experiments.figures.sensitivity import Sensitivity
 from trimmoe.experiments.figures.tail import Tail
 
 FIGURES: dict[str, Figure] = {
@@ -32,9 +33,12 @@ FIGURES: dict[str, Figure] = {
         Ablation(),
         UnderLoad(),
         Curves(),
+        Sensitivity(),
     )
 }
-"""By number; E are the equal-quality curves."""
+"""By number; E are the equal-quality curves, S is the sensitivity to generated tokens."""
+_NAMES = {"E": "equal-quality", "S": "sensitivity"}
+"""Of the files of figures that are not the paper's."""
 
 
 def find_figures(numbers: Sequence[str]) -> list[Figure]:
@@ -47,7 +51,7 @@ def find_figures(numbers: Sequence[str]) -> list[Figure]:
 
 def stem(number: str) -> str:
     """The name of a figure's files."""
-    return "equal-quality" if number == "E" else f"fig{int(number):02d}"
+    return _NAMES[number] if number in _NAMES else f"fig{int(number):02d}"
 
 
 def run_figures(

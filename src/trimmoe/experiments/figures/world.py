@@ -42,6 +42,11 @@ class Effort:
     """The same where tokens move: every destination is a branch of its own."""
     horizon_tokens: int = 48
     budgets: tuple[float, ...] = (0.005, 0.01, 0.015, 0.02, 0.025, 0.03)
+    sensitivity_sequences: int = 10
+    """Of the tokens generated with one parameter changed."""
+    sensitivity_length: int = 16
+    sensitivity_parameters: tuple[str, ...] | None = None
+    """Those that are changed; None for all."""
     search_iterations: int = 300
     """Of the planner."""
     profile_tokens: int = 8192
@@ -61,6 +66,9 @@ def quick() -> Effort:
         moving_horizons=(1, 2),
         horizon_tokens=6,
         budgets=(0.005, 0.02, 0.03),
+        sensitivity_sequences=3,
+        sensitivity_length=3,
+        sensitivity_parameters=("substitution_flip", "change_echo"),
         search_iterations=5,
         profile_tokens=512,
     )
