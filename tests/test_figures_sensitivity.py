@@ -89,3 +89,15 @@ def test_recorded_tokens_are_fitted_and_their_stand_in_is_planned_anew(tmp_path:
     assert "fitted to the recorded tokens" in said[0]
     Sensitivity().plot(content, tmp_path / "picture.png")
     assert (tmp_path / "picture.png").stat().st_size > 1000
+
+
+def test_what_moves_nothing_is_not_said_to_move_most() -> None:
+    def row(name: str | None, ours: float, home: float) -> dict:
+        return {"parameter": name, "factor": 2.0, "ours": {"ratio": ours}, "home": {"ratio": home}}
+
+    rows = [row(None, 1.0, 0.9), row("skew", 0.9999, 0.95), row("classes", 1.0, 0.7)]
+    content = {"fitted": False, "parameters": {}, "rows": rows}
+    _, ours, home = Sensitivity().findings(content)
+    assert "no parameter halved or doubled moves that" in ours
+    assert "between 70.0% and 95.0%" in home
+    assert "`classes` times 2 moves it most" in home

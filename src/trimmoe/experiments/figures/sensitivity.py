@@ -39,6 +39,8 @@ _SHARES = frozenset(
 _PROFILE_TOKENS = 2048
 _MOST = 0.95
 """Of a share, where its double would be more."""
+_NOTHING = 0.0005
+"""Of the ratio: what a table does not show."""
 PLACES = {"ours": "our plan", "home": "the paper's placement at home"}
 
 
@@ -69,7 +71,11 @@ class Sensitivity:
         names = _names(content)
         with picture(path, 1, 2, size=(13, 0.28 * len(names) + 1.4)) as (panels,):
             for panel, (place, label) in zip(panels, PLACES.items(), strict=True):
-                panel.axvline(content["rows"][0][place]["ratio"], color="#555555", ls=":")
+                base = content["rows"][0][place]["ratio"]
+                panel.axvline(base, color="#555555", ls=":")
+                # Lest less than a tenth of a percent look like much.
+                panel.plot([base - 0.02, base + 0.02], [0, 0], alpha=0.0)
+                panel.ticklabel_format(axis="x", useOffset=False)
                 for at, name in enumerate(reversed(names)):
                     ratios = [row[place]["ratio"] for row in _of(content, name)]
                     panel.plot(ratios, [at, at], color="#0072B2", linewidth=1.2)
@@ -101,10 +107,14 @@ class Sensitivity:
             base, rest = content["rows"][0][place]["ratio"], content["rows"][1:]
             ratios = [row[place]["ratio"] for row in rest]
             most = max(rest, key=lambda row: abs(row[place]["ratio"] - base))
+            moved = (
+                f"between {percent(min(ratios))} and {percent(max(ratios))} with any one parameter "
+                f"halved or doubled; `{most['parameter']}` times {most['factor']:g} moves it most"
+                if abs(most[place]["ratio"] - base) >= _NOTHING
+                else "and no parameter halved or doubled moves that"
+            )
             found.append(
-                f"On {label} TrimMoE takes {percent(base)} of exact execution's delay, between "
-                f"{percent(min(ratios))} and {percent(max(ratios))} with any one parameter halved "
-                f"or doubled; `{most['parameter']}` times {most['factor']:g} moves it most."
+                f"On {label} TrimMoE takes {percent(base)} of exact execution's delay, {moved}."
             )
         return found
 
