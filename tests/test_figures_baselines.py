@@ -9,6 +9,7 @@ import pytest
 
 from trimmoe.core.ledger import Kind, Ledger
 from trimmoe.cost.model import Accounting
+from trimmoe.experiments.figures.contenders import letter, pinned_best, pinned_own
 from trimmoe.experiments.methods import METHODS, configured, make_engine
 from trimmoe.policy.base import Observation
 from trimmoe.policy.baselines import exact_decision
@@ -94,3 +95,14 @@ def test_a_moving_baseline_goes_where_its_first_expert_is_fastest() -> None:
         assert decision.destination[row] == hosts[alone.argmin()]
         assert decision.slot_server[row, 0] == decision.destination[row]
         assert space.hosts[decision.slot_server[row], layer, experts[row]].all()
+
+
+def test_where_our_letter_knows_no_echoes_the_predecessor_beside_it_is_charged_none() -> None:
+    budgeted = [one for one in letter() if one.method.policy is None and not one.lossless]
+    assert [one.of for one in budgeted] == ["substitute-only", "trimmoe"]
+    for one in budgeted:
+        policy = one.change(one.method.settings())
+        assert not policy.echoes_charged
+        assert policy.accounting is Accounting.MIGRATE
+    for one in (*pinned_own(), *pinned_best()):
+        assert one.change(one.method.settings()).echoes_charged

@@ -72,6 +72,9 @@ def about(contents: dict[str, Content]) -> list[str]:
         "1000 tokens is what Mixtral's 32 layers would send if both slots of every layer were "
         "dispatched and returned (2 x 2 x 8 KiB each), and the 4.6 GB that follow for EdgeShard "
         "are over four times as much, so traffic compares as shares only.",
+        "Charges hold what trimming flips of later tokens too, except where the paper's preset "
+        "runs, which knows nothing of that. Of generated tokens it is an assumption, fitted to the "
+        "embedded model.",
         "The authors' testbed is not published in detail; this cluster only lies in its ranges.",
     ]
 

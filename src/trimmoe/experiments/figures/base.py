@@ -124,6 +124,7 @@ def percent(share: float | None, *, signed: bool = False) -> str:
     """A share for people."""
     if share is None:
         return "-"
+    share = round(share, 3) + 0.0  # No "-0.0%".
     return f"{share:+.1%}" if signed else f"{share:.1%}"
 
 

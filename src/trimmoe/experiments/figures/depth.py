@@ -71,7 +71,7 @@ class Depth:
             shape = "more" if skips[half:].mean() > skips[:half].mean() else "not more"
             peak = f", most of them after layer {int(exits[:-1].argmax()) + 1}" if early else ""
             found.append(
-                f"{row['title']}: {percent(early)} of tokens exit early{peak} of {exits.size}; the "
+                f"{row['title']}: {percent(early)} of tokens exit early{peak}; of {exits.size} the "
                 f"deeper half of the layers is skipped {shape} often than the shallower "
                 f"({percent(float(skips[half:].mean()))} against "
                 f"{percent(float(skips[:half].mean()))})."
