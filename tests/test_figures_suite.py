@@ -129,6 +129,15 @@ def test_nobody_beats_the_clairvoyant_and_the_way_is_part_of_exact_execution(
     assert 0.0 <= unloaded["way_ms"] <= unloaded["exact_ms"] + 1e-9
 
 
+def test_every_world_names_what_others_run_without_loss_and_our_own(contents: Contents) -> None:
+    for world in contents["9"]["worlds"].values():
+        whose = {row["of"] for row in world["arenas"]["pinned_best"] if row["lossless"]}
+        assert "exact" in whose
+        assert whose - {"exact"}
+    text = next(t for t in FIGURES["9"].findings(contents["9"]) if "tiny, pinned" in t)
+    assert "against exact execution on our plan" in text
+
+
 def test_more_allowed_loss_never_makes_the_best_point_within_it_slower(contents: Contents) -> None:
     at = contents["E"]["at_equal_charge"]
     assert "TrimMoE" in at
