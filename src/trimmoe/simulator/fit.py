@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from scipy.optimize import linear_sum_assignment
 
-from trimmoe.core.profile import EXIT_STATES, ExitState, LossCurves, Profile
+from trimmoe.core.profile import LossCurves, Profile
 from trimmoe.core.specs import FloatArray, IntArray
 from trimmoe.core.trace import Trace
 from trimmoe.simulator.echo_law import factor_line, own_flips
@@ -23,6 +23,7 @@ def fit_parameters(trace: Trace, profile: Profile, *, exit_confidence: float = 0
     upper, mean, classes = profile.skip.upper, profile.skip.mean, profile.class_count
     known = mean > _TINY
     importance = trace.importance.astype(np.float64)
+    dense_echo, frozen_echo = profile.exit_echo
     skip_flip, power, ratio = _flip_law(profile.skip)
     drop_flip, _, _ = _flip_law(profile.drop)
     excess = float(np.median((upper / np.maximum(mean, _TINY))[known])) if known.any() else 1.0
@@ -46,8 +47,8 @@ def fit_parameters(trace: Trace, profile: Profile, *, exit_confidence: float = 0
         feasible_similarity=_feasible_similarity(profile),
         bound_excess=excess,
         change_echo=_change_echo(profile, excess),
-        dense_exit_echo=float(profile.exit_echo[EXIT_STATES.index(ExitState.DENSE)]),
-        frozen_exit_echo=float(profile.exit_echo[EXIT_STATES.index(ExitState.FROZEN)]),
+        dense_exit_echo=float(dense_echo),
+        frozen_exit_echo=float(frozen_echo),
     )
 
 

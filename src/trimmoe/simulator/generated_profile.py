@@ -20,10 +20,8 @@ from trimmoe.calibrate.routing_stats import (
 from trimmoe.core.artifact import Header
 from trimmoe.core.profile import (
     CHANGES,
-    EXIT_STATES,
     PROFILE_FORMAT,
     PROFILE_KIND,
-    ExitState,
     LossCurves,
     Profile,
 )
@@ -141,15 +139,6 @@ def _curves(layers: int, at_one: float, parameters: Parameters, tokens: int) -> 
     )
 
 
-def _exit_echo(parameters: Parameters) -> np.ndarray:
-    """By `EXIT_STATES`; a state that the parameters do not know is the worst of those they do."""
-    known = {
-        ExitState.DENSE: parameters.dense_exit_echo,
-        ExitState.FROZEN: parameters.frozen_exit_echo,
-    }
-    return np.array([known.get(state, max(known.values())) for state in EXIT_STATES])
-
-
 def _exit_bounds(drawn: Tokens, parameters: Parameters) -> dict:
     """Exits by threshold, counted on the drawn tokens; their error falls with the threshold."""
     grid = np.linspace(0.5, 0.99, 15)
@@ -158,7 +147,7 @@ def _exit_bounds(drawn: Tokens, parameters: Parameters) -> dict:
         "exit_grid": grid,
         "exit_error_upper": np.minimum(parameters.exit_error * (1.0 - grid), 1.0),
         "exit_rate": (sure[:, None] >= grid).mean(axis=0),
-        "exit_echo": _exit_echo(parameters),
+        "exit_echo": np.array([parameters.dense_exit_echo, parameters.frozen_exit_echo]),
         "change_echo": np.zeros((drawn.experts.shape[1], len(CHANGES))),
     }
 
