@@ -307,8 +307,11 @@ class Executor:
                     unit.probe = token
             elif isinstance(command, Complete):
                 outcome.parcels += completed(self, command, which, hidden)
+                if command.layer == self.view.spec.layer_count:
+                    outcome.written += [(unit, command.layer) for unit in which]
             elif isinstance(command, Trailed):
                 outcome.parcels += trailed(self, command, which, hidden)
+                outcome.written += [(unit, self.view.spec.layer_count) for unit in which]
             else:
                 tokens = self.departed(wave, command.rows)
                 for row, unit in enumerate(which):

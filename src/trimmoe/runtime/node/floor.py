@@ -79,8 +79,11 @@ class Floor:
             return
         if layer not in seat.written:
             raise MalformedPassengers("a layer of another server")
-        if not seat.is_next(layer, unit.start):
-            seat.parked.setdefault(layer, []).append(unit)
+        last = self._geometry.layer_count - 1
+        # Once it has passed the last layer a token ends without waiting for anybody.
+        behind = last + 1 if unit.decoding and layer == last else layer
+        if not seat.is_next(behind, unit.start):
+            seat.parked.setdefault(behind, []).append(unit)
             return
         self.scheduler.put(self._step(unit), layer, unit, rows=unit.count)
 
