@@ -86,7 +86,7 @@ class Servers:
         if server not in self.views:
             held = {
                 layer: np.flatnonzero(self.plan.hosts[server, layer]).tolist()
-                for layer in range(LAYERS)
+                for layer in range(self.plan.hosts.shape[1])
             }
             self.views[server] = open_model(self.tiny.folder, experts=held)
         return self.views[server]

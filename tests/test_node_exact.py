@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+import checkpoints
 from nodes import (
     answers,
     constant_routes,
     hybrid_routes,
+    read,
     request,
     running,
     staircase_routes,
@@ -21,7 +24,12 @@ from nodes import (
 from serving import EOS, Tiny, open_tiny
 from trimmoe.core.ledger import Kind
 from trimmoe.core.profile import ExitState
+from trimmoe.experiments.methods import make_engine
+from trimmoe.models.load import open_model
 from trimmoe.policy.settings import PRESETS
+from trimmoe.runtime.decoder import PlannedDecoder
+from trimmoe.runtime.local_service import LocalService
+from wires import soon
 
 LENGTHS = [1, 40, 3, 17, 9, 2, 64, 5, 33, 12, 8, 21, 4, 90, 6, 13]
 NEW = [3, 9, 14, 1, 20, 6, 11, 8, 5, 17, 2, 12, 10, 7, 16, 4]
@@ -110,6 +118,35 @@ async def test_over_real_sockets(
         made = await answers(cluster, asked)
         await cluster.all_free()
     assert [tokens_of(events) for events in made] == expected
+
+
+@pytest.mark.parametrize("state", ExitState)
+async def test_later_tokens_find_what_exited_ones_leave_as_in_one_process(
+    tmp_path: Path, tiny: Tiny, state: ExitState
+) -> None:
+    """On a model with a dense block after its last MoE layer, some tokens at full depth."""
+    folder = checkpoints.write("qwen2_moe", tmp_path)
+    deep = Tiny(folder=folder, view=open_model(folder), tokenizer=tiny.tokenizer)
+    routes = [[server, (server + 1) % 3, server] for server in range(3)]
+    profile, plan = world(deep, servers=3, routes=routes)
+    policy = replace(
+        PRESETS["trimmoe"](), exit_state=state, exit_risk=None, exits_charged=False,
+        exits_weighed=False, budget=0.0, audit_share=0.0, window_tokens=10**9,
+    )  # fmt: skip
+    asked = [request([1 + i, 7, 3 * i + 2], 24, confidence=0.7) for i in range(9)]
+    engine = make_engine(plan, profile, deep.view.spec, policy)
+    decoder = PlannedDecoder(
+        deep.view, profile, engine, slots=4, server_names=plan.cluster.server_names
+    )
+    local = LocalService(decoder, deep.model())
+    await local.start()
+    alone = [await soon(read(local.submit(one))) for one in asked]
+    await local.close()
+    async with running(deep, profile=profile, plan=plan, policy=policy) as cluster:
+        made = await answers(cluster, [(i % 3, one) for i, one in enumerate(asked)])
+    assert [tokens_of(events) for events in made] == [tokens_of(events) for events in alone]
+    shares = [one.ledger.share(Kind.EXITED) for events in made for one in events if one.ledger]
+    assert 0 < np.count_nonzero(shares) < len(shares)
 
 
 @pytest.mark.parametrize("state", ExitState)
