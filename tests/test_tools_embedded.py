@@ -10,20 +10,18 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from tools.embedded import measure
-from tools.embedded.carve import choose_order
 from tools.embedded.distill import DistillSettings, Student, dense_walk, divergence
 from tools.embedded.network import (
     BF16,
-    StudentLayer,
     UpcycledLayer,
     blocks_ffn,
     dense_ffn,
     dense_layer,
     gated_ffn,
 )
-from tools.embedded.pack import carved_tensors, upcycled_tensors, write_deltas
+from tools.embedded.pack import upcycled_tensors, write_deltas
 from tools.embedded.stages import Bench, distill_stage
 from tools.embedded.text import Source
 from tools.embedded.upcycle import (
@@ -34,55 +32,25 @@ from tools.embedded.upcycle import (
     new_layers,
     text_routers,
     upcycle,
-    upcycled_geometry,
 )
 from tools.embedded.upcycled_checkpoint import UPCYCLED_FORMAT, merge_upcycled, mixtral_config
 from torch.nn import functional
 from transformers import AutoModelForCausalLM
 
-from trimmoe.models.embedded.deltas import Geometry, load_deltas, merge
-from trimmoe.models.embedded.materialise import model_config
-
-CARVED = Geometry(
-    layers=4, hidden=24, heads=3, kv_heads=1, vocabulary=96, experts=4, expert_neurons=8,
-    shared_neurons=16, top_k=2, rope_theta=10000.0, norm_eps=1e-5, context=128,
-)  # fmt: skip
-UPCYCLED = upcycled_geometry(CARVED)
-
-
-@pytest.fixture
-def dense() -> dict[str, torch.Tensor]:
-    generator = torch.Generator().manual_seed(3)
-
-    def weight(rows: int, columns: int) -> torch.Tensor:
-        return torch.randn(rows, columns, generator=generator) / columns**0.5
-
-    hidden, size = CARVED.hidden, CARVED.hidden // CARVED.heads
-    kv = CARVED.kv_heads * size
-    out = {"embed": 0.3 * weight(CARVED.vocabulary, hidden) * hidden**0.5}
-    out["norm"] = torch.ones(hidden)
-    for index in range(CARVED.layers):
-        shapes = {
-            "q": (hidden, hidden), "k": (kv, hidden), "v": (kv, hidden), "o": (hidden, hidden),
-            "gate": (CARVED.neurons, hidden), "up": (CARVED.neurons, hidden),
-            "down": (hidden, CARVED.neurons),
-        }  # fmt: skip
-        out |= {f"layers.{index}.{name}": weight(*shape) for name, shape in shapes.items()}
-        for name in ("input_norm", "post_norm"):
-            out[f"layers.{index}.{name}"] = torch.ones(hidden)
-    return out
+from carving import (
+    CARVED,
+    UPCYCLED,
+    carved_checkpoint,
+    carved_layers,
+    checkpoint_of,
+    some_tokens,
+    tiny_bench,
+)
 
 
 @pytest.fixture
-def bench(dense: dict[str, torch.Tensor], tmp_path: Path) -> Bench:
-    return Bench(work=tmp_path, dense=dense, tokenizer=Letters(), geometry=UPCYCLED)
-
-
-class Letters:
-    """A tokenizer of bytes."""
-
-    def __call__(self, text: str, add_special_tokens: bool) -> dict[str, list[int]]:
-        return {"input_ids": [1 + byte % (CARVED.vocabulary - 1) for byte in text.encode()]}
+def bench(tmp_path: Path) -> Bench:
+    return tiny_bench(tmp_path, UPCYCLED)
 
 
 def randomised(layers: list[UpcycledLayer]) -> list[UpcycledLayer]:
@@ -96,46 +64,11 @@ def randomised(layers: list[UpcycledLayer]) -> list[UpcycledLayer]:
     return layers
 
 
-def some_tokens(windows: int, length: int) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(7)
-    return torch.randint(1, CARVED.vocabulary, (windows, length), generator=generator)
-
-
-def checkpoint_of(
-    folder: Path, tensors: dict[str, torch.Tensor], config: dict[str, object]
-) -> Path:
-    folder.mkdir()
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    (folder / "config.json").write_text(json.dumps(config))
-    return folder
-
-
 def upcycled_checkpoint(bench: Bench, layers: list[UpcycledLayer]) -> Path:
     path = bench.work / "deltas.safetensors"
     write_deltas(path, upcycled_tensors(layers), UPCYCLED, {}, form=UPCYCLED_FORMAT)
     tensors = merge_upcycled(bench.dense, load_file(path), UPCYCLED)
     return checkpoint_of(bench.work / "upcycled", tensors, mixtral_config(UPCYCLED))
-
-
-def carved_layers(bench: Bench) -> list[StudentLayer]:
-    layers = []
-    for index in range(CARVED.layers):
-        profile = torch.rand(200, CARVED.neurons)
-        order = choose_order(profile, CARVED, seed=index)
-        layer = StudentLayer(bench.dense, index, CARVED, order, rank=2, attention_rank=0)
-        torch.nn.init.normal_(layer.router)
-        torch.nn.init.uniform_(layer.down_scale, 0.5, 1.5)
-        for factor in layer.b.values():
-            torch.nn.init.normal_(factor, std=0.2)
-        layers.append(layer)
-    return layers
-
-
-def carved_checkpoint(bench: Bench, layers: list[StudentLayer]) -> Path:
-    path = bench.work / "carved.safetensors"
-    write_deltas(path, carved_tensors(layers), CARVED, {})
-    tensors = merge(bench.dense, load_deltas(path), CARVED)
-    return checkpoint_of(bench.work / "carved", tensors, model_config(CARVED))
 
 
 def test_upcycled_layer_starts_as_the_dense_one(bench: Bench) -> None:

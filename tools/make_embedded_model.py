@@ -27,6 +27,7 @@ import typer
 from embedded.distill import DistillSettings
 from embedded.layerwise import LayerwiseSettings
 from embedded.pack import carved_tensors, upcycled_tensors, write_deltas
+from embedded.polish import PolishSettings, polish_stage
 from embedded.stages import (
     build_student,
     distill_stage,
@@ -61,6 +62,10 @@ def carve(
     threads: int = CORES,
     layerwise_windows: Annotated[int, typer.Option(help="Windows for the first stage.")] = 160,
     steps: Annotated[int, typer.Option(help="Steps of the second stage; 0 leaves it out.")] = 100,
+    polish_steps: Annotated[int, typer.Option(help="Steps of the third; 0 leaves it out.")] = 100,
+    polish_text: Annotated[
+        list[str] | None, typer.Option(help="FILE=WEIGHT for the third stage; default: as --text.")
+    ] = None,
 ) -> None:
     """Carve the dense source into experts, train, and write the deltas: the embedded model."""
     torch.set_num_threads(threads)
@@ -88,6 +93,11 @@ def carve(
         seed=seed, text=weights_of(sources),
         layerwise_windows=layerwise_windows, layerwise=first, distill=second,
     )  # fmt: skip
+    if polish_steps:
+        sources = [Source.parse(argument) for argument in polish_text or text]
+        third = PolishSettings(steps=polish_steps)
+        layers = polish_stage(bench, layers, sources, first, third, seed=seed + 2)
+        recipe |= recipe_of(polish_text=weights_of(sources), polish=third)
     write_deltas(output, carved_tensors(layers), bench.geometry, recipe)
 
 

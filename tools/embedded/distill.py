@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +13,6 @@ from torch.nn import functional
 
 from trimmoe.models.embedded.deltas import Geometry
 
-from .layerwise import learning_rate, optimiser, set_rate
 from .network import (
     BF16,
     Layer,
@@ -29,6 +26,7 @@ from .network import (
     norm,
     router_drift,
 )
+from .training import train
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,6 +38,7 @@ class DistillSettings:
     length: int = 256
     positions: int = 256
     lr: float = 1e-3
+    warmup: int = 8
     balance_weight: float = 0.01
     anchor_weight: float = 0.02
     clip: float = 1.0
@@ -55,6 +54,20 @@ class DistillSettings:
     """Depth from which layers are late."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Pass:
+    """What a batch leaves behind on its way through the student."""
+
+    states: torch.Tensor
+    """Normed final states, (windows, length, hidden)."""
+    after: dict[int, torch.Tensor]
+    """States after some layers, not normed, each (windows, length, hidden)."""
+    balance: torch.Tensor
+    """Per layer the balance loss."""
+    drift: torch.Tensor
+    """Per layer the distance from the first stage's router."""
+
+
 class Student:
     """All layers of the student, with the parts it shares with the dense model."""
 
@@ -67,16 +80,14 @@ class Student:
         self.layers, self.geometry = nn.ModuleList(layers), geometry
         self.embed, self.final_norm = dense["embed"].to(BF16), dense["norm"].to(BF16)
         self.anchors = [layer.router.detach().to(BF16).clone() for layer in layers]
+        self.probes = nn.Module()
 
-    def run(
-        self, tokens: torch.Tensor, trim: Trim, *, early: int
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Tokens (windows, length) -> normed final states, normed states after layer `early`,
-        and per layer the balance loss and the distance from the first stage's router."""
+    def run(self, tokens: torch.Tensor, trim: Trim, *, kept: Sequence[int]) -> Pass:
+        """What tokens (windows, length) leave behind; the states after the layers `kept` too."""
         geometry, eps = self.geometry, self.geometry.norm_eps
         rotary = Rotary(geometry, tokens.shape[1])
         hidden = functional.embedding(tokens, self.embed)
-        balance, drift, left = [], [], hidden
+        balance, drift, after = [], [], {}
         blocks: Any = self.layers  # A module list's items are not typed.
         for index, (layer, anchor) in enumerate(zip(blocks, self.anchors, strict=True)):
             merged: Layer = layer.merged()
@@ -85,11 +96,18 @@ class Student:
             x = norm(hidden, merged.post_norm, eps)
             output, probabilities, mask = layer(x, merged, trim)
             hidden = hidden + output
-            left = hidden if index == early else left
+            if index in kept:
+                after[index] = hidden
             balance.append(balance_loss(probabilities, mask))
             drift.append(router_drift(x, anchor, probabilities))
-        states, early_states = (norm(each, self.final_norm, eps) for each in (hidden, left))
-        return states, early_states, torch.stack(balance), torch.stack(drift)
+        return Pass(
+            states=self.normed(hidden), after=after,
+            balance=torch.stack(balance), drift=torch.stack(drift),
+        )  # fmt: skip
+
+    def normed(self, hidden: torch.Tensor) -> torch.Tensor:
+        """What the output head reads of states (..., hidden)."""
+        return norm(hidden, self.final_norm, self.geometry.norm_eps)
 
 
 def dense_walk(
@@ -149,28 +167,16 @@ def distill(
     student: Student, tokens: torch.Tensor, teacher: list[Layer] | None,
     settings: DistillSettings, *, checkpoint: Path, seed: int, advance,
 ) -> None:  # fmt: skip
-    """Train in place, on the text itself where there is no teacher; every 20 steps the state is
-    written, and a later call goes on from it."""
-    named = dict(student.layers.named_parameters())
-    opt = optimiser(named, settings.lr)
-    start = _restore(checkpoint, student, opt)
-    advance(start)
-    log_path = checkpoint.with_suffix(".log")
-    for step in range(start, settings.steps):
-        began = time.monotonic()
-        rows = torch.arange(step * settings.windows, (step + 1) * settings.windows) % len(tokens)
-        batch = tokens[rows].long()
-        loss, extra = _step(student, batch, teacher, settings, seed=seed + step)
-        nn.utils.clip_grad_norm_(named.values(), settings.clip)
-        set_rate(opt, learning_rate(step, settings.steps, settings.lr, warmup=8))
-        opt.step()
-        opt.zero_grad(set_to_none=True)
-        entry = {"step": step, "kl" if teacher else "nll": round(loss, 4)} | extra
-        with log_path.open("a") as log:
-            log.write(json.dumps(entry | {"seconds": round(time.monotonic() - began, 2)}) + "\n")
-        if (step + 1) % 20 == 0 or step + 1 == settings.steps:
-            _save(checkpoint, student, opt, step + 1)
-        advance(1)
+    """Train in place, on the text itself where there is no teacher; see `train`."""
+
+    def step(rows: torch.Tensor, index: int) -> dict[str, float]:
+        loss, extra = _step(student, tokens[rows].long(), teacher, settings, seed=seed + index)
+        return {"kl" if teacher else "nll": round(loss, 4)} | extra
+
+    train(
+        student, step, settings,
+        windows=len(tokens), checkpoint=checkpoint, advance=advance,
+    )  # fmt: skip
 
 
 def _step(
@@ -192,48 +198,25 @@ def _step(
         goal = dense_states(batch, teacher, student.embed, student.final_norm, student.geometry)
     else:
         batch, goal = batch[:, :-1], batch[:, 1:]
-    states, early_states, balance, drift = student.run(batch, trim, early=early)
+    found = student.run(batch, trim, kept=(early,))
     count = settings.positions * len(batch)
     chosen = torch.randperm(batch.numel(), generator=generator)[:count]
-    flat, goal = states.flatten(0, 1)[chosen], goal.flatten(0, 1)[chosen]
+    flat, goal = found.states.flatten(0, 1)[chosen], goal.flatten(0, 1)[chosen]
     loss, gradient = divergence(flat.detach(), goal, student.embed)
-    side = settings.balance_weight * balance.sum() + settings.anchor_weight * drift.sum()
+    side = settings.balance_weight * found.balance.sum()
+    side = side + settings.anchor_weight * found.drift.sum()
     roots, gradients = [flat, side], [gradient, torch.ones_like(side)]
     entry: dict[str, float] = {}
     if settings.exit_weight:
         some = count // 4
-        early_flat = early_states.flatten(0, 1)[chosen[:some]]
+        early_flat = student.normed(found.after[early]).flatten(0, 1)[chosen[:some]]
         early_loss, early_gradient = divergence(early_flat.detach(), goal[:some], student.embed)
         roots.append(early_flat)
         gradients.append(settings.exit_weight * min(1.0, loss / early_loss) * early_gradient)
         entry |= {"early_layer": early, "early_loss": round(early_loss, 4)}
     torch.autograd.backward(roots, gradients)
     return loss, entry | {
-        "balance": round(balance.mean().item(), 4),
-        "balance_max": round(balance.max().item(), 4),
-        "drift": round(drift.mean().item(), 4),
+        "balance": round(found.balance.mean().item(), 4),
+        "balance_max": round(found.balance.max().item(), 4),
+        "drift": round(found.drift.mean().item(), 4),
     }
-
-
-def _save(path: Path, student: Student, opt: torch.optim.Optimizer, step: int) -> None:
-    partial = path.with_suffix(".partial")
-    states = [layer.state_dict() for layer in student.layers]
-    content = {
-        "states": states,
-        "optimiser": opt.state_dict(),
-        "step": step,
-        "anchors": student.anchors,
-    }
-    torch.save(content, partial)
-    partial.replace(path)
-
-
-def _restore(path: Path, student: Student, opt: torch.optim.Optimizer) -> int:
-    if not path.exists():
-        return 0
-    saved = torch.load(path)
-    for layer, state in zip(student.layers, saved["states"], strict=True):
-        layer.load_state_dict(state)
-    opt.load_state_dict(saved["optimiser"])
-    student.anchors = saved["anchors"]
-    return saved["step"]

@@ -213,19 +213,6 @@ def routing_summary(table: list[dict[str, Any]]) -> dict[str, float]:
 
 
 @torch.inference_mode()
-def lens_agreement(model: Weights, windows: torch.Tensor, first: int) -> dict[int, float]:
-    """Share of positions where a layer's state, read by the output head, names the final token."""
-    same: dict[int, float] = {}
-    for window in windows:
-        states = [hidden[0] for hidden, _, _ in walk(model, window[None])]
-        final = logits_of(model, states[-1]).argmax(-1)
-        for layer in range(first, len(states)):
-            hits = (logits_of(model, states[layer]).argmax(-1) == final).float().mean().item()
-            same[layer] = same.get(layer, 0.0) + hits / len(windows)
-    return {layer: round(value, 4) for layer, value in same.items()}
-
-
-@torch.inference_mode()
 def skip_harm(
     model: Weights, windows: torch.Tensor, layers: list[int]
 ) -> dict[int, dict[str, float]]:

@@ -23,11 +23,14 @@ from trimmoe.models.embedded import ensure_embedded_model
 from trimmoe.models.embedded.deltas import DELTAS_PATH
 
 from . import measure
+from .asked import task_scores
 from .distill import dense_states
+from .exits import calibrated_exits, exit_table, record_exits
 from .network import BF16, dense_layer
 from .stages import Bench, open_bench
 from .text import evaluation_windows
 
+FIRST_EXIT = 10
 PROMPTS = (
     "The capital of France is",
     "The steam engine changed the way people lived because",
@@ -79,6 +82,10 @@ def main(
     work: Path = Path("build/embedded"),
     windows: Annotated[int, typer.Option(help="Windows of 1024 for each text.")] = 24,
     fewer: Annotated[int, typer.Option(help="Windows for the costlier measurements.")] = 6,
+    tasks: Annotated[
+        list[Path] | None, typer.Option(help="SQuAD's or GSM8K's file; held-out parts are asked.")
+    ] = None,
+    questions: Annotated[int, typer.Option(help="Questions of each task.")] = 48,
     threads: int = 2,
 ) -> None:
     """Print every number of the model card."""
@@ -106,7 +113,11 @@ def main(
     routing.write_text(json.dumps({"tokens": deep.numel(), "layers": table}, indent=1) + "\n")
     say("routing", table)
     say("routing, all layers", measure.routing_summary(table))
-    say("lens", measure.lens_agreement(model, deep, 14))
+    record = record_exits(model, next(iter(texts.values())), FIRST_EXIT)
+    for row in exit_table(record):
+        say(f"exits after layer {row['layer']}", row)
+    say("exits, calibrated", calibrated_exits(record))
+    del record
     for gating in (
         measure.exact, measure.substitute_one, measure.any_experts,
         measure.drop_one, measure.drop_routed,
@@ -117,6 +128,8 @@ def main(
     del model  # two copies of an upcycled model need not fit
     say("perplexity in transformers", perplexity_in_transformers(checkpoint, deep[:3]))
     say("samples", samples(checkpoint))
+    for path in tasks or []:
+        say(f"task {path.name}", task_scores(checkpoint, path, questions))
 
 
 if __name__ == "__main__":
