@@ -271,6 +271,24 @@ def test_polishing_brings_exits_to_the_model_s_own_output_and_goes_on_where_it_s
     assert len((bench.work / "polish.log").read_text().splitlines()) == TINY.steps
 
 
+def test_stage_ends_between_its_first_and_its_last_state(bench: Bench, tmp_path: Path) -> None:
+    (tmp_path / "tale.txt").write_text("The tide is out and the shore is wide. " * 100)
+    sources = [Source.parse(f"{tmp_path}/tale.txt")]
+    few = replace(TINY, steps=4)
+
+    def ended(kept_share: float) -> torch.Tensor:
+        torch.manual_seed(0)
+        settings = replace(few, kept_share=kept_share)
+        layers = polish_stage(bench, carved_layers(bench), sources, FIRST, settings, seed=0)
+        return layers[1].b["up"].detach().clone()
+
+    torch.manual_seed(0)
+    before, last = carved_layers(bench)[1].b["up"].detach(), ended(0.0)
+    assert not torch.allclose(before, last)
+    torch.testing.assert_close(ended(1.0), before)
+    torch.testing.assert_close(ended(0.25), 0.25 * before + 0.75 * last)
+
+
 def test_own_output_moves_only_for_its_own_losses(bench: Bench) -> None:
     """What the exits aim at is detached: with no other loss the last layer is left alone."""
     layers = carved_layers(bench)

@@ -62,7 +62,7 @@ def carve(
     threads: int = CORES,
     layerwise_windows: Annotated[int, typer.Option(help="Windows for the first stage.")] = 160,
     steps: Annotated[int, typer.Option(help="Steps of the second stage; 0 leaves it out.")] = 100,
-    polish_steps: Annotated[int, typer.Option(help="Steps of the third; 0 leaves it out.")] = 100,
+    polish_steps: Annotated[int, typer.Option(help="Steps of the third; 0 leaves it out.")] = 0,
     polish_text: Annotated[
         list[str] | None, typer.Option(help="FILE=WEIGHT for the third stage; default: as --text.")
     ] = None,
