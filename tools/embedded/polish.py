@@ -56,7 +56,7 @@ class PolishSettings:
     sure_weight: float = 0.2
     """Of the cross-entropy of linear probes that tell from a state's direction whether leaving
     there would be right: what a calibration will fit is then there to be read."""
-    kept_share: float = 0.5
+    kept_share: float = 0.6
     """Of the layers' first state in the mean of first and last that the stage ends with: text
     unlike the stage's loses less, and text like it next to nothing."""
     balance_weight: float = 0.02

@@ -93,7 +93,8 @@ def _entered(answer: Answered, layers: int) -> np.ndarray:
 
 
 def _said(nodes: Sequence[Node]) -> dict[tuple[type, int, int], list[Said]]:
-    """What was observed of each sequence in each layer, token by token.
+    """What was observed of each sequence in each layer, token by token, up to its exits: what goes
+    on after an answer may be cut off.
 
     A layer of a sequence is always run by the same server, so a log has them in order.
     """
@@ -106,8 +107,9 @@ def _said(nodes: Sequence[Node]) -> dict[tuple[type, int, int], list[Said]]:
             if isinstance(event, (Routed, Executed)):
                 wave = state.waves[event.wave]
                 for row, alive in enumerate(wave.alive.tolist()):
-                    key = type(event), wave.sequences[alive], wave.layer
-                    said[key].append((event, row))
+                    if not wave.answered[alive]:
+                        key = type(event), wave.sequences[alive], wave.layer
+                        said[key].append((event, row))
             state, _ = engines[entry.engine].step(state, event)
     return said
 
