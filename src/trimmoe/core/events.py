@@ -175,8 +175,8 @@ class Complete:
     """Predict the next token of these rows from their last hidden state.
 
     Rows that exited leave that state in the layers from `layer` on, as `ExitState` has it; those
-    that go on whole stay in the wave, and `Trailed` tells of their end. For rows that ran to full
-    depth `layer` is N.
+    that go on whole stay in the wave, and `Trailed` tells of their end. A draft is not shown before
+    that confirms it. For rows that ran to full depth `layer` is N.
     """
 
     wave: int
@@ -201,6 +201,9 @@ class Trailed:
     """Where each row is, [n]."""
     ledgers: tuple[Ledger, ...]
     """What each row cost after its exit: of no token, none of it in the token's delay."""
+    missed: tuple[Ledger, ...] = ()
+    """The same if its exit was a draft and wrong, so that all of it was waited for; empty where
+    exits are final."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
 
-from trimmoe.core.events import Receipt
+from trimmoe.core.events import Receipt, Trailed
 from trimmoe.core.ledger import Kind, Ledger, layer_kinds
 from trimmoe.core.profile import ExitState
 from trimmoe.core.specs import IntArray
@@ -17,13 +18,12 @@ from trimmoe.policy.base import Decision
 
 def entered(cost: CostModel, wave: Wave, experts: IntArray, decision: Decision) -> Wave:
     """What was decided for the rows alive in one layer, whose activated sets are `experts`
-    [n, k]; what goes on after its answer is in nobody's way."""
+    [n, k]."""
     rows, server = wave.alive, wave.server[wave.alive]
     where = (decision.slot_expert, decision.slot_server)
-    messages, kinds, counts = wave.messages.copy(), wave.kinds.copy(), ~wave.answered[rows]
+    messages, kinds = wave.messages.copy(), wave.kinds.copy()
     add_layer_messages(cost, messages, rows, server, decision.destination, *where)
-    found = layer_kinds(*where, experts, server)
-    kinds[rows, wave.layer] = np.where(counts, found, int(Kind.EXITED))
+    kinds[rows, wave.layer] = layer_kinds(*where, experts, server)
     run = (decision.slot_expert >= 0).sum(-1)
     dropped = np.where(run > 0, decision.slot_expert.shape[1] - run, 0)
     spent_s = decision.delay_s + cost.dense_s[server, wave.layer]
@@ -31,10 +31,10 @@ def entered(cost: CostModel, wave: Wave, experts: IntArray, decision: Decision) 
         rows,
         allowance=np.maximum(wave.allowance[rows] - decision.loss, 0.0),
         loss=wave.loss[rows] + decision.loss,
-        delay_s=wave.delay_s[rows] + np.where(counts, spent_s, 0.0),
+        delay_s=wave.delay_s[rows] + spent_s,
         ahead=decision.ahead,
-        slots_run=wave.slots_run[rows] + counts * run,
-        slots_dropped=wave.slots_dropped[rows] + counts * dropped,
+        slots_run=wave.slots_run[rows] + run,
+        slots_dropped=wave.slots_dropped[rows] + dropped,
         server=decision.destination,
     )
 
@@ -76,22 +76,57 @@ def closed(
     return replace(wave, messages=messages)
 
 
-def following(wave: Wave, rows: IntArray) -> Wave:
-    """The wave with `rows` answered: they go on exactly, and their books begin anew."""
+def following(cost: CostModel, wave: Wave, rows: IntArray) -> Wave:
+    """The wave with `rows` answered: they go on exactly, and their books begin anew, less the way
+    back to the user, which they were charged from here."""
     return wave.at(
         rows,
         answered=np.array(True),
+        probed=np.array(wave.layer - 1),
         allowance=np.array(0.0),
         messages=np.zeros_like(wave.messages[rows]),
+        delay_s=-cost.token_transfer_s[wave.server[rows], wave.access[rows]],
+        slots_run=np.array(0),
+        slots_dropped=np.array(0),
     )
 
 
 def afterwards(cost: CostModel, wave: Wave) -> tuple[Ledger, ...]:
-    """What the answered tokens of a wave cost until its end; under `migrate` nothing."""
+    """What the answered tokens of a wave cost until its end, where that is in nobody's way; under
+    `migrate` nothing."""
     empty = Ledger.empty(cost.layer_count, cost.server_count, cost.hidden_bytes)
     free = cost.accounting is Accounting.MIGRATE
     sent = np.zeros_like(wave.messages) if free else wave.messages
     return tuple(replace(empty, messages=messages, audits=1) for messages in sent)
+
+
+def missed(cost: CostModel, wave: Wave) -> tuple[Ledger, ...]:
+    """The same where everybody waited for it, since the prediction that was early was wrong: the
+    time it took and what was done in the layers that were taken to be left out."""
+    layers = np.arange(cost.layer_count)
+    later = layers > wave.probed[:, None]
+    kinds = (wave.kinds[:, :, None] == np.arange(len(Kind))).astype(np.int64)
+    kinds[:, :, Kind.EXITED] -= 1
+    kinds *= later[:, :, None]
+    late_s = wave.delay_s + cost.token_transfer_s[wave.server, wave.access]
+    columns = (wave.slots_run, wave.slots_dropped, late_s)
+    rows = zip(afterwards(cost, wave), kinds, *(each.tolist() for each in columns), strict=True)
+    return tuple(
+        replace(after, kinds=kind, slots_run=run, slots_dropped=dropped, delay_s=delay_s)
+        for after, kind, run, dropped, delay_s in rows
+    )
+
+
+def checked(command: Trailed, agrees: Sequence[bool]) -> tuple[Ledger, ...]:
+    """What rows cost after their exits, which `agrees` says were right, where what set out on a
+    draft is not followed: if that was wrong, it is taken to have sent meanwhile as much as the row
+    itself has."""
+    if not command.missed:
+        return command.ledgers
+    told = zip(command.ledgers, command.missed, agrees, strict=True)
+    return tuple(
+        after if right else replace(miss, messages=2 * miss.messages) for after, miss, right in told
+    )
 
 
 def receipts(cost: CostModel, wave: Wave) -> tuple[Receipt, ...]:

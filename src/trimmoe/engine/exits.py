@@ -27,7 +27,10 @@ class ExitRules:
     reference_s: float
 
     def needed(self, confidence: float) -> float:
-        """p_J, raised to where calibration bounds what exits flip by what is tolerated."""
+        """p_J, raised to where calibration bounds what exits flip by what is tolerated; of drafts,
+        which flip nothing, the one they have by themselves, unless p_J rules all exits out."""
+        if self.settings.draft_confidence is not None:
+            return max(self.settings.draft_confidence, confidence if confidence > 1.0 else 0.0)
         if self.settings.exit_risk is None:
             return confidence
         tolerated = self.settings.exit_risk, self.settings.exit_state
@@ -35,7 +38,7 @@ class ExitRules:
 
     def charge(self, needed: FloatArray) -> FloatArray:
         """What an exit at these thresholds is charged: the bound of all that it flips."""
-        if not self.settings.exits_charged:
+        if self.settings.drafts or not self.settings.exits_charged:
             return np.zeros_like(needed)
         grid, bound = self.profile.exit_grid, self.profile.exit_bound(self.settings.exit_state)
         # Rounded to the laxer threshold of the grid, and below the grid nothing is known.

@@ -141,9 +141,12 @@ def _route_weights(feedback: Feedback, settings: PolicySettings) -> tuple[float,
 def _exit_raise(feedback: Feedback, settings: PolicySettings) -> float:
     """p - p_J after a window: by (37), or by the false-exit rate of audited exits.
 
-    Property 3 needs every request's requirement as a floor, so the rules only ever add to it.
+    Property 3 needs every request's requirement as a floor, so the rules only ever add to it. A
+    draft that is wrong flips nothing.
     """
     window, above = feedback.window, feedback.exit_raise
+    if settings.drafts:
+        return above
     match settings.exit_rule:
         case ExitRule.FIXED:
             return above

@@ -37,7 +37,7 @@ from trimmoe.core.profile import ExitState, Profile
 from trimmoe.core.specs import BoolArray, IntArray
 from trimmoe.core.wave import NOT_PROBED, Wave
 from trimmoe.cost.model import Accounting, CostModel
-from trimmoe.engine.books import afterwards, closed, entered, following, ledgers, receipts
+from trimmoe.engine.books import afterwards, closed, entered, following, ledgers, missed, receipts
 from trimmoe.engine.exits import ExitRules
 from trimmoe.engine.feedback import Feedback, observe, observe_audits
 from trimmoe.engine.state import Account, EngineState, new_wave
@@ -255,15 +255,21 @@ class Engine:
         state, commands = self._completed(state, identity, wave, rows[~wave.answered[rows]])
         if answered.size:
             done, state = wave.take(answered), state.with_wave(identity, None)
-            told = afterwards(self.cost, done)
-            commands += (Trailed(wave=identity, rows=answered, server=done.server, ledgers=told),)
+            trailed = Trailed(
+                wave=identity,
+                rows=answered,
+                server=done.server,
+                ledgers=afterwards(self.cost, done),
+                missed=missed(self.cost, done) if self.settings.drafts else (),
+            )
+            commands += (trailed,)
         return state, commands
 
     def _completed(self, state: EngineState, identity: int, wave: Wave, rows: IntArray) -> Step:
         """Close the books of `rows`; the wave goes with its last row."""
         done = wave.take(rows)
         if wave.layer < self.cost.layer_count and self.settings.exit_state is ExitState.WHOLE:
-            left = following(wave, rows)
+            left = following(self.cost, wave, rows)
         else:
             left = wave.without(rows)
         state = state.with_wave(identity, left if left.alive.size else None)

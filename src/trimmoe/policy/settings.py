@@ -69,6 +69,10 @@ class PolicySettings:
     inflate: bool = True
     """Take gamma from the plan, where `trimmoe tune` has measured it."""
     exit_state: ExitState = ExitState.WHOLE
+    draft_confidence: float | None = None
+    """Confidence at which the next token sets out on a prediction that nobody is shown before full
+    depth confirms it. Where it does not, what followed is withdrawn, so such a *draft* costs no
+    quality and is charged none. None: exits are final, need `confidence` and are charged."""
     echoes_charged: bool = True
     """Whether a skip, drop or substitute spends what it flips of later tokens besides its own
     flip. Off, only the latter counts, as in the paper."""
@@ -107,6 +111,14 @@ class PolicySettings:
     price_start: bool = True
     """Start omega_D, of every route by itself, where the expected loss meets the budget, instead
     of at `loss_weight` for all."""
+
+    def __post_init__(self) -> None:
+        assert not self.drafts or self.exit_state is ExitState.WHOLE, "full depth checks drafts"
+
+    @property
+    def drafts(self) -> bool:
+        """Whether exits are drafts, which full depth confirms."""
+        return self.draft_confidence is not None
 
 
 def trimmoe() -> PolicySettings:

@@ -246,10 +246,12 @@ class Layerwise:
             token = self._tokens.pop((text, step))
             assert token.books.ledger is not None
             recording, row = token.recording, token.row
+            drafts = self._engine.settings.drafts
+            shown = recording.at_end if drafts else recording.prediction
             done.append(
                 Scored(
                     text=text,
-                    prediction=int(recording.prediction[row]),
+                    prediction=int(shown[row]),
                     logprob=float(recording.logprob[row]),
                     slot_expert=recording.slot_expert[row, : recording.depth[row]].copy(),
                     ledger=token.books.ledger,

@@ -32,6 +32,7 @@ from trimmoe.core.events import (
 from trimmoe.core.ledger import Ledger
 from trimmoe.core.profile import ExitState, Profile
 from trimmoe.core.specs import FloatArray
+from trimmoe.engine.books import checked
 from trimmoe.engine.state import EngineState
 from trimmoe.engine.step import Engine
 from trimmoe.models.base import EncoderDecoderView, MoEView
@@ -184,14 +185,21 @@ class LocalDriver:
     def _trailed(self, command: Trailed, step: _Step) -> tuple[Command, ...]:
         logits = self.view.logits(self.execution.trailed(command, step.running))
         rows = command.rows.tolist()
-        for row, after in zip(rows, command.ledgers, strict=True):
-            step.done[row] = replace(step.done[row], ledger=step.done[row].ledger + after)
-        return self._audited(dict(zip(rows, logits, strict=True)), step)
+        at_end = dict(zip(rows, logits, strict=True))
+        agrees = self._agree(at_end, step)
+        for row, after in zip(rows, checked(command, agrees), strict=True):
+            done = step.done[row]
+            # What was a draft is shown as full depth has it.
+            shown = at_end[row] if self.engine.settings.drafts else done.logits
+            step.done[row] = replace(done, logits=shown, ledger=done.ledger + after)
+        return self._tell(Audited(wave=WAVE, agrees=np.array(agrees)))
 
     def _audited(self, logits: dict[int, Tensor], step: _Step) -> tuple[Command, ...]:
-        """Compare what full depth says of rows, logits [V] each, with their exits."""
-        probed = [row for row in logits if row in step.probes]
+        probed = {row: scores for row, scores in logits.items() if row in step.probes}
         if not probed:
             return ()
-        agrees = [bool(step.probes[row].argmax() == logits[row].argmax()) for row in probed]
-        return self._tell(Audited(wave=WAVE, agrees=np.array(agrees)))
+        return self._tell(Audited(wave=WAVE, agrees=np.array(self._agree(probed, step))))
+
+    def _agree(self, logits: dict[int, Tensor], step: _Step) -> list[bool]:
+        """Whether full depth, logits [V] by row, predicts what the rows' exits do."""
+        return [bool(step.probes[row].argmax() == each.argmax()) for row, each in logits.items()]

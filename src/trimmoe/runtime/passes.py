@@ -70,7 +70,7 @@ class Pass:
                 self.books.update(books_of(command, self.recording.probed, self.recording))
             case Trailed():
                 states = self._execution.trailed(command, self._running)
-                self.recording.trailed(command, self._predicted(states, command.rows)[0])
+                self.recording.trailed(command, *self._predicted(states, command.rows))
                 follow_up(self.books, command, self.recording)
             case _:
                 raise AssertionError("one process holds every expert, and nothing leaves it")

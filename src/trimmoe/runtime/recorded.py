@@ -28,7 +28,7 @@ from trimmoe.core.events import (
 from trimmoe.core.ledger import Ledger
 from trimmoe.core.specs import BoolArray, FloatArray, IntArray
 from trimmoe.core.wave import NOT_PROBED, Wave
-from trimmoe.engine.books import receipts
+from trimmoe.engine.books import checked, receipts
 from trimmoe.engine.step import Engine
 
 WAVE = 0
@@ -65,7 +65,7 @@ class Recording:
     at_end: IntArray
     """The same after all layers passed, [n]."""
     logprob: FloatArray
-    """Of the token that really follows, [n]."""
+    """Of the token that really follows, [n]; after a draft as full depth has it."""
 
     @staticmethod
     def empty(count: int, *, layers: int, experts: int, top_k: int) -> Recording:
@@ -114,10 +114,13 @@ class Recording:
         self.prediction[rows] = self.at_end[rows] = predictions
         self.logprob[rows] = logprobs
 
-    def trailed(self, command: Trailed, predictions: IntArray) -> None:
-        """Note what those that had exited would have predicted, [rows]."""
-        self.passed[command.rows] = self.experts.shape[1]
-        self.at_end[command.rows] = predictions
+    def trailed(self, command: Trailed, predictions: IntArray, logprobs: FloatArray) -> None:
+        """Note what full depth says of those that had exited, [rows] each."""
+        rows = command.rows
+        self.passed[rows] = self.experts.shape[1]
+        self.at_end[rows] = predictions
+        if command.missed:
+            self.logprob[rows] = logprobs
 
     @staticmethod
     def gathered(rows: Sequence[tuple[Recording, int]]) -> Recording:
@@ -248,8 +251,9 @@ def books_of(command: Complete, probed: IntArray, recorded: Recording) -> dict[i
 
 def follow_up(books: dict[int, Books], command: Trailed, recorded: Recording) -> None:
     """Add to the books of rows that had exited what became of them."""
-    for row, after in zip(command.rows.tolist(), command.ledgers, strict=True):
+    rows = command.rows
+    agrees = (recorded.prediction[rows] == recorded.at_end[rows]).tolist()
+    for row, right, after in zip(rows.tolist(), agrees, checked(command, agrees), strict=True):
         ledger = books[row].ledger
         assert ledger is not None
-        agrees = bool(recorded.prediction[row] == recorded.at_end[row])
-        books[row] = replace(books[row], ledger=ledger + after, agrees=agrees)
+        books[row] = replace(books[row], ledger=ledger + after, agrees=right)

@@ -36,6 +36,7 @@ from trimmoe.core.events import (
 from trimmoe.core.ledger import Ledger
 from trimmoe.core.specs import FloatArray, IntArray
 from trimmoe.core.wave import Wave, join_waves
+from trimmoe.engine.books import checked
 from trimmoe.engine.state import EngineState
 from trimmoe.engine.step import Engine
 from trimmoe.policy.trim import rounded_weight
@@ -118,8 +119,11 @@ def travel(engine: Engine, state: EngineState, wave: Wave, feed: TraceFeed, toke
                     journey.ledgers[row], journey.receipts[row] = ledger, receipt
                 continue
             case Trailed(rows=rows):
-                for row, after in zip(rows.tolist(), command.ledgers, strict=True):
+                right = feed.agrees(tokens[rows], journey.layers[rows], wave.draws[rows])
+                for row, after in zip(rows.tolist(), checked(command, right.tolist()), strict=True):
                     journey.ledgers[row] += after
+                if command.missed:
+                    journey.layers[rows[~right]] = layers
                 continue
             case Probe():
                 continue

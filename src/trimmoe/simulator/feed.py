@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from trimmoe.core.events import Executed, Routed
-from trimmoe.core.specs import IntArray
+from trimmoe.core.specs import BoolArray, FloatArray, IntArray
 from trimmoe.core.trace import Trace
 
 _COLUMNS = ("experts", "masses", "importance", "steadiness", "confidence", "exit_at")
@@ -50,3 +50,11 @@ class TraceFeed:
 
     def _of(self, name: str, layer: int, tokens: IntArray) -> np.ndarray:
         return self._layers[name][layer].take(tokens, axis=0)
+
+    def agrees(self, tokens: IntArray, layers: IntArray, draws: FloatArray) -> BoolArray:
+        """Whether full depth predicts what exits of `tokens` after so many `layers` did, [n] each.
+
+        With the chance that their heads give them, to which calibration has fitted these; decided
+        by the tokens' own `draws` in [0, 1).
+        """
+        return draws < self.trace.confidence[tokens, layers - 1]

@@ -27,6 +27,7 @@ from trimmoe.core.events import (
 from trimmoe.core.ledger import Ledger
 from trimmoe.core.specs import IntArray
 from trimmoe.core.trace import Trace
+from trimmoe.engine.books import checked
 from trimmoe.engine.step import Engine
 from trimmoe.simulator.feed import TraceFeed
 
@@ -46,7 +47,8 @@ def replay(
     """The ledger of every token, in the order of the trace, [T].
 
     `access` [S]: the server each sequence enters at. `budget` is D-bar, `confidence` p_J;
-    `advance` is told how many tokens have been done. Audited exits are taken to agree.
+    `advance` is told how many tokens have been done. Audited exits are taken to agree,
+    drafts to be right as `TraceFeed.agrees` has it.
     """
     feed, draws = TraceFeed(trace=trace), np.random.default_rng(seed)
     state, ledgers = engine.start(), dict[int, Ledger]()
@@ -58,9 +60,9 @@ def replay(
         state, _ = engine.step(state, opened)
     for position in range(trace.length):
         tokens = np.arange(trace.sequence_count) * trace.length + position
-        event: Event = TokensArrived(
-            wave=WAVE, sequences=sequences, draws=draws.random(len(sequences))
-        )
+        drawn = draws.random(len(sequences))
+        event: Event = TokensArrived(wave=WAVE, sequences=sequences, draws=drawn)
+        depth = np.zeros(len(sequences), dtype=np.int64)
         pending: list[Event] = [event]
         probed: set[int] = set()
         while pending:
@@ -73,15 +75,19 @@ def replay(
                         pending.append(feed.executed(WAVE, command.layer, tokens[command.rows]))
                     case Complete():
                         rows = command.rows.tolist()
+                        depth[command.rows] = command.layer
                         for row, ledger in zip(rows, command.ledgers, strict=True):
                             ledgers[int(tokens[row])] = ledger
-                        checked = sum(row in probed for row in rows)
-                        if checked:
-                            pending.append(Audited(wave=WAVE, agrees=np.ones(checked, dtype=bool)))
-                    case Trailed():
-                        for row, after in zip(command.rows.tolist(), command.ledgers, strict=True):
-                            ledgers[int(tokens[row])] += after
-                        agrees = np.ones(command.rows.size, dtype=bool)
+                        audits = sum(row in probed for row in rows)
+                        if audits:
+                            pending.append(Audited(wave=WAVE, agrees=np.ones(audits, dtype=bool)))
+                    case Trailed(rows=trailed):
+                        agrees = np.ones(trailed.size, dtype=bool)
+                        if command.missed:
+                            agrees = feed.agrees(tokens[trailed], depth[trailed], drawn[trailed])
+                        after = checked(command, agrees.tolist())
+                        for row, ledger in zip(trailed.tolist(), after, strict=True):
+                            ledgers[int(tokens[row])] += ledger
                         pending.append(Audited(wave=WAVE, agrees=agrees))
                     case Probe():
                         probed |= set(command.rows.tolist())
