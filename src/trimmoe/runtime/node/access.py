@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -34,6 +35,7 @@ from trimmoe.runtime.node.messages import (
 from trimmoe.runtime.node.passengers import unpack_charge, unpack_ledger, unpack_receipt
 from trimmoe.runtime.node.stalls import stalled
 from trimmoe.runtime.service import (
+    FinishReason,
     GenerationRequest,
     Health,
     Overloaded,
@@ -157,26 +159,44 @@ class Desk:
 
     def received(self, tokens: list[Token]) -> None:
         """Tokens of this server's users came."""
+        known = [(self._by_sequence.get(token.sequence), token) for token in tokens]
+        current = [
+            (job, job.attempt, token)
+            for job, token in known
+            if job and job.attempt and job.attempt.epoch == token.epoch
+        ]
         receipts = tuple(
             unpack_receipt(token.receipt, token.sequence)
-            for token in tokens
-            if token.receipt is not None and token.sequence in self._by_sequence
+            for _, _, token in current
+            if token.receipt is not None
         )
         agrees = [token.agrees for token in tokens if token.agrees is not None]
         if receipts or agrees:
             self._room.control(lambda: self._room.settle(receipts, agrees))
-        for token in tokens:
-            job = self._by_sequence.get(token.sequence)
-            if job and job.attempt and job.attempt.position == token.position:
-                self._advance(job, job.attempt, token)
+        for job, token in known:
+            if job and job.attempt and job.attempt.epoch > token.epoch and token.ledger:
+                self._in_vain(job, unpack_ledger(token.ledger, **self._room.ledger_shape))
+        for job, attempt, token in current:
+            if job.attempt is attempt and attempt.position == token.position:
+                self._advance(job, attempt, token)
 
     def followed(self, after: list[After]) -> None:
-        """Tokens that had exited passed the last layer; their cost is told with the next one's."""
+        """Word of tokens after their exits; what they cost is told with the next one that is
+        shown, unless it is their own."""
+        agrees = [one.agrees for one in after if one.agrees is not None]
+        if agrees:
+            self._room.control(lambda: self._room.settle((), agrees))
         for one in after:
             ledger = unpack_ledger(one.ledger, **self._room.ledger_shape)
-            if job := self._by_sequence.get(one.sequence):
+            job = self._by_sequence.get(one.sequence)
+            if job is None or job.attempt is None:
+                continue
+            if one.token is None:
                 job.after = ledger if job.after is None else job.after + ledger
-        self._room.control(lambda: self._room.settle((), [one.agrees for one in after]))
+            elif one.token.epoch == job.attempt.epoch:
+                self._checked(job, job.attempt, one.token, ledger)
+            else:
+                self._in_vain(job, ledger)
 
     @property
     def _waiting(self) -> int:
@@ -187,38 +207,82 @@ class Desk:
         return job.attempt if job else None
 
     def _advance(self, job: Job, attempt: Attempt, token: Token) -> None:
-        """Hand out a token; the next one is predicted from it unless it is the last."""
+        """A token came; the next one is predicted from it unless it is the last."""
         attempt.news = True
         ledger: Ledger | None = None
         if token.ledger is not None:
             ledger = unpack_ledger(token.ledger, **self._room.ledger_shape)
-            job.credit += ledger.budget - ledger.loss
-            if job.after is not None:
-                ledger, job.after = ledger + job.after, None
         elif token.charge is not None:
             ledger = unpack_charge(token.charge, self._quality(job)[0], **self._room.ledger_shape)
-        job.tokens.append(token.token)
-        reason = None
-        if token.token in job.request.stop_ids:
-            reason = "stop"
-        elif len(job.tokens) == job.request.max_new_tokens:
-            reason = "length"
-        event = TokenEvent(
-            token=token.token,
-            logprob=token.logprob,
-            top_logprobs=tuple((each, value) for each, value in token.top),
-            ledger=ledger,
-            finish_reason=reason,
-        )
-        job.out.put_nowait(event)
-        if reason is not None:
-            attempt.trouble.set_result("") if not attempt.trouble.done() else None
-            self._end(job, None)
+        token = attempt.pending.add(token, ledger)
+        last = self._ends(job, token, len(job.tokens) + len(attempt.pending)) is not None
+        self._show(job, attempt)
+        if not last:
+            self._feed(attempt, token)
+
+    def _checked(self, job: Job, attempt: Attempt, token: Token, ledger: Ledger) -> None:
+        """Full depth has predicted a token of which there was a draft."""
+        attempt.news = True
+        wrong = attempt.pending.check(token, ledger)
+        self._show(job, attempt)
+        if wrong is None or job.attempt is not attempt:
             return
-        attempt.fed, attempt.position = token.position, token.position + 1
+        for entry in wrong:
+            if entry.ledger is not None:
+                self._in_vain(job, entry.ledger)
+        attempt.epoch += 1
+        opened = self._opened(job, attempt)
+        self._room.control(lambda: self._room.open_account(opened, attempt.route))
+        self._room.withdraw(attempt.sequence, token.position, attempt.epoch)
+        self._feed(attempt, token)
+
+    def _feed(self, attempt: Attempt, token: Token) -> None:
+        """Predict what follows a token."""
+        attempt.position = token.position + 1
+        first = attempt.pending.unconfirmed
+        attempt.fed = token.position if first is None else first - 1
         self._room.arrive(
-            Arrival(sequence=token.sequence, position=token.position, token=token.token)
+            Arrival(
+                sequence=attempt.sequence,
+                position=token.position,
+                token=token.token,
+                epoch=attempt.epoch,
+            )
         )
+
+    def _ends(self, job: Job, token: Token, count: int) -> FinishReason | None:
+        """Why the answer ends with this token, its `count`-th, if it does."""
+        if token.token in job.request.stop_ids:
+            return "stop"
+        return "length" if count == job.request.max_new_tokens else None
+
+    def _in_vain(self, job: Job, ledger: Ledger) -> None:
+        """A token was withdrawn; what it sent was sent all the same."""
+        sent = replace(Ledger.empty(**self._room.ledger_shape), messages=ledger.messages)
+        job.after = sent if job.after is None else job.after + sent
+
+    def _show(self, job: Job, attempt: Attempt) -> None:
+        """Hand out what nothing can change any more."""
+        for entry in attempt.pending.shown():
+            token, ledger = entry.token, entry.ledger
+            if ledger is not None and token.charge is None:
+                job.credit += ledger.budget - ledger.loss
+                if job.after is not None:
+                    ledger, job.after = ledger + job.after, None
+            job.tokens.append(token.token)
+            reason = self._ends(job, token, len(job.tokens))
+            event = TokenEvent(
+                token=token.token,
+                logprob=token.logprob,
+                top_logprobs=tuple((each, value) for each, value in token.top),
+                ledger=ledger,
+                finish_reason=reason,
+            )
+            job.out.put_nowait(event)
+            if reason is not None:
+                attempt.trouble.set_result("") if not attempt.trouble.done() else None
+                self._end(job, None)
+                return
 
     async def _serve(self, job: Job) -> None:
         """One attempt after the other until one ends well."""
@@ -306,20 +370,24 @@ class Desk:
     def _send_off(self, job: Job, attempt: Attempt) -> None:
         """The prompt, with what was made of the answer, enters the route."""
         request, room = job.request, self._room
-        bucket = room.planner.settings.budget_rule is BudgetRule.BUCKET
-        budget, confidence = self._quality(job)
-        opened = SequenceOpened(
-            sequence=attempt.sequence,
-            access=room.server,
-            budget=budget,
-            confidence=confidence,
-            balance=max(job.credit, 0.0) if bucket else 0.0,
-        )
+        opened = self._opened(job, attempt)
         room.control(lambda: room.open_account(opened, attempt.route))
         ids = [*request.prompt_ids, *job.tokens]
         attempt.position = len(ids)
         tokens = (torch.tensor(ids, dtype=torch.int32),)
         room.post(Parcel(to=attempt.route[0], message=Prompt(attempt.sequence), tensors=tokens))
+
+    def _opened(self, job: Job, attempt: Attempt) -> SequenceOpened:
+        """Its account, with what the tokens shown so far left."""
+        bucket = self._room.planner.settings.budget_rule is BudgetRule.BUCKET
+        budget, confidence = self._quality(job)
+        return SequenceOpened(
+            sequence=attempt.sequence,
+            access=self._room.server,
+            budget=budget,
+            confidence=confidence,
+            balance=max(job.credit, 0.0) if bucket else 0.0,
+        )
 
     def _quality(self, job: Job) -> tuple[float, float]:
         planner = self._room.planner

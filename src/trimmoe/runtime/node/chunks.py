@@ -147,6 +147,7 @@ def _returned(layer: int, item: Slots, part: Tensor) -> list[Parcel]:
                 [rows.starts[u] for u in units],
                 [rows.counts[u] for u in units],
                 [rows.offsets[row] for row in kept] if rows.offsets else [],
+                [rows.epochs[u] for u in units] if rows.epochs else [],
             ),
             decoding=item.decoding,
             raw=item.raw,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from trimmoe.core.events import Complete, Trailed
+from trimmoe.core.ledger import Ledger
 from trimmoe.core.profile import ExitState
 from trimmoe.runtime.node.messages import (
     NO_TOKEN,
@@ -45,34 +47,57 @@ def completed(
     elif state is ExitState.DENSE:
         propagating = trailing(command.layer, units, hidden)
     receipts = {receipt.sequence: receipt for receipt in command.receipts}
+    drafts = exits and worker.engine.settings.drafts
     tokens = []
     logits = worker.view.logits(hidden)
     for unit, scores, ledger in zip(units, logits, command.ledgers, strict=True):
         receipt = receipts.get(unit.seat.sequence)
-        tokens.append(
-            token_of(
-                unit,
-                scores,
-                ledger=pack_ledger(ledger),
-                receipt=None if receipt is None else pack_receipt(receipt),
-                agrees=None if unit.probe == NO_TOKEN else unit.probe == int(scores.argmax()),
-            )
+        token = token_of(
+            unit,
+            scores,
+            ledger=pack_ledger(ledger),
+            receipt=None if receipt is None else pack_receipt(receipt),
+            agrees=None if unit.probe == NO_TOKEN else unit.probe == int(scores.argmax()),
+            draft=drafts,
         )
+        tokens.append(token)
         if exits:
-            unit.probe = int(scores.argmax())
+            unit.probe = token.token if drafts else int(scores.argmax())
     return to_users(units, tokens) + propagating
 
 
 def trailed(
     worker: Executor, command: Trailed, units: Sequence[Unit], hidden: Tensor
 ) -> list[Parcel]:
-    """What full depth says of tokens that were answered before it, from last states [n, d]."""
-    predicted = worker.view.logits(_tail(worker, units, hidden)).argmax(-1).tolist()
+    """What full depth says of tokens that were predicted before it, from last states [n, d]."""
+    logits = worker.view.logits(_tail(worker, units, hidden))
+    drafts = worker.engine.settings.drafts
+    told = []
+    for row, (unit, scores) in enumerate(zip(units, logits, strict=True)):
+        token = token_of(unit, scores) if drafts else None
+        agrees = unit.probe == (int(scores.argmax()) if token is None else token.token)
+        ledgers = command.ledgers if agrees or not command.missed else command.missed
+        ledger = pack_ledger(ledgers[row])
+        told.append(After(sequence=unit.seat.sequence, ledger=ledger, agrees=agrees, token=token))
+    return _followed(units, told)
+
+
+def withdrawn(units: Sequence[Unit], hidden_bytes: int) -> list[Parcel]:
+    """What units cost that were withdrawn, to their access servers."""
+    lost, told = [unit for unit in units if unit.wave is not None], []
+    for unit in lost:
+        assert unit.wave is not None
+        sent = unit.wave.messages[unit.row]
+        empty = Ledger.empty(unit.wave.kinds.shape[1], sent.shape[0], hidden_bytes)
+        ledger = pack_ledger(replace(empty, messages=sent))
+        told.append(After(sequence=unit.seat.sequence, ledger=ledger, agrees=None))
+    return _followed(lost, told)
+
+
+def _followed(units: Sequence[Unit], told: Sequence[After]) -> list[Parcel]:
+    """One message to each access server."""
     by_access: dict[int, list[After]] = {}
-    for unit, token, ledger in zip(units, predicted, command.ledgers, strict=True):
-        after = After(
-            sequence=unit.seat.sequence, ledger=pack_ledger(ledger), agrees=unit.probe == token
-        )
+    for unit, after in zip(units, told, strict=True):
         by_access.setdefault(unit.seat.access, []).append(after)
     return [Parcel(to=access, message=Followed(after=each)) for access, each in by_access.items()]
 
@@ -90,6 +115,7 @@ def token_of(
     receipt: ReceiptSpec | None = None,
     agrees: bool | None = None,
     charge: ChargeSpec | None = None,
+    draft: bool = False,
 ) -> Token:
     """The token drawn after the unit's last row."""
     position = unit.start + unit.count
@@ -104,6 +130,8 @@ def token_of(
         receipt=receipt,
         agrees=agrees,
         charge=charge,
+        epoch=unit.epoch,
+        draft=draft,
     )
 
 

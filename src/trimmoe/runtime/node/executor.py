@@ -68,6 +68,8 @@ class Arrival:
     sequence: int
     position: int
     token: int
+    epoch: int = 0
+    """How often tokens of the sequence were withdrawn."""
 
     @property
     def sequences(self) -> tuple[int, ...]:
@@ -173,11 +175,13 @@ class Executor:
         for first in np.unique(tokens.server).tolist():
             which = np.flatnonzero(tokens.server == first)
             chosen = [going[i] for i in which.tolist()]
+            epochs = [one.epoch for one in chosen]
             rows = Rows(
                 [one.sequence for one in chosen],
                 [one.position for one in chosen],
                 [1] * len(chosen),
                 [],
+                epochs if any(epochs) else [],
             )
             start = Start(rows=rows, tokens=[one.token for one in chosen])
             parcels.append(Parcel(to=first, message=start, wave=tokens.take(which)))

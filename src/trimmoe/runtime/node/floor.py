@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 from trimmoe.core.wave import Wave
 from trimmoe.runtime.node.checks import Geometry
 from trimmoe.runtime.node.chunks import Slots
-from trimmoe.runtime.node.executor import Outcome
+from trimmoe.runtime.node.executor import Arrival, Outcome
 from trimmoe.runtime.node.messages import (
     Dispatch,
     Message,
@@ -31,12 +32,21 @@ from trimmoe.runtime.node.units import OWN_RAW, Gather, Part, Unit
 class Floor:
     """Turns messages about rows into scheduled work; used by the event loop only.
 
-    Rows of sequences without a seat here are dropped: their request is over.
+    Rows of sequences without a seat here are dropped: their request is over. So are those that were
+    withdrawn, of which `withdrawn` is told.
     """
 
     def __init__(
-        self, geometry: Geometry, seats: Seats, scheduler: Scheduler, *, server: int, chunk: int
+        self,
+        geometry: Geometry,
+        seats: Seats,
+        scheduler: Scheduler,
+        *,
+        server: int,
+        chunk: int,
+        withdrawn: Callable[[Sequence[Unit]], None],
     ) -> None:
+        self._withdrawn = withdrawn
         self.seats, self.scheduler = seats, scheduler
         self.gather = Gather()
         self._geometry, self._server, self._chunk = geometry, server, chunk
@@ -60,6 +70,8 @@ class Floor:
         """A batch ran: more may be ready now."""
         for unit, layer in outcome.written:
             seat = unit.seat
+            if seat.is_void(unit.start, unit.epoch):
+                continue
             seat.written[layer].mark(unit.start, unit.count)
             self._wake(seat, layer)
         for unit in outcome.ready:
@@ -75,7 +87,7 @@ class Floor:
     def enter(self, unit: Unit) -> None:
         """A unit is about to enter a layer; it waits for the states that it attends to."""
         seat, layer = unit.seat, unit.layer
-        if not seat.open:
+        if not seat.open or self._is_void(unit):
             return
         if layer not in seat.written:
             raise MalformedPassengers("a layer of another server")
@@ -100,6 +112,37 @@ class Floor:
         self.seats.release(gone)
         self.gather.drop(gone)
         self.scheduler.drop(lambda item: gone.issuperset(item.sequences))
+
+    def withdraw(self, sequence: int, start: int, epoch: int) -> None:
+        """Tokens of a sequence from position `start` on are void, unless they set out after this
+        `epoch`-th time that any were."""
+        seat = self.seats.get(sequence)
+        if seat is not None and not seat.withdraw(start, epoch):
+            return
+
+        def void(item: Any) -> bool:
+            if isinstance(item, Arrival):
+                return item.sequence == sequence and item.epoch < epoch
+            return isinstance(item, Unit) and item.seat is seat and self._void(item)
+
+        dropped = [item for item in self.scheduler.drop(void) if isinstance(item, Unit)]
+        if seat is not None:
+            parked = [unit for units in seat.parked.values() for unit in units]
+            dropped += [unit for unit in parked if self._void(unit)]
+            seat.parked = {
+                layer: [unit for unit in units if not self._void(unit)]
+                for layer, units in seat.parked.items()
+            }
+        self._withdrawn(dropped)
+
+    def _void(self, unit: Unit) -> bool:
+        return unit.seat.is_void(unit.start, unit.epoch)
+
+    def _is_void(self, unit: Unit) -> bool:
+        """Whether a unit was withdrawn; if so it ends here."""
+        if void := self._void(unit):
+            self._withdrawn([unit])
+        return void
 
     def _wake(self, seat: Seat, layer: int) -> None:
         parked = seat.parked.pop(layer, [])
@@ -126,13 +169,15 @@ class Floor:
 
     def _start(self, sender: int, message: Start, tensors: tuple, wave: Wave | None) -> None:
         wave = wave or self._unpacked(message.wave, 0, message.rows)
-        for row, ((sequence, start), _) in enumerate(message.rows.split()):
+        for row, ((sequence, start, epoch), _) in enumerate(message.rows.split()):
             if (seat := self.seats.get(sequence)) is not None:
+                self.withdraw(sequence, start, epoch)
                 self.enter(
                     Unit(
                         seat=seat,
                         layer=0,
                         start=start,
+                        epoch=epoch,
                         tokens=(message.tokens[row],),
                         wave=wave,
                         row=row,
@@ -160,11 +205,11 @@ class Floor:
 
     def _partial(self, sender: int, message: Partial, tensors: tuple[Tensor], wave: None) -> None:
         rows, server = message.rows, OWN_RAW if message.raw else sender
-        for (sequence, start), where in rows.split():
-            seat = self.seats.get(sequence)
+        for name, where in rows.split():
+            seat = self.seats.get(name.sequence)
             if seat is not None:
                 part = Part(offsets=tuple(rows.offsets[where]), states=tensors[0][where])
-                self._gathered(self.gather.add(seat, start, message.layer, server, part))
+                self._gathered(self.gather.add(seat, name, message.layer, server, part))
 
     def _onward(
         self, sender: int, message: Onward, tensors: tuple[Tensor, ...], wave: Wave | None
@@ -173,14 +218,16 @@ class Floor:
         if message.decoding and wave is None:
             wave = self._unpacked(message.wave, message.layer, rows)
         raw = set(message.raw)
-        for index, ((sequence, start), where) in enumerate(rows.split()):
+        for index, ((sequence, start, epoch), where) in enumerate(rows.split()):
             seat = self.seats.get(sequence)
             if seat is None:
                 continue
+            self.withdraw(sequence, start, epoch)
             unit = Unit(
                 seat=seat,
                 layer=message.layer,
                 start=start,
+                epoch=epoch,
                 count=rows.counts[index],
                 hidden=tensors[0][where],
                 wave=wave,
@@ -206,6 +253,7 @@ class Floor:
                 [rows.starts[u] for u in units.tolist()],
                 counts.tolist(),
                 [] if whole else (which - first).tolist(),
+                [rows.epochs[u] for u in units.tolist()] if rows.epochs else [],
             ),
             destinations=(self._server,) * units.size,
             hidden=tensors[0][torch.from_numpy(which)],
@@ -216,7 +264,7 @@ class Floor:
         )
 
     def _propagate(self, sender: int, message: Propagate, tensors: tuple, wave: None) -> None:
-        for (sequence, start), where in message.rows.split():
+        for (sequence, start, _), where in message.rows.split():
             if (seat := self.seats.get(sequence)) is not None:
                 unit = Unit(
                     seat=seat,
@@ -231,7 +279,7 @@ class Floor:
                     self.enter(unit)
 
     def _gathered(self, unit: Unit | None) -> None:
-        if unit is None:
+        if unit is None or self._is_void(unit):
             return
         if unit.decoding:
             self.scheduler.put(Step.FINISH, unit.layer, unit)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from trimmoe.core.events import Receipt, SequenceOpened
 from trimmoe.core.ledger import Ledger
+from trimmoe.runtime.node.drafts import Pending
 from trimmoe.runtime.node.executor import Arrival
 from trimmoe.runtime.node.messages import Parcel
 from trimmoe.runtime.node.planner import Planner
@@ -28,6 +29,10 @@ class Attempt:
     """Of the token that is awaited."""
     fed: int = 0
     """First position of what is under way."""
+    epoch: int = 0
+    """How often tokens of it were withdrawn."""
+    pending: Pending = field(default_factory=Pending)
+    """Tokens that came and are not shown yet."""
     news: bool = True
     """Whether anything was heard of it since it was last looked at."""
     asked: bool = False
@@ -81,6 +86,8 @@ class Backroom:
     close_account: Callable[[int], None]
     settle: Callable[[tuple[Receipt, ...], list[bool]], None]
     arrive: Callable[[Arrival], None]
+    withdraw: Callable[[int, int, int], None]
+    """Of a sequence, tokens from a position on, that set out before the so-manieth time."""
     health: Callable[[], Health]
     stats: Callable[[int, int], ServiceStats]
     ledger_shape: dict[str, int]

@@ -1,14 +1,16 @@
 """Everything servers tell each other about sequences and the rows of their tokens.
 
 A *unit* is what is gathered as one: the row of a generated token, or the rows of a prompt's chunk.
-It is named by its sequence and the position of its first row. Hidden states travel as tensors
-beside the message; how many rows of which unit they are, `Rows` says.
+It is named by its sequence, the position of its first row, and how often tokens of the sequence had
+been withdrawn before, since then there may be several at one position. Hidden states travel as
+tensors beside the message; how many rows of which unit they are, `Rows` says.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import msgspec
 from torch import Tensor
@@ -17,6 +19,7 @@ from trimmoe.core.wave import Wave
 
 ANY_POSITION = -1
 NO_TOKEN = -1
+NO_KIND = 255
 _ACCESS_SHIFT = 48
 
 
@@ -30,6 +33,14 @@ def first_sequence(access: int, incarnation: int) -> int:
     return (access << _ACCESS_SHIFT) + ((incarnation & 0xFFFF_FFFF) << 16)
 
 
+class UnitName(NamedTuple):
+    """What tells a unit from all others."""
+
+    sequence: int
+    start: int
+    epoch: int
+
+
 class Rows(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """Which rows the tensors beside a message hold, unit by unit."""
 
@@ -40,16 +51,19 @@ class Rows(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=T
     """Rows of each unit in this message."""
     offsets: list[int]
     """Offset of every row in its unit; empty if the units are complete."""
+    epochs: list[int] = []
+    """How often tokens of each unit's sequence had been withdrawn when it set out; empty if never.
+    """
 
     @property
     def total(self) -> int:
         return sum(self.counts)
 
-    def split(self) -> Iterator[tuple[tuple[int, int], slice]]:
-        """(sequence, start) of each unit and where its rows are."""
-        at = 0
-        for sequence, start, count in zip(self.sequences, self.starts, self.counts, strict=True):
-            yield (sequence, start), slice(at, at + count)
+    def split(self) -> Iterator[tuple[UnitName, slice]]:
+        """The name of each unit and where its rows are."""
+        at, epochs = 0, self.epochs or [0] * len(self.sequences)
+        for *name, count in zip(self.sequences, self.starts, epochs, self.counts, strict=True):
+            yield UnitName(*name), slice(at, at + count)
             at += count
 
     def well_formed(self) -> bool:
@@ -59,6 +73,8 @@ class Rows(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=T
             and all(count > 0 for count in self.counts)
             and all(start >= 0 for start in self.starts)
             and len(self.offsets) in (0, self.total)
+            and len(self.epochs) in (0, units)
+            and all(epoch >= 0 for epoch in self.epochs)
         )
 
 
@@ -176,7 +192,8 @@ class LedgerSpec(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
     """A one-token ledger, or what a token cost after its answer."""
 
     kinds: bytes
-    """One `Kind` per layer; empty after the answer."""
+    """One `Kind` per layer; empty after the answer. Where it `corrects`, NO_KIND in layers that are
+    as they were told."""
     slots_run: int
     slots_dropped: int
     messages: bytes
@@ -185,6 +202,9 @@ class LedgerSpec(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
     loss: float
     budget: float
     audits: int
+    corrects: bool = False
+    """Whether it turns the ledger of a token that was taken to exit into that of one that did not.
+    """
 
 
 class ReceiptSpec(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -221,6 +241,10 @@ class Token(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
     """Whether full depth agreed with an audited exit."""
     charge: ChargeSpec | None = None
     """Of the prompt that this token follows, if there is any."""
+    epoch: int = 0
+    """Of the unit that predicts it."""
+    draft: bool = False
+    """Whether full depth has not confirmed it yet."""
 
 
 class Tokens(Message, frozen=True, tag="tokens"):
@@ -234,12 +258,15 @@ class After(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
 
     sequence: int
     ledger: LedgerSpec
-    agrees: bool
-    """Whether full depth predicts what its exit did."""
+    agrees: bool | None
+    """Whether full depth predicts what its exit did; None if it was withdrawn before."""
+    token: Token | None = None
+    """What full depth predicts, if its exit was a draft."""
 
 
 class Followed(Message, frozen=True, tag="followed"):
-    """To the access server: tokens of its users that had exited passed the last layer."""
+    """To the access server: tokens of its users that had exited passed the last layer, or what
+    tokens cost that were withdrawn."""
 
     after: list[After]
 

@@ -10,6 +10,7 @@ import asyncio
 import logging
 import time
 from collections import Counter
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from trimmoe.core.errors import UserError
@@ -19,6 +20,7 @@ from trimmoe.models.base import EncoderDecoderView, MoEView
 from trimmoe.policy.settings import PolicySettings
 from trimmoe.runtime.node.access import Backroom, Desk
 from trimmoe.runtime.node.checks import Geometry, check
+from trimmoe.runtime.node.completion import withdrawn
 from trimmoe.runtime.node.deployments import Basis, Built
 from trimmoe.runtime.node.executor import Arrival, Executor
 from trimmoe.runtime.node.floor import Floor
@@ -49,6 +51,7 @@ from trimmoe.runtime.node.scheduler import Scheduler, Step
 from trimmoe.runtime.node.sequences import Seats
 from trimmoe.runtime.node.settings import NodeSettings
 from trimmoe.runtime.node.stalls import in_hand
+from trimmoe.runtime.node.units import Unit
 from trimmoe.runtime.service import Health, InferenceService, ServedModel
 from trimmoe.runtime.wire.base import (
     PeerChange,
@@ -137,7 +140,12 @@ class Node:
             loaded=self._view.loaded,
         )
         self.floor = Floor(
-            self._geometry, seats, scheduler, server=settings.server, chunk=settings.prefill_chunk
+            self._geometry,
+            seats,
+            scheduler,
+            server=settings.server,
+            chunk=settings.prefill_chunk,
+            withdrawn=self._withdrawn,
         )
         self.desk = Desk(
             self.model, self._backroom(), first_sequence(settings.server, time.time_ns() >> 20)
@@ -192,6 +200,7 @@ class Node:
             close_account=worker.close,
             settle=worker.settle,
             arrive=self._arrive,
+            withdraw=lambda *which: self.floor.withdraw(*which),
             health=self.health,
             stats=lambda running, waiting: self.reporter.stats(self, running, waiting),
             ledger_shape={
@@ -222,6 +231,10 @@ class Node:
         if share is None:
             return Pace()
         return EmulatedPace.of(self._basis.planned.cost, self.settings.server, share)
+
+    def _withdrawn(self, units: Sequence[Unit]) -> None:
+        for parcel in withdrawn(units, self._view.spec.hidden_bytes):
+            self.mail.post(parcel)
 
     def _arrive(self, arrival: Arrival) -> None:
         self.floor.scheduler.put(Step.ARRIVE, 0, arrival)

@@ -17,6 +17,7 @@ from trimmoe.core.events import Receipt
 from trimmoe.core.ledger import Kind, Ledger
 from trimmoe.core.wave import Wave
 from trimmoe.runtime.node.messages import (
+    NO_KIND,
     ChargeSpec,
     LedgerSpec,
     Onward,
@@ -109,8 +110,9 @@ def sealed(parcel: Parcel) -> msgspec.Struct:
 def pack_ledger(ledger: Ledger) -> LedgerSpec:
     """A one-token ledger, or one of what followed a token."""
     assert ledger.tokens in (0, 1)
+    known, kinds = ledger.kinds.any(1), ledger.kinds.argmax(1)
     return LedgerSpec(
-        kinds=ledger.kinds.argmax(1).astype(np.uint8).tobytes() if ledger.tokens else b"",
+        kinds=np.where(known, kinds, NO_KIND).astype(np.uint8).tobytes() if known.any() else b"",
         slots_run=ledger.slots_run,
         slots_dropped=ledger.slots_dropped,
         messages=ledger.messages.astype("<u2").tobytes(),
@@ -118,6 +120,7 @@ def pack_ledger(ledger: Ledger) -> LedgerSpec:
         loss=ledger.loss,
         budget=ledger.budget,
         audits=ledger.audits,
+        corrects=bool(known.any()) and not ledger.tokens,
     )
 
 
@@ -126,15 +129,20 @@ def unpack_ledger(
 ) -> Ledger:
     """The ledger; raises `MalformedPassengers`."""
     which = np.frombuffer(packed.kinds, dtype=np.uint8)
-    if which.size not in (0, layer_count) or (which > max(Kind)).any():
+    told = which != NO_KIND
+    if which.size not in (0, layer_count) or (which[told] > max(Kind)).any():
+        raise MalformedPassengers("kinds")
+    if not (told.all() or packed.corrects):
         raise MalformedPassengers("kinds")
     messages = np.frombuffer(packed.messages, dtype="<u2")
     if messages.size != server_count**2:
         raise MalformedPassengers("messages")
     kinds = np.zeros((layer_count, len(Kind)), dtype=np.int64)
-    kinds[np.arange(which.size), which] = 1
+    kinds[np.flatnonzero(told), which[told]] = 1
+    if packed.corrects:
+        kinds[np.flatnonzero(told), Kind.EXITED] -= 1
     return Ledger(
-        tokens=int(which.size > 0),
+        tokens=int(which.size > 0 and not packed.corrects),
         kinds=kinds,
         slots_run=packed.slots_run,
         slots_dropped=packed.slots_dropped,

@@ -126,13 +126,18 @@ class Scheduler:
         queued = chain.from_iterable(self._queues.values())
         return any(map(like, self._taken)) or any(like(each.item) for each in queued)
 
-    def drop(self, gone: Callable[[Any], bool]) -> None:
-        """Forget the items that are no longer wanted."""
+    def drop(self, gone: Callable[[Any], bool]) -> list[Any]:
+        """Forget the items that are no longer wanted, which are given back."""
+        queued = chain.from_iterable(self._queues.values())
+        dropped = [each.item for each in queued if gone(each.item)]
+        if not dropped:
+            return []
         kept = {
             key: deque(queued for queued in queue if not gone(queued.item))
             for key, queue in self._queues.items()
         }
         self._queues = {key: queue for key, queue in kept.items() if queue}
+        return dropped
 
     def _take(self, key: tuple[Step, int]) -> list[Any]:
         queue = self._queues[key]

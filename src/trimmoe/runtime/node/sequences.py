@@ -36,6 +36,11 @@ class Written:
             self.beyond.remove(self.length)
             self.length += 1
 
+    def cut(self, start: int) -> None:
+        """What was written from `start` on is void."""
+        self.length = min(self.length, start)
+        self.beyond = {position for position in self.beyond if position < start}
+
 
 @dataclass(eq=False, kw_only=True, slots=True)
 class Seat:
@@ -50,6 +55,9 @@ class Seat:
     written: dict[int, Written]
     """By layer that this server has of the route; layer N stands for what follows the last."""
     open: bool = True
+    cuts: list[int] = field(default_factory=list)
+    """From which position on tokens were withdrawn, time after time; ascending, since what is
+    before was confirmed."""
     parked: dict[int, list[Any]] = field(default_factory=dict)
     """Units that came to a layer before the states they attend to."""
     charged_tokens: int = 0
@@ -66,6 +74,21 @@ class Seat:
 
     def crosses(self, server: int) -> bool:
         return server == self.access or server in self.route
+
+    def withdraw(self, start: int, epoch: int) -> bool:
+        """What set out before the `epoch`-th time that tokens were withdrawn is void from `start`
+        on; whether that is news."""
+        if epoch <= len(self.cuts):
+            return False
+        # Whoever sets out has passed here, so no time is missed; should one be, it is covered.
+        self.cuts += [start] * (epoch - len(self.cuts))
+        for written in self.written.values():
+            written.cut(start)
+        return True
+
+    def is_void(self, start: int, epoch: int) -> bool:
+        """Whether a unit was withdrawn."""
+        return epoch < len(self.cuts) and start >= self.cuts[epoch]
 
     def is_next(self, layer: int, start: int) -> bool:
         """Whether everything before position `start` is written in `layer`."""

@@ -18,7 +18,7 @@ from trimmoe.core.specs import BoolArray, IntArray
 from trimmoe.core.wave import Wave
 from trimmoe.models.base import DROPPED
 from trimmoe.runtime.node.messages import Dispatch, Onward, Parcel, Rows
-from trimmoe.runtime.node.units import Unit
+from trimmoe.runtime.node.units import Unit, epochs_of
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -102,6 +102,7 @@ class Cargo:
             [unit.start for unit in units],
             counts.tolist(),
             [] if complete else self.offset[which].tolist(),
+            epochs_of(units),
         )
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from trimmoe.core.specs import FloatArray
 from trimmoe.core.wave import Wave, join_waves
-from trimmoe.runtime.node.messages import NO_TOKEN, Rows
+from trimmoe.runtime.node.messages import NO_TOKEN, Rows, UnitName
 from trimmoe.runtime.node.sequences import Seat
 
 OWN_RAW = -1
@@ -37,6 +37,8 @@ class Unit:
     """The layer it is about to enter, or whose results it gathers."""
     start: int
     """Position of the first row."""
+    epoch: int = 0
+    """How often tokens of its sequence had been withdrawn when it set out."""
     count: int = 1
     tokens: tuple[int, ...] = ()
     """Before the first layer, in place of states."""
@@ -57,6 +59,10 @@ class Unit:
     @property
     def sequences(self) -> tuple[int, ...]:
         return (self.seat.sequence,)
+
+    @property
+    def name(self) -> UnitName:
+        return UnitName(self.seat.sequence, self.start, self.epoch)
 
     @property
     def decoding(self) -> bool:
@@ -96,8 +102,8 @@ class _Gathering:
         return self.unit is not None and self.awaited <= self.arrived.keys()
 
 
-Key = tuple[int, int, int]
-"""Sequence, start and layer."""
+Key = tuple[UnitName, int]
+"""A unit and a layer."""
 
 
 class Gather:
@@ -111,14 +117,14 @@ class Gather:
 
     def expect(self, unit: Unit, awaited: Iterable[int]) -> Unit | None:
         """The unit came; it is given back once nothing is awaited any more."""
-        key = (unit.seat.sequence, unit.start, unit.layer)
+        key = (unit.name, unit.layer)
         gathering = self._under_way.setdefault(key, _Gathering(seat=unit.seat))
         gathering.unit, gathering.awaited = unit, set(awaited)
         return self._done(key, gathering)
 
-    def add(self, seat: Seat, start: int, layer: int, server: int, part: Part) -> Unit | None:
+    def add(self, seat: Seat, name: UnitName, layer: int, server: int, part: Part) -> Unit | None:
         """A server's partial sum came; the unit if it was the last that was awaited."""
-        key = (seat.sequence, start, layer)
+        key = (name, layer)
         gathering = self._under_way.setdefault(key, _Gathering(seat=seat))
         gathering.arrived[server] = part
         return self._done(key, gathering)
@@ -126,13 +132,13 @@ class Gather:
     def drop(self, sequences: Iterable[int]) -> None:
         """Forget all of these sequences."""
         gone = set(sequences)
-        self._under_way = {k: v for k, v in self._under_way.items() if k[0] not in gone}
+        self._under_way = {k: v for k, v in self._under_way.items() if k[0].sequence not in gone}
 
     def awaiting(self, server: int) -> list[tuple[int, int]]:
         """(sequence, start) of what cannot complete without a server."""
         return [
-            key[:2]
-            for key, gathering in self._under_way.items()
+            (name.sequence, name.start)
+            for (name, _), gathering in self._under_way.items()
             if server in gathering.awaited and server not in gathering.arrived
         ]
 
@@ -168,4 +174,11 @@ def rows_of(units: Sequence[Unit]) -> Rows:
         [unit.start for unit in units],
         [unit.count for unit in units],
         [],
+        epochs_of(units),
     )
+
+
+def epochs_of(units: Sequence[Unit]) -> list[int]:
+    """As in `Rows`."""
+    epochs = [unit.epoch for unit in units]
+    return epochs if any(epochs) else []
