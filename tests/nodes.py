@@ -152,6 +152,7 @@ async def running(
     plan: Plan,
     policy: PolicySettings | None = None,
     sockets: bool = False,
+    network: MemoryNetwork | None = None,
     **settings: Any,
 ) -> AsyncGenerator[Servers]:
     """All servers of a plan, up and connected."""
@@ -163,6 +164,7 @@ async def running(
         policy=policy or PRESETS["exact"](),
         settings=chosen,
         sockets=sockets,
+        network=network or MemoryNetwork(),
     )
     try:
         for server in range(len(servers.names)):

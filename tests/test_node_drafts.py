@@ -3,6 +3,7 @@ is shown what it does not confirm, and what followed such a draft is as if it ha
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -25,8 +26,12 @@ from serving import EOS, Tiny, open_tiny
 from trimmoe.core.ledger import Kind, Ledger
 from trimmoe.models.load import open_model
 from trimmoe.policy.settings import PRESETS, PolicySettings
+from trimmoe.runtime.node.drafts import Pending
+from trimmoe.runtime.node.messages import Token
 from trimmoe.runtime.sampling import Sampling
 from trimmoe.runtime.service import TokenEvent
+from trimmoe.runtime.wire.base import Frame
+from trimmoe.runtime.wire.memory import MemoryNetwork
 
 LENGTHS = [1, 40, 3, 17, 9, 2, 64, 5, 33, 12, 8, 21]
 NEW = [3, 9, 14, 1, 20, 6, 11, 8, 5, 17, 2, 12]
@@ -87,6 +92,45 @@ async def test_answers_are_those_of_transformers_however_bold_the_drafts(
     assert any(map(wrong, told))
     assert all(ledger.loss == 0 for ledger in told)
     assert all((ledger.kinds.sum(1) == ledger.tokens).all() for ledger in told)
+
+
+class UnevenNetwork(MemoryNetwork):
+    """Every link takes its own time, so that word of one token may overtake that of another."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self._rng = np.random.default_rng(seed)
+        self._delay_s: dict[tuple[str, str], float] = {}
+
+    def deliver(self, source: str, destination: str, frames: list[Frame]) -> None:
+        link = source, destination
+        if link not in self._delay_s:
+            self._delay_s[link] = float(self._rng.choice([0.0, 0.002, 0.02]))
+        hand_over = super().deliver
+        asyncio.get_running_loop().call_later(
+            self._delay_s[link], lambda: hand_over(source, destination, frames)
+        )
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("at", [0.0, 0.6])
+async def test_it_does_not_matter_whose_word_comes_first(
+    tiny: Tiny, prompts: list[list[int]], expected: list[list[int]], at: float, seed: int
+) -> None:
+    """Drafts come from the middle of a route, what full depth says from its end."""
+    profile, plan = world(tiny, servers=4, routes=staircase_routes(4))
+    asked = [
+        (i % 4, request(prompt, new, stop_ids=frozenset({EOS})))
+        for i, (prompt, new) in enumerate(zip(prompts, NEW, strict=True))
+    ]
+    network = UnevenNetwork(seed)
+    async with running(
+        tiny, profile=profile, plan=plan, policy=drafting(at), network=network
+    ) as cluster:
+        made = await answers(cluster, asked)
+        await cluster.all_free()
+        assert sum(node.desk.restarts for node in cluster.nodes.values()) == 0
+    assert [tokens_of(events) for events in made] == expected
 
 
 async def test_the_layers_after_the_last_router_are_those_of_what_was_confirmed(
@@ -172,3 +216,48 @@ async def test_what_was_sent_in_vain_is_in_the_ledgers_too(
     drafts = sum(ledger.audits for ledger in told)
     assert drafts > len(asked)
     assert charged.sum() > 0.8 * sent.sum()
+
+
+def token(position: int, which: int, *, draft: bool = False) -> Token:
+    return Token(1, position, which, None, [], None, None, None, draft=draft)
+
+
+COST = Ledger.empty(2, 2, 4)
+
+
+def shown(pending: Pending) -> list[int]:
+    return [entry.token.token for entry in pending.shown()]
+
+
+def test_nothing_is_shown_before_what_comes_first_is_confirmed() -> None:
+    pending = Pending()
+    pending.add(token(5, 50, draft=True), COST)
+    pending.add(token(6, 60), COST)
+    assert shown(pending) == []
+    assert pending.unconfirmed == 5
+    assert pending.check(token(5, 50), COST) is None
+    assert pending.unconfirmed is None
+    assert shown(pending) == [50, 60]
+    assert len(pending) == 0
+
+
+def test_what_came_after_a_wrong_draft_is_withdrawn() -> None:
+    pending = Pending()
+    for position in (5, 6, 7):
+        pending.add(token(position, 10 * position, draft=True), COST)
+    assert pending.check(token(5, 50), COST) is None
+    withdrawn = pending.check(token(6, 61), COST)
+    assert withdrawn is not None
+    assert [entry.token.token for entry in withdrawn] == [70]
+    assert shown(pending) == [50, 61]
+
+
+def test_word_from_full_depth_may_overtake_the_draft() -> None:
+    """Then the answer goes on from that at once."""
+    pending = Pending()
+    assert pending.check(token(5, 51), replace(COST, delay_s=1.0)) is None
+    followed = pending.add(token(5, 50, draft=True), replace(COST, delay_s=2.0))
+    assert followed.token == 51
+    (entry,) = pending.shown()
+    assert entry.ledger is not None
+    assert entry.ledger.delay_s == 3.0
