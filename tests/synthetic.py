@@ -28,6 +28,7 @@ from trimmoe.core.ledger import Ledger
 from trimmoe.core.plan import Plan, plan_header
 from trimmoe.core.profile import Profile
 from trimmoe.core.specs import ClusterSpec, ModelSpec
+from trimmoe.engine.books import checked
 from trimmoe.engine.step import Engine
 
 
@@ -77,6 +78,8 @@ class Trajectory:
     exit_layer: int = -1
     """Layers passed when the token was predicted."""
     ledger: Ledger | None = None
+    was_wrong: bool = False
+    """Whether its exit was a draft that full depth did not confirm."""
 
     @property
     def path(self) -> list[Visit]:
@@ -129,11 +132,13 @@ class SyntheticDriver:
                         agrees = self.rng.random(len(audited)) < 0.5
                         pending += self.tell(Audited(wave=7, agrees=agrees))
                 case Trailed():
-                    for row, after in zip(command.rows.tolist(), command.ledgers, strict=True):
+                    agrees = self.rng.random(command.rows.size) < 0.5
+                    told = checked(command, agrees.tolist())
+                    for row, after, right in zip(command.rows.tolist(), told, agrees, strict=True):
                         before = wave[row].ledger
                         assert before is not None
                         wave[row].ledger = before + after
-                    agrees = self.rng.random(command.rows.size) < 0.5
+                        wave[row].was_wrong = bool(command.missed) and not right
                     pending += self.tell(Audited(wave=7, agrees=agrees))
         self.trajectories += wave
         return wave

@@ -20,7 +20,7 @@ from tiny import CONTEXT
 from trimmoe.core.events import Attend, Execute, Routed, TokensArrived
 from trimmoe.core.profile import ExitState
 from trimmoe.models.exact import exact_logits
-from trimmoe.policy.settings import trimmoe
+from trimmoe.policy.settings import final_exits, trimmoe
 from trimmoe.runtime.counters import ExpertCounter, ExpertUse
 from trimmoe.runtime.decoder import ExactDecoder
 from trimmoe.runtime.local_service import LocalService
@@ -109,7 +109,7 @@ async def test_a_stop_token_ends_the_answer_and_is_its_last_token(tiny: Tiny) ->
 
 async def test_each_request_has_its_own_budget(tiny: Tiny) -> None:
     """One asks for exactness, one for a budget, side by side; neither sees the other."""
-    settings = replace(trimmoe(), budget=0.3, exit_risk=None, audit_share=0.0)
+    settings = replace(final_exits(), budget=0.3, exit_risk=None, audit_share=0.0)
     async with running(tiny.planned(settings)) as service:
         exact, loose = await asyncio.gather(
             read(service.submit(request(PROMPTS[1], 24, exact=True))),
@@ -230,7 +230,8 @@ async def test_the_service_counts_links_and_experts_as_the_ledgers_do(
     tiny: Tiny, state: ExitState
 ) -> None:
     """But for experts of tokens that went on after their answers: those cost no token anything."""
-    settings = replace(trimmoe(), budget=0.3, exit_risk=None, audit_share=0.5, exit_state=state)
+    settings = replace(final_exits(), budget=0.3, exit_risk=None, audit_share=0.5)
+    settings = replace(settings, exit_state=state)
     async with running(tiny.planned(settings)) as service:
         answers = await asyncio.gather(
             *(read(service.submit(request(prompt, 12, confidence=0.5))) for prompt in PROMPTS[:4])

@@ -88,6 +88,7 @@ def test_audits_are_counted_and_pull_p_up(bench: Bench, texts) -> None:
     sworn = replace(bench.profile, exit_error_upper=harmless, exit_echo=np.zeros(2))
     policy = replace(
         base_policy(budget=0.9, confidence=0.0),
+        draft_confidence=None,
         exit_risk=0.0, exits_charged=False, audit_share=1.0, window_tokens=16,
     )  # fmt: skip
     one = measure_policy(bench.view, sworn, bench.plan, "near", passages, policy, seed=0)

@@ -29,7 +29,7 @@ from trimmoe.runtime.service import (
 from wires import soon, until
 
 DRIVERS = {"in process": 0, "one node": 1, "three nodes": 3}
-TRIMMING = replace(PRESETS["trimmoe"](), budget=0.2, exit_risk=None, audit_share=0.2)
+TRIMMING = replace(PRESETS["final-exits"](), budget=0.2, exit_risk=None, audit_share=0.2)
 PROMPTS = [
     list(range(5 + i, 5 + i + length)) for i, length in enumerate([1, 40, 3, 17, 9, 2, 64, 5])
 ]

@@ -43,6 +43,10 @@ def replicated(tiny: Tiny, *, holders: dict[int, list[int]]) -> tuple[Profile, P
 
 ALL = list(range(LAYERS))
 EVERYWHERE = dict.fromkeys(range(4), ALL)
+DRAFTING = replace(
+    PRESETS["trimmoe"](), draft_confidence=0.6, budget=0.0, exits_weighed=False, name="drafting"
+)
+either = pytest.mark.parametrize("policy", [PRESETS["exact"](), DRAFTING], ids=["exact", "drafts"])
 
 
 def expected(tiny: Tiny, prompt: list[int], new: int) -> list[int]:
@@ -57,11 +61,14 @@ def restarts(servers: Servers) -> dict[int, int]:
     return {server: node.desk.restarts for server, node in servers.nodes.items()}
 
 
-async def test_a_server_that_dies_takes_no_answer_with_it(tiny: Tiny) -> None:
+@either
+async def test_a_server_that_dies_takes_no_answer_with_it(
+    tiny: Tiny, policy: PolicySettings
+) -> None:
     """Those that cross it go on elsewhere without a token lost or repeated; others never notice."""
     profile, plan = replicated(tiny, holders=EVERYWHERE)
     prompts = [[5 + i, 9, 77, 31 + i] for i in range(6)]
-    async with running(tiny, profile=profile, plan=plan) as cluster:
+    async with running(tiny, profile=profile, plan=plan, policy=policy) as cluster:
         access = [(0, 2, 3)[i % 3] for i in range(6)]
         streams = [
             cluster.nodes[server].service.submit(request(prompt, LONG))
@@ -101,12 +108,15 @@ async def test_a_server_that_fails_inside_is_as_good_as_dead(
     assert "broken on purpose" in caplog.text
 
 
-async def test_sampled_answers_go_on_with_the_same_draws(tiny: Tiny) -> None:
+@either
+async def test_sampled_answers_go_on_with_the_same_draws(
+    tiny: Tiny, policy: PolicySettings
+) -> None:
     profile, plan = replicated(tiny, holders=EVERYWHERE)
     asked = request([70, 71, 72], 60, sampling=Sampling(temperature=1.2, top_p=0.9, seed=5))
     answers = []
     for dies in (False, True):
-        async with running(tiny, profile=profile, plan=plan) as cluster:
+        async with running(tiny, profile=profile, plan=plan, policy=policy) as cluster:
             stream = cluster.nodes[0].service.submit(asked)
             events = await some(stream, 10)
             if dies:
@@ -322,11 +332,14 @@ async def test_a_link_that_stalls_briefly_costs_nothing_but_time(tiny: Tiny) -> 
     assert tokens_of(events) == expected(tiny, [3, 4, 5], 60)
 
 
-async def test_a_link_that_is_cut_and_heals_loses_no_token(tiny: Tiny) -> None:
+@either
+async def test_a_link_that_is_cut_and_heals_loses_no_token(
+    tiny: Tiny, policy: PolicySettings
+) -> None:
     """Both servers live on; what was under way between them is done again on a way around."""
     profile, plan = replicated(tiny, holders=EVERYWHERE)
     plan = replace(plan, routes=np.array([[0, 1, 2, 0], [1] * 4, [2] * 4, [3] * 4]))
-    async with running(tiny, profile=profile, plan=plan) as cluster:
+    async with running(tiny, profile=profile, plan=plan, policy=policy) as cluster:
         stream = cluster.nodes[0].service.submit(request([3, 4, 5], LONG))
         events = await some(stream, 4)
         one, other = cluster.names[1], cluster.names[2]
@@ -350,7 +363,7 @@ async def test_the_budget_holds_across_a_restart(tiny: Tiny) -> None:
     profile, plan = replicated(tiny, holders=EVERYWHERE)
     # Exits are taken whenever they are sure enough, so that there is something to spend on.
     chosen = {"exit_risk": None, "audit_share": 0.0, "exits_weighed": False}
-    policy = replace(PRESETS["trimmoe"](), budget=0.1, **chosen)
+    policy = replace(PRESETS["final-exits"](), budget=0.1, **chosen)
     async with running(tiny, profile=profile, plan=plan, policy=policy) as cluster:
         streams = [
             cluster.nodes[0].service.submit(request([3, 4, i], LONG, confidence=0.6))
@@ -375,15 +388,20 @@ async def test_the_budget_holds_across_a_restart(tiny: Tiny) -> None:
     assert spent_later > 0
 
 
+@either
 @pytest.mark.parametrize("seed", range(4))
-async def test_servers_may_die_and_return_at_any_moment(tiny: Tiny, seed: int) -> None:
+async def test_servers_may_die_and_return_at_any_moment(
+    tiny: Tiny, policy: PolicySettings, seed: int
+) -> None:
     """Long prompts and answers everywhere, one server after the other gone and back."""
     rng = np.random.default_rng(seed)
     profile, plan = replicated(tiny, holders={0: ALL, 1: ALL, 2: [0, 2], 3: [1, 3]})
     routes = rng.integers(4, size=(4, LAYERS))
     plan = replace(plan, routes=routes)
     prompts = [rng.integers(0, 256, int(rng.integers(1, 120))).tolist() for _ in range(6)]
-    async with running(tiny, profile=profile, plan=plan, prefill_chunk=16) as cluster:
+    async with running(
+        tiny, profile=profile, plan=plan, policy=policy, prefill_chunk=16
+    ) as cluster:
         streams = [cluster.nodes[0].service.submit(request(prompt, 40)) for prompt in prompts]
         reading = asyncio.gather(*(read(stream) for stream in streams))
         for victim in rng.permutation([1, 2, 3])[:2].tolist():

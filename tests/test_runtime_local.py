@@ -95,13 +95,31 @@ def test_exact_execution_is_transformers_greedy_token_for_token(world: World) ->
 
 
 def test_no_budget_and_no_exits_is_the_exact_model_bit_for_bit(world: World) -> None:
-    settings = replace(PRESETS["trimmoe"](), budget=0.0)
+    settings = replace(PRESETS["final-exits"](), budget=0.0)
     made, steps = run(world.driver(settings), budget=0.0, confidence=2.0)
     same, exact_steps = run(world.driver(PRESETS["exact"]()), budget=0.0, confidence=2.0)
     assert made == same == greedy(world.view, PROMPTS, NEW)
     for ours, theirs in zip(steps, exact_steps, strict=True):
         for one, other in zip(ours, theirs, strict=True):
             assert torch.equal(one.logits, other.logits)
+
+
+def test_drafts_change_nothing_in_what_is_predicted(world: World) -> None:
+    settings = replace(PRESETS["lossless"](), draft_confidence=0.3, exits_weighed=False)
+    driver = world.driver(settings)
+    made, steps = run(driver, budget=0.0, confidence=0.9)
+    assert made == greedy(world.view, PROMPTS, NEW)
+    _, plain = run(world.driver(PRESETS["exact"]()), budget=0.0, confidence=2.0)
+    wrong = right = 0
+    for ours, theirs in zip(steps, plain, strict=True):
+        for one, other in zip(ours, theirs, strict=True):
+            assert torch.allclose(one.logits, other.logits, atol=1e-5)
+            exited = one.ledger.kinds[:, Kind.EXITED].sum()
+            wrong += one.ledger.audits > 0 and not exited
+            right += exited > 0
+    assert wrong
+    assert right
+    assert driver.state.feedback.false_exits == wrong
 
 
 class Scripted:
@@ -125,7 +143,7 @@ class Scripted:
 
 def scripted(world: World, skipped: set[int], **settings) -> LocalDriver:
     policy = replace(
-        PRESETS["trimmoe"](), audit_share=0.0, exit_risk=None, exits_charged=False, **settings
+        PRESETS["final-exits"](), audit_share=0.0, exit_risk=None, exits_charged=False, **settings
     )
     return world.driver(policy, policy=Scripted(skipped))
 

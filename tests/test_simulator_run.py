@@ -75,7 +75,7 @@ def world(
     if lying:
         profile = hostile(rng, profile)
     plan = random_plan(rng, model, random_cluster(rng, servers=servers))
-    chosen = replace(PRESETS[preset](), **policy)
+    chosen = replace(PRESETS[preset](), **({"draft_confidence": None} | policy))
     engine = make_engine(plan, profile, model, chosen)
     deployment = deploy(plan, profile, model, chosen.accounting)
     return World(model=model, profile=profile, trace=trace, deployment=deployment, engine=engine)

@@ -28,7 +28,7 @@ from trimmoe.experiments.methods import configured, find_method, make_engine, me
 from trimmoe.models.base import MoEView
 from trimmoe.models.load import open_model
 from trimmoe.policy.base import Decision, Observation
-from trimmoe.policy.settings import PolicySettings, WeightRule, trimmoe
+from trimmoe.policy.settings import PolicySettings, WeightRule, final_exits
 from trimmoe.runtime.layerwise import Layerwise
 from trimmoe.runtime.local import LocalDriver
 from trimmoe.runtime.texts import Scored, Text, batches, schedule
@@ -104,7 +104,12 @@ def worlds(views: dict[str, MoEView]) -> dict[str, World]:
 
 def policy_of(*, budget: float, exits: bool, **changes) -> PolicySettings:
     policy = replace(
-        trimmoe(), budget=budget, confidence=0.4, exit_risk=None, audit_share=0.1, window_tokens=16
+        final_exits(),
+        budget=budget,
+        confidence=0.4,
+        exit_risk=None,
+        audit_share=0.1,
+        window_tokens=16,
     )
     levers = replace(policy.levers, exit=exits)
     return replace(policy, levers=levers, **changes)
@@ -236,6 +241,22 @@ def test_every_token_fares_as_in_decoding_step_by_step(
     assert ledger.slots_dropped > 0
     assert ledger.share(Kind.LOCAL_SUBSTITUTE, Kind.REMOTE_SUBSTITUTE) > 0
     assert bool(ledger.share(Kind.EXITED)) == (exits is not None)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_drafts_are_told_as_full_depth_has_it(worlds: dict[str, World], family: str) -> None:
+    world = worlds[family]
+    policy = policy_of(budget=0.0, exits=True, draft_confidence=0.3, exits_weighed=False)
+    scored, _ = compared(world, world.engine(policy), world.texts(policy))
+    exact = policy_of(budget=0.0, exits=False)
+    plain, _ = compared(world, world.engine(exact), world.texts(exact))
+    for one, same in zip(scored, plain, strict=True):
+        assert one.prediction == same.prediction
+        assert one.logprob == pytest.approx(same.logprob, abs=1e-4)
+    told = total(scored)
+    assert told.audits > 0
+    assert told.kinds[:, Kind.EXITED].sum() > 0
+    assert told.delay_s < total(plain).delay_s
 
 
 @settings(max_examples=25, derandomize=True)

@@ -29,7 +29,15 @@ from trimmoe.policy.build import (
     make_policy,
     starting_weights,
 )
-from trimmoe.policy.settings import PolicySettings, exact, paper, substitute_only, trimmoe
+from trimmoe.policy.settings import (
+    PolicySettings,
+    exact,
+    final_exits,
+    lossless,
+    paper,
+    substitute_only,
+    trimmoe,
+)
 
 PolicyMaker = Callable[[ActionSpace, Deployment, Profile], Policy]
 """Makes a policy of its own from the actions, the deployment and the profile."""
@@ -117,6 +125,8 @@ METHODS = {
         title="substitute only, H = 3", settings=lambda: replace(substitute_only(), horizon=3)
     ),
     "trimmoe": Method(title="TrimMoE", settings=trimmoe),
+    "lossless": Method(title="exact nearest, drafts", settings=lossless),
+    "final-exits": Method(title="exits final and charged", settings=final_exits),
     "no-skip": Method(title="without skips", settings=_without(skip=False, drop_slots=False)),
     "no-exit": Method(title="without exits", settings=_without(exit=False)),
     "no-look-ahead": Method(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 from trimmoe.core.profile import ExitState
 from trimmoe.cost.model import Accounting
@@ -31,6 +32,11 @@ class Variant:
 
 def _levers(**changes: bool) -> Change:
     return lambda policy: replace(policy, levers=replace(policy.levers, **changes))
+
+
+def _final(policy: PolicySettings, **changes: Any) -> PolicySettings:
+    """With exits that nobody checks before they are answered."""
+    return replace(policy, draft_confidence=None, **changes)
 
 
 def _letter(policy: PolicySettings) -> PolicySettings:
@@ -94,19 +100,24 @@ VARIANTS = (
     Variant(
         name="free-exits",
         what="exits trusted at p_J and not charged, p by (37)",
-        change=lambda policy: replace(
+        change=lambda policy: _final(
             policy, exits_charged=False, exit_risk=None, exit_rule=ExitRule.PAPER
         ),
     ),
     Variant(
+        name="final-exits",
+        what="an early prediction is the answer, and charged what it may flip",
+        change=_final,
+    ),
+    Variant(
         name="dense-exits",
         what="an exited token goes on without routed experts, and its echo is charged",
-        change=lambda policy: replace(policy, exit_state=ExitState.DENSE),
+        change=lambda policy: _final(policy, exit_state=ExitState.DENSE),
     ),
     Variant(
         name="frozen-exits",
         what="its state stands still in the layers left, and its echo is charged",
-        change=lambda policy: replace(policy, exit_state=ExitState.FROZEN),
+        change=lambda policy: _final(policy, exit_state=ExitState.FROZEN),
     ),
     Variant(
         name="no-echoes",

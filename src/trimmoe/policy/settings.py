@@ -12,6 +12,10 @@ from trimmoe.cost.model import Accounting
 BUDGET_USE_TARGET = 0.9
 """Share of the budget that a policy aims to spend."""
 
+DRAFT_CONFIDENCE = 0.6
+"""By default. Lower, more tokens set out early and more of them in vain: on the embedded model 12 %
+of the layers are not waited for at 0.6, and half as many run in vain; at 0.4 13 %, and as many."""
+
 
 class BudgetRule(StrEnum):
     """How a sequence's budget is portioned to its tokens."""
@@ -122,8 +126,25 @@ class PolicySettings:
 
 
 def trimmoe() -> PolicySettings:
-    """The default: all levers, with the readings of the design document."""
-    return PolicySettings(name="trimmoe")
+    """The default: all levers, with the readings of the design document; exits are drafts."""
+    return PolicySettings(name="trimmoe", draft_confidence=DRAFT_CONFIDENCE)
+
+
+def final_exits() -> PolicySettings:
+    """The default, but that a prediction is answered at its exit: no word of it waits for full
+    depth, and what it may flip is charged."""
+    return replace(trimmoe(), name="final-exits", draft_confidence=None)
+
+
+def lossless() -> PolicySettings:
+    """Every slot's target at its fastest host; drafts save waiting and nothing is approximated."""
+    plain = exact()
+    return replace(
+        plain,
+        name="lossless",
+        levers=replace(plain.levers, exit=True),
+        draft_confidence=DRAFT_CONFIDENCE,
+    )
 
 
 def paper() -> PolicySettings:
@@ -178,6 +199,8 @@ def substitute_only() -> PolicySettings:
 
 PRESETS = {
     "trimmoe": trimmoe,
+    "final-exits": final_exits,
+    "lossless": lossless,
     "paper": paper,
     "exact": exact,
     "substitute-only": substitute_only,
