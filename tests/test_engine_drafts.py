@@ -52,8 +52,13 @@ class Replayed:
     def ledgers(
         self, policy: PolicySettings, confidence: float = CONFIDENCE, trace: Trace | None = None
     ) -> list[Ledger]:
-        told = {"budget": policy.budget, "confidence": confidence}
-        return replay(self.engine(policy), trace or self.trace, self.access, **told)
+        return replay(
+            self.engine(policy),
+            trace or self.trace,
+            self.access,
+            budget=policy.budget,
+            confidence=confidence,
+        )
 
 
 @settings(deadline=None, max_examples=20)

@@ -111,7 +111,9 @@ def serve(
     text: Annotated[
         list[Path] | None, typer.Option(help="What to calibrate on without a profile; repeatable.")
     ] = None,
-    policy: Annotated[str | None, typer.Option(help="trimmoe, substitute-only or exact.")] = None,
+    policy: Annotated[
+        str | None, typer.Option(help="One of the presets; trimmoe if not given.")
+    ] = None,
     budget: Annotated[
         float | None, typer.Option(help="Flip rate a token may lose; default 0.02.")
     ] = None,

@@ -24,6 +24,8 @@ from trimmoe.policy.settings import PolicySettings
 _NOTHING = 0.005
 """Smaller relative differences are not made much of."""
 ABLATIONS = ("no-skip", "no-exit", "no-look-ahead", "no-redundancy")
+EXITS = ("final-exits", "lossless")
+"""What drafts are worth: exits answered and charged instead, and drafts alone."""
 
 
 def _levers_off(**levers: bool) -> Callable[[PolicySettings], PolicySettings]:
@@ -38,11 +40,11 @@ _LETTER_CHANGES = {
 
 
 def pinned_ablations() -> tuple[Contender, ...]:
-    """Ours on our plan, whole and with one part less."""
+    """Ours on our plan, whole, with one part less, and by the exits it has."""
     whole = next(one for one in pinned_best() if one.of == "trimmoe")
     less = (
         Contender(key=f"pinned/{name}", title=METHODS[name].title, method=METHODS[name], of=name)
-        for name in ABLATIONS
+        for name in (*ABLATIONS, *EXITS)
     )
     return (whole, *less)
 
@@ -73,7 +75,8 @@ def letter_ablations() -> tuple[Contender, ...]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ablation:
-    """Without skips, exits, look-ahead and redundancy, one at a time."""
+    """Without skips, exits, look-ahead and redundancy, one at a time; pinned, also what drafts are
+    worth."""
 
     number: str = "10"
     title: str = "Ablation study"
