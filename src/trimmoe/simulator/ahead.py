@@ -34,9 +34,8 @@ from trimmoe.core.events import (
     Trailed,
 )
 from trimmoe.core.ledger import Ledger
-from trimmoe.core.specs import FloatArray, IntArray
+from trimmoe.core.specs import BoolArray, FloatArray, IntArray
 from trimmoe.core.wave import Wave, join_waves
-from trimmoe.engine.books import checked
 from trimmoe.engine.state import EngineState
 from trimmoe.engine.step import Engine
 from trimmoe.policy.trim import rounded_weight
@@ -59,6 +58,9 @@ class Itinerary:
     """[n, N+1]."""
     layers: IntArray
     """Layers passed, [n]."""
+    wrong_at: IntArray
+    """After how many layers a draft was made of it that is wrong and that something follows; NONE
+    where there is no such draft, [n]."""
     ledgers: list[Ledger]
     receipts: list[Receipt]
 
@@ -69,6 +71,7 @@ class Itinerary:
             server=self.server[order],
             place=self.place[order],
             layers=self.layers[order],
+            wrong_at=self.wrong_at[order],
             ledgers=[self.ledgers[row] for row in order.tolist()],
             receipts=[self.receipts[row] for row in order.tolist()],
         )
@@ -81,13 +84,22 @@ class Itinerary:
             server=np.zeros((count, layers, slots), dtype=np.int64),
             place=np.zeros((count, layers + 1), dtype=np.int64),
             layers=np.zeros(count, dtype=np.int64),
+            wrong_at=np.full(count, NONE),
             ledgers=[None] * count,  # type: ignore[list-item]
             receipts=[None] * count,  # type: ignore[list-item]
         )
 
 
-def travel(engine: Engine, state: EngineState, wave: Wave, feed: TraceFeed, tokens: IntArray):
-    """Take a wave through all its layers; tokens [n] are rows of the trace.
+def travel(
+    engine: Engine,
+    state: EngineState,
+    wave: Wave,
+    feed: TraceFeed,
+    tokens: IntArray,
+    last: BoolArray,
+) -> Itinerary:
+    """Take a wave through all its layers; tokens [n] are rows of the trace, `last` [n] are the last
+    of their requests.
 
     The accounts of its sequences must not be in `state`: receipts come back instead.
     """
@@ -118,12 +130,12 @@ def travel(engine: Engine, state: EngineState, wave: Wave, feed: TraceFeed, toke
                 for row, ledger, receipt in closed:
                     journey.ledgers[row], journey.receipts[row] = ledger, receipt
                 continue
+            case Trailed(rows=rows) if command.missed:
+                _confirm(journey, command, feed, tokens[rows], wave.draws[rows], last[rows])
+                continue
             case Trailed(rows=rows):
-                right = feed.agrees(tokens[rows], journey.layers[rows], wave.draws[rows])
-                for row, after in zip(rows.tolist(), checked(command, right.tolist()), strict=True):
+                for row, after in zip(rows.tolist(), command.ledgers, strict=True):
                     journey.ledgers[row] += after
-                if command.missed:
-                    journey.layers[rows[~right]] = layers
                 continue
             case Probe():
                 continue
@@ -132,6 +144,30 @@ def travel(engine: Engine, state: EngineState, wave: Wave, feed: TraceFeed, toke
         state, commands = engine.step(state, event)
         pending.extend(commands)
     return journey
+
+
+def _confirm(
+    journey: Itinerary,
+    command: Trailed,
+    feed: TraceFeed,
+    tokens: IntArray,
+    draws: FloatArray,
+    last: BoolArray,
+) -> None:
+    """Full depth has spoken of drafts, of `tokens` [n] with their `draws` and whether they are the
+    `last` of their requests.
+
+    Everybody waits for full depth where a draft is wrong, and at the end of a request, which is not
+    answered before that has confirmed it.
+    """
+    rows = command.rows
+    exited = journey.layers[rows]
+    wrong = ~feed.agrees(tokens, exited, draws)
+    journey.wrong_at[rows] = np.where(wrong & ~last, exited, NONE)
+    journey.layers[rows] = np.where(wrong | last, journey.expert.shape[1], exited)
+    told = zip(rows.tolist(), command.ledgers, command.missed, (wrong | last).tolist(), strict=True)
+    for row, after, missed, waited_for in told:
+        journey.ledgers[row] += missed if waited_for else after
 
 
 @dataclass(kw_only=True)
@@ -170,8 +206,11 @@ class Ahead:
         for states in (self.settled, self.ahead):
             self._tell(states, access, SequenceClosed(sequence=request))
 
-    def decide(self, requests: IntArray, numbers: IntArray, tokens: IntArray) -> Itinerary:
-        """The next token of each of these requests [n]: their `numbers`-th, `tokens` in the trace.
+    def decide(
+        self, requests: IntArray, numbers: IntArray, tokens: IntArray, last: BoolArray
+    ) -> Itinerary:
+        """The next token of each of these requests [n]: their `numbers`-th, `tokens` in the trace;
+        of some it is the `last`.
 
         Afterwards the next ones may be decided."""
         draws = uniform(self.seed, requests, numbers)
@@ -184,7 +223,8 @@ class Ahead:
             waves.append(self._departed(state, sequences, draws[rows]))
         order = np.concatenate(groups)
         state = EngineState(feedback=self.ahead[0].feedback)
-        journey = travel(self.engine, state, join_waves(waves), self.feed, tokens[order])
+        wave = join_waves(waves)
+        journey = travel(self.engine, state, wave, self.feed, tokens[order], last[order])
         journey = journey.reordered(np.argsort(order))
         self._settle(self.ahead, journey.receipts, learns=False)
         return journey
@@ -197,7 +237,8 @@ class Ahead:
             state, _ = self.engine.step(state, opened)
         wave = self._departed(state, tuple(requests.tolist()), np.ones(tokens.size))
         elsewhere = EngineState(feedback=state.feedback)
-        return travel(self.engine, elsewhere, wave, self.feed, tokens)
+        nothing_exits = np.zeros(tokens.size, dtype=bool)
+        return travel(self.engine, elsewhere, wave, self.feed, tokens, nothing_exits)
 
     def _departed(self, state: EngineState, sequences: tuple[int, ...], draws: FloatArray) -> Wave:
         """The next tokens of these sequences, on their way; the state is not kept."""

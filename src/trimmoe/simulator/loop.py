@@ -13,6 +13,7 @@ from trimmoe.simulator.layers import fan_out, gather, part, size
 from trimmoe.simulator.links import send
 from trimmoe.simulator.service import enter, free, is_dense, quick, ready, serve, take, wake
 from trimmoe.simulator.turns import (
+    drafted,
     follow,
     follow_trail,
     go_on_in_turn,
@@ -25,6 +26,7 @@ from trimmoe.simulator.world import (
     AREA,
     DISPATCH,
     DONE,
+    DRAFT_BACK,
     DUE,
     EVENTS,
     EXPERTS,
@@ -140,10 +142,13 @@ def _go_on(world, rows, asked, state, server):
         unit, following = state.entry_unit[entry], state.entry_next[entry]
         free(state, entry)
         layer, since_s = rows.layer[unit], state.entry_ready_s[entry]
-        if layer == 0:
-            _set_out(world, rows, asked, state, unit, 1, since_s)
-        elif layer < rows.layers[unit] and wanted(world, rows, asked, state, server, unit):
-            go_on_in_turn(rows, state, server, unit, since_s)
+        if layer == rows.draft_at[unit]:
+            drafted(world, rows, asked, state, server, unit)
+        if layer < rows.layers[unit] and wanted(world, rows, asked, state, server, unit):
+            if layer == 0:
+                _set_out(world, rows, asked, state, unit, 1, since_s)
+            else:
+                go_on_in_turn(rows, state, server, unit, since_s)
         elif rows.trailing[unit]:
             trailed(rows, asked, state, unit)
         else:
@@ -288,6 +293,8 @@ def _finished(world, rows, asked, state, unit):
     numbers[IN_FLIGHT] -= 1
     asked.done[request] += 1
     asked.row[request] = NONE
+    if rows.draft[unit] != NONE:
+        rows.over_s[rows.draft[unit]] = now
     if asked.done[request] < asked.units[request]:
         if asked.done[request] >= asked.prompts[request]:
             push(state, now, 1, TOKEN, request)
@@ -313,6 +320,8 @@ def _delivered(world, rows, asked, state, at):
         go_on_in_turn(rows, state, server, owner, state.clock[NOW])
     elif role == TOKEN_BACK:
         _finished(world, rows, asked, state, owner)
+    elif role == DRAFT_BACK:
+        quick(state, server, owner)
     while entry != NONE:
         unit, following = state.entry_unit[entry], state.entry_next[entry]
         free(state, entry)

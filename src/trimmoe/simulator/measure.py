@@ -81,6 +81,12 @@ class Sample:
     """Every unit that finished since the start."""
     output_tokens: int
     """Tokens that users got, those out of prompts included."""
+    drafts: int
+    """Exits of those decoded tokens on which the next token set out."""
+    wrong_drafts: int
+    """Those of them that full depth did not confirm."""
+    withdrawn_layers: int
+    """Token-layers executed for what set out on wrong drafts; what that sent is in the ledgers."""
 
     @property
     def duration_s(self) -> float:
@@ -142,6 +148,9 @@ def sample(
         after=after,
         all_units=log,
         output_tokens=int((measured & gives).sum()),
+        drafts=units.right_drafts + units.wrong_drafts,
+        wrong_drafts=units.wrong_drafts,
+        withdrawn_layers=units.withdrawn_layers,
     )
 
 
@@ -196,6 +205,9 @@ def figures(one: Sample, sla_s: float) -> dict[str, float]:
         "sent_mb_per_s": float(one.link_bytes.sum()) / one.duration_s / 1e6,
         "hops_per_token": ledger.hops / tokens,
         "remote_share": ledger.remote_share,
+        "drafts_per_token": one.drafts / tokens,
+        "wrong_draft_share": one.wrong_drafts / max(one.drafts, 1),
+        "withdrawn_layers_per_token": one.withdrawn_layers / tokens,
         "budget_per_token": ledger.budget / tokens,
         "budget_spent_per_token": ledger.loss / tokens,
         "sla_share": _mean((one.token_s <= sla_s).astype(np.float64)),

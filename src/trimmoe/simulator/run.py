@@ -73,14 +73,16 @@ def simulate(
 
     `requests` are played instead of drawn ones, in the closed loop each as soon as there is room.
     `policy_of` makes the policy of a deployment anew where waiting times are fed back; by default
-    the one of the engine's settings. Raises `UserError` if prompts are to be simulated under
-    `migrate` accounting, where a chunk has no one place.
+    the one of the engine's settings. Raises `UserError` if prompts or drafts are to be simulated
+    under `migrate` accounting, where a chunk has no one place and nothing confirms a draft.
     """
     load = settings.load
     assert requests is None or requests.count
     migrates = engine.cost.accounting is Accounting.MIGRATE
     if migrates and load.prefill is not Prefill.EXCLUDED:
         raise UserError("`migrate` accounting has no prompts; exclude the prefill.")
+    if migrates and engine.settings.drafts:
+        raise UserError("`migrate` accounting has no drafts; leave draft_confidence out.")
 
     def rebuilt(waiting_s: FloatArray) -> Engine:
         cost = engine.cost.with_waiting(waiting_s)
@@ -113,6 +115,7 @@ class _Run:
         load, cost = settings.load, engine.cost
         self.settings, self.trace, self.rebuilt = settings, trace, rebuilt
         self.closed = load.concurrency is not None
+        self.drafts = engine.settings.drafts
         self.world = make_world(
             cost,
             cluster,
@@ -146,8 +149,9 @@ class _Run:
         self.waited = np.zeros((2, cost.server_count))
         self.finished: list[tuple[int, int]] = []
         """Rows and requests of decoded tokens since the last control instant."""
-        self.trailing: list[int] = []
-        """Rows of tokens that are with their users and still leave states in the layers left."""
+        self.trailing = np.zeros(0, dtype=np.int64)
+        """Rows of tokens that are with their users and still leave states in the layers left, and
+        of what follows wrong drafts and has not been withdrawn everywhere."""
         self.units = Units.empty(cost.layer_count, cost.server_count, cost.hidden_bytes)
         self.until_s = 0.0
         self._start()
@@ -213,6 +217,9 @@ class _Run:
         decoded = np.array([pool.receipts[one[0]] is not None for one in units], dtype=bool)
         measured = decoded & (times[:, 1] >= self.settings.warm_up_s)
         self.units.count(pool.books, rows, measured[unit])
+        if self.drafts:
+            shown = rows[measured[unit]]
+            self.units.count_drafts(pool.books, shown, pool.rows.draft[shown] != NONE)
         sums = np.zeros((logged, 2))
         np.add.at(sums, unit, pool.books.numbers[rows][:, [DELAY_S, LOSS]])
         for at, (request, row) in enumerate(log.tolist()):
@@ -243,13 +250,7 @@ class _Run:
         access = self.table.asked.access[finished[:, 1]]
         audits = np.bincount(access, audited, self.waiting_s.size).astype(np.int64)
         stale = self.decider.control(receipts, audits, self._engine())
-        done = [*self.trailing, *(row for row, _ in self.finished)]
-        self.finished, self.trailing = [], []
-        for row in done:
-            if self.pool.rows.trailing[row]:
-                self.trailing.append(row)
-            else:
-                self.pool.free(row)
+        self._clear()
         for request in self.table.closing:
             self.decider.close(request)
         self.table.closing.clear()
@@ -257,6 +258,21 @@ class _Run:
             self.table.drop_ahead(self.pool)
             flying = self.table.asked.row[self.table.asked.row != NONE].tolist()
             self.decider.rewind(self._receipts(flying))
+
+    def _clear(self) -> None:
+        """Give back the rows of what is through."""
+        pool = self.pool
+        finished = np.array([row for row, _ in self.finished], dtype=np.int64)
+        done = np.concatenate([self.trailing, finished, pool.drafts(finished)])
+        under_way = pool.rows.trailing[done]
+        self.finished, self.trailing = [], done[under_way]
+        through = done[~under_way]
+        if self.drafts:
+            withdrawn = through[np.isfinite(pool.rows.over_s[through])]
+            measured = pool.rows.over_s[withdrawn] >= self.settings.warm_up_s
+            self.units.withdraw(self.decider.engine.cost, pool.rows, withdrawn, measured)
+        for row in through.tolist():
+            pool.free(row)
 
     def _receipts(self, rows: list[int]) -> list[Receipt]:
         """Those of decoded tokens; prompts have none."""
@@ -296,7 +312,8 @@ class _Run:
             tokens = table.tokens(
                 wanting, table.requests.prompt[wanting] + numbers, self.trace.length
             )
-            journey = self.decider.decide(wanting, numbers, tokens)
+            last = numbers + 1 == decoded[wanting]
+            journey = self.decider.decide(wanting, numbers, tokens, last)
             for request, row in zip(
                 wanting.tolist(), self.pool.add(journey, decoded=True).tolist(), strict=True
             ):

@@ -34,18 +34,39 @@ class RowPool:
 
     def add(self, journey: Itinerary, *, decoded: bool) -> IntArray:
         """Store n tokens; their rows, [n]."""
-        count = journey.layers.size
+        at = self._taken(journey.layers.size)
+        self.rows.expert[at], self.rows.server[at] = journey.expert, journey.server
+        self.rows.place[at], self.rows.layers[at] = journey.place, journey.layers
+        self.rows.prompt[at], self.rows.draft_at[at] = not decoded, journey.wrong_at
+        self.books.write(at, journey.ledgers)
+        for row, receipt in zip(at.tolist(), journey.receipts, strict=True):
+            self.receipts[row] = receipt if decoded else None
+        wrong = at[journey.wrong_at != NONE]
+        if wrong.size:
+            self._add_drafts(wrong)
+        return at
+
+    def _add_drafts(self, wrong: IntArray) -> None:
+        """Rows of what sets out on the drafts of tokens [n]: copies of these, without books."""
+        at = self._taken(wrong.size)
+        for column in (self.rows.expert, self.rows.server, self.rows.place, self.rows.layers):
+            column[at] = column[wrong]
+        self.rows.prompt[at], self.rows.draft_at[at] = False, NONE
+        self.rows.draft[wrong] = at
+
+    def drafts(self, rows: IntArray) -> IntArray:
+        """Rows of what sets out on wrong drafts of these tokens."""
+        drafts = self.rows.draft[rows]
+        return drafts[drafts != NONE]
+
+    def _taken(self, count: int) -> IntArray:
+        """Free rows, from now on in use, [n]."""
         if len(self._free) < count:
             self._grow(max(count, len(self.receipts), 1024))
         taken, self._free = self._free[-count:], self._free[:-count]
         at = np.array(taken, dtype=np.int64)
-        self.rows.expert[at], self.rows.server[at] = journey.expert, journey.server
-        self.rows.place[at], self.rows.layers[at] = journey.place, journey.layers
-        self.rows.sibling[at] = self.rows.after[at] = NONE
-        self.rows.prompt[at] = not decoded
-        self.books.write(at, journey.ledgers)
-        for row, receipt in zip(taken, journey.receipts, strict=True):
-            self.receipts[row] = receipt if decoded else None
+        self.rows.sibling[at] = self.rows.after[at] = self.rows.draft[at] = NONE
+        self.rows.over_s[at] = np.inf
         return at
 
     def unit(self, row: int) -> list[int]:
@@ -59,6 +80,12 @@ class RowPool:
     def free(self, row: int) -> None:
         """Give back a unit's rows."""
         self._free += self.unit(row)
+
+    def drop(self, row: int) -> None:
+        """Give back a unit that has not begun, with what would set out on its draft."""
+        if self.rows.draft[row] != NONE:
+            self.free(int(self.rows.draft[row]))
+        self.free(row)
 
     def _grow(self, more: int) -> None:
         before = len(self.receipts)
@@ -154,5 +181,5 @@ class RequestTable:
             asked.ahead[request] = kept
             while row != NONE:
                 following = int(pool.rows.after[row])
-                pool.free(row)
+                pool.drop(row)
                 row = following

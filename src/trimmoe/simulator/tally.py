@@ -10,6 +10,8 @@ from numpy.typing import NDArray
 
 from trimmoe.core.ledger import Kind, Ledger
 from trimmoe.core.specs import BoolArray, FloatArray, IntArray
+from trimmoe.cost.model import CostModel, add_layer_messages
+from trimmoe.simulator.world import Rows
 
 # Columns of `Books.numbers`.
 TOKENS, RUN, DROPPED, DELAY_S, LOSS, BUDGET, AUDITS = range(7)
@@ -131,6 +133,11 @@ class Units:
     """Decoded tokens that finished after the warm-up."""
     everything: Tally
     """All tokens that finished, warm-up and prompts included."""
+    right_drafts: int = 0
+    """Of decoded tokens that finished after the warm-up."""
+    wrong_drafts: int = 0
+    withdrawn_layers: int = 0
+    """Token-layers that were executed on the latter."""
     _parts: list[UnitLog] = field(default_factory=list)
 
     @staticmethod
@@ -143,6 +150,31 @@ class Units:
         """Add the books of finished tokens [n]."""
         self.everything.add(books, rows)
         self.decoded.add(books, rows[measured])
+
+    def count_drafts(self, books: Books, rows: IntArray, wrong: BoolArray) -> None:
+        """Add the drafts of tokens [n] that finished after the warm-up: of some a `wrong` one, and
+        a right one of those that exited."""
+        self.right_drafts += int(books.kinds[rows, -1, Kind.EXITED].sum())
+        self.wrong_drafts += int(wrong.sum())
+
+    def withdraw(self, cost: CostModel, rows: Rows, units: IntArray, measured: BoolArray) -> None:
+        """Add what was executed and sent on wrong drafts by `units` [n], some of which follow
+        tokens that finished after the warm-up: it is no token's, but links carried it."""
+        passed = rows.layer[units]
+        of, layer = np.nonzero(np.arange(cost.layer_count) < passed[:, None])
+        row = units[of]
+        sent = np.zeros((2, cost.server_count, cost.server_count), dtype=np.int64)
+        columns = (
+            measured[of],
+            rows.place[row, layer],
+            rows.place[row, layer + 1],
+            rows.expert[row, layer],
+            rows.server[row, layer],
+        )
+        add_layer_messages(cost, sent, *(column.astype(np.int64) for column in columns))
+        self.everything.messages += sent.sum(0)
+        self.decoded.messages += sent[1]
+        self.withdrawn_layers += int(passed[measured].sum())
 
     def keep(self, part: UnitLog) -> None:
         """Add finished units."""

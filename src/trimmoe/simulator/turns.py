@@ -4,13 +4,19 @@ As at `runtime.node.floor`, a unit enters a layer only where those before it hav
 values that it attends to. Chunks of a prompt are all under way at once, and what a token that
 exited leaves in the layers left, its *trail*, may be when the next token is; all other tokens set
 out when the one before is through. A unit that may have to wait is the *follower* of its *leader*.
+
+Where exits are drafts, the next token follows the trail of one that was right. What sets out on a
+wrong one follows that token through the layers until it has come to its user, and is *withdrawn*
+then. It is a copy of that token: what the real one would do is unknown, and on average alike.
+Nothing follows it.
 """
 
 from __future__ import annotations
 
 from trimmoe.simulator.heap import inlined
+from trimmoe.simulator.links import send
 from trimmoe.simulator.service import quick, ready
-from trimmoe.simulator.world import DENSE, NONE, NOW, TRAILING
+from trimmoe.simulator.world import DENSE, DRAFT_BACK, NONE, NOW, TRAILING
 
 
 @inlined
@@ -67,17 +73,35 @@ def trail(world, rows, asked, state, server, unit, layers):
 
 
 @inlined
+def drafted(world, rows, asked, state, server, unit):
+    """A wrong draft of a token goes to its access server, where something sets out on it."""
+    draft, request = rows.draft[unit], rows.request[unit]
+    access = asked.access[request]
+    rows.request[draft], rows.layer[draft], rows.written[draft] = request, 0, 0
+    rows.leader[draft], rows.follower[draft], rows.parked[draft] = NONE, NONE, False
+    rows.trailing[draft] = True
+    state.numbers[TRAILING] += 1
+    follow(rows, draft, unit)
+    if server == access:
+        quick(state, access, draft)
+    else:
+        send(world, state, DRAFT_BACK, server, access, 0, NONE, 0, 0, 1, draft)
+
+
+@inlined
 def wanted(world, rows, asked, state, server, unit):
-    """Whether a unit is to go on: a trail is not where word has come that its request is over."""
+    """Whether a unit is to go on: a trail is not where word has come that its request is over, nor
+    what is withdrawn where word has come of that."""
     if not rows.trailing[unit]:
         return True
     request = rows.request[unit]
-    return state.clock[NOW] < asked.over_s[request] + world.delay_s[asked.access[request], server]
+    over_s = min(asked.over_s[request], rows.over_s[unit])
+    return state.clock[NOW] < over_s + world.delay_s[asked.access[request], server]
 
 
 @inlined
 def trailed(rows, asked, state, unit):
-    """A trail is through, or nobody wants the rest of it."""
+    """A trail or what is withdrawn is through, or nobody wants the rest of it."""
     request = rows.request[unit]
     leader, follower = rows.leader[unit], rows.follower[unit]
     rows.trailing[unit] = rows.apart[unit] = False

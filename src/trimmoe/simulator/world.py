@@ -3,7 +3,8 @@
 Shapes: M servers, N layers, E experts, k slots, R requests, T rows of decided tokens. A *unit* is
 what moves through the layers as one: a decoded token (one row) or a chunk of a prompt (one row per
 token); it goes by its first row. A request's chunks are all on their way at once, its decoded
-tokens one after the other, but for what a token that exited leaves in the layers left.
+tokens one after the other, but for what a token that exited leaves in the layers left and for what
+sets out on a wrong draft, which is *withdrawn*.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ RUNNING, DUE, TRAILING = 8, 9, 10
 # Words of `State.clock`.
 NOW, AREA = range(2)
 # Roles of messages.
-TOKEN_IN, DISPATCH, PART, TOKEN_BACK, STATE = range(5)
+TOKEN_IN, DISPATCH, PART, TOKEN_BACK, STATE, DRAFT_BACK = range(6)
 # Words of a message.
 ROLE, SOURCE, TARGET, LAYER, FIRST, VECTORS, IDS, OWNER = range(8)
 # Columns of the log of finished units.
@@ -105,9 +106,18 @@ class Rows(NamedTuple):
     parked: np.ndarray
     """Whether it waits for its leader, bool [T]."""
     trailing: np.ndarray
-    """Whether a token exited and its state is still passing layers, bool [T]."""
+    """Whether a token exited and its state is still passing layers, or it is to be withdrawn and
+    may not be through, bool [T]."""
     apart: np.ndarray
     """Whether it does so without decisions, apart from tokens."""
+    draft_at: IntArray
+    """Layers after which a token's prediction is a draft that is wrong and that something follows;
+    otherwise NONE, [T]."""
+    draft: IntArray
+    """Of such a token, the row of what sets out on the draft and is withdrawn; otherwise NONE,
+    [T]."""
+    over_s: FloatArray
+    """Of what is withdrawn, when the token it follows came to its user; otherwise infinite, [T]."""
 
 
 class Asked(NamedTuple):
@@ -202,4 +212,7 @@ def make_rows(count: int, layers: int, slots: int) -> Rows:
         parked=np.zeros(count, dtype=bool),
         trailing=np.zeros(count, dtype=bool),
         apart=np.zeros(count, dtype=bool),
+        draft_at=np.full(count, NONE),
+        draft=np.full(count, NONE),
+        over_s=np.full(count, np.inf),
     )
