@@ -114,8 +114,6 @@ def serve(
     policy: Annotated[
         str | None, typer.Option(help="One of the presets; trimmoe if not given.")
     ] = None,
-        str | None, typer.Option(help="One of the presets; trimmoe if not given.")
-    ] = None,
     budget: Annotated[
         float | None, typer.Option(help="Flip rate a token may lose; default 0.02.")
     ] = None,

@@ -117,7 +117,9 @@ class PolicySettings:
     of at `loss_weight` for all."""
 
     def __post_init__(self) -> None:
-        assert not self.drafts or self.exit_state is ExitState.WHOLE, "full depth checks drafts"
+        if self.drafts:
+            assert self.exit_state is ExitState.WHOLE, "full depth checks drafts"
+            assert self.accounting is not Accounting.MIGRATE, "where the check costs nothing"
 
     @property
     def drafts(self) -> bool:
@@ -191,7 +193,7 @@ def exact() -> PolicySettings:
 def substitute_only() -> PolicySettings:
     """The predecessor: similar experts stand in, every layer of every token runs."""
     return replace(
-        trimmoe(),
+        final_exits(),
         name="substitute-only",
         levers=Levers(drop_slots=False, skip=False, exit=False),
     )
