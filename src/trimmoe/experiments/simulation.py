@@ -77,7 +77,9 @@ def simulate_methods(
         method = find_method(name)
         policy = configured(method, budget=settings.budget, confidence=settings.confidence)
         if accounting is not None:
-            policy = replace(policy, accounting=accounting)
+            # Where tokens move for free nothing says what checking a draft would cost.
+            final = {"draft_confidence": None} if accounting is Accounting.MIGRATE else {}
+            policy = replace(policy, accounting=accounting, **final)
         asked = replace(settings, budget=policy.budget, confidence=policy.confidence)
         if policy.accounting is Accounting.MIGRATE:
             asked = replace(asked, load=replace(asked.load, prefill=Prefill.EXCLUDED))
