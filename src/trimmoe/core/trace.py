@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from trimmoe.core.artifact import Header, arrays_hash, load_artifact, save_artifact
 from trimmoe.core.errors import UserError
-from trimmoe.core.specs import IntArray
+from trimmoe.core.specs import BoolArray, IntArray
 
 TRACE_KIND = "trace"
 TRACE_FORMAT = 1
@@ -45,6 +45,8 @@ class Trace:
     probabilities: NDArray[np.float16] | None = None
     """The router's whole softmax, [T, N, E]; None where it was not kept. Only policies that route
     anew over all experts ask for it."""
+    wrong: BoolArray | None = None
+    """Whether a draft of the token was not confirmed, [T]; None where nobody has tried."""
 
     @property
     def token_count(self) -> int:
