@@ -18,6 +18,7 @@ from synthetic import random_plan
 from trimmoe.core.ledger import Kind, Ledger
 from trimmoe.core.profile import ExitState
 from trimmoe.core.trace import Trace
+from trimmoe.cost.model import Accounting
 from trimmoe.engine.step import Engine
 from trimmoe.experiments.methods import make_engine
 from trimmoe.policy.settings import PRESETS, PolicySettings
@@ -104,9 +105,23 @@ def test_all_right_they_only_save_and_all_wrong_they_cost_no_time(seed: int) -> 
         assert bad.hops >= whole.hops
 
 
-def test_drafts_are_not_charged_nor_raised_nor_taken_where_exits_are_ruled_out() -> None:
+def test_where_drafts_are_wrong_more_often_than_promised_fewer_are_made() -> None:
     world = Replayed(3)
-    bold = lossless(draft_confidence=0.6, window_tokens=1)
+    bold = lossless(draft_confidence=0.6, window_tokens=6)
+    all_wrong, all_right = (
+        replace(world.trace, wrong=np.full(world.trace.token_count, value))
+        for value in (True, False)
+    )
+    right, wrong = (
+        sum(one.audits for one in world.ledgers(bold, trace=trace))
+        for trace in (all_right, all_wrong)
+    )
+    assert 0 < wrong < right / 2
+
+
+def test_drafts_are_not_charged_nor_taken_where_exits_are_ruled_out() -> None:
+    world = Replayed(3)
+    bold = lossless(draft_confidence=0.6)
     engine = world.engine(bold)
     assert engine.exit_terms(0.95) == (0.6, 0.0)
     assert engine.exit_terms(2.0) == (2.0, 0.0)
@@ -114,6 +129,8 @@ def test_drafts_are_not_charged_nor_raised_nor_taken_where_exits_are_ruled_out()
     assert any(one.audits for one in world.ledgers(bold, 0.95))
 
 
-def test_only_what_goes_on_whole_can_be_a_draft() -> None:
+def test_only_what_goes_on_whole_where_that_costs_something_can_be_a_draft() -> None:
     with pytest.raises(AssertionError):
         lossless(exit_state=ExitState.DENSE)
+    with pytest.raises(AssertionError):
+        lossless(accounting=Accounting.MIGRATE)

@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 
 from test_simulator_run import World, drained, slowed, unchanging, world
 from test_simulator_trails import LAYERS, finished_s, stages
-from trimmoe.core.errors import UserError
 from trimmoe.core.events import Receipt
 from trimmoe.core.ledger import Kind, Ledger
 from trimmoe.core.profile import ExitState
@@ -336,9 +335,3 @@ def test_a_decision_that_is_forgotten_leaves_no_row_behind() -> None:
         table.drop_ahead(pool)
         capacity.append(pool.rows.layers.size)
     assert capacity[-1] == capacity[0]
-
-
-def test_the_papers_accounting_has_no_drafts() -> None:
-    load = Load(rate_per_s=1.0, prefill=Prefill.EXCLUDED)
-    with pytest.raises(UserError, match="no drafts"):
-        drafting(world("paper")).run(load)

@@ -10,6 +10,9 @@ import numpy as np
 from trimmoe.core.specs import FloatArray, IntArray
 from trimmoe.policy.settings import BUDGET_USE_TARGET, ExitRule, PolicySettings, WeightRule
 
+_DRAFT_STEP = 0.5
+"""By how much the confidence of drafts follows the share of them that was wrong, per window."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Window:
@@ -142,11 +145,14 @@ def _exit_raise(feedback: Feedback, settings: PolicySettings) -> float:
     """p - p_J after a window: by (37), or by the false-exit rate of audited exits.
 
     Property 3 needs every request's requirement as a floor, so the rules only ever add to it. A
-    draft that is wrong flips nothing.
+    wrong draft flips nothing but is work in vain: no more of them may be wrong than their
+    confidence promises, as on texts that the heads do not know.
     """
     window, above = feedback.window, feedback.exit_raise
-    if settings.drafts:
-        return above
+    if settings.draft_confidence is not None:
+        wrong = window.false_exits / max(window.audits, 1)
+        promised = 1.0 - settings.draft_confidence
+        return float(np.clip(above + _DRAFT_STEP * (wrong - promised), 0.0, 1.0))
     match settings.exit_rule:
         case ExitRule.FIXED:
             return above

@@ -266,13 +266,16 @@ class Ahead:
             if not learns:
                 states[access] = replace(states[access], feedback=before)
 
-    def control(self, finished: list[Receipt], audits: IntArray, engine: Engine) -> bool:
+    def control(
+        self, finished: list[Receipt], audits: IntArray, wrong: IntArray, engine: Engine
+    ) -> bool:
         """Tell the settled states what happened since the last control instant; whether decisions
-        made ahead no longer hold. `audits` [M] by access server; `engine` decides from now on."""
+        made ahead no longer hold. `audits` [M] by access server, so many of them `wrong` [M];
+        `engine` decides from now on."""
         same = engine is self.engine
         before = [_felt(state) for state in self.settled]
         for access in np.flatnonzero(audits).tolist():
-            agrees = np.ones(audits[access], dtype=bool)
+            agrees = np.arange(audits[access]) >= wrong[access]
             self._tell(self.settled, access, Audited(wave=TRAVELLING, agrees=agrees))
         self._settle(self.settled, finished, learns=True)
         self.engine = engine

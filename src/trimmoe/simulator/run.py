@@ -73,16 +73,14 @@ def simulate(
 
     `requests` are played instead of drawn ones, in the closed loop each as soon as there is room.
     `policy_of` makes the policy of a deployment anew where waiting times are fed back; by default
-    the one of the engine's settings. Raises `UserError` if prompts or drafts are to be simulated
-    under `migrate` accounting, where a chunk has no one place and nothing confirms a draft.
+    the one of the engine's settings. Raises `UserError` if prompts are to be simulated under
+    `migrate` accounting, where a chunk has no one place.
     """
     load = settings.load
     assert requests is None or requests.count
     migrates = engine.cost.accounting is Accounting.MIGRATE
     if migrates and load.prefill is not Prefill.EXCLUDED:
         raise UserError("`migrate` accounting has no prompts; exclude the prefill.")
-    if migrates and engine.settings.drafts:
-        raise UserError("`migrate` accounting has no drafts; leave draft_confidence out.")
 
     def rebuilt(waiting_s: FloatArray) -> Engine:
         cost = engine.cost.with_waiting(waiting_s)
@@ -249,7 +247,9 @@ class _Run:
         audited = self.pool.books.numbers[finished[:, 0], AUDITS]
         access = self.table.asked.access[finished[:, 1]]
         audits = np.bincount(access, audited, self.waiting_s.size).astype(np.int64)
-        stale = self.decider.control(receipts, audits, self._engine())
+        in_vain = self.pool.rows.draft[finished[:, 0]] != NONE
+        wrong = np.bincount(access[in_vain], minlength=self.waiting_s.size)
+        stale = self.decider.control(receipts, audits, wrong, self._engine())
         self._clear()
         for request in self.table.closing:
             self.decider.close(request)

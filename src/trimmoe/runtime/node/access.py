@@ -218,6 +218,14 @@ class Desk:
         last = self._ends(job, token, len(job.tokens) + len(attempt.pending)) is not None
         self._show(job, attempt)
         if not last:
+            attempt.unfed = token
+            self._feed_in_turn(attempt)
+
+    def _feed_in_turn(self, attempt: Attempt) -> None:
+        """Follow the last token, unless that is a guess upon a guess: most of those would be in
+        vain, and where full depth is nearly through they hardly save anything."""
+        token = attempt.unfed
+        if token is not None and attempt.pending.unconfirmed in (None, token.position):
             self._feed(attempt, token)
 
     def _checked(self, job: Job, attempt: Attempt, token: Token, ledger: Ledger) -> None:
@@ -225,7 +233,10 @@ class Desk:
         attempt.news = True
         wrong = attempt.pending.check(token, ledger)
         self._show(job, attempt)
-        if wrong is None or job.attempt is not attempt:
+        if job.attempt is not attempt:
+            return
+        if wrong is None:
+            self._feed_in_turn(attempt)
             return
         for entry in wrong:
             if entry.ledger is not None:
@@ -238,7 +249,7 @@ class Desk:
 
     def _feed(self, attempt: Attempt, token: Token) -> None:
         """Predict what follows a token."""
-        attempt.position = token.position + 1
+        attempt.position, attempt.unfed = token.position + 1, None
         first = attempt.pending.unconfirmed
         attempt.fed = token.position if first is None else first - 1
         self._room.arrive(

@@ -10,7 +10,7 @@ from trimmoe.core.events import Receipt, SequenceOpened
 from trimmoe.core.ledger import Ledger
 from trimmoe.runtime.node.drafts import Pending
 from trimmoe.runtime.node.executor import Arrival
-from trimmoe.runtime.node.messages import Parcel
+from trimmoe.runtime.node.messages import Parcel, Token
 from trimmoe.runtime.node.planner import Planner
 from trimmoe.runtime.service import GenerationRequest, Health, ServiceStats
 from trimmoe.runtime.streams import Item
@@ -33,6 +33,8 @@ class Attempt:
     """How often tokens of it were withdrawn."""
     pending: Pending = field(default_factory=Pending)
     """Tokens that came and are not shown yet."""
+    unfed: Token | None = None
+    """One of them that nothing follows before the drafts ahead of it are confirmed."""
     news: bool = True
     """Whether anything was heard of it since it was last looked at."""
     asked: bool = False
