@@ -119,6 +119,22 @@ def test_where_drafts_are_wrong_more_often_than_promised_fewer_are_made() -> Non
     assert 0 < wrong < right / 2
 
 
+def test_where_servers_are_busy_only_drafts_are_made_that_are_worth_others_waiting() -> None:
+    """Waiting as long as being served is being busy half of the time, thrice as long three
+    quarters."""
+    world = Replayed(3)
+    engine = world.engine(lossless(draft_confidence=0.1))
+    service_s = engine.cost.expert_s.mean(axis=(1, 2))
+    drafts = []
+    for times, busy in ((0.0, 0.0), (1.0, 0.5), (3.0, 0.75), (99.0, 0.99)):
+        waiting = replace(engine, cost=engine.cost.with_waiting(times * service_s))
+        assert waiting.exits.busy == pytest.approx(np.full(engine.routes.shape[0], busy))
+        told = replay(waiting, world.trace, world.access, budget=0.0, confidence=CONFIDENCE)
+        drafts.append(sum(one.audits for one in told))
+    assert drafts == sorted(drafts, reverse=True)
+    assert len(set(drafts)) == len(drafts)
+
+
 def test_drafts_are_not_charged_nor_taken_where_exits_are_ruled_out() -> None:
     world = Replayed(3)
     bold = lossless(draft_confidence=0.6)

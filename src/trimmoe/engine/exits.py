@@ -36,6 +36,18 @@ class ExitRules:
         tolerated = self.settings.exit_risk, self.settings.exit_state
         return max(confidence, self.profile.exit_floor_at_risk(*tolerated))
 
+    @cached_property
+    def busy(self) -> FloatArray:
+        """Share of the time that servers along each route are busy, as far as waiting tells, [R].
+
+        Where s is the time of service and rho that share, one waits rho / (1 - rho) s (M/M/1), and
+        so long does work in vain make others wait for each second it takes. Of a draft that is
+        right with chance c that is (1 - c) of what is saved with chance c: it pays where c >= rho.
+        """
+        service_s = self.cost.expert_s.mean(axis=(1, 2))
+        shares = self.cost.waiting_s / (self.cost.waiting_s + service_s)
+        return shares[self.routes].mean(1)
+
     def charge(self, needed: FloatArray) -> FloatArray:
         """What an exit at these thresholds is charged: the bound of all that it flips."""
         if self.settings.drafts or not self.settings.exits_charged:

@@ -138,6 +138,8 @@ class Engine:
         first = access if self.cost.accounting is Accounting.MIGRATE else self.routes[route, 0]
         needed = np.array([account.confidence for account in accounts])
         needed = np.maximum(needed, np.minimum(needed + state.feedback.exit_raise, 1.0))
+        if self.settings.drafts:
+            needed = np.maximum(needed, self.exits.busy[route])
         wave = new_wave(
             event.sequences,
             accounts,

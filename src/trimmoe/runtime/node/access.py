@@ -31,6 +31,7 @@ from trimmoe.runtime.node.messages import (
     Reserve,
     SamplingSpec,
     Token,
+    Withdraw,
 )
 from trimmoe.runtime.node.passengers import unpack_charge, unpack_ledger, unpack_receipt
 from trimmoe.runtime.node.stalls import stalled
@@ -244,7 +245,9 @@ class Desk:
         attempt.epoch += 1
         opened = self._opened(job, attempt)
         self._room.control(lambda: self._room.open_account(opened, attempt.route))
-        self._room.withdraw(attempt.sequence, token.position, attempt.epoch)
+        # Here as well, whether or not the route comes by: what is to set out is dropped.
+        for server in {*attempt.servers, self._room.server}:
+            self._post(server, Withdraw(attempt.sequence, token.position, attempt.epoch))
         self._feed(attempt, token)
 
     def _feed(self, attempt: Attempt, token: Token) -> None:

@@ -88,8 +88,6 @@ class Backroom:
     close_account: Callable[[int], None]
     settle: Callable[[tuple[Receipt, ...], list[bool]], None]
     arrive: Callable[[Arrival], None]
-    withdraw: Callable[[int, int, int], None]
-    """Of a sequence, tokens from a position on, that set out before the so-manieth time."""
     health: Callable[[], Health]
     stats: Callable[[int, int], ServiceStats]
     ledger_shape: dict[str, int]

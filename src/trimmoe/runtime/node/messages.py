@@ -118,6 +118,15 @@ class Release(Message, frozen=True, tag="release"):
     sequences: list[int]
 
 
+class Withdraw(Message, frozen=True, tag="withdraw"):
+    """Access server to every server of a route: what set out before this `epoch`-th time is void
+    from a position on."""
+
+    sequence: int
+    start: int
+    epoch: int
+
+
 class Prompt(Message, frozen=True, tag="prompt"):
     """Access server to kappa(0); beside it the token ids, int32 [T]."""
 
@@ -313,6 +322,7 @@ MESSAGE_TYPES: tuple[type[msgspec.Struct], ...] = (
     Reserve,
     Granted,
     Release,
+    Withdraw,
     Prompt,
     Start,
     Dispatch,

@@ -39,6 +39,7 @@ from trimmoe.runtime.node.messages import (
     Stranded,
     Tokens,
     Weather,
+    Withdraw,
     access_of,
     first_sequence,
 )
@@ -200,7 +201,6 @@ class Node:
             close_account=worker.close,
             settle=worker.settle,
             arrive=self._arrive,
-            withdraw=lambda *which: self.floor.withdraw(*which),
             health=self.health,
             stats=lambda running, waiting: self.reporter.stats(self, running, waiting),
             ledger_shape={
@@ -277,6 +277,8 @@ class Node:
                     self.desk.granted(sender, message.sequence, message.ok)
                 case Release():
                     self._release(message.sequences)
+                case Withdraw():
+                    self.floor.withdraw(message.sequence, message.start, message.epoch)
                 case Tokens():
                     self.desk.received(message.tokens)
                 case Followed():
