@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from trimmoe.runtime.node.messages import (
     Dispatch,
+    Followed,
     Message,
     Onward,
     Parcel,
@@ -155,6 +156,8 @@ def affected(message: Message) -> list[int]:
             return list(message.rows.sequences)
         case Tokens():
             return [token.sequence for token in message.tokens]
+        case Followed():
+            return [after.sequence for after in message.after if after.token is not None]
         case Prompt() | Reserve():
             return [message.sequence]
         case _:
