@@ -125,7 +125,7 @@ METHODS = {
         title="substitute only, H = 3", settings=lambda: replace(substitute_only(), horizon=3)
     ),
     "trimmoe": Method(title="TrimMoE", settings=trimmoe),
-    "lossless": Method(title="lossless: drafts alone", settings=lossless),
+    "lossless": Method(title="lossless (drafts)", settings=lossless),
     "final-exits": Method(title="with final exits", settings=final_exits),
     "no-skip": Method(title="without skips", settings=_without(skip=False, drop_slots=False)),
     "no-exit": Method(title="without exits", settings=_without(exit=False)),
