@@ -27,7 +27,9 @@ from trimmoe.core.ledger import Kind, Ledger
 from trimmoe.models.load import open_model
 from trimmoe.policy.settings import PRESETS, PolicySettings
 from trimmoe.runtime.node.drafts import Pending
-from trimmoe.runtime.node.messages import Token
+from trimmoe.runtime.node.messages import After, Followed, Token
+from trimmoe.runtime.node.passengers import pack_ledger
+from trimmoe.runtime.node.reports import affected
 from trimmoe.runtime.sampling import Sampling
 from trimmoe.runtime.service import TokenEvent
 from trimmoe.runtime.wire.base import Frame
@@ -261,3 +263,10 @@ def test_word_from_full_depth_may_overtake_the_draft() -> None:
     (entry,) = pending.shown()
     assert entry.ledger is not None
     assert entry.ledger.delay_s == 3.0
+
+
+def test_an_answer_does_not_hang_on_word_that_got_lost() -> None:
+    """What full depth says of a draft is awaited; what a token cost after its answer is not."""
+    cost = pack_ledger(COST)
+    awaited = After(7, cost, agrees=True, token=token(5, 50))
+    assert affected(Followed([awaited, After(8, cost, agrees=True)])) == [7]
