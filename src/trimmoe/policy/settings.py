@@ -139,11 +139,13 @@ def final_exits() -> PolicySettings:
 
 
 def lossless() -> PolicySettings:
-    """Every slot's target at its fastest host; drafts save waiting and nothing is approximated."""
+    """Every slot's target at its fastest host; drafts save waiting and nothing is approximated. It
+    looks ahead, lest a draft takes longer to its user than what it saves."""
     plain = exact()
     return replace(
         plain,
         name="lossless",
+        horizon=None,
         levers=replace(plain.levers, exit=True),
         draft_confidence=DRAFT_CONFIDENCE,
     )
