@@ -104,6 +104,18 @@ def test_the_token_after_a_right_draft_follows_one_layer_behind() -> None:
     assert sample.after.served[:3, DENSE, 1].tolist() == [2, 2, 2]
 
 
+def test_nothing_sets_out_on_a_draft_before_the_one_ahead_of_it_is_confirmed() -> None:
+    """c might at 2, when b is through the first layer, but a is a draft until it is through all:
+
+        0    1    2    3    4    5    6
+    0:  | a  | b  |    | c  |
+    1:       | a  | b  |    | c  |
+    2:            | a  | b  |    | c  |
+    """
+    sample = played(drafting(stages([0, 1, 2])), [right(1), right(1), FULL])
+    assert finished_s(sample, 0) == [1.0, 2.0, 6.0]
+
+
 def test_on_one_server_nothing_is_saved() -> None:
     """The next token gets ahead by what the trail of the one before falls behind."""
     sample = played(drafting(stages([0, 0, 0])), [right(1), FULL])
@@ -301,14 +313,15 @@ def test_the_same_seed_gives_the_same_run_and_another_seed_another() -> None:
 
 
 def test_exits_that_are_final_are_no_drafts() -> None:
-    """The last one, too, answers its request."""
+    """The last one, too, answers its request; and the one after two of them waits for neither,
+    where a draft waits for the end of the one ahead, of which word comes at 3.375."""
     one = stages([0, 1, 2], 0.125)
     tokens = [right(1)] * 3
     sample = played(drafting(one, None), tokens)
     assert finished_s(sample, 0) == [1.25, 2.5, 3.75]
     assert sample.ledger.kinds[-1, Kind.EXITED] == 3
     assert sample.withdrawn_layers == 0
-    assert finished_s(played(drafting(one), tokens), 0) == [1.25, 2.5, 5.875]
+    assert finished_s(played(drafting(one), tokens), 0) == [1.25, 2.5, 6.75]
 
 
 def test_a_decision_that_is_forgotten_leaves_no_row_behind() -> None:

@@ -24,7 +24,7 @@ from trimmoe.simulator.settings import Load, Prefill, SimulationSettings
 from trimmoe.simulator.state import make_state, with_room
 from trimmoe.simulator.tables import RequestTable
 from trimmoe.simulator.turns import follow, trailed
-from trimmoe.simulator.world import DENSE, NONE, TRAIL, make_rows
+from trimmoe.simulator.world import DENSE, NONE, TRAIL, make_rows, make_world
 
 LAYERS = 3
 EXITING: dict[str, Any] = {
@@ -227,7 +227,21 @@ def test_nobody_refers_to_a_trail_that_has_ended() -> None:
     follow(rows, 1, 0)
     follow(rows, 2, 1)
     rows.parked[2] = True
-    trailed(rows, asked, state, 1)
+    one = stages([0, 0, 0])
+    constants = make_world(
+        one.engine.cost,
+        one.deployment.plan.cluster,
+        one.engine.routes,
+        batch_share=1.0,
+        max_batch=None,
+        link_queues=False,
+        closed=True,
+        endless=False,
+        frozen=False,
+        whole=True,
+        drafts=False,
+    )
+    trailed(constants, rows, asked, state, 1)
     assert rows.leader.tolist() == rows.follower.tolist() == [NONE] * 3
     assert rows.trailing.tolist() == [True, False, True]
     assert not rows.parked.any(), "nobody is left to wake it"

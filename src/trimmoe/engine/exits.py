@@ -44,8 +44,9 @@ class ExitRules:
         so long does work in vain make others wait for each second it takes. Of a draft that is
         right with chance c that is (1 - c) of what is saved with chance c: it pays where c >= rho.
         """
-        service_s = self.cost.expert_s.mean(axis=(1, 2))
-        shares = self.cost.waiting_s / (self.cost.waiting_s + service_s)
+        waiting_s = self.cost.waiting_s
+        in_all_s = waiting_s + self.cost.expert_s.mean(axis=(1, 2))
+        shares = np.divide(waiting_s, in_all_s, where=in_all_s > 0, out=np.zeros_like(waiting_s))
         return shares[self.routes].mean(1)
 
     def charge(self, needed: FloatArray) -> FloatArray:

@@ -17,6 +17,7 @@ from trimmoe.simulator.turns import (
     follow,
     follow_trail,
     go_on_in_turn,
+    next_in_turn,
     trail,
     trailed,
     wanted,
@@ -150,7 +151,7 @@ def _go_on(world, rows, asked, state, server):
             else:
                 go_on_in_turn(rows, state, server, unit, since_s)
         elif rows.trailing[unit]:
-            trailed(rows, asked, state, unit)
+            trailed(world, rows, asked, state, unit)
         else:
             _completed(world, rows, asked, state, server, unit)
         entry = following
@@ -297,7 +298,7 @@ def _finished(world, rows, asked, state, unit):
         rows.over_s[rows.draft[unit]] = now
     if asked.done[request] < asked.units[request]:
         if asked.done[request] >= asked.prompts[request]:
-            push(state, now, 1, TOKEN, request)
+            next_in_turn(world, asked, state, unit, request)
         return
     asked.running[request], asked.over_s[request] = False, now
     numbers[RUNNING] -= 1

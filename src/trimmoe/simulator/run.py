@@ -125,6 +125,7 @@ class _Run:
             endless=given is None,
             frozen=engine.settings.exit_state is ExitState.FROZEN,
             whole=engine.settings.exit_state is ExitState.WHOLE,
+            drafts=self.drafts,
         )
         self.decider = Ahead(
             engine=engine,

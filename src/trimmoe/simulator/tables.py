@@ -131,6 +131,8 @@ class RequestTable:
                 ahead=zeros.copy(),
                 row=np.full(count, NONE),
                 trail=np.full(count, NONE),
+                trail_before=np.full(count, NONE),
+                awaited=np.full(count, NONE),
                 running=np.zeros(count, dtype=bool),
                 over_s=np.full(count, np.inf),
             ),

@@ -13,10 +13,10 @@ Nothing follows it.
 
 from __future__ import annotations
 
-from trimmoe.simulator.heap import inlined
+from trimmoe.simulator.heap import inlined, push
 from trimmoe.simulator.links import send
 from trimmoe.simulator.service import quick, ready
-from trimmoe.simulator.world import DENSE, DRAFT_BACK, NONE, NOW, TRAILING
+from trimmoe.simulator.world import DENSE, DRAFT_BACK, NONE, NOW, TOKEN, TRAILING
 
 
 @inlined
@@ -67,7 +67,8 @@ def written(rows, state, unit):
 def trail(world, rows, asked, state, server, unit, layers):
     """An exited token goes on through the layers left, in its turn."""
     rows.layers[unit], rows.trailing[unit], rows.apart[unit] = layers, True, not world.whole
-    asked.trail[rows.request[unit]] = unit
+    request = rows.request[unit]
+    asked.trail_before[request], asked.trail[request] = asked.trail[request], unit
     state.numbers[TRAILING] += 1
     go_on_in_turn(rows, state, server, unit, state.clock[NOW])
 
@@ -89,6 +90,18 @@ def drafted(world, rows, asked, state, server, unit):
 
 
 @inlined
+def next_in_turn(world, asked, state, unit, request):
+    """A token is predicted: the next one sets out, unless one ahead of it is a draft still."""
+    ahead = asked.trail[request]
+    if ahead == unit:
+        ahead = asked.trail_before[request]
+    if world.drafts and ahead != NONE:
+        asked.awaited[request] = ahead
+    else:
+        push(state, state.clock[NOW], 1, TOKEN, request)
+
+
+@inlined
 def wanted(world, rows, asked, state, server, unit):
     """Whether a unit is to go on: a trail is not where word has come that its request is over, nor
     what is withdrawn where word has come of that."""
@@ -100,7 +113,7 @@ def wanted(world, rows, asked, state, server, unit):
 
 
 @inlined
-def trailed(rows, asked, state, unit):
+def trailed(world, rows, asked, state, unit):
     """A trail or what is withdrawn is through, or nobody wants the rest of it."""
     request = rows.request[unit]
     leader, follower = rows.leader[unit], rows.follower[unit]
@@ -108,6 +121,12 @@ def trailed(rows, asked, state, unit):
     state.numbers[TRAILING] -= 1
     if asked.trail[request] == unit:
         asked.trail[request] = NONE
+    if asked.trail_before[request] == unit:
+        asked.trail_before[request] = NONE
+    if asked.awaited[request] == unit:
+        asked.awaited[request] = NONE
+        last, access = rows.place[unit, rows.layers[unit]], asked.access[request]
+        push(state, state.clock[NOW] + world.delay_s[last, access], 1, TOKEN, request)
     # If its request is over, its leader may still pass layers elsewhere, and its follower, which
     # is a trail, too, need not wait any more.
     if leader != NONE:

@@ -68,6 +68,8 @@ class World(NamedTuple):
     """Whether an exited token's state stands still; otherwise it passes the layers left."""
     whole: bool
     """Whether they go on as if they had not, or else apart, without routed experts."""
+    drafts: bool
+    """Whether exits are drafts: nothing sets out on one before that ahead of it is confirmed."""
 
 
 class Rows(NamedTuple):
@@ -141,6 +143,10 @@ class Asked(NamedTuple):
     """Of the decoded token in flight, [R]."""
     trail: IntArray
     """Of the last token that exited and whose state is still passing layers, [R]."""
+    trail_before: IntArray
+    """Of the one before that, [R]."""
+    awaited: IntArray
+    """That of which the end is waited for before the next token sets out, [R]."""
     running: np.ndarray
     """Whether it has arrived and is not finished, bool [R]."""
     over_s: FloatArray
@@ -159,6 +165,7 @@ def make_world(
     endless: bool,
     frozen: bool,
     whole: bool,
+    drafts: bool,
 ) -> World:
     """The constants of a run; seconds are the cost model's, split at the propagation delay."""
     layers, servers = cost.layer_count, cost.server_count
@@ -182,6 +189,7 @@ def make_world(
         migrates=cost.accounting is Accounting.MIGRATE,
         frozen=frozen,
         whole=whole,
+        drafts=drafts,
     )
 
 
