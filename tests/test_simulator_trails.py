@@ -65,13 +65,11 @@ def stages(route: Sequence[int], way_s: float = 0.0) -> World:
     return replace(one, engine=replace(engine, cost=cost), deployment=deployment)
 
 
-def played(one: World, depths: Sequence[Sequence[int]]) -> Sample:
-    """Requests that begin together; `depths` says after how many layers each token is done."""
-    confidence = np.zeros_like(one.trace.confidence)
-    for request, tokens in enumerate(depths):
-        for number, depth in enumerate(tokens):
-            confidence[request * one.trace.length + number, depth - 1 :] = 1.0
-    count = len(depths)
+def answered(
+    one: World, confidence: np.ndarray, lengths: Sequence[int], *, seed: int = 0
+) -> Sample:
+    """Requests for so many tokens each, which begin together, with these confidences [T, N]."""
+    count = len(lengths)
     nothing = np.zeros(count, dtype=np.int64)
     asked = Requests(
         arrival_s=np.zeros(count),
@@ -79,21 +77,31 @@ def played(one: World, depths: Sequence[Sequence[int]]) -> Sample:
         sequence=np.arange(count),
         offset=nothing,
         prompt=nothing,
-        output=np.array([len(tokens) for tokens in depths]),
+        output=np.array(lengths),
     )
     wanted = SimulationSettings(
         load=Load(concurrency=count, prefill=Prefill.EXCLUDED),
         budget=0.0,
         confidence=0.5,
         warm_up_s=0.0,
-        duration_s=100.0,
-        seeds=(0,),
+        duration_s=200.0,
+        seeds=(seed,),
         batch_share=1.0,
         control_s=10.0,
     )
     trace = replace(one.trace, confidence=confidence)
     (sample,) = simulate(one.engine, one.deployment, trace, wanted, requests=asked)
     assert sample.after.in_flight == sample.after.running == 0
+    return sample
+
+
+def played(one: World, depths: Sequence[Sequence[int]]) -> Sample:
+    """Requests that begin together; `depths` says after how many layers each token is done."""
+    confidence = np.zeros_like(one.trace.confidence)
+    for request, tokens in enumerate(depths):
+        for number, depth in enumerate(tokens):
+            confidence[request * one.trace.length + number, depth - 1 :] = 1.0
+    sample = answered(one, confidence, [len(tokens) for tokens in depths])
     exited = sum(LAYERS - depth for tokens in depths for depth in tokens)
     assert sample.all_ledger.kinds[:, Kind.EXITED].sum() == exited
     return sample

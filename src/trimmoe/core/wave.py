@@ -45,7 +45,8 @@ class Wave:
     """xi of the last executed layer; -inf before it and after a skip, [n]."""
     exit_at: IntArray
     probed: IntArray
-    """Layer after which an exit was due but is being audited, or NOT_PROBED, [n]."""
+    """Layer after which an exit was due but is being audited, or, once answered, was taken; else
+    NOT_PROBED, [n]."""
     answered: BoolArray
     """Whether it exited and only goes on for the tokens that will attend to it, [n]."""
     kinds: IntArray

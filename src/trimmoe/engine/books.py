@@ -100,9 +100,10 @@ def afterwards(cost: CostModel, wave: Wave) -> tuple[Ledger, ...]:
     return tuple(replace(empty, messages=messages, audits=1) for messages in sent)
 
 
-def missed(cost: CostModel, wave: Wave) -> tuple[Ledger, ...]:
-    """The same where everybody waited for it, since the prediction that was early was wrong: the
-    time it took and what was done in the layers that were taken to be left out."""
+def missed(cost: CostModel, wave: Wave, told: tuple[Ledger, ...]) -> tuple[Ledger, ...]:
+    """What is `told` of them afterwards where everybody waited for it, since the prediction that
+    was early was wrong: with the time it took and what was done in the layers that were taken to be
+    left out."""
     layers = np.arange(cost.layer_count)
     later = layers > wave.probed[:, None]
     kinds = (wave.kinds[:, :, None] == np.arange(len(Kind))).astype(np.int64)
@@ -110,7 +111,7 @@ def missed(cost: CostModel, wave: Wave) -> tuple[Ledger, ...]:
     kinds *= later[:, :, None]
     late_s = wave.delay_s + cost.token_transfer_s[wave.server, wave.access]
     columns = (wave.slots_run, wave.slots_dropped, late_s)
-    rows = zip(afterwards(cost, wave), kinds, *(each.tolist() for each in columns), strict=True)
+    rows = zip(told, kinds, *(each.tolist() for each in columns), strict=True)
     return tuple(
         replace(after, kinds=kind, slots_run=run, slots_dropped=dropped, delay_s=delay_s)
         for after, kind, run, dropped, delay_s in rows

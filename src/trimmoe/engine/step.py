@@ -257,12 +257,13 @@ class Engine:
         state, commands = self._completed(state, identity, wave, rows[~wave.answered[rows]])
         if answered.size:
             done, state = wave.take(answered), state.with_wave(identity, None)
+            told = afterwards(self.cost, done)
             trailed = Trailed(
                 wave=identity,
                 rows=answered,
                 server=done.server,
-                ledgers=afterwards(self.cost, done),
-                missed=missed(self.cost, done) if self.settings.drafts else (),
+                ledgers=told,
+                missed=missed(self.cost, done, told) if self.settings.drafts else (),
             )
             commands += (trailed,)
         return state, commands

@@ -77,9 +77,7 @@ def simulate_methods(
         method = find_method(name)
         policy = configured(method, budget=settings.budget, confidence=settings.confidence)
         if accounting is not None:
-            # Where tokens move for free nothing says what checking a draft would cost.
-            final = {"draft_confidence": None} if accounting is Accounting.MIGRATE else {}
-            policy = replace(policy, accounting=accounting, **final)
+            policy = policy.under(accounting)
         asked = replace(settings, budget=policy.budget, confidence=policy.confidence)
         if policy.accounting is Accounting.MIGRATE:
             asked = replace(asked, load=replace(asked.load, prefill=Prefill.EXCLUDED))

@@ -126,6 +126,12 @@ class PolicySettings:
         """Whether exits are drafts, which full depth confirms."""
         return self.draft_confidence is not None
 
+    def under(self, accounting: Accounting) -> PolicySettings:
+        """The same policy under another accounting; where tokens move for free nothing says what
+        checking a draft would cost, so that exits are final."""
+        final = {"draft_confidence": None} if accounting is Accounting.MIGRATE else {}
+        return replace(self, accounting=accounting, **final)
+
 
 def trimmoe() -> PolicySettings:
     """The default: all levers, with the readings of the design document; exits are drafts."""

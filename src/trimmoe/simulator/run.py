@@ -113,7 +113,6 @@ class _Run:
         load, cost = settings.load, engine.cost
         self.settings, self.trace, self.rebuilt = settings, trace, rebuilt
         self.closed = load.concurrency is not None
-        self.drafts = engine.settings.drafts
         self.world = make_world(
             cost,
             cluster,
@@ -125,7 +124,7 @@ class _Run:
             endless=given is None,
             frozen=engine.settings.exit_state is ExitState.FROZEN,
             whole=engine.settings.exit_state is ExitState.WHOLE,
-            drafts=self.drafts,
+            drafts=engine.settings.drafts,
         )
         self.decider = Ahead(
             engine=engine,
@@ -216,7 +215,7 @@ class _Run:
         decoded = np.array([pool.receipts[one[0]] is not None for one in units], dtype=bool)
         measured = decoded & (times[:, 1] >= self.settings.warm_up_s)
         self.units.count(pool.books, rows, measured[unit])
-        if self.drafts:
+        if self.world.drafts:
             shown = rows[measured[unit]]
             self.units.count_drafts(pool.books, shown, pool.rows.draft[shown] != NONE)
         sums = np.zeros((logged, 2))
@@ -251,7 +250,7 @@ class _Run:
         in_vain = self.pool.rows.draft[finished[:, 0]] != NONE
         wrong = np.bincount(access[in_vain], minlength=self.waiting_s.size)
         stale = self.decider.control(receipts, audits, wrong, self._engine())
-        self._clear()
+        self._clear(finished[:, 0])
         for request in self.table.closing:
             self.decider.close(request)
         self.table.closing.clear()
@@ -260,15 +259,14 @@ class _Run:
             flying = self.table.asked.row[self.table.asked.row != NONE].tolist()
             self.decider.rewind(self._receipts(flying))
 
-    def _clear(self) -> None:
-        """Give back the rows of what is through."""
+    def _clear(self, finished: IntArray) -> None:
+        """Give back the rows of what is through, of `finished` tokens [n] and of trails."""
         pool = self.pool
-        finished = np.array([row for row, _ in self.finished], dtype=np.int64)
         done = np.concatenate([self.trailing, finished, pool.drafts(finished)])
         under_way = pool.rows.trailing[done]
         self.finished, self.trailing = [], done[under_way]
         through = done[~under_way]
-        if self.drafts:
+        if self.world.drafts:
             withdrawn = through[np.isfinite(pool.rows.over_s[through])]
             measured = pool.rows.over_s[withdrawn] >= self.settings.warm_up_s
             self.units.withdraw(self.decider.engine.cost, pool.rows, withdrawn, measured)

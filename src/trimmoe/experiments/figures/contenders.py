@@ -47,7 +47,7 @@ class Contender:
 
 def moving(policy: PolicySettings) -> PolicySettings:
     """The same policy where tokens move for free; not physical."""
-    return replace(policy, accounting=Accounting.MIGRATE, draft_confidence=None)
+    return policy.under(Accounting.MIGRATE)
 
 
 def as_published(policy: PolicySettings) -> PolicySettings:

@@ -160,25 +160,25 @@ class Desk:
 
     def received(self, tokens: list[Token]) -> None:
         """Tokens of this server's users came."""
-        known = [(self._by_sequence.get(token.sequence), token) for token in tokens]
-        current = [
+        known = [
             (job, job.attempt, token)
-            for job, token in known
-            if job and job.attempt and job.attempt.epoch == token.epoch
+            for token in tokens
+            if (job := self._by_sequence.get(token.sequence)) and job.attempt
         ]
         receipts = tuple(
             unpack_receipt(token.receipt, token.sequence)
-            for _, _, token in current
-            if token.receipt is not None
+            for _, attempt, token in known
+            if token.receipt is not None and token.epoch == attempt.epoch
         )
         agrees = [token.agrees for token in tokens if token.agrees is not None]
         if receipts or agrees:
             self._room.control(lambda: self._room.settle(receipts, agrees))
-        for job, token in known:
-            if job and job.attempt and job.attempt.epoch > token.epoch and token.ledger:
+        for job, attempt, token in known:
+            if job.attempt is not attempt:
+                continue
+            if token.epoch < attempt.epoch and token.ledger is not None:
                 self._in_vain(job, unpack_ledger(token.ledger, **self._room.ledger_shape))
-        for job, attempt, token in current:
-            if job.attempt is attempt and attempt.position == token.position:
+            elif (token.epoch, token.position) == (attempt.epoch, attempt.position):
                 self._advance(job, attempt, token)
 
     def followed(self, after: list[After]) -> None:
@@ -193,7 +193,7 @@ class Desk:
             if job is None or job.attempt is None:
                 continue
             if one.token is None:
-                job.after = ledger if job.after is None else job.after + ledger
+                job.owe(ledger)
             elif one.token.epoch == job.attempt.epoch:
                 self._checked(job, job.attempt, one.token, ledger)
             else:
@@ -272,8 +272,7 @@ class Desk:
 
     def _in_vain(self, job: Job, ledger: Ledger) -> None:
         """A token was withdrawn; what it sent was sent all the same."""
-        sent = replace(Ledger.empty(**self._room.ledger_shape), messages=ledger.messages)
-        job.after = sent if job.after is None else job.after + sent
+        job.owe(replace(Ledger.empty(**self._room.ledger_shape), messages=ledger.messages))
 
     def _show(self, job: Job, attempt: Attempt) -> None:
         """Hand out what nothing can change any more."""

@@ -142,12 +142,10 @@ def _returned(layer: int, item: Slots, part: Tensor) -> list[Parcel]:
         kept = [row for u in units for row in range(pieces[u].start, pieces[u].stop)]
         message = Partial(
             layer=layer,
-            rows=Rows(
-                [rows.sequences[u] for u in units],
-                [rows.starts[u] for u in units],
+            rows=rows.chosen(
+                units,
                 [rows.counts[u] for u in units],
                 [rows.offsets[row] for row in kept] if rows.offsets else [],
-                [rows.epochs[u] for u in units] if rows.epochs else [],
             ),
             decoding=item.decoding,
             raw=item.raw,

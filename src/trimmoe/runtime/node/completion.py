@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 import torch
@@ -31,6 +31,8 @@ from trimmoe.runtime.sampling import draw
 
 if TYPE_CHECKING:
     from trimmoe.runtime.node.executor import Executor
+
+Told = TypeVar("Told", After, Token)
 
 
 def completed(
@@ -96,10 +98,8 @@ def withdrawn(units: Sequence[Unit], hidden_bytes: int) -> list[Parcel]:
 
 def _followed(units: Sequence[Unit], told: Sequence[After]) -> list[Parcel]:
     """One message to each access server."""
-    by_access: dict[int, list[After]] = {}
-    for unit, after in zip(units, told, strict=True):
-        by_access.setdefault(unit.seat.access, []).append(after)
-    return [Parcel(to=access, message=Followed(after=each)) for access, each in by_access.items()]
+    by_access = _by_access(units, told).items()
+    return [Parcel(to=access, message=Followed(after=each)) for access, each in by_access]
 
 
 def _tail(worker: Executor, units: Sequence[Unit], hidden: Tensor) -> Tensor:
@@ -137,10 +137,16 @@ def token_of(
 
 def to_users(units: Sequence[Unit], tokens: Sequence[Token]) -> list[Parcel]:
     """One message to each access server."""
-    by_access: dict[int, list[Token]] = {}
-    for unit, token in zip(units, tokens, strict=True):
-        by_access.setdefault(unit.seat.access, []).append(token)
-    return [Parcel(to=access, message=Tokens(tokens=each)) for access, each in by_access.items()]
+    by_access = _by_access(units, tokens).items()
+    return [Parcel(to=access, message=Tokens(tokens=each)) for access, each in by_access]
+
+
+def _by_access(units: Sequence[Unit], told: Sequence[Told]) -> dict[int, list[Told]]:
+    """What is told of each unit, by the access server that is told."""
+    found: dict[int, list[Told]] = {}
+    for unit, one in zip(units, told, strict=True):
+        found.setdefault(unit.seat.access, []).append(one)
+    return found
 
 
 def _propagated(layer: int, units: Sequence[Unit], hidden: Tensor) -> list[Parcel]:

@@ -43,7 +43,7 @@ from trimmoe.runtime.node.execution import run_and_ship
 from trimmoe.runtime.node.messages import Parcel, Rows, Start
 from trimmoe.runtime.node.pace import Pace
 from trimmoe.runtime.node.shipping import Cargo, Split
-from trimmoe.runtime.node.units import Unit, boarded
+from trimmoe.runtime.node.units import Unit, boarded, epochs_of
 from trimmoe.runtime.observe import Observer
 
 _KEPT_BATCHES = 16
@@ -175,13 +175,12 @@ class Executor:
         for first in np.unique(tokens.server).tolist():
             which = np.flatnonzero(tokens.server == first)
             chosen = [going[i] for i in which.tolist()]
-            epochs = [one.epoch for one in chosen]
             rows = Rows(
                 [one.sequence for one in chosen],
                 [one.position for one in chosen],
                 [1] * len(chosen),
                 [],
-                epochs if any(epochs) else [],
+                epochs_of(chosen),
             )
             start = Start(rows=rows, tokens=[one.token for one in chosen])
             parcels.append(Parcel(to=first, message=start, wave=tokens.take(which)))

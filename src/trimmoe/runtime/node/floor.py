@@ -70,7 +70,7 @@ class Floor:
         """A batch ran: more may be ready now."""
         for unit, layer in outcome.written:
             seat = unit.seat
-            if seat.is_void(unit.start, unit.epoch):
+            if unit.is_void:
                 continue
             seat.written[layer].mark(unit.start, unit.count)
             self._wake(seat, layer)
@@ -87,7 +87,7 @@ class Floor:
     def enter(self, unit: Unit) -> None:
         """A unit is about to enter a layer; it waits for the states that it attends to."""
         seat, layer = unit.seat, unit.layer
-        if not seat.open or self._is_void(unit):
+        if not seat.open or self._ends_here(unit):
             return
         if layer not in seat.written:
             raise MalformedPassengers("a layer of another server")
@@ -123,26 +123,20 @@ class Floor:
         def void(item: Any) -> bool:
             if isinstance(item, Arrival):
                 return item.sequence == sequence and item.epoch < epoch
-            return isinstance(item, Unit) and item.seat is seat and self._void(item)
+            return isinstance(item, Unit) and item.seat is seat and item.is_void
 
         dropped = [item for item in self.scheduler.drop(void) if isinstance(item, Unit)]
         if seat is not None:
-            parked = [unit for units in seat.parked.values() for unit in units]
-            dropped += [unit for unit in parked if self._void(unit)]
-            seat.parked = {
-                layer: [unit for unit in units if not self._void(unit)]
-                for layer, units in seat.parked.items()
-            }
+            for layer, units in seat.parked.items():
+                dropped += [unit for unit in units if unit.is_void]
+                seat.parked[layer] = [unit for unit in units if not unit.is_void]
         self._withdrawn(dropped)
 
-    def _void(self, unit: Unit) -> bool:
-        return unit.seat.is_void(unit.start, unit.epoch)
-
-    def _is_void(self, unit: Unit) -> bool:
-        """Whether a unit was withdrawn; if so it ends here."""
-        if void := self._void(unit):
+    def _ends_here(self, unit: Unit) -> bool:
+        """Whether a unit was withdrawn, of which word is given if so."""
+        if unit.is_void:
             self._withdrawn([unit])
-        return void
+        return unit.is_void
 
     def _wake(self, seat: Seat, layer: int) -> None:
         parked = seat.parked.pop(layer, [])
@@ -248,12 +242,8 @@ class Floor:
         units, counts = np.unique(unit_of, return_counts=True)
         whole = message.decoding or which.size == rows.total
         return Slots(
-            rows=Rows(
-                [rows.sequences[u] for u in units.tolist()],
-                [rows.starts[u] for u in units.tolist()],
-                counts.tolist(),
-                [] if whole else (which - first).tolist(),
-                [rows.epochs[u] for u in units.tolist()] if rows.epochs else [],
+            rows=rows.chosen(
+                units.tolist(), counts.tolist(), [] if whole else (which - first).tolist()
             ),
             destinations=(self._server,) * units.size,
             hidden=tensors[0][torch.from_numpy(which)],
@@ -279,7 +269,7 @@ class Floor:
                     self.enter(unit)
 
     def _gathered(self, unit: Unit | None) -> None:
-        if unit is None or self._is_void(unit):
+        if unit is None or self._ends_here(unit):
             return
         if unit.decoding:
             self.scheduler.put(Step.FINISH, unit.layer, unit)

@@ -69,6 +69,10 @@ class Job:
     seated: bool = False
     task: asyncio.Task[None] | None = None
 
+    def owe(self, ledger: Ledger) -> None:
+        """This too is to be told with the next token."""
+        self.after = ledger if self.after is None else self.after + ledger
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Backroom:

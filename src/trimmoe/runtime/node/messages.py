@@ -59,6 +59,16 @@ class Rows(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=T
     def total(self) -> int:
         return sum(self.counts)
 
+    def chosen(self, units: list[int], counts: list[int], offsets: list[int]) -> Rows:
+        """Rows of some of the units, so many of each."""
+        return Rows(
+            [self.sequences[unit] for unit in units],
+            [self.starts[unit] for unit in units],
+            counts,
+            offsets,
+            [self.epochs[unit] for unit in units] if self.epochs else [],
+        )
+
     def split(self) -> Iterator[tuple[UnitName, slice]]:
         """The name of each unit and where its rows are."""
         at, epochs = 0, self.epochs or [0] * len(self.sequences)

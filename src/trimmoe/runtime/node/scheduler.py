@@ -128,15 +128,18 @@ class Scheduler:
 
     def drop(self, gone: Callable[[Any], bool]) -> list[Any]:
         """Forget the items that are no longer wanted, which are given back."""
-        queued = chain.from_iterable(self._queues.values())
-        dropped = [each.item for each in queued if gone(each.item)]
-        if not dropped:
-            return []
-        kept = {
-            key: deque(queued for queued in queue if not gone(queued.item))
-            for key, queue in self._queues.items()
-        }
-        self._queues = {key: queue for key, queue in kept.items() if queue}
+        dropped: list[Any] = []
+        for key, queue in list(self._queues.items()):
+            kept: deque[_Queued] = deque()
+            for queued in queue:
+                if gone(queued.item):
+                    dropped.append(queued.item)
+                else:
+                    kept.append(queued)
+            if kept:
+                self._queues[key] = kept
+            else:
+                del self._queues[key]
         return dropped
 
     def _take(self, key: tuple[Step, int]) -> list[Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -13,6 +14,9 @@ from trimmoe.core.specs import FloatArray
 from trimmoe.core.wave import Wave, join_waves
 from trimmoe.runtime.node.messages import NO_TOKEN, Rows, UnitName
 from trimmoe.runtime.node.sequences import Seat
+
+if TYPE_CHECKING:
+    from trimmoe.runtime.node.executor import Arrival
 
 OWN_RAW = -1
 """In place of a server: this one's slots and shared expert for rows that came raw."""
@@ -63,6 +67,11 @@ class Unit:
     @property
     def name(self) -> UnitName:
         return UnitName(self.seat.sequence, self.start, self.epoch)
+
+    @property
+    def is_void(self) -> bool:
+        """Whether it was withdrawn."""
+        return self.seat.is_void(self.start, self.epoch)
 
     @property
     def decoding(self) -> bool:
@@ -178,7 +187,7 @@ def rows_of(units: Sequence[Unit]) -> Rows:
     )
 
 
-def epochs_of(units: Sequence[Unit]) -> list[int]:
+def epochs_of(setting_out: Sequence[Unit] | Sequence[Arrival]) -> list[int]:
     """As in `Rows`."""
-    epochs = [unit.epoch for unit in units]
+    epochs = [one.epoch for one in setting_out]
     return epochs if any(epochs) else []
