@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
@@ -42,6 +42,7 @@ def test_what_is_drawn_lies_in_the_smallest_set_that_holds_top_p(
 
 
 @given(_LOGITS, st.floats(0.01, 1))
+@example(np.zeros(20, dtype=np.float32), 0.5)
 def test_a_token_of_the_nucleus_is_drawn_in_proportion_to_its_probability(
     logits: np.ndarray, top_p: float
 ) -> None:
@@ -52,9 +53,10 @@ def test_a_token_of_the_nucleus_is_drawn_in_proportion_to_its_probability(
     share = np.bincount(drawn, minlength=probabilities.size) / count
     kept = np.where(share > 0, probabilities, 0)
     assert kept.sum() >= top_p - probabilities.size / count - 1e-9
-    nucleus = np.sort(probabilities)[::-1]
-    mass = nucleus[: np.searchsorted(np.cumsum(nucleus), top_p - 1e-12) + 1].sum()
-    assert np.abs(share - kept / mass).max() <= 2 / count + 1e-6
+    # Where top_p is met to the last digit, rounding decides whether one token more belongs to it.
+    masses = np.cumsum(np.sort(probabilities)[::-1])
+    possible = masses[np.searchsorted(masses, [top_p - 1e-6, min(top_p + 1e-6, masses[-1])])]
+    assert min(np.abs(share - kept / mass).max() for mass in possible) <= 2 / count + 1e-6
 
 
 @given(_SEEDS, st.integers(0, 100_000))
