@@ -97,6 +97,26 @@ def test_nothing_sets_out_on_a_draft_before_the_one_ahead_of_it_is_confirmed() -
     """
     sample = played(drafting(stages([0, 1, 2])), [right(1), right(1), FULL])
     assert finished_s(sample, 0) == [1.0, 2.0, 6.0]
+    # Shown are a when it is through all layers, at 3, and b at 4.
+    assert sample.token_s.tolist() == [3.0, 1.0, 2.0]
+
+
+def test_of_two_right_drafts_the_first_is_shown_first() -> None:
+    """Whoever comes to the last server finds it busy for ten seconds with the one before."""
+    one = stages([0, 1, 2])
+    dense_s = one.engine.cost.dense_s.copy()
+    dense_s[:, -1] = 10.0
+    one = replace(one, engine=replace(one.engine, cost=replace(one.engine.cost, dense_s=dense_s)))
+    sample = played(drafting(one), [right(1), right(2), FULL])
+    assert finished_s(sample, 0) == [1.0, 12.0, 32.0]
+    # Through at 12, 22 and 32.
+    assert sample.token_s.tolist() == [12.0, 10.0, 10.0]
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_first_token_that_is_a_draft_comes_when_it_is_confirmed(depth: int) -> None:
+    sample = played(drafting(stages([0, 1, 2], 0.125)), [right(depth), FULL])
+    assert sample.first_token_s.tolist() == [3.375]
 
 
 def test_on_one_server_nothing_is_saved() -> None:
@@ -192,6 +212,9 @@ def test_a_lone_stream_takes_what_its_ledgers_say(tokens: list[Token], way_s: fl
     # microseconds of the experts, which the policy does not know to be free here.
     expected_s = [depth + way_s * (depth + (depth < LAYERS) + 1) for depth in depths]
     np.testing.assert_allclose(log.finished_s - log.began_s, expected_s)
+    # Whatever is shown when, an answer takes from its beginning to its end.
+    assert sample.token_s.sum() == pytest.approx(log.finished_s[-1] - log.began_s[0])
+    assert (sample.token_s >= 0).all()
 
 
 @settings(max_examples=25)

@@ -117,6 +117,26 @@ def test_a_trace_is_what_a_driver_tells_the_engine(made: Made, trace: Trace) -> 
         assert same.mean() > 0.97
 
 
+def test_a_trace_knows_what_transformers_would_predict_after_each_layer(
+    made: Made, trace: Trace
+) -> None:
+    """Final norm and head on every layer's states, which transformers gives out on demand."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(made.folder / "model", dtype=torch.float32)
+    ids = token_windows(made.texts, made.tokenizer, tokens=5 * LENGTH, window=LENGTH, seed=1)
+    with torch.inference_mode():
+        said = model(torch.from_numpy(ids), output_hidden_states=True)
+        # The last of these is normed already.
+        early = [model.lm_head(model.model.norm(each)) for each in said.hidden_states[1:-1]]
+    final = said.logits.argmax(-1)
+    wrong = torch.stack([each.argmax(-1) != final for each in early], dim=-1).flatten(0, 1)
+    assert trace.wrong is not None
+    np.testing.assert_array_equal(trace.wrong[:, :-1], wrong.numpy())
+    assert not trace.wrong[:, -1].any()
+    assert 0 < trace.wrong[:, :-1].sum() < trace.wrong[:, :-1].size
+
+
 def test_recording_again_gives_the_same_trace(made: Made, trace: Trace) -> None:
     settings = TraceSettings(tokens=5 * LENGTH, length=LENGTH, seed=1)
     torch.manual_seed(99)

@@ -7,12 +7,13 @@ runtime would read them. Memory holds one batch of windows and the arrays of the
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 
+from trimmoe.calibrate.head import greedy
 from trimmoe.calibrate.record import Advance
 from trimmoe.calibrate.sweep import Sweep
 from trimmoe.calibrate.text import text_hash, token_windows
@@ -113,7 +114,7 @@ def trace_windows(
 ) -> Trace:
     """The trace of all tokens of the windows, run at full depth in one sweep."""
     trace, observer = _blank(view, windows, header), Observer(profile, view.device)
-    sweep = Sweep(view, windows)
+    sweep, predicted = Sweep(view, windows), np.zeros(trace.confidence.shape, dtype=np.int64)
     for visit in sweep.visits():
         layer, span, attended = visit.layer, visit.span, visit.attended
         routing = view.route(layer, attended, groups=visit.groups)
@@ -125,8 +126,10 @@ def trace_windows(
             getattr(trace, name)[span, layer] = getattr(routed, name)
         trace.confidence[span, layer] = executed.confidence
         trace.exit_at[span, layer] = executed.exit_at
+        last = sweep.tail(visit, after) if visit.is_last else after
+        predicted[span, layer] = greedy(view, last)
         advance(len(after))
-    return trace
+    return replace(trace, wrong=predicted != predicted[:, -1:])
 
 
 def _blank(view: MoEView, windows: Windows, header: Header) -> Trace:

@@ -46,7 +46,8 @@ class Trace:
     """The router's whole softmax, [T, N, E]; None where it was not kept. Only policies that route
     anew over all experts ask for it."""
     wrong: BoolArray | None = None
-    """Whether a draft of the token was not confirmed, [T]; None where nobody has tried."""
+    """Whether what would be predicted after each layer is not what full depth predicts, [T, N];
+    None where nobody knows."""
 
     @property
     def token_count(self) -> int:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 
 import numpy as np
 
@@ -17,7 +16,7 @@ from trimmoe.calibrate.windows import Windows
 from trimmoe.core.events import Executed, Routed, SequenceOpened
 from trimmoe.core.ledger import Kind
 from trimmoe.core.profile import Profile
-from trimmoe.core.specs import BoolArray, IntArray
+from trimmoe.core.specs import IntArray
 from trimmoe.core.trace import Trace, trace_header
 from trimmoe.experiments.rehearsal import Answered
 from trimmoe.models.base import MoEView
@@ -39,8 +38,7 @@ def trace_of_run(
     the last, as they were fed.
 
     `nodes` have kept their events, and answered nothing else; `access` [R]. `view` is the whole
-    model. Where exits were drafts the tokens are those of full depth, which confirmed them, and the
-    trace knows which were wrong.
+    model. Where exits were drafts the tokens are those of full depth, which confirmed them.
     """
     fed = [
         [*prompt, *(event.token for event in one.events[:-1])]
@@ -48,7 +46,7 @@ def trace_of_run(
     ]
     trace = _at_full_depth(view, profile, np.array(fed))
     if any(node.executor.engine.settings.drafts for node in nodes):
-        return replace(trace, wrong=_wrong(trace, len(prompts[0]), answers))
+        return trace
     said = _said(nodes)
     for request, sequence in enumerate(_sequences(nodes, answers, access)):
         first = request * trace.length + len(prompts[request])
@@ -94,16 +92,6 @@ def _entered(answer: Answered, layers: int) -> np.ndarray:
         assert event.ledger is not None
         entered[row] = event.ledger.kinds[:, Kind.EXITED] == 0
     return entered
-
-
-def _wrong(trace: Trace, prompt: int, answers: Sequence[Answered]) -> BoolArray:
-    """Whether each fed token had a draft that was wrong, so that all its layers were waited for."""
-    wrong = np.zeros((trace.sequence_count, trace.length), dtype=bool)
-    for request, answer in enumerate(answers):
-        entered = _entered(answer, trace.layer_count)
-        drafts = [event.ledger is not None and event.ledger.audits for event in answer.events[1:]]
-        wrong[request, prompt:] = np.array(drafts, dtype=bool) & entered.all(1)
-    return wrong.ravel()
 
 
 def _said(nodes: Sequence[Node]) -> dict[tuple[type, int, int], list[Said]]:

@@ -54,9 +54,9 @@ class TraceFeed:
     def agrees(self, tokens: IntArray, layers: IntArray, draws: FloatArray) -> BoolArray:
         """Whether full depth predicts what exits of `tokens` after so many `layers` did, [n] each.
 
-        As it was where that is known; else with the chance that their heads give them, to which
+        As it was recorded where it was; else with the chance that their heads give them, to which
         calibration has fitted these, decided by the tokens' own `draws` in [0, 1).
         """
         if self.trace.wrong is not None:
-            return np.logical_not(self.trace.wrong[tokens])
+            return np.logical_not(self.trace.wrong[tokens, layers - 1])
         return draws < self.trace.confidence[tokens, layers - 1]

@@ -18,6 +18,7 @@ from trimmoe.simulator.turns import (
     follow_trail,
     go_on_in_turn,
     next_in_turn,
+    note,
     trail,
     trailed,
     wanted,
@@ -31,6 +32,7 @@ from trimmoe.simulator.world import (
     DUE,
     EVENTS,
     EXPERTS,
+    FINISHED,
     FIRST,
     FREE_ENTRIES,
     FREE_MESSAGES,
@@ -38,8 +40,6 @@ from trimmoe.simulator.world import (
     IDS,
     IN_FLIGHT,
     LAYER,
-    LOG_REQUEST,
-    LOG_ROW,
     LOGGED,
     MESSAGE,
     NEXT_REQUEST,
@@ -88,7 +88,7 @@ def run_until(world, rows, asked, state, end_s):
             return NEEDS_ROOM
         if numbers[HEAP_SIZE] + room > state.heap_time.size:
             return NEEDS_ROOM
-        if numbers[LOGGED] + numbers[IN_FLIGHT] + 2 > state.log.shape[0]:
+        if numbers[LOGGED] + units + 2 > state.log.shape[0]:
             return LOG_FULL
         if starts:
             _start_all(world, rows, asked, state)
@@ -286,11 +286,9 @@ def _propagate(world, rows, state, server, access, unit):
 @inlined
 def _finished(world, rows, asked, state, unit):
     """The token is with its user and the next one may begin, or a chunk is through."""
-    numbers, now = state.numbers, state.clock[NOW]
-    at, request = numbers[LOGGED], rows.request[unit]
-    state.log[at, LOG_REQUEST], state.log[at, LOG_ROW] = request, unit
-    state.log_time[at, 0], state.log_time[at, 1] = rows.began_s[unit], now
-    numbers[LOGGED] += 1
+    numbers, now, request = state.numbers, state.clock[NOW], rows.request[unit]
+    rows.number[unit] = asked.done[request]
+    note(rows, state, unit, FINISHED, now)
     numbers[IN_FLIGHT] -= 1
     asked.done[request] += 1
     asked.row[request] = NONE

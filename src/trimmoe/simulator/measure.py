@@ -66,7 +66,7 @@ class Sample:
     warm-up."""
 
     token_s: FloatArray
-    """Time of each decoded token, from begin to its arrival at the user, [n]."""
+    """Time of each decoded token, from when its user was shown the one before it, [n]."""
     first_token_s: FloatArray
     """Time to first token of each request that got it, [m]."""
     request_s: FloatArray
@@ -130,14 +130,14 @@ def sample(
     """The figures of a run that has ended."""
     log = units.log
     asked, prefills = table.asked, table.prefills[log.request]
-    measured = log.finished_s >= settings.warm_up_s
-    number = _numbers(log.request)
+    measured, number = log.finished_s >= settings.warm_up_s, log.number
     # The first token comes out of the last chunk of the prompt, or is the first one decoded.
     first = number == np.maximum(prefills - 1, 0)
     last = number == asked.units[log.request] - 1
     gives = log.decoded | (number == prefills - 1)
-    since_s = log.finished_s - asked.arrival_s[log.request]
-    token_s = (log.finished_s - log.began_s)[measured & log.decoded]
+    shown_s, before_s = shown(log, units.words)
+    since_s = shown_s - asked.arrival_s[log.request]
+    token_s = (shown_s - before_s)[measured & log.decoded]
     return Sample(
         token_s=token_s,
         first_token_s=since_s[measured & first],
@@ -154,15 +154,30 @@ def sample(
     )
 
 
-def _numbers(requests: IntArray) -> IntArray:
-    """The how-manieth unit of its request each finished unit is, [U]."""
-    order = np.argsort(requests, kind="stable")
-    ordered = requests[order]
-    starts = np.flatnonzero(np.r_[True, ordered[1:] != ordered[:-1]]) if ordered.size else order
-    counts = np.diff(np.r_[starts, ordered.size])
-    numbers = np.empty_like(requests)
-    numbers[order] = np.arange(ordered.size) - np.repeat(starts, counts)
-    return numbers
+def shown(log: UnitLog, words: FloatArray) -> tuple[FloatArray, FloatArray]:
+    """When the user was shown what each finished unit predicts, and the unit before it, or when
+    the first of a request began, [U] each.
+
+    A draft is shown when full depth has confirmed it, which `words` [3, n] tells by request and
+    number, and everything in turn. Of drafts that were still on their way when the run ended it
+    counts when they were made.
+    """
+    units = int(log.number.max(initial=0)) + 1
+    key = log.request * units + log.number
+    order = np.argsort(key)
+    key, shown_s = key[order], log.finished_s[order]
+    # What was confirmed has finished, so it is in the log.
+    at = np.searchsorted(key, words[0] * units + words[1])
+    np.maximum.at(shown_s, at, words[2])
+    follows = np.r_[False, key[1:] // units == key[:-1] // units][: key.size]
+    late = follows
+    while late.any():
+        earlier_s = np.r_[0.0, shown_s[:-1]]
+        late = follows & (earlier_s > shown_s)
+        shown_s[late] = earlier_s[late]
+    before_s = np.where(follows, np.r_[0.0, shown_s[:-1]], log.began_s[order])
+    back = np.argsort(order)
+    return shown_s[back], before_s[back]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

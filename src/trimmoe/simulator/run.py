@@ -32,15 +32,19 @@ from trimmoe.simulator.state import State, make_state, with_room
 from trimmoe.simulator.tables import RequestTable, RowPool
 from trimmoe.simulator.tally import AUDITS, DELAY_S, LOSS, UnitLog, Units
 from trimmoe.simulator.world import (
+    CONFIRMED,
     EXPERTS,
     IN_FLIGHT,
+    LOG_NUMBER,
     LOG_REQUEST,
     LOG_ROW,
+    LOG_WORD,
     LOGGED,
     NEXT_REQUEST,
     NONE,
     NOW,
     REQUEST,
+    TRAILING,
     make_world,
 )
 
@@ -209,6 +213,12 @@ class _Run:
         logged = int(state.numbers[LOGGED])
         log, times = state.log[:logged].copy(), state.log_time[:logged].copy()
         state.numbers[LOGGED] = 0
+        words = log[:, LOG_WORD] == CONFIRMED
+        if words.any():
+            of = log[words]
+            self.units.confirm(of[:, LOG_REQUEST], of[:, LOG_NUMBER], times[words, 1])
+            log, times = log[~words], times[~words]
+            logged = log.shape[0]
         units = [pool.unit(row) for row in log[:, LOG_ROW].tolist()]
         unit = np.repeat(np.arange(logged), [len(rows) for rows in units])
         rows = np.fromiter(chain.from_iterable(units), dtype=np.int64, count=unit.size)
@@ -220,7 +230,7 @@ class _Run:
             self.units.count_drafts(pool.books, shown, pool.rows.draft[shown] != NONE)
         sums = np.zeros((logged, 2))
         np.add.at(sums, unit, pool.books.numbers[rows][:, [DELAY_S, LOSS]])
-        for at, (request, row) in enumerate(log.tolist()):
+        for at, (request, row, *_) in enumerate(log.tolist()):
             if decoded[at]:
                 self.finished.append((row, request))
             else:
@@ -230,6 +240,7 @@ class _Run:
         self.units.keep(
             UnitLog(
                 request=log[:, LOG_REQUEST],
+                number=log[:, LOG_NUMBER],
                 began_s=times[:, 0],
                 finished_s=times[:, 1],
                 decoded=decoded,
@@ -237,7 +248,7 @@ class _Run:
                 loss=sums[:, 1],
             )
         )
-        if 2 * (state.numbers[IN_FLIGHT] + 2) > state.log.shape[0]:
+        if 2 * (state.numbers[IN_FLIGHT] + state.numbers[TRAILING] + 2) > state.log.shape[0]:
             self.state = _with_log(state, 2 * state.log.shape[0])
 
     def _control(self) -> None:
@@ -359,4 +370,5 @@ class _Run:
 
 
 def _with_log(state: State, size: int) -> State:
-    return state._replace(log=np.zeros((size, 2), dtype=np.int64), log_time=np.zeros((size, 2)))
+    log = np.zeros((size, state.log.shape[1]), dtype=np.int64)
+    return state._replace(log=log, log_time=np.zeros((size, 2)))

@@ -72,9 +72,9 @@ class State(NamedTuple):
     """Hidden vectors and token ids sent, [2, M, M]."""
     received: IntArray
     log: IntArray
-    """[L, 2]."""
+    """Requests, rows, numbers and words, [L, 4]."""
     log_time: FloatArray
-    """Began and finished, [L, 2]."""
+    """When units began, and what the log says happened, [L, 2]."""
     used: IntArray
     """Scratch, [M]."""
     group_first: IntArray
@@ -124,7 +124,7 @@ def make_state(servers: int, layers: int, experts: int) -> State:
         desk_free_s=np.zeros(servers),
         sent=np.zeros((2, servers, servers), dtype=np.int64),
         received=np.zeros((2, servers, servers), dtype=np.int64),
-        log=np.zeros((4096, 2), dtype=np.int64),
+        log=np.zeros((4096, 4), dtype=np.int64),
         log_time=np.zeros((4096, 2)),
         used=np.zeros(servers, dtype=np.int64),
         group_first=np.full((2, servers), NONE),

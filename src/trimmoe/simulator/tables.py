@@ -66,6 +66,7 @@ class RowPool:
         taken, self._free = self._free[-count:], self._free[:-count]
         at = np.array(taken, dtype=np.int64)
         self.rows.sibling[at] = self.rows.after[at] = self.rows.draft[at] = NONE
+        self.rows.number[at] = NONE
         self.rows.over_s[at] = np.inf
         return at
 

@@ -116,8 +116,11 @@ class UnitLog:
     """Units in order of finishing, [U]: decoded tokens and chunks of prompts."""
 
     request: IntArray
+    number: IntArray
+    """The how-manieth unit of its request, from 0."""
     began_s: FloatArray
     finished_s: FloatArray
+    """When its prediction was there, be it a draft."""
     decoded: BoolArray
     expected_s: FloatArray
     """What the cost model said; of a chunk the sum over its tokens."""
@@ -139,6 +142,7 @@ class Units:
     withdrawn_layers: int = 0
     """Token-layers that were executed on the latter."""
     _parts: list[UnitLog] = field(default_factory=list)
+    _words: list[FloatArray] = field(default_factory=list)
 
     @staticmethod
     def empty(layers: int, servers: int, hidden_bytes: int) -> Units:
@@ -176,6 +180,15 @@ class Units:
         self.decoded.messages += sent[1]
         self.withdrawn_layers += int(passed[measured].sum())
 
+    def confirm(self, requests: IntArray, numbers: IntArray, when_s: FloatArray) -> None:
+        """Word came of the drafts of these units [n]: they were right."""
+        self._words.append(np.stack([requests, numbers, when_s]))
+
+    @property
+    def words(self) -> FloatArray:
+        """Requests and numbers of units of which drafts were confirmed, and when, [3, n]."""
+        return np.concatenate([np.zeros((3, 0)), *self._words], axis=1)
+
     def keep(self, part: UnitLog) -> None:
         """Add finished units."""
         self._parts.append(part)
@@ -187,6 +200,7 @@ class Units:
             zeros, whole = np.zeros(0), np.zeros(0, dtype=np.int64)
             return UnitLog(
                 request=whole,
+                number=whole,
                 began_s=zeros,
                 finished_s=zeros,
                 decoded=zeros.astype(bool),

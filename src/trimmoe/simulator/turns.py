@@ -16,7 +16,20 @@ from __future__ import annotations
 from trimmoe.simulator.heap import inlined, push
 from trimmoe.simulator.links import send
 from trimmoe.simulator.service import quick, ready
-from trimmoe.simulator.world import DENSE, DRAFT_BACK, NONE, NOW, TOKEN, TRAILING
+from trimmoe.simulator.world import (
+    CONFIRMED,
+    DENSE,
+    DRAFT_BACK,
+    LOG_NUMBER,
+    LOG_REQUEST,
+    LOG_ROW,
+    LOG_WORD,
+    LOGGED,
+    NONE,
+    NOW,
+    TOKEN,
+    TRAILING,
+)
 
 
 @inlined
@@ -123,10 +136,13 @@ def trailed(world, rows, asked, state, unit):
         asked.trail[request] = NONE
     if asked.trail_before[request] == unit:
         asked.trail_before[request] = NONE
+    last, access = rows.place[unit, rows.layers[unit]], asked.access[request]
+    word_s = state.clock[NOW] + world.delay_s[last, access]
     if asked.awaited[request] == unit:
         asked.awaited[request] = NONE
-        last, access = rows.place[unit, rows.layers[unit]], asked.access[request]
-        push(state, state.clock[NOW] + world.delay_s[last, access], 1, TOKEN, request)
+        push(state, word_s, 1, TOKEN, request)
+    if world.drafts and rows.number[unit] != NONE:
+        note(rows, state, unit, CONFIRMED, word_s)
     # If its request is over, its leader may still pass layers elsewhere, and its follower, which
     # is a trail, too, need not wait any more.
     if leader != NONE:
@@ -136,6 +152,16 @@ def trailed(world, rows, asked, state, unit):
         if rows.parked[follower]:
             rows.parked[follower] = False
             quick(state, int(rows.place[follower, rows.layer[follower]]), follower)
+
+
+@inlined
+def note(rows, state, unit, word, when_s):
+    """Log what happened to a unit."""
+    at = state.numbers[LOGGED]
+    state.log[at, LOG_REQUEST], state.log[at, LOG_ROW] = rows.request[unit], unit
+    state.log[at, LOG_NUMBER], state.log[at, LOG_WORD] = rows.number[unit], word
+    state.log_time[at, 0], state.log_time[at, 1] = rows.began_s[unit], when_s
+    state.numbers[LOGGED] += 1
 
 
 @inlined

@@ -30,8 +30,10 @@ NOW, AREA = range(2)
 TOKEN_IN, DISPATCH, PART, TOKEN_BACK, STATE, DRAFT_BACK = range(6)
 # Words of a message.
 ROLE, SOURCE, TARGET, LAYER, FIRST, VECTORS, IDS, OWNER = range(8)
-# Columns of the log of finished units.
-LOG_REQUEST, LOG_ROW = range(2)
+# Columns of the log.
+LOG_REQUEST, LOG_ROW, LOG_NUMBER, LOG_WORD = range(4)
+# Its words: a unit is through, or full depth has confirmed what it was predicted early.
+FINISHED, CONFIRMED = range(2)
 # Kinds of work that queues; those of prompts, which come last, take turns with those of tokens.
 DENSE, EXPERTS, TRAIL, CHUNK, CHUNK_EXPERTS = range(5)
 KINDS = 5
@@ -97,6 +99,8 @@ class Rows(NamedTuple):
     """Parts of the layer's result that are still to come, [T]."""
     began_s: FloatArray
     """When the unit entered, [T]."""
+    number: IntArray
+    """The how-manieth of its request the unit is, from 0; NONE before it is through, [T]."""
     written: IntArray
     """Layers whose keys and values it has written; of a chunk the step after the last layer counts
     as one, [T]."""
@@ -214,6 +218,7 @@ def make_rows(count: int, layers: int, slots: int) -> Rows:
         layer=np.zeros(count, dtype=np.int64),
         pending=np.zeros(count, dtype=np.int64),
         began_s=np.zeros(count),
+        number=np.full(count, NONE),
         written=np.zeros(count, dtype=np.int64),
         leader=np.full(count, NONE),
         follower=np.full(count, NONE),
