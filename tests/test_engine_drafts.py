@@ -79,7 +79,9 @@ def test_a_right_draft_costs_what_an_exit_does_and_a_wrong_one_what_it_costs_wit
         as_it_was = exit if one.kinds[:, Kind.EXITED].any() else whole
         assert (one.kinds == as_it_was.kinds).all()
         assert one.slots_run == as_it_was.slots_run
-        assert one.delay_s == pytest.approx(as_it_was.delay_s, abs=1e-12)
+        # Two drafts after one another take as long as full depth at least.
+        delay_s = max(as_it_was.delay_s, whole.delay_s / 2)
+        assert one.delay_s == pytest.approx(delay_s, abs=1e-12)
         assert (one.messages >= whole.messages).all()
 
 
@@ -109,7 +111,7 @@ def test_where_drafts_are_wrong_more_often_than_promised_fewer_are_made() -> Non
     world = Replayed(3)
     bold = lossless(draft_confidence=0.6, window_tokens=6)
     all_wrong, all_right = (
-        replace(world.trace, wrong=np.full(world.trace.token_count, value))
+        replace(world.trace, wrong=np.full(world.trace.confidence.shape, value))
         for value in (True, False)
     )
     right, wrong = (

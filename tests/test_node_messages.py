@@ -73,7 +73,7 @@ def waves(draw: st.DrawFn) -> Wave:
         ahead=np.where(rng.random(count) < 0.5, np.inf, rng.random(count)),
         exit_at=rng.integers(1, layers + 1, size=count),
         probed=rng.choice([NOT_PROBED, 0, layers - 1], size=count),
-        answered=rng.random(count) < 0.5,
+        answered_s=np.where(rng.random(count) < 0.5, rng.random(count), np.inf),
         kinds=rng.integers(len(Kind), size=(count, layers)),
         slots_run=rng.integers(1000, size=count),
         slots_dropped=rng.integers(1000, size=count),

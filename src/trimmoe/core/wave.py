@@ -47,8 +47,9 @@ class Wave:
     probed: IntArray
     """Layer after which an exit was due but is being audited, or, once answered, was taken; else
     NOT_PROBED, [n]."""
-    answered: BoolArray
-    """Whether it exited and only goes on for the tokens that will attend to it, [n]."""
+    answered_s: FloatArray
+    """Of what exited and only goes on for the tokens that will attend to it, the delay of its
+    prediction; otherwise infinite, [n]."""
     kinds: IntArray
     """[n, N], `Kind.EXITED` until the layer ran or was skipped."""
     slots_run: IntArray
@@ -57,6 +58,11 @@ class Wave:
     """[n, M, M]."""
     delay_s: FloatArray
     loss: FloatArray
+
+    @property
+    def answered(self) -> BoolArray:
+        """Whether it exited already, [n]."""
+        return np.isfinite(self.answered_s)
 
     def at(self, rows: IntArray, **changes: np.ndarray) -> Wave:
         """A copy with the given columns changed in `rows`."""

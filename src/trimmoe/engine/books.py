@@ -10,7 +10,7 @@ import numpy as np
 from trimmoe.core.events import Receipt, Trailed
 from trimmoe.core.ledger import Kind, Ledger, layer_kinds
 from trimmoe.core.profile import ExitState
-from trimmoe.core.specs import IntArray
+from trimmoe.core.specs import FloatArray, IntArray
 from trimmoe.core.wave import NOT_PROBED, Wave
 from trimmoe.cost.model import Accounting, CostModel, add_layer_messages
 from trimmoe.policy.base import Decision
@@ -79,25 +79,42 @@ def closed(
 def following(cost: CostModel, wave: Wave, rows: IntArray) -> Wave:
     """The wave with `rows` answered: they go on exactly, and their books begin anew, less the way
     back to the user, which they were charged from here."""
+    back_s = cost.token_transfer_s[wave.server[rows], wave.access[rows]]
     return wave.at(
         rows,
-        answered=np.array(True),
+        answered_s=wave.delay_s[rows] + back_s,
         probed=np.array(wave.layer - 1),
         allowance=np.array(0.0),
         messages=np.zeros_like(wave.messages[rows]),
-        delay_s=-cost.token_transfer_s[wave.server[rows], wave.access[rows]],
+        delay_s=-back_s,
         slots_run=np.array(0),
         slots_dropped=np.array(0),
     )
 
 
-def afterwards(cost: CostModel, wave: Wave) -> tuple[Ledger, ...]:
+def afterwards(cost: CostModel, wave: Wave, *, drafts: bool) -> tuple[Ledger, ...]:
     """What the answered tokens of a wave cost until its end, where that is in nobody's way; under
-    `migrate` nothing."""
+    `migrate` nothing.
+
+    It is in the way of drafts: nothing sets out on one before that ahead of it is confirmed, so two
+    of them take at least as long as one token at full depth, and each is charged half of that.
+    """
+    waits_s = np.zeros(len(wave.sequences))
+    if drafts:
+        whole_s = wave.answered_s + _late_s(cost, wave)
+        waits_s = np.maximum(whole_s / 2 - wave.answered_s, 0.0)
     empty = Ledger.empty(cost.layer_count, cost.server_count, cost.hidden_bytes)
     free = cost.accounting is Accounting.MIGRATE
     sent = np.zeros_like(wave.messages) if free else wave.messages
-    return tuple(replace(empty, messages=messages, audits=1) for messages in sent)
+    return tuple(
+        replace(empty, messages=messages, audits=1, delay_s=wait_s)
+        for messages, wait_s in zip(sent, waits_s.tolist(), strict=True)
+    )
+
+
+def _late_s(cost: CostModel, wave: Wave) -> FloatArray:
+    """How much later than their predictions word of full depth comes to the users, [n]."""
+    return wave.delay_s + cost.token_transfer_s[wave.server, wave.access]
 
 
 def missed(cost: CostModel, wave: Wave, told: tuple[Ledger, ...]) -> tuple[Ledger, ...]:
@@ -109,8 +126,7 @@ def missed(cost: CostModel, wave: Wave, told: tuple[Ledger, ...]) -> tuple[Ledge
     kinds = (wave.kinds[:, :, None] == np.arange(len(Kind))).astype(np.int64)
     kinds[:, :, Kind.EXITED] -= 1
     kinds *= later[:, :, None]
-    late_s = wave.delay_s + cost.token_transfer_s[wave.server, wave.access]
-    columns = (wave.slots_run, wave.slots_dropped, late_s)
+    columns = (wave.slots_run, wave.slots_dropped, _late_s(cost, wave))
     rows = zip(told, kinds, *(each.tolist() for each in columns), strict=True)
     return tuple(
         replace(after, kinds=kind, slots_run=run, slots_dropped=dropped, delay_s=delay_s)

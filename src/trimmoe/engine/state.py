@@ -92,7 +92,7 @@ def new_wave(
         confidence=np.full(count, -np.inf),
         exit_at=np.full(count, layer_count),
         probed=np.full(count, NOT_PROBED),
-        answered=np.zeros(count, dtype=bool),
+        answered_s=np.full(count, np.inf),
         kinds=np.full((count, layer_count), int(Kind.EXITED)),
         slots_run=zeros,
         slots_dropped=zeros,

@@ -257,7 +257,7 @@ class Engine:
         state, commands = self._completed(state, identity, wave, rows[~wave.answered[rows]])
         if answered.size:
             done, state = wave.take(answered), state.with_wave(identity, None)
-            told = afterwards(self.cost, done)
+            told = afterwards(self.cost, done, drafts=self.settings.drafts)
             trailed = Trailed(
                 wave=identity,
                 rows=answered,

@@ -182,7 +182,7 @@ class Units:
 
     def confirm(self, requests: IntArray, numbers: IntArray, when_s: FloatArray) -> None:
         """Word came of the drafts of these units [n]: they were right."""
-        self._words.append(np.stack([requests, numbers, when_s]))
+        self._words.append(np.array([requests, numbers, when_s], dtype=np.float64))
 
     @property
     def words(self) -> FloatArray:

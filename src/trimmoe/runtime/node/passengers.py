@@ -35,6 +35,7 @@ _FLOATS = (
     "budget",
     "allowance",
     "confidence",
+    "answered_s",
     "delay_s",
     "loss",
 )
@@ -54,7 +55,6 @@ def row_type(layer_count: int, server_count: int) -> np.dtype:
             *((name, "<f8") for name in _FLOATS),
             *((name, "<i2") for name in _SHORTS),
             *((name, "<i4") for name in _INTS),
-            ("answered", "?"),
             ("kinds", "u1", (layer_count,)),
             ("messages", "<u2", (server_count, server_count)),
         ]
@@ -94,7 +94,6 @@ def unpack_wave(
         sequences=tuple(sequences),
         alive=np.arange(count),
         route=np.zeros(count, dtype=np.int64),
-        answered=records["answered"].astype(bool),
         **columns,
     )
 
