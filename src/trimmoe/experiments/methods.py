@@ -35,6 +35,7 @@ from trimmoe.policy.settings import (
     final_exits,
     lossless,
     paper,
+    speculative,
     substitute_only,
     trimmoe,
 )
@@ -126,6 +127,7 @@ METHODS = {
     ),
     "trimmoe": Method(title="TrimMoE", settings=trimmoe),
     "lossless": Method(title="lossless (drafts)", settings=lossless),
+    "speculative": Method(title="speculative (guesses)", settings=speculative),
     "final-exits": Method(title="with final exits", settings=final_exits),
     "no-skip": Method(title="without skips", settings=_without(skip=False, drop_slots=False)),
     "no-exit": Method(title="without exits", settings=_without(exit=False)),

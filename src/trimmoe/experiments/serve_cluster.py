@@ -21,7 +21,7 @@ from trimmoe.runtime.launch.raylet import DEFAULT_PORT
 from trimmoe.runtime.launch.several import cluster_token, own_address, serve_head, serve_join
 
 Say = Callable[[str], None]
-POLICIES = ("trimmoe", "lossless", "final-exits", "substitute-only", "exact")
+POLICIES = ("trimmoe", "lossless", "speculative", "final-exits", "substitute-only", "exact")
 """Those of `methods` that are a policy on any plan; `paper` moves tokens without their KV cache,
 which no real servers can do."""
 
