@@ -46,7 +46,10 @@ EVERYWHERE = dict.fromkeys(range(4), ALL)
 DRAFTING = replace(
     PRESETS["trimmoe"](), draft_confidence=0.6, budget=0.0, exits_weighed=False, name="drafting"
 )
-either = pytest.mark.parametrize("policy", [PRESETS["exact"](), DRAFTING], ids=["exact", "drafts"])
+GUESSING = replace(PRESETS["speculative"](), guess_confidence=0.0)
+either = pytest.mark.parametrize(
+    "policy", [PRESETS["exact"](), DRAFTING, GUESSING], ids=["exact", "drafts", "guesses"]
+)
 
 
 def expected(tiny: Tiny, prompt: list[int], new: int) -> list[int]:

@@ -48,6 +48,7 @@ def emulated(batch_share: float) -> EmulatedPace:
     return EmulatedPace(
         dense_s=np.array([1.0, 2.0]),
         expert_s=np.array([[3.0, 5.0, 7.0], [10.0, 20.0, 40.0]]),
+        guess_s=60.0,
         batch_share=batch_share,
     )
 
@@ -68,6 +69,13 @@ def test_a_batch_lasts_until_the_emulated_machine_would_be_done(clock: Clock, sh
     pace.experts(1, np.array([[0, -1], [2, 0], [-1, -1]]))
     experts_s = batch_s(10.0, 2, share) + batch_s(40.0, 1, share)
     assert clock.now_s - 100.0 == pytest.approx(batch_s(2.0, 3, share) + experts_s)
+
+
+def test_a_guess_takes_the_emulated_machine_all_layers(clock: Clock) -> None:
+    pace = emulated(0.5)
+    pace.begin()
+    pace.guess(rows=2)
+    assert clock.now_s - 100.0 == pytest.approx(batch_s(60.0, 2, 0.5))
 
 
 def test_a_machine_that_was_too_slow_for_a_step_catches_up_in_the_next(clock: Clock) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -18,8 +19,10 @@ import torch
 
 from trimmoe.core.events import SequenceOpened
 from trimmoe.core.ledger import Ledger
+from trimmoe.engine.guesses import Lead
 from trimmoe.policy.settings import BudgetRule
 from trimmoe.runtime.node.executor import Arrival
+from trimmoe.runtime.node.homes import Guess, Guessed, Guessing
 from trimmoe.runtime.node.jobs import Attempt, Backroom, Job
 from trimmoe.runtime.node.messages import (
     ANY_POSITION,
@@ -79,6 +82,7 @@ class Desk:
         """Places are asked for by one request at a time, in order."""
         self.blocked = False
         """Whether the one whose turn it is had to queue for a place."""
+        self.guessing = Guessing()
         self.restarts = 0
         """Attempts that were lost."""
         self.stalls = 0
@@ -180,6 +184,8 @@ class Desk:
                 self._in_vain(job, unpack_ledger(token.ledger, **self._room.ledger_shape))
             elif (token.epoch, token.position) == (attempt.epoch, attempt.position):
                 self._advance(job, attempt, token)
+            elif token.epoch == attempt.epoch and token.position > attempt.position:
+                attempt.early[token.position] = token
 
     def followed(self, after: list[After]) -> None:
         """Word of tokens after their exits; what they cost is told with the next one that is
@@ -215,12 +221,93 @@ class Desk:
             ledger = unpack_ledger(token.ledger, **self._room.ledger_shape)
         elif token.charge is not None:
             ledger = unpack_charge(token.charge, self._quality(job)[0], **self._room.ledger_shape)
+        if attempt.lead is not None:
+            self._advance_led(job, attempt, attempt.lead, token, ledger)
+            return
         token = attempt.pending.add(token, ledger)
-        last = self._ends(job, token, len(job.tokens) + len(attempt.pending)) is not None
+        last = self._is_last(job, token)
         self._show(job, attempt)
         if not last:
             attempt.unfed = token
             self._feed_in_turn(attempt)
+
+    def _advance_led(
+        self, job: Job, attempt: Attempt, lead: Lead, token: Token, ledger: Ledger | None
+    ) -> None:
+        """A token came where this server guesses ahead; perhaps it has guessed it."""
+        guess = attempt.pending.token_at(token.position)
+        if ledger is not None and token.charge is None:
+            right = guess is not None and guess.token == token.token
+            passed = lead.after(ledger.delay_s, guessed=guess is not None, right=right)
+            # What is sent in vain tells itself when it is withdrawn.
+            ledger = replace(ledger, delay_s=passed.interval_s)
+        attempt.position += 1
+        if guess is not None:
+            self.guessing.checked(right=guess.token == token.token)
+            self._checked(job, attempt, token, ledger)
+        else:
+            attempt.pending.add(token, ledger)
+            last = self._is_last(job, token)
+            self._show(job, attempt)
+            if not last:
+                self._feed(attempt, token)
+        if job.attempt is not attempt:
+            return
+        self._guess(job, attempt)
+        if (following := attempt.early.pop(attempt.position, None)) is not None:
+            self._advance(job, attempt, following)
+
+    def _guess(self, job: Job, attempt: Attempt) -> None:
+        """Have this server read what it has not read yet, and guess what follows."""
+        lead, request, room = attempt.lead, job.request, self._room
+        if lead is None or attempt.reading or attempt.pending.drafts >= lead.guesses:
+            return
+        ids = [*request.prompt_ids, *job.tokens, *attempt.pending.tokens]
+        tokens = tuple(ids[attempt.read : attempt.read + room.chunk])
+        if not tokens:
+            return
+        attempt.reading = True
+        room.guess(
+            Guess(
+                sequence=attempt.sequence,
+                start=attempt.read,
+                tokens=tokens,
+                epoch=attempt.epoch,
+                route=attempt.route,
+                sampling=request.sampling,
+            )
+        )
+        attempt.read += len(tokens)
+
+    def guessed(self, guesses: Sequence[Guessed]) -> None:
+        """This server has guessed what follows tokens; what is probable is followed at once."""
+        for one in guesses:
+            asked, job = one.asked, self._by_sequence.get(one.asked.sequence)
+            if job is None or (attempt := job.attempt) is None:
+                continue
+            attempt.reading = False
+            following = len(job.request.prompt_ids) + len(job.tokens) + len(attempt.pending)
+            fits = (asked.epoch, asked.position) == (attempt.epoch, following)
+            if fits and following > attempt.prompt:
+                if not one.wanted:
+                    continue
+                token = Token(
+                    sequence=attempt.sequence,
+                    position=asked.position,
+                    token=one.token,
+                    logprob=0.0,
+                    top=[],
+                    ledger=None,
+                    receipt=None,
+                    agrees=None,
+                    epoch=attempt.epoch,
+                    draft=True,
+                )
+                if self._is_last(job, token):
+                    continue
+                attempt.pending.add(token, None)
+                self._feed(attempt, token)
+            self._guess(job, attempt)
 
     def _feed_in_turn(self, attempt: Attempt) -> None:
         """Follow the last token, unless that is a guess upon a guess: most of those would be in
@@ -229,7 +316,7 @@ class Desk:
         if token is not None and attempt.pending.unconfirmed in (None, token.position):
             self._feed(attempt, token)
 
-    def _checked(self, job: Job, attempt: Attempt, token: Token, ledger: Ledger) -> None:
+    def _checked(self, job: Job, attempt: Attempt, token: Token, ledger: Ledger | None) -> None:
         """Full depth has predicted a token of which there was a draft."""
         attempt.news = True
         wrong = attempt.pending.check(token, ledger)
@@ -243,6 +330,8 @@ class Desk:
             if entry.ledger is not None:
                 self._in_vain(job, entry.ledger)
         attempt.epoch += 1
+        attempt.read = min(attempt.read, token.position)
+        attempt.early.clear()
         opened = self._opened(job, attempt)
         self._room.control(lambda: self._room.open_account(opened, attempt.route))
         # Here as well, whether or not the route comes by: what is to set out is dropped.
@@ -252,8 +341,11 @@ class Desk:
 
     def _feed(self, attempt: Attempt, token: Token) -> None:
         """Predict what follows a token."""
-        attempt.position, attempt.unfed = token.position + 1, None
         first = attempt.pending.unconfirmed
+        attempt.position, attempt.unfed = token.position + 1, None
+        if attempt.lead is not None and first is not None:
+            # What is guessed is awaited nevertheless.
+            attempt.position = first
         attempt.fed = token.position if first is None else first - 1
         self._room.arrive(
             Arrival(
@@ -269,6 +361,11 @@ class Desk:
         if token.token in job.request.stop_ids:
             return "stop"
         return "length" if count == job.request.max_new_tokens else None
+
+    def _is_last(self, job: Job, token: Token) -> bool:
+        """Whether an answer ends with a token."""
+        count = token.position - len(job.request.prompt_ids) + 1
+        return self._ends(job, token, count) is not None
 
     def _in_vain(self, job: Job, ledger: Ledger) -> None:
         """A token was withdrawn; what it sent was sent all the same."""
@@ -386,9 +483,13 @@ class Desk:
         opened = self._opened(job, attempt)
         room.control(lambda: room.open_account(opened, attempt.route))
         ids = [*request.prompt_ids, *job.tokens]
-        attempt.position = len(ids)
+        attempt.position = attempt.prompt = len(ids)
+        guesses = room.planner.settings.guesses
+        if guesses:
+            attempt.lead = Lead(guesses=guesses, guess_s=room.guess_s())
         tokens = (torch.tensor(ids, dtype=torch.int32),)
         room.post(Parcel(to=attempt.route[0], message=Prompt(attempt.sequence), tensors=tokens))
+        self._guess(job, attempt)
 
     def _opened(self, job: Job, attempt: Attempt) -> SequenceOpened:
         """Its account, with what the tokens shown so far left."""

@@ -1,8 +1,9 @@
 """What its access server has of an answer and does not show yet.
 
-A token predicted early is a draft until full depth has confirmed it. The next one sets out on it
-at once, and may be a draft itself, or be through before word of the first has come. Where a draft
-was wrong everything after it is withdrawn.
+A token predicted early is a draft until full depth has confirmed it, be it predicted on its way or
+guessed by the access server itself. The next one sets out on it at once, and may be a draft itself,
+or be through before word of the first has come. Where a draft was wrong everything after it is
+withdrawn.
 """
 
 from __future__ import annotations
@@ -40,6 +41,19 @@ class Pending:
         """Position of the first draft, None if there is none."""
         return next((one.token.position for one in self.entries if not one.confirmed), None)
 
+    @property
+    def drafts(self) -> int:
+        """How many are not confirmed."""
+        return sum(not one.confirmed for one in self.entries)
+
+    @property
+    def tokens(self) -> list[int]:
+        return [one.token.token for one in self.entries]
+
+    def token_at(self, position: int) -> Token | None:
+        """That of this position if there is one."""
+        return next((one.token for one in self.entries if one.token.position == position), None)
+
     def add(self, token: Token, ledger: Ledger | None) -> Token:
         """The next token came; given back as it is to be followed."""
         entry = Entry(token=token, ledger=ledger, confirmed=not token.draft)
@@ -48,7 +62,7 @@ class Pending:
             _confirm(entry, *self.checks.pop(token.position))
         return entry.token
 
-    def check(self, token: Token, ledger: Ledger) -> list[Entry] | None:
+    def check(self, token: Token, ledger: Ledger | None) -> list[Entry] | None:
         """Full depth says what goes to a draft's position, and what that cost more. None if there
         is nothing to withdraw, or else what came after the draft, which was wrong."""
         for at, entry in enumerate(self.entries):
@@ -58,6 +72,7 @@ class Pending:
                 after = len(self.entries) - at - 1
                 return None if right else [self.entries.pop() for _ in range(after)]
         # It took the quicker way here.
+        assert ledger is not None
         self.checks[token.position] = (token, ledger)
         return None
 
@@ -67,6 +82,9 @@ class Pending:
             yield self.entries.popleft()
 
 
-def _confirm(entry: Entry, token: Token, ledger: Ledger) -> None:
-    assert entry.ledger is not None
-    entry.token, entry.ledger, entry.confirmed = token, entry.ledger + ledger, True
+def _confirm(entry: Entry, token: Token, ledger: Ledger | None) -> None:
+    # A guess has cost nothing by itself.
+    if entry.ledger is not None and ledger is not None:
+        ledger = entry.ledger + ledger
+    entry.ledger = ledger
+    entry.token, entry.confirmed = token, True

@@ -40,6 +40,7 @@ from trimmoe.models.base import MoEView, Routing, TokenBatch
 from trimmoe.runtime.counters import ExpertCounter
 from trimmoe.runtime.node.completion import completed, trailed
 from trimmoe.runtime.node.execution import run_and_ship
+from trimmoe.runtime.node.homes import Guessed, Homes
 from trimmoe.runtime.node.messages import Parcel, Rows, Start
 from trimmoe.runtime.node.pace import Pace
 from trimmoe.runtime.node.shipping import Cargo, Split
@@ -59,6 +60,7 @@ class Outcome:
     written: list[tuple[Unit, int]] = field(default_factory=list)
     """Units with the layer whose keys and values are there now."""
     stranded: list[Unit] = field(default_factory=list)
+    guessed: list[Guessed] = field(default_factory=list)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -106,6 +108,7 @@ class Executor:
         self.send: Callable[[list[Parcel]], None] | None = None
         """Sends what can leave before its batch is through; without it nothing does."""
         self.cache = view.new_cache(slots=slots)
+        self.homes = Homes.of(view, slots)
         self.engines = [engine]
         self.state = engine.start()
         self.log: list[LogEntry] | None = [] if log_events else None
@@ -151,6 +154,7 @@ class Executor:
 
     def close(self, sequence: int) -> None:
         """Close an account if there is one."""
+        self.homes.close(sequence)
         if sequence in self.state.accounts:
             self.tell(SequenceClosed(sequence=sequence))
 

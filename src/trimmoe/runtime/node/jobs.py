@@ -8,8 +8,10 @@ from dataclasses import dataclass, field
 
 from trimmoe.core.events import Receipt, SequenceOpened
 from trimmoe.core.ledger import Ledger
+from trimmoe.engine.guesses import Lead
 from trimmoe.runtime.node.drafts import Pending
 from trimmoe.runtime.node.executor import Arrival
+from trimmoe.runtime.node.homes import Guess
 from trimmoe.runtime.node.messages import Parcel, Token
 from trimmoe.runtime.node.planner import Planner
 from trimmoe.runtime.service import GenerationRequest, Health, ServiceStats
@@ -25,6 +27,8 @@ class Attempt:
     trouble: asyncio.Future[str]
     """Why it is over; empty if the answer is complete."""
     grants: dict[int, asyncio.Future[bool]] = field(default_factory=dict)
+    prompt: int = 0
+    """Tokens that it began with."""
     position: int = 0
     """Of the token that is awaited."""
     fed: int = 0
@@ -35,6 +39,14 @@ class Attempt:
     """Tokens that came and are not shown yet."""
     unfed: Token | None = None
     """One of them that nothing follows before the drafts ahead of it are confirmed."""
+    lead: Lead | None = None
+    """Where this server guesses ahead: how long its tokens take by that."""
+    early: dict[int, Token] = field(default_factory=dict)
+    """Tokens that overtook the one that is awaited, by position."""
+    read: int = 0
+    """Up to where this server has read the sequence by itself, or is about to."""
+    reading: bool = False
+    """Whether it is about to."""
     news: bool = True
     """Whether anything was heard of it since it was last looked at."""
     asked: bool = False
@@ -92,6 +104,11 @@ class Backroom:
     close_account: Callable[[int], None]
     settle: Callable[[tuple[Receipt, ...], list[bool]], None]
     arrive: Callable[[Arrival], None]
+    guess: Callable[[Guess], None]
+    guess_s: Callable[[], float]
+    """What a guess takes this server."""
+    chunk: int
+    """Tokens of a prompt that are read at a time."""
     health: Callable[[], Health]
     stats: Callable[[int, int], ServiceStats]
     ledger_shape: dict[str, int]

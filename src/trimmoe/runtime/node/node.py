@@ -16,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from trimmoe.core.errors import UserError
 from trimmoe.core.plan import Plan
 from trimmoe.core.profile import Profile
+from trimmoe.engine.guesses import guess_times_s
 from trimmoe.models.base import EncoderDecoderView, MoEView
 from trimmoe.policy.settings import PolicySettings
 from trimmoe.runtime.node.access import Backroom, Desk
@@ -24,6 +25,7 @@ from trimmoe.runtime.node.completion import withdrawn
 from trimmoe.runtime.node.deployments import Basis, Built
 from trimmoe.runtime.node.executor import Arrival, Executor
 from trimmoe.runtime.node.floor import Floor
+from trimmoe.runtime.node.homes import Guess
 from trimmoe.runtime.node.mail import Mail
 from trimmoe.runtime.node.messages import (
     ANY_POSITION,
@@ -153,7 +155,11 @@ class Node:
         )
         self._failure = ""
         pumping = self.pump.run(
-            self.floor, self.executor, lambda: self.planner.in_force.passage, self.mail.post
+            self.floor,
+            self.executor,
+            lambda: self.planner.in_force.passage,
+            self.mail.post,
+            self.desk.guessed,
         )
         listening, mailing = self._listen(), self.mail.run()
         planning, minding = self.planner.run(), self._look_after()
@@ -201,6 +207,9 @@ class Node:
             close_account=worker.close,
             settle=worker.settle,
             arrive=self._arrive,
+            guess=self._guess,
+            guess_s=self._guess_s,
+            chunk=settings.prefill_chunk,
             health=self.health,
             stats=lambda running, waiting: self.reporter.stats(self, running, waiting),
             ledger_shape={
@@ -230,7 +239,8 @@ class Node:
         share = self.settings.batch_share
         if share is None:
             return Pace()
-        return EmulatedPace.of(self._basis.planned.cost, self.settings.server, share)
+        planned, top_k = self._basis.planned.cost, self._view.spec.top_k
+        return EmulatedPace.of(planned, self.settings.server, share, top_k)
 
     def _withdrawn(self, units: Sequence[Unit]) -> None:
         for parcel in withdrawn(units, self._view.spec.hidden_bytes):
@@ -239,6 +249,14 @@ class Node:
     def _arrive(self, arrival: Arrival) -> None:
         self.floor.scheduler.put(Step.ARRIVE, 0, arrival)
         self.pump.wake()
+
+    def _guess(self, guess: Guess) -> None:
+        self.floor.scheduler.put(Step.GUESS, 0, guess, rows=len(guess.tokens))
+        self.pump.wake()
+
+    def _guess_s(self) -> float:
+        cost = self.planner.in_force.engine.cost
+        return float(guess_times_s(cost, self._view.spec.top_k)[self.settings.server])
 
     def _task_ended(self, task: asyncio.Task[None]) -> None:
         """A loop that ends by an error takes the whole server out of service."""

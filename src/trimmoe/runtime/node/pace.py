@@ -14,6 +14,7 @@ import numpy as np
 from trimmoe.core.specs import FloatArray, IntArray
 from trimmoe.cost.batching import batch_s
 from trimmoe.cost.model import CostModel
+from trimmoe.engine.guesses import guess_times_s
 from trimmoe.models.base import DROPPED
 
 
@@ -29,6 +30,9 @@ class Pace:
     def experts(self, layer: int, experts: IntArray) -> None:
         """Slots of these experts are computed, [n, k]; `DROPPED` ones are none."""
 
+    def guess(self, rows: int) -> None:
+        """So many rows pass all layers, with the experts at hand."""
+
 
 @dataclass(kw_only=True, slots=True)
 class EmulatedPace(Pace):
@@ -38,16 +42,19 @@ class EmulatedPace(Pace):
     """Of one row, [N]."""
     expert_s: FloatArray
     """Of one row, [N, E]."""
+    guess_s: float
+    """Of one row, in all layers."""
     batch_share: float
     """As in `cost.batching`."""
     _due_s: float = field(default=0.0)
 
     @staticmethod
-    def of(cost: CostModel, server: int, batch_share: float) -> EmulatedPace:
+    def of(cost: CostModel, server: int, batch_share: float, top_k: int) -> EmulatedPace:
         """The pace of one server of the cost model's cluster."""
         return EmulatedPace(
             dense_s=cost.dense_s[server],
             expert_s=cost.expert_s[server],
+            guess_s=float(guess_times_s(cost, top_k)[server]),
             batch_share=batch_share,
         )
 
@@ -62,6 +69,9 @@ class EmulatedPace(Pace):
         each_s = self.expert_s[layer, used].tolist()
         pairs = zip(each_s, rows.tolist(), strict=True)
         self._spend(sum(batch_s(one_s, count, self.batch_share) for one_s, count in pairs))
+
+    def guess(self, rows: int) -> None:
+        self._spend(batch_s(self.guess_s, rows, self.batch_share))
 
     def _spend(self, seconds: float) -> None:
         self._due_s += seconds

@@ -6,6 +6,7 @@ import time
 
 from trimmoe.runtime.node.chunks import end_chunk, pass_layer, run_slots
 from trimmoe.runtime.node.executor import Executor, Outcome
+from trimmoe.runtime.node.guesses import guess
 from trimmoe.runtime.node.passage import Passage
 from trimmoe.runtime.node.scheduler import Step, Work
 from trimmoe.runtime.node.trails import propagate, trail
@@ -40,3 +41,5 @@ def _performed(worker: Executor, passage: Passage, work: Work) -> Outcome:
             return pass_layer(worker, passage, layer, items[0])
         case Step.CHUNK_END:
             return end_chunk(worker, items[0])
+        case Step.GUESS:
+            return guess(worker, items)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
 from trimmoe.runtime.node.executor import Executor, Outcome
 from trimmoe.runtime.node.floor import Floor
+from trimmoe.runtime.node.homes import Guessed
 from trimmoe.runtime.node.messages import Parcel, Stranded
 from trimmoe.runtime.node.passage import Passage
 from trimmoe.runtime.node.perform import perform
@@ -49,6 +50,7 @@ class Pump:
         executor: Executor,
         passage: Callable[[], Passage],
         post: Callable[[Parcel], None],
+        guessed: Callable[[Sequence[Guessed]], None],
     ) -> None:
         """Work while there is any; ends when cancelled."""
         loop = asyncio.get_running_loop()
@@ -76,6 +78,8 @@ class Pump:
                 floor.worked(work)
             floor.absorb(outcome)
             send(outcome.parcels)
+            if outcome.guessed:
+                guessed(outcome.guessed)
             for unit in outcome.stranded:
                 message = Stranded(unit.seat.sequence, unit.layer)
                 post(Parcel(to=unit.seat.access, message=message))

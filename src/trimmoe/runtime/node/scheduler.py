@@ -6,8 +6,8 @@ else's tokens move on. Of prompts the step whose first item has waited longest c
 
 Of generated tokens, slots come before a server's own layers: other servers wait for them, and they
 are short. Then the lowest layer comes first, so that tokens catch up with those ahead of them and
-go on together: a batch of many rows takes little longer than one row does. What has been passed
-over for `PATIENCE` batches is not passed over any more.
+go on together: a batch of many rows takes little longer than one row does. Guesses come last. What
+has been passed over for `PATIENCE` batches is not passed over any more.
 """
 
 from __future__ import annotations
@@ -41,11 +41,14 @@ class Step(IntEnum):
     CHUNK_SLOTS = 7
     CHUNK_END = 8
     """After the last layer: the prediction that follows the prompt."""
+    GUESS = 9
+    """What this server makes of its users' sequences by itself."""
 
 
 _QUICK = frozenset({Step.ARRIVE, Step.FINISH, Step.CHUNK_END})
 _ONE_AT_A_TIME = frozenset({Step.CHUNK, Step.CHUNK_END})
 _PROMPTS = frozenset({Step.CHUNK, Step.CHUNK_SLOTS})
+_CLASS = {Step.SLOTS: 1, Step.GUESS: 3}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -119,7 +122,7 @@ class Scheduler:
         (step, layer), first = key, self._queues[key][0]
         if step in _QUICK or step in _PROMPTS or self._served - first.served >= PATIENCE:
             return (0, 0, first.ticket)
-        return (1 if step is Step.SLOTS else 2, layer, first.ticket)
+        return (_CLASS.get(step, 2), layer, first.ticket)
 
     def any(self, like: Callable[[Any], bool]) -> bool:
         """Whether an item that is ready, or being computed, is like that."""

@@ -1,0 +1,109 @@
+"""What a server makes of its users' sequences by itself, with the experts that it has.
+
+The worker's part: a cache of its own, apart from that of the sequences that cross this server. It
+holds what the home pass has read of each sequence; where tokens were withdrawn, what comes next is
+written over them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from trimmoe.models.base import MoEView
+from trimmoe.models.cache import KVCache
+from trimmoe.runtime.home import held_here
+from trimmoe.runtime.sampling import Sampling
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Guess:
+    """Read tokens of a sequence and guess what follows them."""
+
+    sequence: int
+    start: int
+    """Position of the first."""
+    tokens: tuple[int, ...]
+    epoch: int
+    """How often tokens of the sequence had been withdrawn."""
+    route: tuple[int, ...]
+    sampling: Sampling
+
+    @property
+    def sequences(self) -> tuple[int, ...]:
+        return (self.sequence,)
+
+    @property
+    def position(self) -> int:
+        """Of what is guessed."""
+        return self.start + len(self.tokens)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Guessed:
+    """What came of it."""
+
+    asked: Guess
+    token: int
+    wanted: bool
+    """Whether it is probable enough for something to set out on it."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Guessing:
+    """How it went so far."""
+
+    made: int = 0
+    """Guesses on which something set out and of which word has come."""
+    right: int = 0
+
+    def checked(self, *, right: bool) -> None:
+        """Word of one has come."""
+        self.made += 1
+        self.right += right
+
+
+@dataclass(kw_only=True, slots=True)
+class Homes:
+    """Sequences that this server reads by itself."""
+
+    view: MoEView
+    slots: int
+    held: Tensor
+    """Experts at hand, bool [N, E]."""
+    _cache: KVCache | None = None
+    _slot_of: dict[int, int] = field(default_factory=dict)
+
+    @staticmethod
+    def of(view: MoEView, slots: int) -> Homes:
+        """With room for so many sequences."""
+        return Homes(view=view, slots=slots, held=held_here(view))
+
+    @property
+    def cache(self) -> KVCache:
+        """Made when it is needed first."""
+        if self._cache is None:
+            self._cache = self.view.new_cache(slots=self.slots)
+        return self._cache
+
+    @property
+    def free(self) -> int:
+        """Places left."""
+        return self.slots - len(self._slot_of)
+
+    def seated(self, asked: Sequence[Guess]) -> list[Guess]:
+        """Those of them that have a place, or get one now."""
+        for one in asked:
+            if one.sequence not in self._slot_of and one.start == 0 and self.cache.free_slots:
+                self._slot_of[one.sequence] = self.cache.alloc()
+        return [one for one in asked if one.sequence in self._slot_of]
+
+    def slots_of(self, asked: Sequence[Guess]) -> tuple[int, ...]:
+        return tuple(self._slot_of[one.sequence] for one in asked)
+
+    def close(self, sequence: int) -> None:
+        """Give its place back if it has one."""
+        if sequence in self._slot_of:
+            self.cache.free(self._slot_of.pop(sequence))
