@@ -120,6 +120,8 @@ class _ServiceCollector:
         for name, text, value in (
             ("exits_audited", "Due exits run on to be checked.", stats.audits),
             ("exits_false", "Audited exits that would have changed the token.", stats.false_exits),
+            ("guesses", "Tokens that set out on a guess and were checked.", stats.guesses),
+            ("guesses_right", "Of these, what full depth confirmed.", stats.right_guesses),
         ):
             yield _family(CounterMetricFamily, name, text, ("model_name",), [((model,), value)])
         yield from _links(stats)

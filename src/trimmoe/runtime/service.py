@@ -159,6 +159,9 @@ class ServiceStats:
     """Exits that were due but ran to full depth to be checked."""
     false_exits: int = 0
     """Audited exits whose prediction full depth did not share."""
+    guesses: int = 0
+    """Tokens that set out on a guess of their user's server and were checked."""
+    right_guesses: int = 0
 
 
 class InferenceService(Protocol):
