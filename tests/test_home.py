@@ -1,0 +1,131 @@
+"""What a server guesses by itself with the experts that it holds, against transformers' own model
+in which all other experts' outputs are zero."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from checkpoints import DECODERS, Folder, reference, written_once
+from trimmoe.models.base import MoEView
+from trimmoe.models.load import open_model
+from trimmoe.runtime.home import (
+    Guessed,
+    guessed,
+    held_here,
+    home_pass,
+    home_predictions,
+    home_states,
+)
+
+TOLERANCE = 1e-4
+ROWS = [[5, 17, 80, 3, 44, 44, 9, 61, 30], [90, 2, 33, 7], [12, 71, 6, 25, 8, 19, 52]]
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Folder:
+    return written_once(tmp_path_factory.mktemp)
+
+
+def some_held(view: MoEView, seed: int, share: float = 0.5) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.rand(view.spec.layer_count, view.spec.expert_count, generator=generator) < share
+
+
+def without_the_rest(model: Any, held: Tensor) -> Any:
+    """The model with the outputs of all experts that are not `held` [N, E] made zero."""
+    downs = [
+        parameter
+        for name, parameter in model.named_parameters()
+        if name.endswith("experts.down_proj")
+    ]
+    assert len(downs) == len(held)
+    with torch.no_grad():
+        for down, here in zip(downs, held, strict=True):
+            down[~here] = 0.0
+    return model
+
+
+def expected(model: Any, rows: list[list[int]]) -> list[Tensor]:
+    with torch.inference_mode():
+        return [model(torch.tensor([row])).logits[0] for row in rows]
+
+
+def at_home(view: MoEView, held: Tensor, chunks: list[int]) -> list[Tensor]:
+    """Logits [T, V] of `ROWS`, fed in chunks that end at these positions."""
+    cache = view.new_cache(slots=len(ROWS))
+    pieces: list[list[Tensor]] = [[] for _ in ROWS]
+    for start, end in zip([0, *chunks], [*chunks, 99], strict=True):
+        rows = [b for b, row in enumerate(ROWS) if row[start:end]]
+        ids = [ROWS[b][start:end] for b in rows]
+        positions = [range(start, start + len(some)) for some in ids]
+        batch = view.batch(cache, rows, positions)
+        logits = view.logits(home_states(view, ids, batch, cache, held))
+        for b, part in zip(rows, logits.split([len(some) for some in ids]), strict=True):
+            pieces[b].append(part)
+    return [torch.cat(parts) for parts in pieces]
+
+
+@pytest.mark.parametrize("chunks", [[], [4], [1, 2, 3, 4, 5, 6, 7, 8]])
+@pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("name", DECODERS)
+def test_only_the_experts_held_add_to_what_comes_out(
+    folder: Folder, name: str, share: float, chunks: list[int]
+) -> None:
+    view = open_model(folder(name))
+    held = some_held(view, 1, share)
+    theirs = expected(without_the_rest(reference(folder(name)), held), ROWS)
+    for our, their in zip(at_home(view, held, chunks), theirs, strict=True):
+        torch.testing.assert_close(our, their, atol=TOLERANCE, rtol=0)
+
+
+def test_dropped_experts_matter(folder: Folder) -> None:
+    """Or else the test above would say nothing."""
+    view = open_model(folder("qwen2_moe"))
+    half, whole = (at_home(view, some_held(view, 1, share), []) for share in (0.5, 1.0))
+    assert all((a - b).abs().max() > 100 * TOLERANCE for a, b in zip(half, whole, strict=True))
+
+
+def test_a_guess_is_the_most_probable_token_and_how_probable_that_is(folder: Folder) -> None:
+    view = open_model(folder("qwen2_moe"))
+    held = torch.ones(view.spec.layer_count, view.spec.expert_count, dtype=torch.bool)
+    cache = view.new_cache(slots=len(ROWS))
+    batch = view.batch(cache, range(len(ROWS)), [range(len(row)) for row in ROWS])
+    found = home_pass(view, ROWS, batch, cache, held)
+    logits = torch.cat(expected(reference(folder("qwen2_moe")), ROWS))
+    assert found.tokens.tolist() == logits.argmax(-1).tolist()
+    probability = logits.double().softmax(-1).max(-1).values
+    np.testing.assert_allclose(found.confidence, probability.numpy(), atol=TOLERANCE)
+
+
+def test_a_server_runs_what_its_view_was_opened_with(folder: Folder) -> None:
+    """An expert that it was opened without would raise if it were run."""
+    whole = open_model(folder("qwen2_moe"))
+    held = some_held(whole, 2)
+    opened = {layer: torch.nonzero(here)[:, 0].tolist() for layer, here in enumerate(held)}
+    part = open_model(folder("qwen2_moe"), experts=opened)
+    assert torch.equal(held_here(part), held)
+    for our, their in zip(
+        at_home(part, held_here(part), []), at_home(whole, held, []), strict=True
+    ):
+        torch.testing.assert_close(our, their)
+
+
+def test_texts_of_several_servers_pass_together(folder: Folder) -> None:
+    """Each text as by itself on the server that it entered at."""
+    view = open_model(folder("qwen2_moe"))
+    texts = np.random.default_rng(0).integers(2, 96, (3, 11))
+    held = torch.stack([some_held(view, seed) for seed in range(3)])
+    together = home_predictions(view, texts, held.numpy())
+    for text, here, tokens, confidence in zip(
+        texts.tolist(), held, together.tokens, together.confidence, strict=True
+    ):
+        cache = view.new_cache(slots=1)
+        batch = view.batch(cache, [0], [range(len(text))])
+        alone: Guessed = guessed(view, home_states(view, [text], batch, cache, here))
+        assert alone.tokens.tolist() == tokens.tolist()
+        np.testing.assert_allclose(alone.confidence, confidence, atol=TOLERANCE)
