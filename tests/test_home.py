@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -13,14 +12,7 @@ from torch import Tensor
 from checkpoints import DECODERS, Folder, reference, written_once
 from trimmoe.models.base import MoEView
 from trimmoe.models.load import open_model
-from trimmoe.runtime.home import (
-    Guessed,
-    guessed,
-    held_here,
-    home_pass,
-    home_predictions,
-    home_states,
-)
+from trimmoe.runtime.home import held_here, home_pass, home_states
 
 TOLERANCE = 1e-4
 ROWS = [[5, 17, 80, 3, 44, 44, 9, 61, 30], [90, 2, 33, 7], [12, 71, 6, 25, 8, 19, 52]]
@@ -97,9 +89,9 @@ def test_a_guess_is_the_most_probable_token_and_how_probable_that_is(folder: Fol
     batch = view.batch(cache, range(len(ROWS)), [range(len(row)) for row in ROWS])
     found = home_pass(view, ROWS, batch, cache, held)
     logits = torch.cat(expected(reference(folder("qwen2_moe")), ROWS))
-    assert found.tokens.tolist() == logits.argmax(-1).tolist()
-    probability = logits.double().softmax(-1).max(-1).values
-    np.testing.assert_allclose(found.confidence, probability.numpy(), atol=TOLERANCE)
+    assert [guess.token for guess in found] == logits.argmax(-1).tolist()
+    probability = logits.double().softmax(-1).max(-1).values.tolist()
+    assert [guess.confidence for guess in found] == pytest.approx(probability, abs=TOLERANCE)
 
 
 def test_a_server_runs_what_its_view_was_opened_with(folder: Folder) -> None:
@@ -115,17 +107,15 @@ def test_a_server_runs_what_its_view_was_opened_with(folder: Folder) -> None:
         torch.testing.assert_close(our, their)
 
 
-def test_texts_of_several_servers_pass_together(folder: Folder) -> None:
-    """Each text as by itself on the server that it entered at."""
+def test_sequences_of_several_servers_pass_together(folder: Folder) -> None:
+    """Each as by itself on the server that it entered at."""
     view = open_model(folder("qwen2_moe"))
-    texts = np.random.default_rng(0).integers(2, 96, (3, 11))
     held = torch.stack([some_held(view, seed) for seed in range(3)])
-    together = home_predictions(view, texts, held.numpy())
-    for text, here, tokens, confidence in zip(
-        texts.tolist(), held, together.tokens, together.confidence, strict=True
-    ):
-        cache = view.new_cache(slots=1)
-        batch = view.batch(cache, [0], [range(len(text))])
-        alone: Guessed = guessed(view, home_states(view, [text], batch, cache, here))
-        assert alone.tokens.tolist() == tokens.tolist()
-        np.testing.assert_allclose(alone.confidence, confidence, atol=TOLERANCE)
+    cache = view.new_cache(slots=len(ROWS))
+    batch = view.batch(cache, range(len(ROWS)), [range(len(row)) for row in ROWS])
+    together = home_pass(view, ROWS, batch, cache, held[batch.groups])
+    apart = [at_home(view, here, [])[b].softmax(-1) for b, here in enumerate(held)]
+    expected_tokens = torch.cat(apart).argmax(-1).tolist()
+    assert [guess.token for guess in together] == expected_tokens
+    probability = torch.cat(apart).max(-1).values.tolist()
+    assert [guess.confidence for guess in together] == pytest.approx(probability, abs=TOLERANCE)

@@ -9,16 +9,13 @@ and values are not those of full depth, so it has a cache of its own.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from trimmoe.core.specs import BoolArray, FloatArray, IntArray
-from trimmoe.models.base import DROPPED, EncoderDecoderView, MoEView, TokenBatch
+from trimmoe.models.base import DROPPED, MoEView, TokenBatch
 from trimmoe.models.cache import KVCache
-from trimmoe.runtime.texts import batches
 
 ROWS_AT_ONCE = 4096
 """Tokens that pass the layers together."""
@@ -26,14 +23,12 @@ _HEAD_ROWS = 256
 """Tokens whose logits exist at once."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Guessed:
-    """What a server takes to follow each of n tokens."""
+class Guess(NamedTuple):
+    """What a server takes to follow a token."""
 
-    tokens: IntArray
-    """Most probable next token, [n]."""
-    confidence: FloatArray
-    """Its probability, [n]."""
+    token: int
+    confidence: float
+    """Its probability."""
 
 
 def held_here(view: MoEView) -> Tensor:
@@ -83,17 +78,13 @@ def home_states(
 
 
 @torch.inference_mode()
-def guessed(view: MoEView, states: Tensor) -> Guessed:
-    """The most probable next tokens after packed states [n, d]."""
-    tokens, confidence = [], []
+def guessed(view: MoEView, states: Tensor) -> list[Guess]:
+    """The most probable next token after each of n packed states [n, d]."""
+    made: list[Guess] = []
     for part in states.split(_HEAD_ROWS):
         probability, token = view.logits(part).float().softmax(-1).max(-1)
-        tokens.append(token)
-        confidence.append(probability)
-    return Guessed(
-        tokens=torch.cat(tokens).numpy(force=True),
-        confidence=torch.cat(confidence).double().numpy(force=True),
-    )
+        made += map(Guess, token.tolist(), probability.tolist())
+    return made
 
 
 def home_pass(
@@ -102,26 +93,6 @@ def home_pass(
     batch: TokenBatch,
     cache: KVCache,
     held: Tensor,
-) -> Guessed:
-    """What is taken to follow each token of a batch, packed [n]; as `home_states`."""
+) -> list[Guess]:
+    """What is taken to follow each of the n packed tokens of a batch; else as `home_states`."""
     return guessed(view, home_states(view, token_ids, batch, cache, held))
-
-
-def home_predictions(view: MoEView, token_ids: IntArray, held: BoolArray) -> Guessed:
-    """What the server of each of S texts takes to follow each of its W tokens, [S, W] each.
-
-    `token_ids` [S, W]; `held` [S, N, E]: the experts that the server of each text holds. Not for
-    models with an encoder.
-    """
-    assert not isinstance(view, EncoderDecoderView), "its texts are not decoded from their start"
-    length = token_ids.shape[1]
-    parts: list[Guessed] = []
-    for some in batches([length] * len(token_ids), most_rows=ROWS_AT_ONCE):
-        cache = view.new_cache(slots=len(some))
-        batch = view.batch(cache, range(len(some)), [range(length)] * len(some))
-        here = torch.from_numpy(held[some]).to(view.device).repeat_interleave(length, dim=0)
-        parts.append(home_pass(view, token_ids[some].tolist(), batch, cache, here))
-    return Guessed(
-        tokens=np.concatenate([part.tokens for part in parts]).reshape(token_ids.shape),
-        confidence=np.concatenate([part.confidence for part in parts]).reshape(token_ids.shape),
-    )
