@@ -28,7 +28,7 @@ from trimmoe.experiments.methods import configured, find_method, make_engine, me
 from trimmoe.models.base import MoEView
 from trimmoe.models.load import open_model
 from trimmoe.policy.base import Decision, Observation
-from trimmoe.policy.settings import PolicySettings, WeightRule, final_exits
+from trimmoe.policy.settings import PolicySettings, WeightRule, final_exits, speculative
 from trimmoe.runtime.layerwise import Layerwise
 from trimmoe.runtime.local import LocalDriver
 from trimmoe.runtime.texts import Scored, Text, batches, schedule
@@ -241,6 +241,42 @@ def test_every_token_fares_as_in_decoding_step_by_step(
     assert ledger.slots_dropped > 0
     assert ledger.share(Kind.LOCAL_SUBSTITUTE, Kind.REMOTE_SUBSTITUTE) > 0
     assert bool(ledger.share(Kind.EXITED)) == (exits is not None)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_servers_guess_the_same_of_whole_texts_as_of_token_after_token(
+    worlds: dict[str, World], family: str
+) -> None:
+    world, policy = worlds[family], replace(speculative(), guess_confidence=0.06)
+    engine, texts = world.engine(policy), world.texts(policy)
+    stepping, layered = world.driven(engine), world.driven(engine)
+    expected, (scored, layerwise) = by_steps(stepping, texts), by_layers(layered, texts)
+    require_same(scored, expected)
+    assert layerwise.passes < len(schedule(LENGTHS, AT_ONCE)) / 2
+    assert stepping.guesser is not None
+    assert layered.guesser is not None
+    found = layered.guesser.guessed, layered.guesser.right
+    assert found == (stepping.guesser.guessed, stepping.guesser.right)
+    assert 0 < found[1] < found[0] < len(scored)
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, "mixtral_window", "switch"])
+def test_a_server_that_holds_every_expert_is_always_right(
+    worlds: dict[str, World], family: str
+) -> None:
+    """With all that full depth has before it, an encoder's states among it."""
+    world, policy = worlds[family], replace(speculative(), guess_confidence=0.0)
+    engine = world.engine(policy)
+    everything = np.ones(engine.cost.expert_s.shape, dtype=bool)
+    driver = world.driven(replace(engine, hosts=everything))
+    jobs = jobs_of(world.texts(policy, lengths=(12, 7, 12)))
+    run_jobs(
+        driver, jobs, access=np.arange(len(jobs)) % 4, budget=0.0,
+        confidence=policy.confidence, at_once=AT_ONCE, label="",
+    )  # fmt: skip
+    assert driver.guesser is not None
+    decoded = sum(len(job.answer) - 1 for job in jobs)
+    assert driver.guesser.right == driver.guesser.guessed == decoded > 30
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -61,6 +61,9 @@ class Engine:
     """d_ref, to normalise delays (43)."""
     route_weights: tuple[float, ...] = ()
     """omega_D to begin with, by route; empty for one that all share."""
+    hosts: BoolArray | None = None
+    """Who holds which experts, [M, N, E]: what users' servers guess with in a driver that has them
+    all in one process. No decision looks at it."""
 
     @cached_property
     def exits(self) -> ExitRules:

@@ -230,6 +230,7 @@ def make_engine(
         routes=deployment.routes,
         reference_s=deployment.reference_s,
         route_weights=starting_weights(space, deployment, profile, settings),
+        hosts=plan.hosts,
     )
 
 

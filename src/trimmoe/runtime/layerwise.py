@@ -47,6 +47,7 @@ from trimmoe.core.wave import Wave, join_waves
 from trimmoe.engine.state import EngineState
 from trimmoe.models.base import EncoderDecoderView
 from trimmoe.runtime.execution import Running
+from trimmoe.runtime.home import Guess
 from trimmoe.runtime.local import LocalDriver
 from trimmoe.runtime.passes import Pass
 from trimmoe.runtime.recorded import WAVE, Books, Recording, Replay
@@ -120,6 +121,7 @@ class Layerwise:
                 self._first.setdefault(text, number)
         self._frontier = 0
         self._places: dict[int, tuple[int, int]] = {}
+        self._guessed: dict[int, list[Guess]] = {}
         self._draws: list[FloatArray] = []
         self._tokens: dict[tuple[int, int], _Token] = {}
         self._last: list[tuple[int, int]] = []
@@ -162,6 +164,9 @@ class Layerwise:
                 account = self.driver.state.accounts[number]
                 guess.state = guess.state.with_accounts({number: account})
                 self._told_opened(number, scores)
+            if self.driver.guesser is not None:
+                whole = {number: self._texts[number].tokens for number in some}
+                self._guessed |= self.driver.guesser.guess(whole)
         return len(admitted) == len(missing)
 
     def _opening(self, number: int) -> SequenceOpened:
@@ -244,17 +249,21 @@ class Layerwise:
         done = []
         for text in self._steps[step]:
             token = self._tokens.pop((text, step))
-            assert token.books.ledger is not None
+            ledger = token.books.ledger
+            assert ledger is not None
             recording, row = token.recording, token.row
             drafts = self._engine.settings.drafts
-            shown = recording.at_end if drafts else recording.prediction
+            shown = int((recording.at_end if drafts else recording.prediction)[row])
+            if self.driver.guesser is not None:
+                at_home = self._guessed[text][step - self._first[text]]
+                ledger = self.driver.guesser.booked(text, at_home, shown, ledger)
             done.append(
                 Scored(
                     text=text,
-                    prediction=int(shown[row]),
+                    prediction=shown,
                     logprob=float(recording.logprob[row]),
                     slot_expert=recording.slot_expert[row, : recording.depth[row]].copy(),
-                    ledger=token.books.ledger,
+                    ledger=ledger,
                 )
             )
             if step + 1 == self._first[text] + len(self._texts[text].tokens):

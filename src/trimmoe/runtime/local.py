@@ -38,6 +38,7 @@ from trimmoe.engine.step import Engine
 from trimmoe.models.base import EncoderDecoderView, MoEView
 from trimmoe.models.exact import full_depth
 from trimmoe.runtime.execution import Execution, Running
+from trimmoe.runtime.guesser import Guesser
 
 WAVE = 0
 """This driver runs one wave at a time."""
@@ -74,6 +75,9 @@ class LocalDriver:
         self.state: EngineState = engine.start()
         exit_state = engine.settings.exit_state
         self.execution = Execution(view, profile, slots=slots, exit_state=exit_state)
+        self.guesser: Guesser | None = None
+        if engine.settings.guesses:
+            self.guesser = Guesser(view, engine, slots=slots)
         self.log: list[tuple[Event, tuple[Command, ...]]] | None = None
         """Set to a list to record every event with its commands, e.g. to replay them."""
         self._slot_of: dict[int, int] = {}
@@ -100,10 +104,19 @@ class LocalDriver:
         cache = self.execution.cache
         slots = [cache.alloc() for _ in admitted]
         prompts = [prompt for _, prompt in admitted]
+        sequences = [opened.sequence for opened, _ in admitted]
+        if self.guesser is not None:
+            for (opened, _), slot in zip(admitted, slots, strict=True):
+                self.guesser.open(opened.sequence, slot=slot, access=opened.access)
         if isinstance(self.view, EncoderDecoderView):
-            for slot, states in zip(slots, self.view.encode(prompts), strict=True):
+            encoded = self.view.encode(prompts)
+            for sequence, slot, states in zip(sequences, slots, encoded, strict=True):
                 self.view.attach(cache, slot, states)
+                if self.guesser is not None:
+                    self.guesser.attach(sequence, states)
             prompts = [[self.view.start_token] for _ in prompts]
+        if self.guesser is not None:
+            self.guesser.read(dict(zip(sequences, prompts, strict=True)))
         batch = self.view.batch(cache, slots, [range(len(prompt)) for prompt in prompts])
         hidden = self.view.embed(batch.pad(prompts), batch)
         last = batch.last(batch.unpack(full_depth(self.view, hidden, batch, cache)))
@@ -115,6 +128,8 @@ class LocalDriver:
 
     def close(self, sequence: int) -> None:
         """End a sequence and free its cache."""
+        if self.guesser is not None:
+            self.guesser.close(sequence)
         self.execution.cache.free(self._slot_of.pop(sequence))
         del self._length_of[sequence]
         self._tell(SequenceClosed(sequence=sequence))
@@ -146,7 +161,8 @@ class LocalDriver:
             pending.extend(self._obey(pending.pop(0), step))
         for sequence in sequences:
             self._length_of[sequence] += 1
-        return [step.done[row] for row in range(len(sequences))]
+        done = [step.done[row] for row in range(len(sequences))]
+        return done if self.guesser is None else _guessed(self.guesser, tokens, done)
 
     def _tell(self, event: Event) -> tuple[Command, ...]:
         self.state, commands = self.engine.step(self.state, event)
@@ -203,3 +219,14 @@ class LocalDriver:
     def _agree(self, logits: dict[int, Tensor], step: _Step) -> list[bool]:
         """Whether full depth, logits [V] by row, predicts what the rows' exits do."""
         return [bool(step.probes[row].argmax() == each.argmax()) for row, each in logits.items()]
+
+
+def _guessed(guesser: Guesser, tokens: dict[int, int], done: list[Decoded]) -> list[Decoded]:
+    """What was decoded of `tokens`, in the books of streams whose servers guess it."""
+    guesses = guesser.guess({sequence: [token] for sequence, token in tokens.items()})
+    told = []
+    for one in done:
+        (guess,), prediction = guesses[one.sequence], int(one.logits.argmax())
+        ledger = guesser.booked(one.sequence, guess, prediction, one.ledger)
+        told.append(replace(one, ledger=ledger))
+    return told

@@ -1,0 +1,115 @@
+"""Guesses of users' own servers, beside streams that are decoded in one process.
+
+Tokens run exactly, one after another, whatever is guessed. What a server guesses by itself says
+when those tokens would have set out, hence what their books hold: see `engine.guesses`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from trimmoe.core.ledger import Ledger
+from trimmoe.engine.guesses import Lead, guess_times_s
+from trimmoe.engine.step import Engine
+from trimmoe.models.base import EncoderDecoderView, MoEView
+from trimmoe.runtime.home import ROWS_AT_ONCE, Guess, guessed, home_states
+from trimmoe.runtime.texts import batches
+
+
+@dataclass(kw_only=True, slots=True)
+class _Stream:
+    """A sequence on its user's server."""
+
+    slot: int
+    access: int
+    lead: Lead
+    length: int = 0
+    """Tokens that its cache holds."""
+
+
+class Guesser:
+    """What users' servers guess of open sequences, each with the experts that it holds.
+
+    Its cache has as many slots as that of the driver, which says who has which. What a prompt takes
+    here is in nobody's books.
+    """
+
+    def __init__(self, view: MoEView, engine: Engine, *, slots: int) -> None:
+        assert engine.hosts is not None, "servers guess with the experts that they hold"
+        self.guessed = 0
+        """Tokens so far after which a guess was confident enough to be followed."""
+        self.right = 0
+        """Those of them where full depth predicted the same."""
+        self._view, self._settings = view, engine.settings
+        self._held = torch.from_numpy(engine.hosts).to(view.device)
+        self._guess_s = guess_times_s(engine.cost, view.spec.top_k)
+        self._cache = view.new_cache(slots=slots)
+        self._streams: dict[int, _Stream] = {}
+
+    def open(self, sequence: int, *, slot: int, access: int) -> None:
+        """Begin a sequence that enters at server `access`, with nothing read."""
+        lead = Lead(guesses=self._settings.guesses, guess_s=float(self._guess_s[access]))
+        self._streams[sequence] = _Stream(slot=slot, access=access, lead=lead)
+
+    def attach(self, sequence: int, states: Tensor) -> None:
+        """Give a sequence its encoder's states [S, d], before it reads anything."""
+        assert isinstance(self._view, EncoderDecoderView)
+        self._view.attach(self._cache, self._streams[sequence].slot, states)
+
+    def close(self, sequence: int) -> None:
+        """End a sequence."""
+        del self._streams[sequence]
+
+    def read(self, tokens: Mapping[int, Sequence[int]]) -> None:
+        """Feed tokens to sequences of which nobody asks what follows them."""
+        for some in self._together(tokens):
+            self._states({sequence: tokens[sequence] for sequence in some})
+
+    def guess(self, tokens: Mapping[int, Sequence[int]]) -> dict[int, list[Guess]]:
+        """Feed tokens to sequences; what is taken to follow each of them."""
+        made: dict[int, list[Guess]] = {}
+        for some in self._together(tokens):
+            states = self._states({sequence: tokens[sequence] for sequence in some})
+            guesses = iter(guessed(self._view, states))
+            made |= {sequence: [next(guesses) for _ in tokens[sequence]] for sequence in some}
+        return made
+
+    def booked(self, sequence: int, guess: Guess, prediction: int, whole: Ledger) -> Ledger:
+        """The ledger of a sequence's next token, which took `whole` by itself, where this was
+        guessed of it and that is what full depth predicts."""
+        is_sure = guess.confidence >= self._settings.guess_confidence
+        is_right = guess.token == prediction
+        self.guessed += is_sure
+        self.right += is_sure and is_right
+        lead = self._streams[sequence].lead
+        return lead.after(whole.delay_s, guessed=is_sure, right=is_right).booked(whole)
+
+    def _together(self, tokens: Mapping[int, Sequence[int]]) -> list[list[int]]:
+        """Sequences that pass the layers together."""
+        sequences = list(tokens)
+        lengths = [len(tokens[sequence]) for sequence in sequences]
+        return [
+            [sequences[index] for index in some]
+            for some in batches(lengths, most_rows=ROWS_AT_ONCE)
+        ]
+
+    @torch.inference_mode()
+    def _states(self, tokens: Mapping[int, Sequence[int]]) -> Tensor:
+        """What `logits` takes after each token of each sequence, packed [n, d]."""
+        streams = [self._streams[sequence] for sequence in tokens]
+        rows = list(tokens.values())
+        positions = [
+            range(stream.length, stream.length + len(row))
+            for stream, row in zip(streams, rows, strict=True)
+        ]
+        batch = self._view.batch(self._cache, [stream.slot for stream in streams], positions)
+        access = torch.tensor([stream.access for stream in streams], device=self._held.device)
+        held = self._held[access[batch.groups]]
+        states = home_states(self._view, rows, batch, self._cache, held)
+        for stream, row in zip(streams, rows, strict=True):
+            stream.length += len(row)
+        return states
