@@ -60,6 +60,10 @@ class Score:
     """Mean negative log likelihood of the true next token."""
     worst_prefix: float = 0.0
     """Largest share of its credit that any sequence had been charged after any of its tokens."""
+    guessed: int = 0
+    """Decoded positions where the user's own server was sure enough of its guess."""
+    guessed_right: int = 0
+    """Those of them where the exact model agreed."""
 
     @property
     def agreement(self) -> float:
@@ -126,7 +130,8 @@ def score(
     label: str,
     scoring: Scoring = Scoring.LAYERS,
 ) -> Score:
-    """Decode the passages under the driver's policy; passage b enters at server `access[b]`."""
+    """Decode the passages under the policy of a driver that has decoded nothing else; passage b
+    enters at server `access[b]`."""
     jobs = [
         Forced(prompt=row[: passages.context], answer=row[passages.context :])
         for row in passages.token_ids.tolist()
@@ -153,6 +158,8 @@ def score(
         flips=flips,
         nll=nll / ledger.tokens,
         worst_prefix=max(job.worst_prefix for job in jobs),
+        guessed=driver.guesser.guessed if driver.guesser is not None else 0,
+        guessed_right=driver.guesser.right if driver.guesser is not None else 0,
     )
 
 

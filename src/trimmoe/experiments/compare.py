@@ -135,6 +135,8 @@ def outcome_row(outcome: Outcome, exact_perplexity: float) -> dict[str, Any]:
         "exact_perplexity": exact_perplexity,
         "tokens": measured.tokens,
         "audits": ledger.audits,
+        "guessed_share": measured.guessed / measured.tokens,
+        "guessed_right_share": measured.guessed_right / measured.tokens,
     }
 
 
