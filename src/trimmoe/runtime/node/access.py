@@ -22,7 +22,7 @@ from trimmoe.core.ledger import Ledger
 from trimmoe.engine.guesses import Lead
 from trimmoe.policy.settings import BudgetRule
 from trimmoe.runtime.node.executor import Arrival
-from trimmoe.runtime.node.homes import Guess, Guessed, Guessing
+from trimmoe.runtime.node.homes import Guessed, Guessing, ToGuess
 from trimmoe.runtime.node.jobs import Attempt, Backroom, Job
 from trimmoe.runtime.node.messages import (
     ANY_POSITION,
@@ -268,7 +268,7 @@ class Desk:
             return
         attempt.reading = True
         room.guess(
-            Guess(
+            ToGuess(
                 sequence=attempt.sequence,
                 start=attempt.read,
                 tokens=tokens,

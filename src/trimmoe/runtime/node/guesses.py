@@ -9,12 +9,12 @@ import torch
 
 from trimmoe.runtime.home import home_states
 from trimmoe.runtime.node.executor import Executor, Outcome
-from trimmoe.runtime.node.homes import Guess, Guessed
+from trimmoe.runtime.node.homes import Guessed, ToGuess
 from trimmoe.runtime.sampling import draw
 
 
 @torch.inference_mode()
-def guess(worker: Executor, asked: Sequence[Guess]) -> Outcome:
+def guess(worker: Executor, asked: Sequence[ToGuess]) -> Outcome:
     """One home pass of all that is asked for; who finds no place gets no answer."""
     going = worker.homes.seated([one for one in asked if one.sequence in worker.state.accounts])
     if not going:

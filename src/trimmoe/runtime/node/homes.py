@@ -19,7 +19,7 @@ from trimmoe.runtime.sampling import Sampling
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Guess:
+class ToGuess:
     """Read tokens of a sequence and guess what follows them."""
 
     sequence: int
@@ -45,7 +45,7 @@ class Guess:
 class Guessed:
     """What came of it."""
 
-    asked: Guess
+    asked: ToGuess
     token: int
     wanted: bool
     """Whether it is probable enough for something to set out on it."""
@@ -93,14 +93,14 @@ class Homes:
         """Places left."""
         return self.slots - len(self._slot_of)
 
-    def seated(self, asked: Sequence[Guess]) -> list[Guess]:
+    def seated(self, asked: Sequence[ToGuess]) -> list[ToGuess]:
         """Those of them that have a place, or get one now."""
         for one in asked:
             if one.sequence not in self._slot_of and one.start == 0 and self.cache.free_slots:
                 self._slot_of[one.sequence] = self.cache.alloc()
         return [one for one in asked if one.sequence in self._slot_of]
 
-    def slots_of(self, asked: Sequence[Guess]) -> tuple[int, ...]:
+    def slots_of(self, asked: Sequence[ToGuess]) -> tuple[int, ...]:
         return tuple(self._slot_of[one.sequence] for one in asked)
 
     def close(self, sequence: int) -> None:

@@ -11,7 +11,7 @@ from trimmoe.core.ledger import Ledger
 from trimmoe.engine.guesses import Lead
 from trimmoe.runtime.node.drafts import Pending
 from trimmoe.runtime.node.executor import Arrival
-from trimmoe.runtime.node.homes import Guess
+from trimmoe.runtime.node.homes import ToGuess
 from trimmoe.runtime.node.messages import Parcel, Token
 from trimmoe.runtime.node.planner import Planner
 from trimmoe.runtime.service import GenerationRequest, Health, ServiceStats
@@ -104,7 +104,7 @@ class Backroom:
     close_account: Callable[[int], None]
     settle: Callable[[tuple[Receipt, ...], list[bool]], None]
     arrive: Callable[[Arrival], None]
-    guess: Callable[[Guess], None]
+    guess: Callable[[ToGuess], None]
     guess_s: Callable[[], float]
     """What a guess takes this server."""
     chunk: int

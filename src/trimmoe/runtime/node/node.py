@@ -25,7 +25,7 @@ from trimmoe.runtime.node.completion import withdrawn
 from trimmoe.runtime.node.deployments import Basis, Built
 from trimmoe.runtime.node.executor import Arrival, Executor
 from trimmoe.runtime.node.floor import Floor
-from trimmoe.runtime.node.homes import Guess
+from trimmoe.runtime.node.homes import ToGuess
 from trimmoe.runtime.node.mail import Mail
 from trimmoe.runtime.node.messages import (
     ANY_POSITION,
@@ -250,7 +250,7 @@ class Node:
         self.floor.scheduler.put(Step.ARRIVE, 0, arrival)
         self.pump.wake()
 
-    def _guess(self, guess: Guess) -> None:
+    def _guess(self, guess: ToGuess) -> None:
         self.floor.scheduler.put(Step.GUESS, 0, guess, rows=len(guess.tokens))
         self.pump.wake()
 
