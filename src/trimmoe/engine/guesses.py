@@ -54,8 +54,7 @@ class Lead:
             free_s = self._through_s[confirmed] if confirmed >= 0 else 0.0
             interval_s = min(max(self.guess_s, free_s), done_s)
         elif guessed:
-            in_time = int(done_s / self.guess_s) if self.guess_s > 0 else self.guesses
-            in_vain = min(self.guesses, in_time)
+            in_vain = sum(made * self.guess_s <= done_s for made in range(1, self.guesses + 1))
         left = (at_s - interval_s for at_s in self._through_s)
         self._through_s = deque(at_s for at_s in left if at_s > 0)
         return Passed(interval_s=interval_s, in_vain=in_vain)
