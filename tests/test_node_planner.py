@@ -21,6 +21,7 @@ from synthetic import random_plan
 from trimmoe.core.errors import UserError
 from trimmoe.core.plan import Plan
 from trimmoe.cost.model import cost_model
+from trimmoe.engine.exits import ExitRules
 from trimmoe.policy.settings import PRESETS
 from trimmoe.runtime.node import planner as planner_module
 from trimmoe.runtime.node.deployments import (
@@ -125,8 +126,11 @@ def test_no_measurement_makes_costs_absurd(nonsense: float) -> None:
         delay_s=square,
         bandwidth_bytes_per_s=square,
         waiting_s=np.full(SERVERS, nonsense),
+        busy=np.full(SERVERS, nonsense),
     )
     cost = measured_cost(fixed, conditions)
+    assert cost.busy is not None
+    assert ((cost.busy >= 0) & (cost.busy <= 1)).all()
     assert not cost.transfer_s.diagonal().any()
     for seconds in (cost.transfer_s, cost.waiting_s):
         assert ((seconds >= 0) & (seconds <= 2 * CUT_DELAY_S)).all()
@@ -328,3 +332,26 @@ async def test_engines_are_built_beside_the_decisions(
         await answers(cluster, [(0, request([3, 4, i], 20)) for i in range(4)])
     assert builders
     assert all(name.startswith("trimmoe-plan") for name in builders)
+
+
+def test_how_busy_servers_say_they_are_decides_how_bold_early_predictions_are() -> None:
+    """However long their steps take beside what the plan says."""
+    basis_ = basis("lossless")
+    conditions = Conditions.planned(SERVERS)
+    busy = np.array([0.2, 0.4, np.nan, 7.0])
+    cost = measured_cost(basis_, replace(conditions, busy=busy, waiting_s=np.full(SERVERS, 9.0)))
+    assert cost.busy is not None
+    assert cost.busy.tolist() == [0.2, 0.4, 0.0, 1.0]
+    rules = ExitRules(
+        settings=basis_.settings,
+        profile=basis_.profile,
+        cost=cost,
+        routes=basis_.planned.routes,
+        reference_s=1.0,
+    )
+    on_routes = [[0.2, 0.4, 0.4], [0.4, 0.4, 0.0], [0.0] * 3, [1.0, 0.2, 1.0]]
+    assert rules.busy[:SERVERS] == pytest.approx(np.mean(on_routes, axis=1))
+    assert changed_much(replace(conditions, busy=np.full(SERVERS, 0.5)), conditions, basis_, 0.25)
+    assert not changed_much(
+        replace(conditions, busy=np.full(SERVERS, 0.2)), conditions, basis_, 0.25
+    )

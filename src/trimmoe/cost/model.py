@@ -59,6 +59,8 @@ class CostModel:
     waiting_s: FloatArray
     """Expected wait before a server starts on slots that come from another, [M]."""
     accounting: Accounting
+    busy: FloatArray | None = None
+    """Share of the time that each server computes, [M]; None where nobody has measured it."""
 
     @property
     def server_count(self) -> int:

@@ -38,12 +38,15 @@ class ExitRules:
 
     @cached_property
     def busy(self) -> FloatArray:
-        """Share of the time that servers along each route are busy, as far as waiting tells, [R].
+        """Share of the time that servers along each route are busy, as measured or as far as
+        waiting tells, [R].
 
         Where s is the time of service and rho that share, one waits rho / (1 - rho) s (M/M/1), and
         so long does work in vain make others wait for each second it takes. Of a draft that is
         right with chance c that is (1 - c) of what is saved with chance c: it pays where c >= rho.
         """
+        if self.cost.busy is not None:
+            return self.cost.busy[self.routes].mean(1)
         waiting_s = self.cost.waiting_s
         in_all_s = waiting_s + self.cost.expert_s.mean(axis=(1, 2))
         shares = np.divide(waiting_s, in_all_s, where=in_all_s > 0, out=np.zeros_like(waiting_s))

@@ -52,6 +52,8 @@ class Conditions:
     """Likewise, [M, M]."""
     waiting_s: FloatArray
     """[M]."""
+    busy: FloatArray
+    """[M]."""
 
     @staticmethod
     def planned(server_count: int) -> Conditions:
@@ -63,6 +65,7 @@ class Conditions:
             delay_s=np.full(shape, np.nan),
             bandwidth_bytes_per_s=np.full(shape, np.nan),
             waiting_s=np.zeros(server_count),
+            busy=np.zeros(server_count),
         )
 
 
@@ -215,7 +218,8 @@ def measured_cost(basis: Basis, conditions: Conditions) -> CostModel:
     cluster = replace(cluster, delay_s=delay_s, bandwidth_bytes_per_s=bandwidth)
     cost = cost_model(basis.model, cluster, basis.settings.accounting)
     waiting_s = np.nan_to_num(conditions.waiting_s, nan=0.0, posinf=CUT_DELAY_S)
-    return cost.with_waiting(np.clip(waiting_s, 0.0, CUT_DELAY_S))
+    busy = np.clip(np.nan_to_num(conditions.busy, nan=0.0), 0.0, 1.0)
+    return replace(cost.with_waiting(np.clip(waiting_s, 0.0, CUT_DELAY_S)), busy=busy)
 
 
 def live_hosts(hosts: BoolArray, lost: frozenset[int]) -> BoolArray:
@@ -268,11 +272,12 @@ def _is_broken(access: int, route: list[int], conditions: Conditions) -> bool:
 
 def changed_much(now: Conditions, then: Conditions, basis: Basis, share: float) -> bool:
     """Whether a link's or a server's expected time differs by more than `share` of what decisions
-    are made with, and by more than a thousandth of a token's."""
+    are made with, and by more than a thousandth of a token's; or a server is that much more or less
+    busy."""
     floor_s = basis.planned.reference_s * basis.model.layer_count / 1000
     old, new = measured_cost(basis, then), measured_cost(basis, now)
     for before, after in ((old.transfer_s, new.transfer_s), (old.waiting_s, new.waiting_s)):
         difference = np.abs(after - before)
         if ((difference > share * before) & (difference > floor_s)).any():
             return True
-    return False
+    return bool((np.abs(now.busy - then.busy) > share).any())

@@ -326,6 +326,8 @@ class Weather(Message, frozen=True, tag="weather"):
     waiting_s: float
     kv_usage: float
     unreachable: list[int]
+    busy: float = 0.0
+    """Share of the time that it computed for tokens and prompts."""
 
 
 MESSAGE_TYPES: tuple[type[msgspec.Struct], ...] = (

@@ -160,6 +160,7 @@ class Node:
             lambda: self.planner.in_force.passage,
             self.mail.post,
             self.desk.guessed,
+            self.reporter.worked,
         )
         listening, mailing = self._listen(), self.mail.run()
         planning, minding = self.planner.run(), self._look_after()

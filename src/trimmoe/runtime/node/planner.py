@@ -169,6 +169,7 @@ class Planner:
             clean.delay_s[server] = _row(weather.delay_s)
             clean.bandwidth_bytes_per_s[server] = _row(weather.bandwidth_bytes_per_s)
             clean.waiting_s[server] = weather.waiting_s
+            clean.busy[server] = weather.busy
         return replace(clean, lost=wanted.lost, cut=frozenset(cut))
 
     async def build_first(self) -> None:

@@ -15,7 +15,7 @@ from trimmoe.runtime.node.homes import Guessed
 from trimmoe.runtime.node.messages import Parcel, Stranded
 from trimmoe.runtime.node.passage import Passage
 from trimmoe.runtime.node.perform import perform
-from trimmoe.runtime.node.scheduler import Work
+from trimmoe.runtime.node.scheduler import Step, Work
 
 Control = Callable[[], None]
 
@@ -51,8 +51,10 @@ class Pump:
         passage: Callable[[], Passage],
         post: Callable[[Parcel], None],
         guessed: Callable[[Sequence[Guessed]], None],
+        worked: Callable[[float], None],
     ) -> None:
-        """Work while there is any; ends when cancelled."""
+        """Work while there is any, and tell what was guessed and how long was worked; ends when
+        cancelled."""
         loop = asyncio.get_running_loop()
 
         def send(parcels: list[Parcel]) -> None:
@@ -70,9 +72,13 @@ class Pump:
                 self._to_do.clear()
                 await self._to_do.wait()
                 continue
+            began_s = loop.time()
             outcome = await loop.run_in_executor(
                 self._pool, self._compute, controls, executor, passage(), work
             )
+            if work is not None and work.step is not Step.GUESS:
+                # Guesses make way: they are no reason to make fewer.
+                worked(loop.time() - began_s)
             if work is not None:
                 self._count(work)
                 floor.worked(work)

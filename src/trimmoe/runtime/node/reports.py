@@ -73,8 +73,14 @@ class Reporter:
     ) -> None:
         self._transport, self._names, self._now = transport, names, now
         self._waits = _Waits(average=RunningAverage(half_life_s=WAITING_HALF_LIFE_S))
+        self._busy = RunningAverage(half_life_s=WAITING_HALF_LIFE_S)
+        self._worked_s, self._told_s = 0.0, now()
         self.kv_usage: dict[int, float] = {}
         """Of the other servers."""
+
+    def worked(self, seconds: float) -> None:
+        """The worker was busy for so long."""
+        self._worked_s += seconds
 
     def waited(self, waited_s: float) -> None:
         """Slots of generated tokens waited so long after they were read before they were begun."""
@@ -92,6 +98,11 @@ class Reporter:
             # Nobody came, so nobody would have waited: otherwise a bad name would last for ever.
             self._waits.average.add(0.0, self._now())
         self._waits.since_last = 0
+        now_s = self._now()
+        if now_s > self._told_s:
+            share = min(self._worked_s / (now_s - self._told_s), 1.0)
+            self._busy.add(share, now_s)
+            self._worked_s, self._told_s = 0.0, now_s
         links = self._transport.link_estimates()
         estimates = [links.get(name) for name in self._names]
         return Weather(
@@ -102,6 +113,7 @@ class Reporter:
             waiting_s=self.waiting_s,
             kv_usage=kv_usage,
             unreachable=sorted(lost),
+            busy=self._busy.mean or 0.0,
         )
 
     def stats(self, node: Node, running: int, waiting: int) -> ServiceStats:
