@@ -44,6 +44,7 @@ PARAMETERS = (
         change_echo=(2.0, 5.0),
         dense_exit_echo=0.1,
         frozen_exit_echo=3.0,
+        home_agreement=0.8,
     ),
 )
 

@@ -248,6 +248,8 @@ def test_nobody_refers_to_a_trail_that_has_ended() -> None:
         frozen=False,
         whole=True,
         drafts=False,
+        guesses=0,
+        slots=1,
     )
     trailed(constants, rows, asked, state, 1)
     assert rows.leader.tolist() == rows.follower.tolist() == [NONE] * 3

@@ -48,6 +48,12 @@ class Trace:
     wrong: BoolArray | None = None
     """Whether what would be predicted after each layer is not what full depth predicts, [T, N];
     None where nobody knows."""
+    home_wrong: BoolArray | None = None
+    """Whether what each server would guess that a token predicts, by itself and with the experts
+    that it holds, is not what full depth predicts, [T, M], or [T, 1] where servers are alike; None
+    where nobody knows."""
+    home_confidence: NDArray[np.float16] | None = None
+    """Probability that it gives its guess, of the same shape."""
 
     @property
     def token_count(self) -> int:
@@ -70,6 +76,20 @@ class Trace:
         if self.header.input_hashes["profile"] != profile_hash:
             raise UserError(
                 "The trace was recorded with another profile; run `trimmoe record` with this one."
+            )
+
+    def require_home(self, servers: int) -> None:
+        """Raise `UserError` unless the trace says what each of so many servers would guess."""
+        if self.home_wrong is None or self.home_confidence is None:
+            raise UserError(
+                "The trace does not say what users' servers would guess; record it with "
+                "`trimmoe record --plan`, or leave out methods that guess."
+            )
+        known = self.home_wrong.shape[1]
+        if known not in (1, servers):
+            raise UserError(
+                f"The trace says what {known} servers would guess, but the plan has {servers}; "
+                "record it with this plan."
             )
 
     def save(self, path: Path) -> None:

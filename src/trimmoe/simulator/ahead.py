@@ -40,7 +40,7 @@ from trimmoe.engine.state import EngineState
 from trimmoe.engine.step import Engine
 from trimmoe.policy.trim import rounded_weight
 from trimmoe.simulator.feed import TraceFeed
-from trimmoe.simulator.world import NONE
+from trimmoe.simulator.world import NONE, RIGHT, WRONG
 
 ENTERING, TRAVELLING = 0, 1
 _NEVER = 2.0
@@ -61,6 +61,8 @@ class Itinerary:
     wrong_at: IntArray
     """After how many layers a draft was made of it that is wrong and that something follows; NONE
     where there is no such draft, [n]."""
+    guess: IntArray
+    """RIGHT or WRONG where something sets out on a guess of what it predicts, else NONE, [n]."""
     ledgers: list[Ledger]
     receipts: list[Receipt]
 
@@ -72,6 +74,7 @@ class Itinerary:
             place=self.place[order],
             layers=self.layers[order],
             wrong_at=self.wrong_at[order],
+            guess=self.guess[order],
             ledgers=[self.ledgers[row] for row in order.tolist()],
             receipts=[self.receipts[row] for row in order.tolist()],
         )
@@ -85,6 +88,7 @@ class Itinerary:
             place=np.zeros((count, layers + 1), dtype=np.int64),
             layers=np.zeros(count, dtype=np.int64),
             wrong_at=np.full(count, NONE),
+            guess=np.full(count, NONE),
             ledgers=[None] * count,  # type: ignore[list-item]
             receipts=[None] * count,  # type: ignore[list-item]
         )
@@ -226,6 +230,12 @@ class Ahead:
         wave = join_waves(waves)
         journey = travel(self.engine, state, wave, self.feed, tokens[order], last[order])
         journey = journey.reordered(np.argsort(order))
+        if self.engine.settings.guesses:
+            # Nobody waits for what the last one would predict.
+            least = self.engine.settings.guess_confidence
+            guessed, right = self.feed.guesses(tokens, access, least)
+            journey.guess[:] = np.where(right, RIGHT, np.where(guessed, WRONG, NONE))
+            journey.guess[last] = NONE
         self._settle(self.ahead, journey.receipts, learns=False)
         return journey
 

@@ -6,9 +6,12 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from trimmoe.core.errors import UserError
 from trimmoe.core.events import Executed, Routed
 from trimmoe.core.specs import BoolArray, FloatArray, IntArray
 from trimmoe.core.trace import Trace
+from trimmoe.cost.model import Accounting
+from trimmoe.engine.step import Engine
 
 _COLUMNS = ("experts", "masses", "importance", "steadiness", "confidence", "exit_at")
 
@@ -60,3 +63,24 @@ class TraceFeed:
         if self.trace.wrong is not None:
             return np.logical_not(self.trace.wrong[tokens, layers - 1])
         return draws < self.trace.confidence[tokens, layers - 1]
+
+    def guesses(
+        self, tokens: IntArray, access: IntArray, least: float
+    ) -> tuple[BoolArray, BoolArray]:
+        """Of what `tokens` predict, whether the server of each one's user guesses it with a
+        confidence of `least`, and rightly; all [n]. The trace must say so."""
+        wrong, confidence = self.trace.home_wrong, self.trace.home_confidence
+        assert wrong is not None
+        assert confidence is not None
+        column = access if wrong.shape[1] > 1 else 0
+        guessed = confidence[tokens, column] >= least
+        return guessed, guessed & ~wrong[tokens, column]
+
+
+def require_guesses(engine: Engine, trace: Trace) -> None:
+    """Raise `UserError` if servers are to guess and what they would is not known."""
+    if not engine.settings.guesses:
+        return
+    if engine.cost.accounting is Accounting.MIGRATE:
+        raise UserError("`migrate` accounting has no guesses; use `pinned` or `home`.")
+    trace.require_home(engine.cost.server_count)

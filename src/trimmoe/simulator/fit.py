@@ -49,6 +49,7 @@ def fit_parameters(trace: Trace, profile: Profile, *, exit_confidence: float = 0
         change_echo=_change_echo(profile, excess),
         dense_exit_echo=float(dense_echo),
         frozen_exit_echo=float(frozen_echo),
+        home_agreement=_home_agreement(trace),
     )
 
 
@@ -175,3 +176,9 @@ def _change_echo(profile: Profile, excess: float) -> tuple[float, float]:
     own = own_flips(profile, max(excess, _TINY))
     with np.errstate(divide="ignore", invalid="ignore"):  # What flips nothing itself has no ratio.
         return factor_line(profile.change_echo / own)
+
+
+def _home_agreement(trace: Trace) -> float:
+    if trace.home_wrong is None:
+        return Parameters().home_agreement
+    return 1.0 - float(trace.home_wrong.mean())

@@ -13,6 +13,9 @@ How a token is drawn, each step independent of the others but for what is said h
 - **Exits.** A token leaves after layer l, if it has not before, with a hazard that is a line over
   depth: from there on its confidence is above `exit_confidence`, before it is below. The predicted
   exit layer is right with probability `exit_foresight`, otherwise that of some other token.
+- **Guesses** of users' own servers are right with probability `home_agreement`, on all servers
+  alike and independent of everything else. How sure they are is as measured on the embedded model,
+  separately for right and wrong ones.
 
 Nothing is executed, so what calibration would measure is assumed: flip rates as powers of the mass,
 and what trimming flips of later tokens (`echo_law`). Echoes are as the embedded model's, the one
@@ -25,10 +28,17 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
-from trimmoe.core.specs import FloatArray, IntArray, ModelSpec
+from trimmoe.core.specs import BoolArray, FloatArray, IntArray, ModelSpec
 from trimmoe.core.trace import Trace, trace_header
 from trimmoe.simulator.probabilities import complete_probabilities
+
+_HOME_CONFIDENCE = (0.0, 0.15, 0.3, 1.0)
+"""Between which the probability that a server gives its guess is uniform."""
+_OF_RIGHT, _OF_WRONG = (0.1, 0.32, 0.58), (0.575, 0.3, 0.125)
+"""Shares of right and of wrong guesses in each part: of the 71 % above 0.15 three quarters are
+right, of the 40 % above 0.3 seven of eight."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,6 +87,10 @@ class Parameters:
     on. Measured on the embedded model."""
     frozen_exit_echo: float = 1.07
     """The same where its state stands still."""
+    home_agreement: float = 0.6
+    """Share of tokens of which a server with its own experts predicts what the whole model does.
+    Measured on the embedded model with a tenth to a third of the experts; of others an
+    assumption."""
 
     def __post_init__(self) -> None:
         assert self.skew >= 0
@@ -103,6 +117,7 @@ def generate_trace(
     drawn = draw_tokens(model, parameters, sequences * length, seed, structure_seed)
     masses = drawn.masses.astype(np.float32)
     rng = np.random.default_rng([seed, 3])
+    home_wrong, home_confidence = _home_passes(parameters, sequences * length, seed)
     settings = {"generator": asdict(parameters), "structure_seed": structure_seed}
     hashes = {"model": model.model_hash, "profile": profile_hash}
     return Trace(
@@ -115,6 +130,8 @@ def generate_trace(
         confidence=drawn.confidence.astype(np.float32),
         exit_at=drawn.exit_at,
         probabilities=complete_probabilities(rng, drawn.experts, masses, model.expert_count),
+        home_wrong=home_wrong,
+        home_confidence=home_confidence,
     )
 
 
@@ -247,3 +264,15 @@ def _foreseen(
     shape = (exit_layer.size, layers)
     others = exit_layer[rng.integers(exit_layer.size, size=shape)]
     return np.where(rng.random(shape) < parameters.exit_foresight, exit_layer[:, None], others)
+
+
+def _home_passes(
+    parameters: Parameters, count: int, seed: int
+) -> tuple[BoolArray, NDArray[np.float16]]:
+    """Whether guesses of any server are wrong and how sure it is, [T, 1] each."""
+    rng = np.random.default_rng([seed, 4])
+    wrong = rng.random(count) >= parameters.home_agreement
+    parts = [rng.choice(len(shares), count, p=shares) for shares in (_OF_RIGHT, _OF_WRONG)]
+    part, ends = np.where(wrong, parts[1], parts[0]), np.array(_HOME_CONFIDENCE)
+    confidence = rng.uniform(ends[part], ends[part + 1])
+    return wrong[:, None], confidence.astype(np.float16)[:, None]

@@ -97,9 +97,10 @@ def part(rows, state, server, unit):
 @inlined
 def gathered(rows, state, server, unit):
     """A layer's result is whole. Whether a token goes on is for the server to find out; a chunk
-    does, in its turn."""
+    does, in its turn, and so does what ends in turn."""
     rows.layer[unit] += 1
-    if rows.prompt[unit]:
+    ends = rows.in_turn[unit] and rows.layer[unit] == rows.layers[unit]
+    if rows.prompt[unit] or ends:
         go_on_in_turn(rows, state, server, unit, state.clock[NOW])
     else:
         quick(state, server, unit)

@@ -8,6 +8,7 @@ leave after the dense part of a batch, whose slots on the same server follow at 
 
 from __future__ import annotations
 
+from trimmoe.simulator.guessing import guessed, led, through
 from trimmoe.simulator.heap import inlined, njit, pop, push
 from trimmoe.simulator.layers import fan_out, gather, part, size
 from trimmoe.simulator.links import send
@@ -36,6 +37,7 @@ from trimmoe.simulator.world import (
     FIRST,
     FREE_ENTRIES,
     FREE_MESSAGES,
+    GUESS,
     HEAP_SIZE,
     IDS,
     IN_FLIGHT,
@@ -103,6 +105,8 @@ def run_until(world, rows, asked, state, end_s):
             _delivered(world, rows, asked, state, what)
         elif kind == TOKEN:
             _begun(world, rows, asked, state, what)
+        elif kind == GUESS:
+            guessed(world, rows, asked, state, what)
         else:
             _requested(world, asked, state, what)
     state.clock[AREA] += numbers[IN_FLIGHT] * (end_s - state.clock[NOW])
@@ -179,9 +183,13 @@ def _begun(world, rows, asked, state, request):
     prompt for nobody. Its chunks are all there at once, each waits for the one before."""
     first, now = asked.first[request], state.clock[NOW]
     if not rows.prompt[first]:
-        asked.row[request] = first
         _unit_begun(rows, asked, state, request, first)
-        follow_trail(rows, asked, first)
+        if world.guesses > 0:
+            rows.in_turn[first] = True
+            led(world, rows, asked, state, first, request)
+        else:
+            asked.row[request] = first
+            follow_trail(rows, asked, first)
         quick(state, asked.access[request], first)
         return
     unit, last, tokens = first, first, 0
@@ -202,6 +210,7 @@ def _unit_begun(rows, asked, state, request, unit):
     rows.request[unit], rows.layer[unit] = request, 0
     rows.began_s[unit] = state.clock[NOW]
     rows.written[unit], rows.leader[unit], rows.follower[unit] = 0, NONE, NONE
+    rows.in_turn[unit] = rows.prompt[unit]
     state.numbers[IN_FLIGHT] += 1
 
 
@@ -259,7 +268,7 @@ def _completed(world, rows, asked, state, server, unit):
     """A unit has passed its last layer; of a prompt only the last chunk predicts a token."""
     request = rows.request[unit]
     access = asked.access[request]
-    if rows.prompt[unit]:
+    if rows.in_turn[unit]:
         written(rows, state, unit)
     if server == access or asked.done[request] + 1 < asked.prompts[request]:
         _finished(world, rows, asked, state, unit)
@@ -291,11 +300,15 @@ def _finished(world, rows, asked, state, unit):
     note(rows, state, unit, FINISHED, now)
     numbers[IN_FLIGHT] -= 1
     asked.done[request] += 1
-    asked.row[request] = NONE
-    if rows.draft[unit] != NONE:
-        rows.over_s[rows.draft[unit]] = now
+    follows = True
+    if world.guesses > 0 and not rows.prompt[unit]:
+        follows = through(world, rows, asked, state, unit, request)
+    else:
+        asked.row[request] = NONE
+        if rows.draft[unit] != NONE:
+            rows.over_s[rows.draft[unit]] = now
     if asked.done[request] < asked.units[request]:
-        if asked.done[request] >= asked.prompts[request]:
+        if follows and asked.done[request] >= asked.prompts[request]:
             next_in_turn(world, asked, state, unit, request)
         return
     asked.running[request], asked.over_s[request] = False, now

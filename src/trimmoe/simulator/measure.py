@@ -82,11 +82,12 @@ class Sample:
     output_tokens: int
     """Tokens that users got, those out of prompts included."""
     drafts: int
-    """Exits of those decoded tokens on which the next token set out."""
+    """Exits of those decoded tokens, or guesses of what they predict, on which the next token set
+    out."""
     wrong_drafts: int
     """Those of them that full depth did not confirm."""
     withdrawn_layers: int
-    """Token-layers executed for what set out on wrong drafts; what that sent is in the ledgers."""
+    """Token-layers executed for what set out on the latter; what that sent is in the ledgers."""
 
     @property
     def duration_s(self) -> float:

@@ -6,7 +6,7 @@ advance together, one token each, as a batch.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -28,8 +28,9 @@ from trimmoe.core.ledger import Ledger
 from trimmoe.core.specs import IntArray
 from trimmoe.core.trace import Trace
 from trimmoe.engine.books import checked
+from trimmoe.engine.guesses import Lead, guess_times_s
 from trimmoe.engine.step import Engine
-from trimmoe.simulator.feed import TraceFeed
+from trimmoe.simulator.feed import TraceFeed, require_guesses
 
 WAVE = 0
 
@@ -48,8 +49,11 @@ def replay(
 
     `access` [S]: the server each sequence enters at. `budget` is D-bar, `confidence` p_J;
     `advance` is told how many tokens have been done. Audited exits are taken to agree,
-    drafts to be right as `TraceFeed.agrees` has it.
+    drafts to be right as `TraceFeed.agrees` has it. Where users' servers guess, a token takes until
+    the next one of its sequence sets out; nothing follows the last. Raises `UserError` if the trace
+    does not say what they guess, or under `migrate` accounting, where no server could.
     """
+    require_guesses(engine, trace)
     feed, draws = TraceFeed(trace=trace), np.random.default_rng(seed)
     state, ledgers = engine.start(), dict[int, Ledger]()
     sequences = tuple(range(trace.sequence_count))
@@ -96,4 +100,25 @@ def replay(
         advance(len(sequences))
     for sequence in sequences:
         state, _ = engine.step(state, SequenceClosed(sequence=sequence))
-    return [ledgers[token] for token in range(trace.token_count)]
+    found = [ledgers[token] for token in range(trace.token_count)]
+    return _followed(engine, feed, access, found) if engine.settings.guesses else found
+
+
+def _followed(
+    engine: Engine, feed: TraceFeed, access: IntArray, whole: Sequence[Ledger]
+) -> list[Ledger]:
+    """The ledgers of tokens [T] that take `whole` by themselves and follow one another on guesses;
+    `access` [S]."""
+    settings, length = engine.settings, feed.trace.length
+    guess_s = guess_times_s(engine.cost, feed.trace.experts.shape[2])
+    tokens = np.arange(feed.trace.token_count)
+    at = access[tokens // length]
+    guessed, right = feed.guesses(tokens, at, settings.guess_confidence)
+    guessed &= tokens % length < length - 1
+    leads = [Lead(guesses=settings.guesses, guess_s=float(guess_s[server])) for server in access]
+    return [
+        leads[token // length]
+        .after(ledger.delay_s, guessed=bool(guessed[token]), right=bool(right[token]))
+        .booked(ledger)
+        for token, ledger in enumerate(whole)
+    ]

@@ -18,13 +18,14 @@ from trimmoe.core.profile import ExitState
 from trimmoe.core.specs import ClusterSpec, FloatArray, IntArray
 from trimmoe.core.trace import Trace
 from trimmoe.cost.model import Accounting
+from trimmoe.engine.guesses import Lead
 from trimmoe.engine.step import Engine
 from trimmoe.policy.base import Policy
 from trimmoe.policy.build import Deployment, make_policy
 from trimmoe.simulator import loop
 from trimmoe.simulator.ahead import Ahead
 from trimmoe.simulator.arrivals import Requests, Source
-from trimmoe.simulator.feed import TraceFeed
+from trimmoe.simulator.feed import TraceFeed, require_guesses
 from trimmoe.simulator.heap import push
 from trimmoe.simulator.measure import Sample, Snapshot, sample
 from trimmoe.simulator.settings import Prefill, SimulationSettings
@@ -44,6 +45,7 @@ from trimmoe.simulator.world import (
     NONE,
     NOW,
     REQUEST,
+    RIGHT,
     TRAILING,
     make_world,
 )
@@ -78,8 +80,10 @@ def simulate(
     `requests` are played instead of drawn ones, in the closed loop each as soon as there is room.
     `policy_of` makes the policy of a deployment anew where waiting times are fed back; by default
     the one of the engine's settings. Raises `UserError` if prompts are to be simulated under
-    `migrate` accounting, where a chunk has no one place.
+    `migrate` accounting, where a chunk has no one place, or if servers are to guess and the trace
+    does not say what.
     """
+    require_guesses(engine, trace)
     load = settings.load
     assert requests is None or requests.count
     migrates = engine.cost.accounting is Accounting.MIGRATE
@@ -129,6 +133,8 @@ class _Run:
             frozen=engine.settings.exit_state is ExitState.FROZEN,
             whole=engine.settings.exit_state is ExitState.WHOLE,
             drafts=engine.settings.drafts,
+            guesses=engine.settings.guesses,
+            slots=trace.experts.shape[2],
         )
         self.decider = Ahead(
             engine=engine,
@@ -145,7 +151,12 @@ class _Run:
             seed=seed,
         )
         self.table = RequestTable.of(given or self._drawn(), load.prefill_chunk)
-        self.pool = RowPool.of(cost.layer_count, trace.experts.shape[2], cost.server_count)
+        self.pool = RowPool.of(
+            cost.layer_count,
+            trace.experts.shape[2],
+            cost.server_count,
+            max(engine.settings.guesses, 1),
+        )
         self.state = make_state(cost.server_count, cost.layer_count, cost.expert_s.shape[2])
         self.waiting_s = np.zeros(cost.server_count)
         self.waited = np.zeros((2, cost.server_count))
@@ -153,7 +164,9 @@ class _Run:
         """Rows and requests of decoded tokens since the last control instant."""
         self.trailing = np.zeros(0, dtype=np.int64)
         """Rows of tokens that are with their users and still leave states in the layers left, and
-        of what follows wrong drafts and has not been withdrawn everywhere."""
+        of what follows wrong drafts or guesses and has not been withdrawn everywhere."""
+        self.leads: dict[int, Lead] = {}
+        """Of requests whose tokens follow one another on guesses."""
         self.units = Units.empty(cost.layer_count, cost.server_count, cost.hidden_bytes)
         self.until_s = 0.0
         self._start()
@@ -224,10 +237,15 @@ class _Run:
         rows = np.fromiter(chain.from_iterable(units), dtype=np.int64, count=unit.size)
         decoded = np.array([pool.receipts[one[0]] is not None for one in units], dtype=bool)
         measured = decoded & (times[:, 1] >= self.settings.warm_up_s)
+        if self.world.guesses:
+            self._expect(log[decoded])
         self.units.count(pool.books, rows, measured[unit])
         if self.world.drafts:
             shown = rows[measured[unit]]
             self.units.count_drafts(pool.books, shown, pool.rows.draft[shown] != NONE)
+        if self.world.guesses:
+            followed = rows[measured[unit] & pool.rows.followed[rows]]
+            self.units.count_guesses(pool.rows.guess[followed])
         sums = np.zeros((logged, 2))
         np.add.at(sums, unit, pool.books.numbers[rows][:, [DELAY_S, LOSS]])
         for at, (request, row, *_) in enumerate(log.tolist()):
@@ -248,8 +266,24 @@ class _Run:
                 loss=sums[:, 1],
             )
         )
+        for request in self.table.closing & self.leads.keys():
+            del self.leads[request]
         if 2 * (state.numbers[IN_FLIGHT] + state.numbers[TRAILING] + 2) > state.log.shape[0]:
             self.state = _with_log(state, 2 * state.log.shape[0])
+
+    def _expect(self, log: IntArray) -> None:
+        """What tokens [n] that followed one another on guesses take without load, in their books;
+        until now these say what each takes by itself. They finish in turn."""
+        rows, delay_s = self.pool.rows, self.pool.books.numbers[:, DELAY_S]
+        for request, row in log[:, [LOG_REQUEST, LOG_ROW]].tolist():
+            if request not in self.leads:
+                guess_s = float(self.world.guess_s[self.table.asked.access[request]])
+                self.leads[request] = Lead(guesses=self.world.guesses, guess_s=guess_s)
+            guess = rows.guess[row]
+            passed = self.leads[request].after(
+                float(delay_s[row]), guessed=bool(guess != NONE), right=bool(guess == RIGHT)
+            )
+            delay_s[row] = passed.interval_s
 
     def _control(self) -> None:
         """What was learnt reaches the decisions."""
@@ -267,8 +301,7 @@ class _Run:
         self.table.closing.clear()
         if stale:
             self.table.drop_ahead(self.pool)
-            flying = self.table.asked.row[self.table.asked.row != NONE].tolist()
-            self.decider.rewind(self._receipts(flying))
+            self.decider.rewind(self._receipts(self.table.flying(self.pool.rows)))
 
     def _clear(self, finished: IntArray) -> None:
         """Give back the rows of what is through, of `finished` tokens [n] and of trails."""
@@ -277,7 +310,7 @@ class _Run:
         under_way = pool.rows.trailing[done]
         self.finished, self.trailing = [], done[under_way]
         through = done[~under_way]
-        if self.world.drafts:
+        if self.world.drafts or self.world.guesses:
             withdrawn = through[np.isfinite(pool.rows.over_s[through])]
             measured = pool.rows.over_s[withdrawn] >= self.settings.warm_up_s
             self.units.withdraw(self.decider.engine.cost, pool.rows, withdrawn, measured)

@@ -14,7 +14,7 @@ from trimmoe.core.specs import IntArray
 from trimmoe.simulator.ahead import Itinerary
 from trimmoe.simulator.arrivals import Requests, join_requests
 from trimmoe.simulator.tally import Books
-from trimmoe.simulator.world import NONE, Asked, Rows, make_rows
+from trimmoe.simulator.world import NONE, WRONG, Asked, Rows, make_rows
 
 
 @dataclass(kw_only=True)
@@ -23,14 +23,17 @@ class RowPool:
 
     rows: Rows
     books: Books
+    copies: int = 1
+    """Of each token on whose wrong draft or guess something sets out, the rows of that."""
     receipts: list[Receipt | None] = field(default_factory=list)
     """None for prompt tokens."""
     _free: list[int] = field(default_factory=list)
 
     @staticmethod
-    def of(layers: int, slots: int, servers: int) -> RowPool:
+    def of(layers: int, slots: int, servers: int, copies: int = 1) -> RowPool:
         """An empty pool."""
-        return RowPool(rows=make_rows(0, layers, slots), books=Books.blank(0, layers, servers))
+        books = Books.blank(0, layers, servers)
+        return RowPool(rows=make_rows(0, layers, slots), books=books, copies=copies)
 
     def add(self, journey: Itinerary, *, decoded: bool) -> IntArray:
         """Store n tokens; their rows, [n]."""
@@ -38,26 +41,31 @@ class RowPool:
         self.rows.expert[at], self.rows.server[at] = journey.expert, journey.server
         self.rows.place[at], self.rows.layers[at] = journey.place, journey.layers
         self.rows.prompt[at], self.rows.draft_at[at] = not decoded, journey.wrong_at
+        self.rows.guess[at], self.rows.followed[at] = journey.guess, False
         self.books.write(at, journey.ledgers)
         for row, receipt in zip(at.tolist(), journey.receipts, strict=True):
             self.receipts[row] = receipt if decoded else None
-        wrong = at[journey.wrong_at != NONE]
+        wrong = at[(journey.wrong_at != NONE) | (journey.guess == WRONG)]
         if wrong.size:
             self._add_drafts(wrong)
         return at
 
     def _add_drafts(self, wrong: IntArray) -> None:
-        """Rows of what sets out on the drafts of tokens [n]: copies of these, without books."""
-        at = self._taken(wrong.size)
+        """Rows of what sets out on the drafts of tokens [n], or on guesses: copies of these,
+        without books."""
+        at = self._taken(self.copies * wrong.size).reshape(self.copies, wrong.size)
         for column in (self.rows.expert, self.rows.server, self.rows.place, self.rows.layers):
             column[at] = column[wrong]
-        self.rows.prompt[at], self.rows.draft_at[at] = False, NONE
-        self.rows.draft[wrong] = at
+        self.rows.prompt[at], self.rows.draft_at[at], self.rows.guess[at] = False, NONE, NONE
+        self.rows.draft[wrong], self.rows.after[at[:-1]] = at[0], at[1:]
 
     def drafts(self, rows: IntArray) -> IntArray:
-        """Rows of what sets out on wrong drafts of these tokens."""
-        drafts = self.rows.draft[rows]
-        return drafts[drafts != NONE]
+        """Rows of what sets out on wrong drafts or guesses of these tokens."""
+        found, at = [], self.rows.draft[rows]
+        while (at != NONE).any():
+            found.append(at[at != NONE])
+            at = self.rows.after[found[-1]]
+        return np.concatenate([np.zeros(0, dtype=np.int64), *found])
 
     def _taken(self, count: int) -> IntArray:
         """Free rows, from now on in use, [n]."""
@@ -83,9 +91,8 @@ class RowPool:
         self._free += self.unit(row)
 
     def drop(self, row: int) -> None:
-        """Give back a unit that has not begun, with what would set out on its draft."""
-        if self.rows.draft[row] != NONE:
-            self.free(int(self.rows.draft[row]))
+        """Give back a unit that has not begun, with what would set out on its draft or guess."""
+        self._free += self.drafts(np.array([row])).tolist()
         self.free(row)
 
     def _grow(self, more: int) -> None:
@@ -131,6 +138,13 @@ class RequestTable:
                 last=np.full(count, NONE),
                 ahead=zeros.copy(),
                 row=np.full(count, NONE),
+                newest=np.full(count, NONE),
+                under_way=zeros.copy(),
+                coming=np.zeros(count, dtype=bool),
+                guess_due_s=np.full(count, np.inf),
+                held=np.zeros(count, dtype=bool),
+                hindmost=np.full(count, NONE),
+                copies=zeros.copy(),
                 trail=np.full(count, NONE),
                 trail_before=np.full(count, NONE),
                 awaited=np.full(count, NONE),
@@ -167,6 +181,17 @@ class RequestTable:
         asked = self.requests
         at = (asked.offset[requests] + numbers) % length
         return asked.sequence[requests] * length + at
+
+    def flying(self, rows: Rows) -> list[int]:
+        """Decoded tokens in flight, those of a request in order."""
+        found, asked = [], self.asked
+        for request in np.flatnonzero(asked.row != NONE).tolist():
+            row, newest = int(asked.row[request]), int(asked.newest[request])
+            found.append(row)
+            while newest not in (row, NONE):
+                row = int(rows.after[row])
+                found.append(row)
+        return found
 
     def drop_ahead(self, pool: RowPool) -> None:
         """Forget decoded tokens that were decided and have not begun; prompts stay."""

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from trimmoe.core.ledger import Kind, Ledger
 from trimmoe.core.specs import BoolArray, FloatArray, IntArray
 from trimmoe.cost.model import CostModel, add_layer_messages
-from trimmoe.simulator.world import Rows
+from trimmoe.simulator.world import RIGHT, WRONG, Rows
 
 # Columns of `Books.numbers`.
 TOKENS, RUN, DROPPED, DELAY_S, LOSS, BUDGET, AUDITS = range(7)
@@ -137,7 +137,7 @@ class Units:
     everything: Tally
     """All tokens that finished, warm-up and prompts included."""
     right_drafts: int = 0
-    """Of decoded tokens that finished after the warm-up."""
+    """Of decoded tokens that finished after the warm-up, guesses included."""
     wrong_drafts: int = 0
     withdrawn_layers: int = 0
     """Token-layers that were executed on the latter."""
@@ -154,6 +154,11 @@ class Units:
         """Add the books of finished tokens [n]."""
         self.everything.add(books, rows)
         self.decoded.add(books, rows[measured])
+
+    def count_guesses(self, guess: IntArray) -> None:
+        """Add the guesses on which something set out, [n], each RIGHT or WRONG."""
+        self.right_drafts += int((guess == RIGHT).sum())
+        self.wrong_drafts += int((guess == WRONG).sum())
 
     def count_drafts(self, books: Books, rows: IntArray, wrong: BoolArray) -> None:
         """Add the drafts of tokens [n] that finished after the warm-up: of some a `wrong` one, and

@@ -2,8 +2,9 @@
 
 As at `runtime.node.floor`, a unit enters a layer only where those before it have left the keys and
 values that it attends to. Chunks of a prompt are all under way at once, and what a token that
-exited leaves in the layers left, its *trail*, may be when the next token is; all other tokens set
-out when the one before is through. A unit that may have to wait is the *follower* of its *leader*.
+exited leaves in the layers left, its *trail*, may be when the next token is, and so may tokens that
+are followed on guesses (`guessing`); all others set out when the one before is through. A unit that
+may have to wait is the *follower* of its *leader*.
 
 Where exits are drafts, the next token follows the trail of one that was right. What sets out on a
 wrong one follows that token through the layers until it has come to its user, and is *withdrawn*
@@ -66,9 +67,9 @@ def written(rows, state, unit):
     rows.written[unit] = layer + 1
     if follower == NONE:
         return
-    # Chunks end in turn, too; a token attends to nothing that comes after the last layer's keys
-    # and values, and may be gone before its leader is.
-    if layer + 1 == rows.layers[unit] + rows.prompt[unit]:
+    # What ends in turn does so after the last layer; a token attends to nothing that comes after
+    # that layer's keys and values, and may be gone before its leader is.
+    if layer + 1 == rows.layers[unit] + rows.in_turn[unit]:
         _part(rows, unit, follower)
     if rows.parked[follower] and rows.layer[follower] == layer:
         rows.parked[follower] = False
@@ -91,15 +92,21 @@ def drafted(world, rows, asked, state, server, unit):
     """A wrong draft of a token goes to its access server, where something sets out on it."""
     draft, request = rows.draft[unit], rows.request[unit]
     access = asked.access[request]
-    rows.request[draft], rows.layer[draft], rows.written[draft] = request, 0, 0
-    rows.leader[draft], rows.follower[draft], rows.parked[draft] = NONE, NONE, False
-    rows.trailing[draft] = True
-    state.numbers[TRAILING] += 1
+    copied(rows, state, draft, request)
     follow(rows, draft, unit)
     if server == access:
         quick(state, access, draft)
     else:
         send(world, state, DRAFT_BACK, server, access, 0, NONE, 0, 0, 1, draft)
+
+
+@inlined
+def copied(rows, state, copy, request):
+    """A copy of a token begins that is going to be withdrawn."""
+    rows.request[copy], rows.layer[copy], rows.written[copy] = request, 0, 0
+    rows.leader[copy], rows.follower[copy], rows.parked[copy] = NONE, NONE, False
+    rows.trailing[copy], rows.in_turn[copy] = True, False
+    state.numbers[TRAILING] += 1
 
 
 @inlined

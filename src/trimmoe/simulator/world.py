@@ -3,8 +3,8 @@
 Shapes: M servers, N layers, E experts, k slots, R requests, T rows of decided tokens. A *unit* is
 what moves through the layers as one: a decoded token (one row) or a chunk of a prompt (one row per
 token); it goes by its first row. A request's chunks are all on their way at once, its decoded
-tokens one after the other, but for what a token that exited leaves in the layers left and for what
-sets out on a wrong draft, which is *withdrawn*.
+tokens one after the other, but for what a token that exited leaves in the layers left, for those
+that set out on guesses, and for what sets out on a wrong draft or guess, which is *withdrawn*.
 """
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ from numpy.typing import NDArray
 
 from trimmoe.core.specs import ClusterSpec, FloatArray, IntArray
 from trimmoe.cost.model import Accounting, CostModel
+from trimmoe.engine.guesses import guess_times_s
 
 NONE = -1
 
 # Kinds of events; the first two happen before the others of the same instant.
-DONE, MESSAGE, TOKEN, REQUEST = range(4)
+DONE, MESSAGE, TOKEN, REQUEST, GUESS = range(5)
 # Words of `State.numbers`.
 HEAP_SIZE, TICKET, FREE_ENTRIES, FREE_MESSAGES, NEXT_REQUEST, IN_FLIGHT, LOGGED, EVENTS = range(8)
 RUNNING, DUE, TRAILING = 8, 9, 10
@@ -37,6 +38,8 @@ FINISHED, CONFIRMED = range(2)
 # Kinds of work that queues; those of prompts, which come last, take turns with those of tokens.
 DENSE, EXPERTS, TRAIL, CHUNK, CHUNK_EXPERTS = range(5)
 KINDS = 5
+# Guesses of what a token predicts; NONE is another.
+RIGHT, WRONG = range(2)
 OWN = 5
 """A batch's slots on the server of its dense part, which follow it at once."""
 
@@ -72,6 +75,10 @@ class World(NamedTuple):
     """Whether they go on as if they had not, or else apart, without routed experts."""
     drafts: bool
     """Whether exits are drafts: nothing sets out on one before that ahead of it is confirmed."""
+    guesses: int
+    """Guesses of a request that may be ahead of what full depth has confirmed."""
+    guess_s: FloatArray
+    """Time of a guess, [M]."""
 
 
 class Rows(NamedTuple):
@@ -120,10 +127,17 @@ class Rows(NamedTuple):
     """Layers after which a token's prediction is a draft that is wrong and that something follows;
     otherwise NONE, [T]."""
     draft: IntArray
-    """Of such a token, the row of what sets out on the draft and is withdrawn; otherwise NONE,
-    [T]."""
+    """Of such a token or one followed by a wrong guess, the row of what sets out on that and is
+    withdrawn, the first of a chain by `after`; otherwise NONE, [T]."""
     over_s: FloatArray
     """Of what is withdrawn, when the token it follows came to its user; otherwise infinite, [T]."""
+    guess: IntArray
+    """What becomes of the guess of what a token predicts: RIGHT, WRONG or NONE is made, [T]."""
+    followed: np.ndarray
+    """Whether something set out on that, bool [T]."""
+    in_turn: np.ndarray
+    """Whether it ends, too, after the unit before: a chunk, or a token that others follow before
+    it is through, bool [T]."""
 
 
 class Asked(NamedTuple):
@@ -144,7 +158,21 @@ class Asked(NamedTuple):
     ahead: IntArray
     """Decided units that have not begun, [R]."""
     row: IntArray
-    """Of the decoded token in flight, [R]."""
+    """Of the decoded token in flight, or the first of them, [R]."""
+    newest: IntArray
+    """The last of those in flight that may set out on guesses, [R]; so is what follows."""
+    under_way: IntArray
+    """How many of them there are, [R]."""
+    coming: np.ndarray
+    """Whether the next one sets out at this instant, bool [R]."""
+    guess_due_s: FloatArray
+    """When the guess is made that is being made, or infinite, [R]."""
+    held: np.ndarray
+    """Whether a guess is made and has to wait because too many are ahead, bool [R]."""
+    hindmost: IntArray
+    """The newest or the last of its copies that set out on a wrong guess, [R]."""
+    copies: IntArray
+    """How many of these set out, [R]."""
     trail: IntArray
     """Of the last token that exited and whose state is still passing layers, [R]."""
     trail_before: IntArray
@@ -170,8 +198,11 @@ def make_world(
     frozen: bool,
     whole: bool,
     drafts: bool,
+    guesses: int,
+    slots: int,
 ) -> World:
-    """The constants of a run; seconds are the cost model's, split at the propagation delay."""
+    """The constants of a run; seconds are the cost model's, split at the propagation delay. Tokens
+    activate so many `slots`."""
     layers, servers = cost.layer_count, cost.server_count
     later = np.zeros((routes.shape[0], layers + 1, servers), dtype=bool)
     for layer in range(layers - 1, -1, -1):
@@ -194,6 +225,8 @@ def make_world(
         frozen=frozen,
         whole=whole,
         drafts=drafts,
+        guesses=guesses,
+        guess_s=guess_times_s(cost, slots),
     )
 
 
@@ -228,4 +261,7 @@ def make_rows(count: int, layers: int, slots: int) -> Rows:
         draft_at=np.full(count, NONE),
         draft=np.full(count, NONE),
         over_s=np.full(count, np.inf),
+        guess=np.full(count, NONE),
+        followed=np.zeros(count, dtype=bool),
+        in_turn=np.zeros(count, dtype=bool),
     )
