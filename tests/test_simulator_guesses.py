@@ -26,7 +26,7 @@ from trimmoe.simulator.generate import Parameters, generate_trace
 from trimmoe.simulator.measure import Sample, figures
 from trimmoe.simulator.replay import replay
 from trimmoe.simulator.settings import Load, Prefill
-from trimmoe.simulator.world import DENSE
+from trimmoe.simulator.world import DENSE, HOME
 
 OWN_SERVERS = [1, 2, 3]
 """A route on which nothing meets anything but on its way; users are at server 0."""
@@ -92,8 +92,8 @@ def test_the_token_after_a_right_guess_follows_one_guess_behind() -> None:
 
 
 def test_a_token_that_follows_too_closely_enters_a_layer_after_the_one_before() -> None:
-    """b sets out at a half and waits for the first server, which has a until 1."""
-    assert finished_s(played([RIGHT, UNSURE], 1, guess_s=0.5, way_s=0.0), 0) == [3.0, 4.0]
+    """b sets out at 0.75 and waits for the first server, which has a until 1."""
+    assert finished_s(played([RIGHT, UNSURE], 1, guess_s=0.75, way_s=0.0), 0) == [3.0, 4.0]
 
 
 @pytest.mark.parametrize(
@@ -112,7 +112,7 @@ def test_without_a_guess_a_token_waits_for_the_one_before() -> None:
 
 @pytest.mark.parametrize("guess", [RIGHT, WRONG])
 def test_a_guess_that_comes_after_full_depth_has_spoken_leads_to_nothing(guess: Guess) -> None:
-    sample = played([guess, UNSURE], 3, guess_s=WHOLE_S + 1.0)
+    sample = played([guess, UNSURE], 3, guess_s=1.5 * WHOLE_S)
     assert finished_s(sample, 0) == [WHOLE_S, 2 * WHOLE_S]
     assert (sample.drafts, sample.withdrawn_layers) == (0, 0)
     assert sample.after.served[1:, DENSE, 1].tolist() == [2, 2, 2]
@@ -179,14 +179,14 @@ def test_every_server_has_guesses_of_its_own() -> None:
 @settings(max_examples=40)
 @given(
     st.lists(st.sampled_from(Guess), min_size=1, max_size=10), st.integers(1, 4),
-    st.integers(1, 5), st.sampled_from([0.25, 1.5]),
+    st.sampled_from([1.5, 3.0]), st.sampled_from([0.25, 1.5]),
 )  # fmt: skip
 def test_a_lone_stream_takes_what_its_schedule_takes(
-    tokens: list[Guess], guesses: int, guess_s: int, way_s: float
+    tokens: list[Guess], guesses: int, guess_s: float, way_s: float
 ) -> None:
-    """Where no two layers share a server. A token takes whole seconds to full depth and back, and
-    so does a guess; so whatever sets out does so a second after others at least, and nobody meets
-    who set out before."""
+    """Where no two layers share a server. At these times whatever sets out does so a second after
+    others at least, so that nobody meets who set out before, and between two layers of a guess that
+    is not wanted any more."""
     sample = played(tokens, guesses, guess_s, way_s)
     log = sample.all_units
     whole_s = LAYERS + (LAYERS + 1) * way_s
@@ -203,9 +203,44 @@ def test_a_lone_stream_takes_what_its_schedule_takes(
     # Ledgers also have the microseconds of the experts, which the policy does not know to be free.
     np.testing.assert_allclose(log.expected_s, expected_s, rtol=1e-4)
     assert sample.withdrawn_layers <= LAYERS * sum(one.in_vain for one in passed)
-    more_s = sample.after.server_busy_s.sum() - LAYERS * len(tokens)
+    more_s = sample.after.server_busy_s[1:].sum() - LAYERS * len(tokens)
     assert more_s == pytest.approx(sample.withdrawn_layers)
     np.testing.assert_array_equal(sample.after.sent[0], sample.all_ledger.messages)
+
+
+def test_a_token_waits_for_the_layer_that_a_guess_is_in() -> None:
+    """The guess takes six seconds, and a is through at 4.5, in the last of three layers of it."""
+    sample = played([RIGHT, UNSURE], 3, guess_s=6.0, way_s=0.375)
+    assert finished_s(sample, 0) == [4.5, 10.5]
+    assert sample.after.server_busy_s[0] == 6.0
+    assert sample.drafts == 0
+
+
+def test_guesses_take_what_is_left_of_a_server() -> None:
+    """All is on one server, where a layer of a token and of a guess take a second each. a comes
+    first in every layer, and is through before its guess has begun."""
+    one = foreseen(guessing(stages([0, 0, 0]), 3, LAYERS), [RIGHT, UNSURE])
+    sample = answered(one, np.zeros_like(one.trace.confidence), [2])
+    assert finished_s(sample, 0) == [3.0, 6.0]
+    assert sample.drafts == 0
+
+
+@pytest.mark.parametrize("guess", Guess)
+def test_every_token_but_the_last_is_guessed_after(guess: Guess) -> None:
+    """A server does not know before how sure it is going to be."""
+    sample = played([guess] * 3, 1)
+    copies = 2 * (guess is WRONG)
+    assert sample.after.served[0, HOME, 1] == 2 * LAYERS
+    assert sample.after.server_busy_s[0] == pytest.approx(2.0)
+    assert sample.after.served[1, DENSE, 1] == 3 + copies
+
+
+def test_guesses_of_several_requests_read_weights_together() -> None:
+    one = foreseen(guessing(stages(OWN_SERVERS, WAY_S), 1, 1.5), [RIGHT] * 2 * LENGTH)
+    sample = answered(one, np.zeros_like(one.trace.confidence), [2, 2])
+    assert sample.after.served[0, HOME].tolist() == [LAYERS, 2 * LAYERS]
+    assert sample.after.server_busy_s[0] == 1.5
+    assert finished_s(sample, 0) == finished_s(sample, 1) == [4.0, 5.5]
 
 
 def loaded(**changes) -> World:

@@ -53,6 +53,8 @@ def random_trace(
         steadiness=rng.integers(profile.class_count, size=(tokens, layers)),
         confidence=rng.beta(2.0, 1.0, (tokens, layers)).astype(np.float32),
         exit_at=rng.integers(1, layers + 1, (tokens, layers)),
+        home_wrong=np.arange(tokens)[:, None] % 3 == 0,
+        home_confidence=np.ones((tokens, 1), dtype=np.float16),
     )
 
 

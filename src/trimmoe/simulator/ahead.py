@@ -40,7 +40,7 @@ from trimmoe.engine.state import EngineState
 from trimmoe.engine.step import Engine
 from trimmoe.policy.trim import rounded_weight
 from trimmoe.simulator.feed import TraceFeed
-from trimmoe.simulator.world import NONE, RIGHT, WRONG
+from trimmoe.simulator.world import NONE, RIGHT, UNSURE, WRONG
 
 ENTERING, TRAVELLING = 0, 1
 _NEVER = 2.0
@@ -62,7 +62,7 @@ class Itinerary:
     """After how many layers a draft was made of it that is wrong and that something follows; NONE
     where there is no such draft, [n]."""
     guess: IntArray
-    """RIGHT or WRONG where something sets out on a guess of what it predicts, else NONE, [n]."""
+    """What becomes of the guess of what it predicts: RIGHT, WRONG, UNSURE, or NONE is made, [n]."""
     ledgers: list[Ledger]
     receipts: list[Receipt]
 
@@ -234,7 +234,7 @@ class Ahead:
             # Nobody waits for what the last one would predict.
             least = self.engine.settings.guess_confidence
             guessed, right = self.feed.guesses(tokens, access, least)
-            journey.guess[:] = np.where(right, RIGHT, np.where(guessed, WRONG, NONE))
+            journey.guess[:] = np.where(right, RIGHT, np.where(guessed, WRONG, UNSURE))
             journey.guess[last] = NONE
         self._settle(self.ahead, journey.receipts, learns=False)
         return journey

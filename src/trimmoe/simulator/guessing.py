@@ -1,26 +1,22 @@
 """The compiled event loop, part six: tokens that set out on guesses of their user's server.
 
-When a token has set out, the server guesses what it predicts, and `guess_s` later the next token
-follows behind it through the layers, unless `guesses` of them are ahead of what is through; then as
-soon as one is. Tokens are through in turn. A wrong guess is followed by copies of the token that
-it was made after, each as long after the last one as a guess takes, and these are withdrawn when
-that token has come to its user (see `turns`).
-
-A guess takes time but no server from others: where servers are busy, that is too good to be true.
+When a token has set out, the server guesses what it predicts, layer by layer and when it has
+nothing else to do. Then the next token follows behind it through the layers, unless `guesses` of
+them are ahead of what is through; in that case as soon as one is. Tokens are through in turn. A
+wrong guess is followed by copies of the token that it was made after, one guess after another, and
+these are withdrawn when that token has come to its user (see `turns`).
 """
 
 from __future__ import annotations
 
-import numpy as np
-
 from trimmoe.simulator.heap import inlined, push
-from trimmoe.simulator.service import quick
+from trimmoe.simulator.service import line_up, quick
 from trimmoe.simulator.turns import copied, follow
-from trimmoe.simulator.world import GUESS, NONE, NOW, RIGHT, TOKEN
+from trimmoe.simulator.world import HOME, NONE, NOW, RIGHT, TOKEN, UNSURE
 
 
 @inlined
-def led(world, rows, asked, state, unit, request):
+def led(rows, asked, state, unit, request):
     """A token begins, perhaps behind others, and what it predicts is guessed meanwhile."""
     newest = asked.newest[request]
     if newest == NONE:
@@ -32,23 +28,29 @@ def led(world, rows, asked, state, unit, request):
     asked.under_way[request] += 1
     asked.hindmost[request], asked.copies[request] = unit, 0
     if rows.guess[unit] != NONE:
-        _guess(world, asked, state, request)
+        _guess(asked, state, request, 0)
 
 
 @inlined
-def guessed(world, rows, asked, state, request):
-    """A guess is made, unless full depth was faster; the next token may have to wait for room."""
-    if asked.guess_due_s[request] != state.clock[NOW]:
+def guessing(world, rows, asked, state, request, ticket, layer):
+    """A guess has passed a layer. If full depth was faster, nobody wants it any more; if it is made
+    and sure enough, what follows may have to wait for room."""
+    if asked.ticket[request] != ticket:
         return
-    asked.guess_due_s[request] = np.inf
+    if layer + 1 < world.dense_s.shape[1]:
+        _guess(asked, state, request, layer + 1)
+        return
+    asked.ticket[request] = NONE
+    if rows.guess[asked.newest[request]] == UNSURE:
+        return
     if asked.under_way[request] + asked.copies[request] > world.guesses:
         asked.held[request] = True
     else:
-        _follow_up(world, rows, asked, state, request)
+        _follow_up(rows, asked, state, request)
 
 
 @inlined
-def through(world, rows, asked, state, unit, request):
+def through(rows, asked, state, unit, request):
     """A token, the first of those under way, is with its user. Whether the next one has yet to set
     out, because it was not guessed, not rightly or not in time."""
     asked.under_way[request] -= 1
@@ -56,10 +58,10 @@ def through(world, rows, asked, state, unit, request):
         asked.row[request] = rows.after[unit]
         if asked.held[request]:
             asked.held[request] = False
-            _follow_up(world, rows, asked, state, request)
+            _follow_up(rows, asked, state, request)
         return False
     asked.row[request] = asked.newest[request] = NONE
-    asked.guess_due_s[request], asked.held[request] = np.inf, False
+    asked.ticket[request], asked.held[request] = NONE, False
     copy = rows.draft[unit]
     for _ in range(asked.copies[request]):
         rows.over_s[copy] = state.clock[NOW]
@@ -68,14 +70,13 @@ def through(world, rows, asked, state, unit, request):
 
 
 @inlined
-def _guess(world, asked, state, request):
-    due_s = state.clock[NOW] + world.guess_s[asked.access[request]]
-    asked.guess_due_s[request] = due_s
-    push(state, due_s, 1, GUESS, request)
+def _guess(asked, state, request, layer):
+    server, now = asked.access[request], state.clock[NOW]
+    asked.ticket[request] = line_up(state, server, HOME, layer, request, now)
 
 
 @inlined
-def _follow_up(world, rows, asked, state, request):
+def _follow_up(rows, asked, state, request):
     """What was guessed sets out: the next token, or another copy of the newest one."""
     newest, hindmost = asked.newest[request], asked.hindmost[request]
     rows.followed[newest] = True
@@ -90,7 +91,7 @@ def _follow_up(world, rows, asked, state, request):
     asked.hindmost[request] = copy
     asked.copies[request] += 1
     if rows.after[copy] != NONE:
-        _guess(world, asked, state, request)
+        _guess(asked, state, request, 0)
 
 
 @inlined

@@ -8,7 +8,7 @@ leave after the dense part of a batch, whose slots on the same server follow at 
 
 from __future__ import annotations
 
-from trimmoe.simulator.guessing import guessed, led, through
+from trimmoe.simulator.guessing import guessing, led, through
 from trimmoe.simulator.heap import inlined, njit, pop, push
 from trimmoe.simulator.layers import fan_out, gather, part, size
 from trimmoe.simulator.links import send
@@ -37,8 +37,8 @@ from trimmoe.simulator.world import (
     FIRST,
     FREE_ENTRIES,
     FREE_MESSAGES,
-    GUESS,
     HEAP_SIZE,
+    HOME,
     IDS,
     IN_FLIGHT,
     LAYER,
@@ -100,13 +100,11 @@ def run_until(world, rows, asked, state, end_s):
         state.clock[NOW] = now
         numbers[EVENTS] += 1
         if kind == DONE:
-            _done(world, rows, state, what)
+            _done(world, rows, asked, state, what)
         elif kind == MESSAGE:
             _delivered(world, rows, asked, state, what)
         elif kind == TOKEN:
             _begun(world, rows, asked, state, what)
-        elif kind == GUESS:
-            guessed(world, rows, asked, state, what)
         else:
             _requested(world, asked, state, what)
     state.clock[AREA] += numbers[IN_FLIGHT] * (end_s - state.clock[NOW])
@@ -186,7 +184,7 @@ def _begun(world, rows, asked, state, request):
         _unit_begun(rows, asked, state, request, first)
         if world.guesses > 0:
             rows.in_turn[first] = True
-            led(world, rows, asked, state, first, request)
+            led(rows, asked, state, first, request)
         else:
             asked.row[request] = first
             follow_trail(rows, asked, first)
@@ -225,7 +223,7 @@ def _set_out(world, rows, asked, state, unit, tokens, since_s):
 
 
 @njit
-def _done(world, rows, state, server):
+def _done(world, rows, asked, state, server):
     """A batch is through: its units go where the engine sends them."""
     entry, kind = state.batch_first[server], state.batch_kind[server]
     layer = state.batch_layer[server]
@@ -235,8 +233,11 @@ def _done(world, rows, state, server):
     own, own_last = NONE, NONE
     while entry != NONE:
         unit, following = state.entry_unit[entry], state.entry_next[entry]
+        ticket = state.entry_ticket[entry]
         free(state, entry)
-        if is_dense(kind):
+        if kind == HOME:
+            guessing(world, rows, asked, state, unit, ticket, layer)
+        elif is_dense(kind):
             if fan_out(world, rows, state, server, unit):
                 mine = enter(state, unit)
                 if own == NONE:
@@ -302,7 +303,7 @@ def _finished(world, rows, asked, state, unit):
     asked.done[request] += 1
     follows = True
     if world.guesses > 0 and not rows.prompt[unit]:
-        follows = through(world, rows, asked, state, unit, request)
+        follows = through(rows, asked, state, unit, request)
     else:
         asked.row[request] = NONE
         if rows.draft[unit] != NONE:

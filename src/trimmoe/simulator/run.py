@@ -47,6 +47,7 @@ from trimmoe.simulator.world import (
     REQUEST,
     RIGHT,
     TRAILING,
+    WRONG,
     make_world,
 )
 
@@ -281,7 +282,7 @@ class _Run:
                 self.leads[request] = Lead(guesses=self.world.guesses, guess_s=guess_s)
             guess = rows.guess[row]
             passed = self.leads[request].after(
-                float(delay_s[row]), guessed=bool(guess != NONE), right=bool(guess == RIGHT)
+                float(delay_s[row]), guessed=guess in (RIGHT, WRONG), right=bool(guess == RIGHT)
             )
             delay_s[row] = passed.interval_s
 

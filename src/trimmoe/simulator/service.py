@@ -2,8 +2,8 @@
 
 A server works as `runtime.node.scheduler` has it: quick steps first, then tokens and prompts in
 turns. Of prompts what has waited longest comes first, of tokens other servers' slots, then the
-lowest layer, unless something has been passed over for too long; with all that is ready for the
-same layer.
+lowest layer, then guesses, unless something has been passed over for too long; with all that is
+ready for the same layer.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from trimmoe.simulator.world import (
     DUE,
     EXPERTS,
     FREE_ENTRIES,
+    HOME,
     NONE,
     NOW,
     TICKET,
@@ -50,19 +51,26 @@ def ready(rows, state, server, kind, layer, unit, since_s):
         kind += CHUNK
     elif rows.apart[unit] and kind == DENSE:
         kind = TRAIL
-    entry = enter(state, unit)
+    line_up(state, server, kind, layer, unit, since_s)
+
+
+@inlined
+def line_up(state, server, kind, layer, what, since_s):
+    """Queue a unit, or of a guess its request, at a server; its ticket."""
+    entry, ticket = enter(state, what), state.numbers[TICKET]
     state.entry_ready_s[entry] = since_s
-    state.entry_ticket[entry] = state.numbers[TICKET]
+    state.entry_ticket[entry] = ticket
     state.entry_begun[entry] = state.begun[server]
     state.numbers[TICKET] += 1
     last = state.queue_last[server, kind, layer]
     if last == NONE:
         state.queue_first[server, kind, layer] = entry
-        _line_up(state, server, kind, layer)
+        _put_on(state, server, kind, layer)
     else:
         state.entry_next[last] = entry
     state.queue_last[server, kind, layer] = entry
     wake(state, server)
+    return ticket
 
 
 @inlined
@@ -89,7 +97,7 @@ def wake(state, server):
 
 
 @inlined
-def _line_up(state, server, kind, layer):
+def _put_on(state, server, kind, layer):
     """A queue that was empty is one to choose from."""
     side, queue = kind // CHUNK, kind * state.queue_first.shape[2] + layer
     state.line_next[server, queue] = state.line_first[server, side]
@@ -105,6 +113,8 @@ def _rank(state, server, queue):
     ticket = state.entry_ticket[first]
     if kind >= CHUNK or state.begun[server] - state.entry_begun[first] >= PATIENCE:
         return 0, 0, ticket
+    if kind == HOME:
+        return 3, layer, ticket
     return 1 if kind == EXPERTS else 2, layer, ticket
 
 
@@ -176,10 +186,14 @@ def is_dense(kind):
 @njit
 def _service_s(world, rows, state, server):
     """Time of a batch: what one token takes, of which weights are read once per batch (dense) or
-    per expert."""
+    per expert. Guesses pass layers as tokens do, and take as long in each."""
     kind, layer = state.batch_kind[server], state.batch_layer[server]
     entry, tokens, counts = state.batch_first[server], 0, state.per_expert
     dense = is_dense(kind)
+    if kind == HOME:
+        while entry != NONE:
+            tokens, entry = tokens + 1, state.entry_next[entry]
+        return _batch_s(world.guess_s[server] / world.dense_s.shape[1], tokens, world.batch_share)
     if not dense:
         counts[:] = 0
     while entry != NONE:

@@ -141,7 +141,7 @@ class RequestTable:
                 newest=np.full(count, NONE),
                 under_way=zeros.copy(),
                 coming=np.zeros(count, dtype=bool),
-                guess_due_s=np.full(count, np.inf),
+                ticket=np.full(count, NONE),
                 held=np.zeros(count, dtype=bool),
                 hindmost=np.full(count, NONE),
                 copies=zeros.copy(),

@@ -21,7 +21,7 @@ from trimmoe.engine.guesses import guess_times_s
 NONE = -1
 
 # Kinds of events; the first two happen before the others of the same instant.
-DONE, MESSAGE, TOKEN, REQUEST, GUESS = range(5)
+DONE, MESSAGE, TOKEN, REQUEST = range(4)
 # Words of `State.numbers`.
 HEAP_SIZE, TICKET, FREE_ENTRIES, FREE_MESSAGES, NEXT_REQUEST, IN_FLIGHT, LOGGED, EVENTS = range(8)
 RUNNING, DUE, TRAILING = 8, 9, 10
@@ -36,12 +36,12 @@ LOG_REQUEST, LOG_ROW, LOG_NUMBER, LOG_WORD = range(4)
 # Its words: a unit is through, or full depth has confirmed what it was predicted early.
 FINISHED, CONFIRMED = range(2)
 # Kinds of work that queues; those of prompts, which come last, take turns with those of tokens.
-DENSE, EXPERTS, TRAIL, CHUNK, CHUNK_EXPERTS = range(5)
-KINDS = 5
-# Guesses of what a token predicts; NONE is another.
-RIGHT, WRONG = range(2)
-OWN = 5
+DENSE, EXPERTS, TRAIL, HOME, CHUNK, CHUNK_EXPERTS = range(6)
+KINDS = 6
+OWN = 6
 """A batch's slots on the server of its dense part, which follow it at once."""
+# What becomes of a guess, not sure enough that anything follows it; NONE where none is made.
+RIGHT, WRONG, UNSURE = range(3)
 
 
 class World(NamedTuple):
@@ -132,7 +132,8 @@ class Rows(NamedTuple):
     over_s: FloatArray
     """Of what is withdrawn, when the token it follows came to its user; otherwise infinite, [T]."""
     guess: IntArray
-    """What becomes of the guess of what a token predicts: RIGHT, WRONG or NONE is made, [T]."""
+    """What becomes of the guess of what a token predicts: RIGHT, WRONG, UNSURE, or NONE is made,
+    [T]."""
     followed: np.ndarray
     """Whether something set out on that, bool [T]."""
     in_turn: np.ndarray
@@ -165,8 +166,8 @@ class Asked(NamedTuple):
     """How many of them there are, [R]."""
     coming: np.ndarray
     """Whether the next one sets out at this instant, bool [R]."""
-    guess_due_s: FloatArray
-    """When the guess is made that is being made, or infinite, [R]."""
+    ticket: IntArray
+    """Of the entry of the guess that is being made, or NONE, [R]."""
     held: np.ndarray
     """Whether a guess is made and has to wait because too many are ahead, bool [R]."""
     hindmost: IntArray
