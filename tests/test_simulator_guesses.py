@@ -22,11 +22,13 @@ from trimmoe.cost.model import Accounting
 from trimmoe.engine.guesses import Lead, guess_times_s
 from trimmoe.experiments.methods import make_engine
 from trimmoe.policy.settings import speculative
+from trimmoe.simulator.arrivals import Requests
 from trimmoe.simulator.generate import Parameters, generate_trace
 from trimmoe.simulator.measure import Sample, figures
 from trimmoe.simulator.replay import replay
 from trimmoe.simulator.settings import Load, Prefill
-from trimmoe.simulator.world import DENSE, HOME
+from trimmoe.simulator.tables import RequestTable
+from trimmoe.simulator.world import DENSE, HOME, NONE, make_rows
 
 OWN_SERVERS = [1, 2, 3]
 """A route on which nothing meets anything but on its way; users are at server 0."""
@@ -331,6 +333,20 @@ def test_the_same_seed_gives_the_same_run_and_another_seed_another() -> None:
     np.testing.assert_array_equal(first.after.sent, again.after.sent)
     assert first.withdrawn_layers == again.withdrawn_layers
     assert first.token_s.size != other.token_s.size or (first.token_s != other.token_s).any()
+
+
+def test_tokens_in_flight_are_told_in_order() -> None:
+    """Decisions made anew know what those decided that have begun, however rows are numbered."""
+    nothing = np.zeros(3, dtype=np.int64)
+    requests = Requests(
+        arrival_s=np.zeros(3), access=nothing, sequence=nothing, offset=nothing, prompt=nothing,
+        output=nothing + 9,
+    )  # fmt: skip
+    table, rows = RequestTable.of(requests, 1), make_rows(8, LAYERS, 1)
+    # One with three of them, one with none, and one without guesses, whose next token is decided.
+    table.asked.row[:], table.asked.newest[:] = [6, NONE, 1], [2, NONE, NONE]
+    rows.after[[6, 4, 1]] = 4, 2, 5
+    assert table.flying(rows) == [6, 4, 2, 1]
 
 
 def replayed(one: World, access: Sequence[int]):

@@ -18,13 +18,13 @@ from trimmoe.core.profile import ExitState
 from trimmoe.core.specs import ClusterSpec, FloatArray, IntArray
 from trimmoe.core.trace import Trace
 from trimmoe.cost.model import Accounting
-from trimmoe.engine.guesses import Lead
 from trimmoe.engine.step import Engine
 from trimmoe.policy.base import Policy
 from trimmoe.policy.build import Deployment, make_policy
 from trimmoe.simulator import loop
 from trimmoe.simulator.ahead import Ahead
 from trimmoe.simulator.arrivals import Requests, Source
+from trimmoe.simulator.expected import Expected
 from trimmoe.simulator.feed import TraceFeed, require_guesses
 from trimmoe.simulator.heap import push
 from trimmoe.simulator.measure import Sample, Snapshot, sample
@@ -45,9 +45,7 @@ from trimmoe.simulator.world import (
     NONE,
     NOW,
     REQUEST,
-    RIGHT,
     TRAILING,
-    WRONG,
     make_world,
 )
 
@@ -166,8 +164,7 @@ class _Run:
         self.trailing = np.zeros(0, dtype=np.int64)
         """Rows of tokens that are with their users and still leave states in the layers left, and
         of what follows wrong drafts or guesses and has not been withdrawn everywhere."""
-        self.leads: dict[int, Lead] = {}
-        """Of requests whose tokens follow one another on guesses."""
+        self.expected = Expected(guesses=self.world.guesses, guess_s=self.world.guess_s)
         self.units = Units.empty(cost.layer_count, cost.server_count, cost.hidden_bytes)
         self.until_s = 0.0
         self._start()
@@ -239,7 +236,9 @@ class _Run:
         decoded = np.array([pool.receipts[one[0]] is not None for one in units], dtype=bool)
         measured = decoded & (times[:, 1] >= self.settings.warm_up_s)
         if self.world.guesses:
-            self._expect(log[decoded])
+            of, row = log[decoded, LOG_REQUEST], log[decoded, LOG_ROW]
+            access = self.table.asked.access[of]
+            self.expected.put_right(pool.books, row, pool.rows.guess[row], of, access)
         self.units.count(pool.books, rows, measured[unit])
         if self.world.drafts:
             shown = rows[measured[unit]]
@@ -267,24 +266,9 @@ class _Run:
                 loss=sums[:, 1],
             )
         )
-        for request in self.table.closing & self.leads.keys():
-            del self.leads[request]
+        self.expected.forget(self.table.closing)
         if 2 * (state.numbers[IN_FLIGHT] + state.numbers[TRAILING] + 2) > state.log.shape[0]:
             self.state = _with_log(state, 2 * state.log.shape[0])
-
-    def _expect(self, log: IntArray) -> None:
-        """What tokens [n] that followed one another on guesses take without load, in their books;
-        until now these say what each takes by itself. They finish in turn."""
-        rows, delay_s = self.pool.rows, self.pool.books.numbers[:, DELAY_S]
-        for request, row in log[:, [LOG_REQUEST, LOG_ROW]].tolist():
-            if request not in self.leads:
-                guess_s = float(self.world.guess_s[self.table.asked.access[request]])
-                self.leads[request] = Lead(guesses=self.world.guesses, guess_s=guess_s)
-            guess = rows.guess[row]
-            passed = self.leads[request].after(
-                float(delay_s[row]), guessed=guess in (RIGHT, WRONG), right=bool(guess == RIGHT)
-            )
-            delay_s[row] = passed.interval_s
 
     def _control(self) -> None:
         """What was learnt reaches the decisions."""
