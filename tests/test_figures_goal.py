@@ -14,7 +14,8 @@ Row = dict[str, Any]
 
 
 def lossless(of: str, delay_ms: float, *, title: str = "") -> Row:
-    return {"of": of, "title": title or of, "lossless": True, "delay_ms": delay_ms}
+    row = {"of": of, "title": title or of, "lossless": True, "delay_ms": delay_ms}
+    return row | {"mb_per_1000_tokens": 12.0 if of == "speculative" else 10.0}
 
 
 ROWS = [lossless("pipeline", 90.0), lossless("edgeshard", 60.0), lossless("exact", 30.0)]
@@ -38,7 +39,8 @@ def executed(*points: Row, rows: list[Row] = ROWS) -> Row:
 
 
 def test_the_alternatives_are_those_of_others_and_exact_execution_on_our_plan() -> None:
-    others = [one for one in pinned_best() if one.lossless and one.of != "exact"]
+    lossless = [one for one in pinned_best() if one.lossless]
+    others = [one for one in lossless if one.of not in ("exact", "speculative")]
     assert [one.method.title for one in others] == [
         "pipeline",
         "EdgeShard",
@@ -58,6 +60,23 @@ def test_the_fastest_of_others_and_our_own_are_kept_apart() -> None:
     assert own is not None
     assert (theirs["of"], own["of"]) == ("edgeshard", "exact")
     assert fastest_lossless([trading], ours=False) is None
+
+
+def test_guesses_are_no_alternative_but_judged_like_trimming() -> None:
+    rows = [*ROWS, lossless("speculative", 15.0)]
+    for ours, of in ((False, "edgeshard"), (True, "exact")):
+        best = fastest_lossless(rows, ours=ours)
+        assert best is not None
+        assert best["of"] == of
+    curves = executed(point("0.02", 29.0, 0.019), rows=rows)
+    found = [each for each in goal_sentences(curves) if "speculative" in each]
+    assert len(found) == 2
+    assert all("is reached by" in each and "traffic +20.0%" in each for each in found)
+    assert "-75.0% (15.00 ms, edgeshard 60.00 ms)" in found[0]
+    assert "-50.0% (15.00 ms, exact 30.00 ms)" in found[1]
+    slow = executed(point("0.02", 29.0, 0.019), rows=[*ROWS, lossless("speculative", 25.0)])
+    verdicts = [each for each in goal_sentences(slow) if "speculative" in each]
+    assert "is not reached" in verdicts[1]
 
 
 def test_only_points_whose_whole_interval_is_within_two_per_cent_count() -> None:

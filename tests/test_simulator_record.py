@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -26,7 +26,8 @@ from trimmoe.experiments.methods import make_engine
 from trimmoe.models.base import MoEView
 from trimmoe.models.load import load_tokenizer, open_model
 from trimmoe.placement.make import default, make_plan
-from trimmoe.policy.settings import exact
+from trimmoe.policy.settings import exact, speculative
+from trimmoe.runtime.guesser import Guesser
 from trimmoe.runtime.local import LocalDriver
 
 LENGTH = 24
@@ -135,6 +136,35 @@ def test_a_trace_knows_what_transformers_would_predict_after_each_layer(
     np.testing.assert_array_equal(trace.wrong[:, :-1], wrong.numpy())
     assert not trace.wrong[:, -1].any()
     assert 0 < trace.wrong[:, :-1].sum() < trace.wrong[:, :-1].size
+
+
+def test_a_trace_knows_what_each_server_of_a_plan_would_guess(made: Made, trace: Trace) -> None:
+    """As a driver has them guess whose streams are those of the trace, token by token."""
+    assert trace.home_wrong is None
+    hosts = made.plan.hosts.copy()
+    hosts[0] = True  # A server with everything is always right.
+    hosts[1] = False
+    settings = TraceSettings(tokens=5 * LENGTH, length=LENGTH, seed=1)
+    guessed = record_trace(
+        made.view, made.tokenizer, made.texts, made.profile, settings, hosts=hosts
+    )
+    assert guessed.home_wrong is not None
+    assert guessed.home_confidence is not None
+    assert guessed.home_wrong.shape == (5 * LENGTH, len(hosts))
+    assert guessed.home_wrong[:, 0].mean() < 0.02  # Rounding decides between equals.
+    assert guessed.home_wrong[:, 1].mean() > 0.1
+    ids = token_windows(made.texts, made.tokenizer, tokens=5 * LENGTH, window=LENGTH, seed=1)
+    engine = make_engine(made.plan, made.profile, made.view.spec, speculative())
+    guesser = Guesser(made.view, replace(engine, hosts=hosts), slots=1)
+    for server in range(len(hosts)):
+        guesser.open(server, slot=0, access=server)
+        (said,) = guesser.guess({server: ids[2].tolist()}).values()
+        mine = slice(2 * LENGTH, 3 * LENGTH)
+        sure = [one.confidence for one in said]
+        np.testing.assert_allclose(sure, guessed.home_confidence[mine, server], atol=1e-3)
+    arrays = {name: getattr(guessed, name) for name in trace.columns}
+    for name, before in ((name, getattr(trace, name)) for name in trace.columns):
+        np.testing.assert_array_equal(arrays[name], before)
 
 
 def test_recording_again_gives_the_same_trace(made: Made, trace: Trace) -> None:

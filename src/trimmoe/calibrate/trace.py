@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from trimmoe.calibrate.head import greedy
 from trimmoe.calibrate.record import Advance
@@ -21,9 +22,12 @@ from trimmoe.calibrate.windows import Windows, run_layer
 from trimmoe.core.artifact import Header
 from trimmoe.core.errors import UserError
 from trimmoe.core.profile import Profile
+from trimmoe.core.specs import BoolArray, FloatArray, IntArray
 from trimmoe.core.trace import Trace, trace_header
 from trimmoe.models.base import EncoderDecoderView, MoEView
+from trimmoe.runtime.home import ROWS_AT_ONCE, Guess, home_pass
 from trimmoe.runtime.observe import Observer
+from trimmoe.runtime.texts import batches
 
 _WAVE = 0
 """Events need a number; no engine listens."""
@@ -47,13 +51,16 @@ def record_trace(
     profile: Profile,
     settings: TraceSettings,
     advance: Advance = lambda _: None,
+    *,
+    hosts: BoolArray | None = None,
 ) -> Trace:
     """Run texts at full depth and keep what policies look at; the same inputs give the same trace.
+    With `hosts` [M, N, E], who holds which experts, also what each server would guess by itself.
 
     The view must have been opened with all experts and its hash, and the profile be of its model.
     Raises `UserError` if it is not, or if the text is too short. Of a model with an encoder the
-    decoder is recorded, reading the first half of each window through the encoder. `advance` is
-    told of every token in every layer.
+    decoder is recorded, reading the first half of each window through the encoder, and no guesses.
+    `advance` is told of every token in every layer, and on every server that guesses.
     """
     spec = view.spec
     profile.require_model(spec.model_hash, spec.name)
@@ -62,7 +69,7 @@ def record_trace(
     length = min(settings.length, spec.context_length)
     windows = _windows(view, tokenizer, texts, settings, length)
     header = _header_of(settings, length, texts, profile)
-    return trace_windows(view, profile, windows, header, advance)
+    return trace_windows(view, profile, windows, header, advance, hosts=hosts)
 
 
 def _windows(
@@ -111,8 +118,11 @@ def trace_windows(
     windows: Windows,
     header: Header,
     advance: Advance = lambda _: None,
+    *,
+    hosts: BoolArray | None = None,
 ) -> Trace:
-    """The trace of all tokens of the windows, run at full depth in one sweep."""
+    """The trace of all tokens of the windows, run at full depth in one sweep, and once more by each
+    server of `hosts` [M, N, E]."""
     trace, observer = _blank(view, windows, header), Observer(profile, view.device)
     sweep, predicted = Sweep(view, windows), np.zeros(trace.confidence.shape, dtype=np.int64)
     for visit in sweep.visits():
@@ -129,7 +139,30 @@ def trace_windows(
         last = sweep.tail(visit, after) if visit.is_last else after
         predicted[span, layer] = greedy(view, last)
         advance(len(after))
-    return replace(trace, wrong=predicted != predicted[:, -1:])
+    trace = replace(trace, wrong=predicted != predicted[:, -1:])
+    if hosts is None or isinstance(view, EncoderDecoderView):
+        return trace
+    columns = [_at_home(view, windows, torch.from_numpy(held), advance) for held in hosts]
+    return replace(
+        trace,
+        home_wrong=np.stack([tokens for tokens, _ in columns], axis=1) != predicted[:, -1:],
+        home_confidence=np.stack([sure for _, sure in columns], axis=1).astype(np.float16),
+    )
+
+
+def _at_home(
+    view: MoEView, windows: Windows, held: Tensor, advance: Advance
+) -> tuple[IntArray, FloatArray]:
+    """What a server guesses after each token with the experts `held` [N, E], and how sure it is,
+    [T] each."""
+    made: list[Guess] = []
+    rows, positions = windows.ids.tolist(), range(windows.length)
+    for some in batches([windows.length] * windows.count, most_rows=ROWS_AT_ONCE):
+        cache = view.new_cache(slots=len(some))
+        batch = view.batch(cache, range(len(some)), [positions] * len(some))
+        made += home_pass(view, [rows[at] for at in some], batch, cache, held.to(view.device))
+        advance(len(some) * windows.length * view.spec.layer_count)
+    return np.array([one.token for one in made]), np.array([one.confidence for one in made])
 
 
 def _blank(view: MoEView, windows: Windows, header: Header) -> Trace:

@@ -71,6 +71,12 @@ class Trace:
     def hash(self) -> str:
         return arrays_hash(self.header, self._arrays())
 
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Names of the arrays that it has, a row for each token."""
+        names = (item.name for item in fields(self))
+        return tuple(name for name in names if isinstance(getattr(self, name), np.ndarray))
+
     def require_profile(self, profile_hash: str) -> None:
         """Raise `UserError` unless the trace was recorded with the profile of this hash."""
         if self.header.input_hashes["profile"] != profile_hash:
@@ -97,8 +103,7 @@ class Trace:
         save_artifact(path, self.header, self._arrays())
 
     def _arrays(self) -> dict[str, np.ndarray]:
-        named = {item.name: getattr(self, item.name) for item in fields(self)}
-        arrays = {name: value for name, value in named.items() if isinstance(value, np.ndarray)}
+        arrays: dict[str, np.ndarray] = {name: getattr(self, name) for name in self.columns}
         return arrays | {"length": np.array([self.length])}
 
 

@@ -16,7 +16,7 @@ from trimmoe.calibrate.windows import Windows
 from trimmoe.core.events import Executed, Routed, SequenceOpened
 from trimmoe.core.ledger import Kind
 from trimmoe.core.profile import Profile
-from trimmoe.core.specs import IntArray
+from trimmoe.core.specs import BoolArray, IntArray
 from trimmoe.core.trace import Trace, trace_header
 from trimmoe.experiments.rehearsal import Answered
 from trimmoe.models.base import MoEView
@@ -33,19 +33,22 @@ def trace_of_run(
     answers: Sequence[Answered],
     nodes: Sequence[Node],
     access: IntArray,
+    *,
+    hosts: BoolArray | None = None,
 ) -> Trace:
     """One sequence per request [R], all of the same length: its prompt and its answer's tokens but
     the last, as they were fed.
 
     `nodes` have kept their events, and answered nothing else; `access` [R]. `view` is the whole
-    model. Where exits were drafts the tokens are those of full depth, which confirmed them.
+    model. With `hosts` [M, N, E] the trace knows what servers would have guessed. Where something
+    set out early the tokens are those of full depth, which confirmed them.
     """
     fed = [
         [*prompt, *(event.token for event in one.events[:-1])]
         for prompt, one in zip(prompts, answers, strict=True)
     ]
-    trace = _at_full_depth(view, profile, np.array(fed))
-    if any(node.executor.engine.settings.drafts for node in nodes):
+    trace = _at_full_depth(view, profile, np.array(fed), hosts)
+    if any(node.executor.engine.settings.withdraws for node in nodes):
         return trace
     said = _said(nodes)
     for request, sequence in enumerate(_sequences(nodes, answers, access)):
@@ -61,10 +64,12 @@ def trace_of_run(
     return trace
 
 
-def _at_full_depth(view: MoEView, profile: Profile, ids: IntArray) -> Trace:
+def _at_full_depth(
+    view: MoEView, profile: Profile, ids: IntArray, hosts: BoolArray | None
+) -> Trace:
     hashes = {"model": profile.model_hash, "profile": profile.hash}
     header = trace_header(settings={"length": ids.shape[1]}, input_hashes=hashes, seed=0)
-    return trace_windows(view, profile, Windows(ids=ids), header)
+    return trace_windows(view, profile, Windows(ids=ids), header, hosts=hosts)
 
 
 def _sequences(

@@ -27,6 +27,10 @@ def record(
     ],
     profile: ProfileOption,
     output: Annotated[Path, typer.Option("--output", "-o", help="Where to write the trace.")],
+    plan: Annotated[
+        Path | None,
+        typer.Option(help="Also what its servers would guess by themselves, for `speculative`."),
+    ] = None,
     tokens: Annotated[int, typer.Option(min=1, help="Tokens to record.")] = 4096,
     length: Annotated[int, typer.Option(min=2, help="Tokens of each sequence.")] = 128,
     seed: int = 0,
@@ -38,7 +42,9 @@ def record(
 
     from trimmoe.calibrate.text import read_texts
     from trimmoe.calibrate.trace import TraceSettings, record_trace
+    from trimmoe.core.plan import load_plan
     from trimmoe.core.profile import load_profile
+    from trimmoe.experiments.methods import require_fitting
     from trimmoe.experiments.opening import open_view, resolved
     from trimmoe.models.load import load_tokenizer
 
@@ -47,9 +53,15 @@ def record(
     path = resolved(model)
     view = open_view(path, dtype, device)
     settings = TraceSettings(tokens=tokens, length=length, seed=seed)
+    hosts = None
+    if plan is not None:
+        placed = load_plan(plan)
+        require_fitting(calibrated, placed, view.spec)
+        hosts = placed.hosts
+    passes = 1 if hosts is None else 1 + len(hosts)
     watched = Console(stderr=True)
     with Progress(console=watched, transient=True, disable=not watched.is_terminal) as progress:
-        bar = progress.add_task("Recording", total=tokens * view.spec.layer_count)
+        bar = progress.add_task("Recording", total=passes * tokens * view.spec.layer_count)
         trace = record_trace(
             view,
             load_tokenizer(path),
@@ -57,6 +69,7 @@ def record(
             calibrated,
             settings,
             lambda done: progress.advance(bar, done),
+            hosts=hosts,
         )
     trace.save(output)
     console.print(

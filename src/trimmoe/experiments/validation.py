@@ -161,7 +161,10 @@ async def _served(
         else:
             answers = await stage.closed(prompts, asked, traffic.streams)
         nodes = stage.nodes
-    trace = trace_of_run(subject.view, subject.profile, prompts, answers, nodes, asked.access)
+    hosts = plan.hosts if policy.guesses else None
+    trace = trace_of_run(
+        subject.view, subject.profile, prompts, answers, nodes, asked.access, hosts=hosts
+    )
     return answers, trace
 
 

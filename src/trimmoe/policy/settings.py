@@ -141,6 +141,11 @@ class PolicySettings:
         """Whether exits are drafts, which full depth confirms."""
         return self.draft_confidence is not None
 
+    @property
+    def withdraws(self) -> bool:
+        """Whether tokens set out before full depth has confirmed what they follow."""
+        return self.drafts or self.guesses > 0
+
     def under(self, accounting: Accounting) -> PolicySettings:
         """The same policy under another accounting; where tokens move for free nothing says what
         checking a draft would cost, so that exits are final."""

@@ -12,7 +12,7 @@ import numpy as np
 import trimmoe
 from trimmoe.core.ledger import Kind, Ledger
 from trimmoe.experiments.figures.bench import BUDGET, CONFIDENCE, Bench, ledger_row
-from trimmoe.experiments.figures.contenders import EXACT, Contender
+from trimmoe.experiments.figures.contenders import EXACT, GUESSED, Contender
 from trimmoe.experiments.figures.world import effort_json
 from trimmoe.simulator.measure import Sample, estimate, figures
 
@@ -110,8 +110,10 @@ def find(rows: Sequence[Content], of: str) -> Content | None:
 
 
 def fastest_lossless(rows: Sequence[Content], *, ours: bool) -> Content | None:
-    """The fastest lossless row: ours, on our own plan, or of all others; None without any."""
-    chosen = [row for row in rows if row["lossless"] and (row["of"] == EXACT) == ours]
+    """The fastest lossless row without guesses: ours, on our own plan, or of all others; None
+    without any."""
+    plain = [row for row in rows if row["lossless"] and row["of"] != GUESSED]
+    chosen = [row for row in plain if (row["of"] == EXACT) == ours]
     return min(chosen, key=lambda row: row["delay_ms"]) if chosen else None
 
 

@@ -89,7 +89,9 @@ class Bench:
         if contender.probabilities and self.world.trace.probabilities is None:
             return "the trace does not hold the router's whole output; record it anew."
         try:
-            self.plan(contender)
+            plan = self.plan(contender)
+            if contender.method.settings().guesses:
+                self.world.trace.require_home(plan.cluster.server_count)
         except UserError as error:
             return str(error)
         return None

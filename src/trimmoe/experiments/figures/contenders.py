@@ -20,6 +20,8 @@ from trimmoe.policy.settings import PolicySettings
 
 OURS = "trimmoe"
 EXACT = "exact"
+GUESSED = "speculative"
+"""Exact execution, too, of tokens that users' servers guess ahead."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -121,6 +123,7 @@ def pinned_best() -> tuple[Contender, ...]:
         _row("pinned", "moe2", "moe2", "MoE^2, our plan"),
         _row("pinned", "substitute-only", "substitute-only", "Substitute-Only, our plan"),
         _row("pinned", "trimmoe", OURS),
+        _row("pinned", "speculative", GUESSED, "TrimMoE, speculative"),
     )
 
 

@@ -6,7 +6,8 @@ Exact execution on our own plan is one more step: what is below it is owed to tr
 
 from __future__ import annotations
 
-from trimmoe.experiments.figures.base import Content, change, fastest_lossless, percent
+from trimmoe.experiments.figures.base import Content, change, fastest_lossless, find, percent
+from trimmoe.experiments.figures.contenders import GUESSED
 
 SAVED = -0.30
 """Against lossless execution."""
@@ -28,7 +29,27 @@ _MEASURE = (
 def goal_sentences(curves: Content) -> list[str]:
     """What came of it, from the JSON of the figure of equal quality."""
     executed = curves.get("executed")
-    return _measured(executed) if executed else _charged(curves)
+    found = _measured(executed) if executed else _charged(curves)
+    return found + _guessed(executed["lossless"] if executed else curves["lossless"])
+
+
+def _guessed(rows: list[Content]) -> list[str]:
+    """What guesses make of it, which cost no quality."""
+    ours = find(rows, GUESSED)
+    if ours is None:
+        return []
+    found = []
+    for label, theirs in _alternatives(rows):
+        if theirs is not None:
+            saved = change(ours["delay_ms"], theirs["delay_ms"]) or 0.0
+            verdict = "is reached" if saved <= SAVED else "is not reached"
+            key = "mb_per_1000_tokens"
+            traffic = percent(change(ours[key], theirs[key]), signed=True)
+            found.append(
+                f"{_ASKED}, {verdict} by `speculative`, which flips none, against {label}: "
+                f"{_beside(ours, theirs)}; traffic {traffic}."
+            )
+    return found
 
 
 def within(points: list[Content], key: str, most: float) -> Content | None:

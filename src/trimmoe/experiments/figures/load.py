@@ -18,7 +18,7 @@ from trimmoe.experiments.figures.contenders import Contender, letter, pinned_bes
 from trimmoe.experiments.figures.draw import line, picture
 
 _LETTER = ("edgeshard", "moe2", "substitute-only", "trimmoe")
-_PINNED = ("pipeline", "edgeshard", "exact", "trimmoe")
+_PINNED = ("pipeline", "edgeshard", "exact", "trimmoe", "speculative")
 
 
 def under_load() -> tuple[Contender, ...]:

@@ -34,6 +34,7 @@ _SHARES = frozenset(
         "exit_foresight",
         "class_ratio",
         "feasible_similarity",
+        "home_agreement",
     )
 )
 _PROFILE_TOKENS = 2048

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -191,17 +191,8 @@ def first_tokens(trace: Trace, tokens: int) -> Trace:
     sequences = min(trace.sequence_count, tokens)
     length = max(1, min(trace.length, tokens // sequences))
     kept = np.arange(sequences)[:, None] * trace.length + np.arange(length)
-    arrays = {
-        item: getattr(trace, item)[kept.reshape(-1)]
-        for item in ("experts", "masses", "importance", "steadiness", "confidence", "exit_at")
-    }
-    whole = trace.probabilities
-    return Trace(
-        header=trace.header,
-        length=length,
-        probabilities=None if whole is None else whole[kept.reshape(-1)],
-        **arrays,
-    )
+    arrays = {item: getattr(trace, item)[kept.reshape(-1)] for item in trace.columns}
+    return replace(trace, length=length, **arrays)
 
 
 def effort_json(effort: Effort) -> dict[str, Any]:
