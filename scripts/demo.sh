@@ -22,6 +22,6 @@ run trimmoe generate "$prompt" --profile "$out/profile.trim" --plan "$out/plan.t
     --budget 0.1 --max-new-tokens 24
 run trimmoe compare --text "$out/held-out.txt" --profile "$out/profile.trim" \
     --plan "$out/plan.trim" --method pipeline --method edgeshard --method exact --method lossless \
-    --method trimmoe --budget 0.02 --budget 0.1 --json "$out/comparison.json" --picture "$out/layers.png"
+    --method speculative --method trimmoe --budget 0.02 --budget 0.1 --json "$out/comparison.json" --picture "$out/layers.png"
 printf '\nPictures and figures: %s/placement.png, %s/layers.png, %s/comparison.json\n' \
     "$out" "$out" "$out"

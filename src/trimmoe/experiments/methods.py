@@ -127,7 +127,7 @@ METHODS = {
     ),
     "trimmoe": Method(title="TrimMoE", settings=trimmoe),
     "lossless": Method(title="lossless (drafts)", settings=lossless),
-    "speculative": Method(title="speculative (guesses)", settings=speculative),
+    "speculative": Method(title="speculative", settings=speculative),
     "final-exits": Method(title="with final exits", settings=final_exits),
     "no-skip": Method(title="without skips", settings=_without(skip=False, drop_slots=False)),
     "no-exit": Method(title="without exits", settings=_without(exit=False)),
