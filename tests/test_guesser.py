@@ -140,8 +140,9 @@ def test_a_comparison_finds_guesses_faster_and_every_token_exact(
     assert 0 < ours["guessed_right_share"] < ours["guessed_share"] < 1
     assert plain["guessed_share"] == 0
     assert ours["kinds_by_layer"] == plain["kinds_by_layer"]
-    console = Console(file=io.StringIO(), width=120)
-    print_comparison(console, content)
+    written = io.StringIO()
+    print_comparison(Console(file=written, width=200), content)
+    assert "speculative against exact nearest: delay -" in written.getvalue()
 
 
 def test_generated_tokens_are_those_of_exact_execution_and_sooner(bench: Bench) -> None:
