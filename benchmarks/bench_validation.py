@@ -27,7 +27,7 @@ from trimmoe.core.cluster_file import load_cluster
 from trimmoe.experiments.validation import Traffic, ranking, validate
 
 CLUSTER = Path(__file__).parents[1] / "clusters" / "testbed10.yaml"
-METHODS = ("pipeline", "edgeshard", "exact", "final-exits", "lossless")
+METHODS = ("pipeline", "edgeshard", "exact", "final-exits", "lossless", "speculative")
 WARM_UP = Traffic(name="warm-up", requests=2, prompt=8, output=4, streams=2)
 TRAFFICS = (
     Traffic(name="1 stream", requests=4, prompt=8, output=9, streams=1),

@@ -71,7 +71,7 @@ def test_a_batch_lasts_until_the_emulated_machine_would_be_done(clock: Clock, sh
     assert clock.now_s - 100.0 == pytest.approx(batch_s(2.0, 3, share) + experts_s)
 
 
-def test_a_guess_takes_the_emulated_machine_all_layers(clock: Clock) -> None:
+def test_a_guess_takes_the_emulated_machine_a_while_in_every_layer(clock: Clock) -> None:
     pace = emulated(0.5)
     pace.begin()
     pace.guess(rows=2)

@@ -40,7 +40,7 @@ from trimmoe.models.base import MoEView, Routing, TokenBatch
 from trimmoe.runtime.counters import ExpertCounter
 from trimmoe.runtime.node.completion import completed, trailed
 from trimmoe.runtime.node.execution import run_and_ship
-from trimmoe.runtime.node.homes import Guessed, Homes
+from trimmoe.runtime.node.homes import Guessed, Homes, Reading
 from trimmoe.runtime.node.messages import Parcel, Rows, Start
 from trimmoe.runtime.node.pace import Pace
 from trimmoe.runtime.node.shipping import Cargo, Split
@@ -61,6 +61,8 @@ class Outcome:
     """Units with the layer whose keys and values are there now."""
     stranded: list[Unit] = field(default_factory=list)
     guessed: list[Guessed] = field(default_factory=list)
+    reading: list[Reading] = field(default_factory=list)
+    """Of those who guess, who has layers left."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -13,6 +13,7 @@ from trimmoe.core.wave import Wave
 from trimmoe.runtime.node.checks import Geometry
 from trimmoe.runtime.node.chunks import Slots
 from trimmoe.runtime.node.executor import Arrival, Outcome
+from trimmoe.runtime.node.homes import Reading
 from trimmoe.runtime.node.messages import (
     Dispatch,
     Message,
@@ -105,6 +106,13 @@ class Floor:
         if unit.layer == self._geometry.layer_count:
             return Step.CHUNK_END
         return Step.ATTEND if unit.decoding else Step.CHUNK
+
+    def read_on(self, readings: Iterable[Reading]) -> None:
+        """This server's own readings of its users' sequences pass further layers."""
+        for one in readings:
+            if not one.void:
+                rows = len(one.asked.tokens)
+                self.scheduler.put(Step.GUESS, one.layer, one, rows=rows)
 
     def release(self, sequences: Iterable[int]) -> None:
         """These sequences are over: free their places and forget their work."""

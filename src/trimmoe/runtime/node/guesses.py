@@ -1,37 +1,77 @@
-"""A server's own guesses of what its users' sequences go on with."""
+"""A server's own guesses of what its users' sequences go on with.
+
+They make way for everything else, so they pass the layers a few at a time.
+"""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from trimmoe.runtime.home import home_states
+from trimmoe.models.base import TokenBatch
+from trimmoe.runtime.home import home_layer
 from trimmoe.runtime.node.executor import Executor, Outcome
-from trimmoe.runtime.node.homes import Guessed, ToGuess
+from trimmoe.runtime.node.homes import Guessed, Reading
 from trimmoe.runtime.sampling import draw
+
+SLICE_S = 0.005
+"""After which what else there is to do gets its turn."""
 
 
 @torch.inference_mode()
-def guess(worker: Executor, asked: Sequence[ToGuess]) -> Outcome:
-    """One home pass of all that is asked for; who finds no place gets no answer."""
-    going = worker.homes.seated([one for one in asked if one.sequence in worker.state.accounts])
+def guess(worker: Executor, layer: int, readings: Sequence[Reading]) -> Outcome:
+    """Readings that are about to enter a layer pass some; who finds no place is forgotten."""
+    open_ones = [
+        one for one in readings if not one.void and one.asked.sequence in worker.state.accounts
+    ]
+    going = worker.homes.seated(open_ones)
     if not going:
         return Outcome()
+    homes, began_s = worker.homes, time.perf_counter()
+    batch = homes.view.batch(
+        homes.cache,
+        homes.slots_of(going),
+        [range(one.asked.start, one.asked.position) for one in going],
+    )
+    hidden, layers = _entering(worker, going, batch), homes.view.spec.layer_count
+    rows = sum(len(one.asked.tokens) for one in going)
+    while layer < layers:
+        hidden = home_layer(homes.view, layer, hidden, batch, homes.cache, homes.held[layer])
+        worker.pace.guess(rows)
+        layer += 1
+        if time.perf_counter() - began_s >= SLICE_S:
+            break
+    if layer == layers:
+        return Outcome(guessed=_guessed(worker, going, hidden, batch))
+    states = batch.pack(hidden).split([len(one.asked.tokens) for one in going])
+    for one, its in zip(going, states, strict=True):
+        one.layer, one.hidden = layer, its
+    return Outcome(reading=going)
+
+
+def _entering(worker: Executor, going: Sequence[Reading], batch: TokenBatch) -> Tensor:
+    states = [one.hidden for one in going if one.hidden is not None]
+    if states:
+        return batch.unpack(torch.cat(states))
+    return worker.homes.view.embed(batch.pad([one.asked.tokens for one in going]), batch)
+
+
+def _guessed(
+    worker: Executor, going: Sequence[Reading], hidden: Tensor, batch: TokenBatch
+) -> list[Guessed]:
     homes, settings = worker.homes, worker.engine.settings
-    positions = [range(one.start, one.position) for one in going]
-    batch = homes.view.batch(homes.cache, homes.slots_of(going), positions)
-    ids = [one.tokens for one in going]
-    states = home_states(homes.view, ids, batch, homes.cache, homes.held)
-    last = np.cumsum([len(each) for each in ids]) - 1
+    states = batch.pack(homes.view.tail(hidden, batch, homes.cache))
+    last = np.cumsum([len(one.asked.tokens) for one in going]) - 1
     logits = homes.view.logits(states[torch.from_numpy(last)])
-    worker.pace.guess(len(states))
-    guessed = []
+    made = []
     for one, scores in zip(going, logits, strict=True):
         confidence = float(scores.float().softmax(-1).max())
-        busy = float(worker.engine.exits.busy[worker.route_rows[one.route]])
-        token = draw(scores, one.sampling, one.position).token
+        busy = float(worker.engine.exits.busy[worker.route_rows[one.asked.route]])
+        token = draw(scores, one.asked.sampling, one.asked.position).token
         wanted = confidence >= max(settings.guess_confidence, busy)
-        guessed.append(Guessed(asked=one, token=token, wanted=wanted))
-    return Outcome(guessed=guessed)
+        made.append(Guessed(reading=one, token=token, wanted=wanted))
+    return made

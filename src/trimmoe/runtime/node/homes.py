@@ -26,14 +26,8 @@ class ToGuess:
     start: int
     """Position of the first."""
     tokens: tuple[int, ...]
-    epoch: int
-    """How often tokens of the sequence had been withdrawn."""
     route: tuple[int, ...]
     sampling: Sampling
-
-    @property
-    def sequences(self) -> tuple[int, ...]:
-        return (self.sequence,)
 
     @property
     def position(self) -> int:
@@ -41,11 +35,28 @@ class ToGuess:
         return self.start + len(self.tokens)
 
 
+@dataclass(eq=False, kw_only=True, slots=True)
+class Reading:
+    """How far that has come."""
+
+    asked: ToGuess
+    layer: int = 0
+    """That its tokens enter next."""
+    hidden: Tensor | None = None
+    """Their states, [n, d]; None before the first layer."""
+    void: bool = False
+    """Whether those tokens were withdrawn."""
+
+    @property
+    def sequences(self) -> tuple[int, ...]:
+        return (self.asked.sequence,)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Guessed:
     """What came of it."""
 
-    asked: ToGuess
+    reading: Reading
     token: int
     wanted: bool
     """Whether it is probable enough for something to set out on it."""
@@ -93,15 +104,16 @@ class Homes:
         """Places left."""
         return self.slots - len(self._slot_of)
 
-    def seated(self, asked: Sequence[ToGuess]) -> list[ToGuess]:
+    def seated(self, readings: Sequence[Reading]) -> list[Reading]:
         """Those of them that have a place, or get one now."""
-        for one in asked:
-            if one.sequence not in self._slot_of and one.start == 0 and self.cache.free_slots:
-                self._slot_of[one.sequence] = self.cache.alloc()
-        return [one for one in asked if one.sequence in self._slot_of]
+        for one in readings:
+            sequence, begins = one.asked.sequence, one.asked.start == one.layer == 0
+            if begins and sequence not in self._slot_of and self.cache.free_slots:
+                self._slot_of[sequence] = self.cache.alloc()
+        return [one for one in readings if one.asked.sequence in self._slot_of]
 
-    def slots_of(self, asked: Sequence[ToGuess]) -> tuple[int, ...]:
-        return tuple(self._slot_of[one.sequence] for one in asked)
+    def slots_of(self, readings: Sequence[Reading]) -> tuple[int, ...]:
+        return tuple(self._slot_of[one.asked.sequence] for one in readings)
 
     def close(self, sequence: int) -> None:
         """Give its place back if it has one."""

@@ -11,7 +11,7 @@ from trimmoe.core.ledger import Ledger
 from trimmoe.engine.guesses import Lead
 from trimmoe.runtime.node.drafts import Pending
 from trimmoe.runtime.node.executor import Arrival
-from trimmoe.runtime.node.homes import ToGuess
+from trimmoe.runtime.node.homes import Reading
 from trimmoe.runtime.node.messages import Parcel, Token
 from trimmoe.runtime.node.planner import Planner
 from trimmoe.runtime.service import GenerationRequest, Health, ServiceStats
@@ -45,8 +45,8 @@ class Attempt:
     """Tokens that overtook the one that is awaited, by position."""
     read: int = 0
     """Up to where this server has read the sequence by itself, or is about to."""
-    reading: bool = False
-    """Whether it is about to."""
+    reading: Reading | None = None
+    """What it is about to."""
     news: bool = True
     """Whether anything was heard of it since it was last looked at."""
     asked: bool = False
@@ -104,7 +104,7 @@ class Backroom:
     close_account: Callable[[int], None]
     settle: Callable[[tuple[Receipt, ...], list[bool]], None]
     arrive: Callable[[Arrival], None]
-    guess: Callable[[ToGuess], None]
+    guess: Callable[[Reading], None]
     guess_s: Callable[[], float]
     """What a guess takes this server."""
     chunk: int

@@ -25,7 +25,7 @@ from trimmoe.runtime.node.completion import withdrawn
 from trimmoe.runtime.node.deployments import Basis, Built
 from trimmoe.runtime.node.executor import Arrival, Executor
 from trimmoe.runtime.node.floor import Floor
-from trimmoe.runtime.node.homes import ToGuess
+from trimmoe.runtime.node.homes import Reading
 from trimmoe.runtime.node.mail import Mail
 from trimmoe.runtime.node.messages import (
     ANY_POSITION,
@@ -159,7 +159,7 @@ class Node:
             self.executor,
             lambda: self.planner.in_force.passage,
             self.mail.post,
-            self.desk.guessed,
+            self.desk.answers.guessed,
             self.reporter.worked,
         )
         listening, mailing = self._listen(), self.mail.run()
@@ -251,8 +251,8 @@ class Node:
         self.floor.scheduler.put(Step.ARRIVE, 0, arrival)
         self.pump.wake()
 
-    def _guess(self, guess: ToGuess) -> None:
-        self.floor.scheduler.put(Step.GUESS, 0, guess, rows=len(guess.tokens))
+    def _guess(self, reading: Reading) -> None:
+        self.floor.read_on([reading])
         self.pump.wake()
 
     def _guess_s(self) -> float:
@@ -299,9 +299,9 @@ class Node:
                 case Withdraw():
                     self.floor.withdraw(message.sequence, message.start, message.epoch)
                 case Tokens():
-                    self.desk.received(message.tokens)
+                    self.desk.answers.received(message.tokens)
                 case Followed():
-                    self.desk.followed(message.after)
+                    self.desk.answers.followed(message.after)
                 case Lost():
                     self.desk.lost(message.sequence, message.position)
                 case Stranded():

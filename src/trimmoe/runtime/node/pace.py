@@ -31,7 +31,7 @@ class Pace:
         """Slots of these experts are computed, [n, k]; `DROPPED` ones are none."""
 
     def guess(self, rows: int) -> None:
-        """So many rows pass all layers, with the experts at hand."""
+        """So many rows pass a layer with the experts at hand."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -43,7 +43,7 @@ class EmulatedPace(Pace):
     expert_s: FloatArray
     """Of one row, [N, E]."""
     guess_s: float
-    """Of one row, in all layers."""
+    """Of one row that is read by itself, in a layer."""
     batch_share: float
     """As in `cost.batching`."""
     _due_s: float = field(default=0.0)
@@ -54,7 +54,7 @@ class EmulatedPace(Pace):
         return EmulatedPace(
             dense_s=cost.dense_s[server],
             expert_s=cost.expert_s[server],
-            guess_s=float(guess_times_s(cost, top_k)[server]),
+            guess_s=float(guess_times_s(cost, top_k)[server]) / cost.layer_count,
             batch_share=batch_share,
         )
 

@@ -42,4 +42,4 @@ def _performed(worker: Executor, passage: Passage, work: Work) -> Outcome:
         case Step.CHUNK_END:
             return end_chunk(worker, items[0])
         case Step.GUESS:
-            return guess(worker, items)
+            return guess(worker, layer, items)

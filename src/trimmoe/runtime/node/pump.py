@@ -84,6 +84,7 @@ class Pump:
                 floor.worked(work)
             floor.absorb(outcome)
             send(outcome.parcels)
+            floor.read_on(outcome.reading)
             if outcome.guessed:
                 guessed(outcome.guessed)
             for unit in outcome.stranded:

@@ -137,8 +137,8 @@ class Reporter:
             expert_executions=node.executor.counter.counts.copy(),
             audits=feedback.audits,
             false_exits=feedback.false_exits,
-            guesses=node.desk.guessing.made,
-            right_guesses=node.desk.guessing.right,
+            guesses=node.desk.answers.guessing.made,
+            right_guesses=node.desk.answers.guessing.right,
         )
 
     def snapshot(self, node: Node) -> NodeSnapshot:
