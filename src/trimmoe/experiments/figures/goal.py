@@ -102,7 +102,7 @@ def _alternatives(rows: list[Content]) -> tuple[tuple[str, Content | None], ...]
     return (
         ("the best lossless method of others", fastest_lossless(rows, ours=False)),
         (
-            "exact execution on our own plan, so by trimming alone",
+            "exact execution on our own plan",
             fastest_lossless(rows, ours=True),
         ),
     )
