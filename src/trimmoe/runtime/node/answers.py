@@ -193,6 +193,7 @@ class Answers:
         attempt.epoch += 1
         attempt.read = min(attempt.read, token.position)
         if attempt.reading is not None:
+            attempt.read = min(attempt.read, attempt.reading.asked.start)
             attempt.reading.void, attempt.reading = True, None
         attempt.early.clear()
         opened = self.opened(job, attempt)
