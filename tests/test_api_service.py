@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from factories import random_model_spec, random_profile
 from serving import EOS, SteppedDecoder, Tiny, open_tiny
 from tiny import CONTEXT
-from trimmoe.core.events import Attend, Execute, Routed, TokensArrived
+from trimmoe.core.events import Attend, Execute, Routed, Strand, TokensArrived
 from trimmoe.core.profile import ExitState
 from trimmoe.models.exact import exact_logits
 from trimmoe.policy.settings import final_exits, trimmoe
@@ -304,3 +304,28 @@ def test_experts_are_counted_by_what_became_of_them_and_where() -> None:
         (1, 2, ExpertUse.REMOTE_EXACT): 1,
         (1, 3, ExpertUse.DROPPED): 1,
     }
+
+
+def test_rows_that_are_given_up_in_a_layer_are_not_counted() -> None:
+    """Others of their batch are."""
+    counter = ExpertCounter(layer_count=1, expert_count=4)
+    attend = Attend(wave=1, layer=0, rows=np.arange(2), server=np.zeros(2, dtype=int))
+    routed = Routed(
+        wave=1,
+        experts=np.array([[0, 1], [2, 3]]),
+        masses=np.full((2, 2), 0.5),
+        importance=np.ones(2),
+        steadiness=np.zeros(2, dtype=int),
+    )
+    execute = Execute(
+        wave=1,
+        layer=0,
+        rows=np.array([1]),
+        slot_expert=np.array([[2, 3]]),
+        slot_server=np.zeros((1, 2), dtype=int),
+        destination=np.zeros(1, dtype=int),
+    )
+    imported = TokensArrived(wave=1, sequences=(1, 2), draws=np.zeros(2))
+    counter.absorb([(imported, (attend,)), (routed, (Strand(wave=1, rows=np.array([0])), execute))])
+    assert counter.counts[0, :, ExpertUse.LOCAL_EXACT].tolist() == [0, 0, 1, 1]
+    assert counter.counts.sum() == 2

@@ -16,6 +16,7 @@ from nodes import (
     answers,
     constant_routes,
     hybrid_routes,
+    read,
     request,
     running,
     staircase_routes,
@@ -29,7 +30,10 @@ from trimmoe.policy.settings import PRESETS, PolicySettings
 from trimmoe.runtime.node import guesses as guesses_module
 from trimmoe.runtime.node.drafts import Pending
 from trimmoe.runtime.node.messages import Token
+from trimmoe.runtime.node.scheduler import Scheduler, Step
 from trimmoe.runtime.sampling import Sampling
+from trimmoe.runtime.service import Unavailable
+from wires import soon, until
 
 
 @pytest.fixture(scope="module")
@@ -248,3 +252,48 @@ async def test_guesses_pass_a_layer_at_a_time_where_layers_take_long(
     layers = tiny.view.spec.layer_count
     # Every prompt is read in all layers at least.
     assert rows >= layers * len(prompts)
+
+
+def test_guesses_come_after_prompts_too() -> None:
+    ready = Scheduler(max_rows=8, now=lambda: 0.0, waited=lambda _: None)
+    for item in range(3):
+        ready.put(Step.CHUNK, 0, item)
+    for layer in range(3):
+        ready.put(Step.GUESS, layer, "guess")
+    steps = [work.step for _ in range(6) if (work := ready.next()) is not None]
+    assert steps == [Step.CHUNK] * 3 + [Step.GUESS] * 3
+
+
+async def test_a_wrong_guess_that_needs_a_lost_expert_ends_no_answer(tiny: Tiny) -> None:
+    """What exact execution answers while a server is lost is answered with guesses, too."""
+    profile, plan = world(tiny, servers=3, routes=[[0] * 4, [1] * 4, [0] * 4])
+    hosts = np.zeros_like(plan.hosts)
+    hosts[2] = True
+    hosts[0, :, 0] = True
+    hosts[:, 1, 2] = [False, True, False]
+    plan = replace(plan, hosts=hosts)
+    asked = [request([7 * i % 251], 5) for i in range(60)]
+
+    async def ended(policy: PolicySettings) -> list[list[int] | None]:
+        async with running(
+            tiny,
+            profile=profile,
+            plan=plan,
+            policy=policy,
+            patience_s=0.0,
+            network=UnevenNetwork(0),
+        ) as cluster:
+            await cluster.kill(1)
+            await until(lambda: all(1 in node.planner.lost for node in cluster.nodes.values()))
+            streams = [cluster.nodes[0].service.submit(one) for one in asked]
+            made = await soon(
+                asyncio.gather(*(read(one) for one in streams), return_exceptions=True)
+            )
+        assert all(isinstance(one, (list, Unavailable)) for one in made)
+        return [tokens_of(one) if isinstance(one, list) else None for one in made]
+
+    guessing = replace(PRESETS["speculative"](), guess_confidence=0.0)
+    exact = await ended(PRESETS["exact"]())
+    assert any(one is not None for one in exact)
+    got = await ended(guessing)
+    assert got == exact

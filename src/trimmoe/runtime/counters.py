@@ -41,8 +41,11 @@ class ExpertCounter:
                     self._count(self._attending.pop(command.wave), event, command)
 
     def _count(self, attend: Attend, routed: Routed, execute: Execute) -> None:
+        # Rows that nobody can serve were given up in between.
+        kept = np.isin(attend.rows, execute.rows)
+        experts, server = routed.experts[kept], attend.server[kept]
         runs = execute.slot_expert >= 0
-        substitute = execute.slot_expert != routed.experts
-        remote = execute.slot_server != attend.server[:, None]
+        substitute = execute.slot_expert != experts
+        remote = execute.slot_server != server[:, None]
         use = np.where(runs, substitute + 2 * remote, int(ExpertUse.DROPPED))
-        np.add.at(self.counts[execute.layer], (routed.experts, use), 1)
+        np.add.at(self.counts[execute.layer], (experts, use), 1)

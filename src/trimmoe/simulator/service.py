@@ -130,22 +130,34 @@ def _taken_off(state, server, side, queue):
         state.line_next[server, before] = state.line_next[server, queue]
 
 
+@inlined
+def _least(state, server, queue):
+    """Of a line of queues the one that comes first, and its rank; NONE of an empty line."""
+    least = 9, 0, 0
+    found = queue
+    while queue != NONE:
+        rank = _rank(state, server, queue)
+        if rank < least:
+            found, least = queue, rank
+        queue = state.line_next[server, queue]
+    return found, least
+
+
 @njit
 def take(world, rows, state, server):
     """An idle server takes what waits for the layer whose turn it is, if anything does, as one
     batch."""
     line = state.line_first[server]
-    side = int(line[1] != NONE and (state.prompts_turn[server] or line[0] == NONE))
-    queue = state.line_first[server, side]
+    queue, least = _least(state, server, line[0])
+    # Prompts make way for guesses only once these are passed over no more.
+    turns = queue != NONE and (least[0] == 0 or queue // state.queue_first.shape[2] != HOME)
+    side = int(line[1] != NONE and (state.prompts_turn[server] or not turns))
+    if side == 1:
+        queue, least = _least(state, server, line[1])
     if queue == NONE:
         return
-    state.prompts_turn[server] = side == 0
-    least, other = _rank(state, server, queue), state.line_next[server, queue]
-    while other != NONE:
-        rank = _rank(state, server, other)
-        if rank < least:
-            queue, least = other, rank
-        other = state.line_next[server, other]
+    if side == 1 or turns:
+        state.prompts_turn[server] = side == 0
     state.begun[server] += 1
     layers = state.queue_first.shape[2]
     kind, layer = queue // layers, queue % layers

@@ -17,7 +17,7 @@ import torch
 
 from trimmoe.engine.guesses import Lead
 from trimmoe.runtime.node.answers import Answers
-from trimmoe.runtime.node.jobs import Attempt, Backroom, Job
+from trimmoe.runtime.node.jobs import NO_EXPERT, Attempt, Backroom, Job
 from trimmoe.runtime.node.messages import (
     ANY_POSITION,
     Message,
@@ -53,7 +53,7 @@ STRANDED = (
 )
 GIVEN_UP = "Servers were lost again and again while this request was answered; try again shortly."
 STOPPING = "The server is stopping."
-LOST, NO_EXPERT, STALLED = "lost", "no expert", "stalled"
+LOST, STALLED = "lost", "stalled"
 
 
 class Desk:
@@ -138,10 +138,12 @@ class Desk:
         if attempt and (position == ANY_POSITION or position >= attempt.fed):
             attempt.fail(LOST)
 
-    def stranded(self, sequence: int) -> None:
-        """An expert has no host for a sequence."""
-        if attempt := self._attempt(sequence):
-            attempt.fail(NO_EXPERT)
+    def stranded(self, sequence: int, start: int, epoch: int) -> None:
+        """An expert has no host for what is at a position of a sequence; old news if that was
+        withdrawn."""
+        if (attempt := self._attempt(sequence)) and epoch == attempt.epoch:
+            attempt.stranded = start
+            attempt.strand()
 
     def server_lost(self, server: int) -> None:
         """What crosses a server cannot go on as it is."""

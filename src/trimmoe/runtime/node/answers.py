@@ -185,16 +185,20 @@ class Answers:
         if job.attempt is not attempt:
             return
         if wrong is None:
+            attempt.strand()
             self._feed_in_turn(attempt)
             return
         for entry in wrong:
             if entry.ledger is not None:
                 self._in_vain(job, entry.ledger)
-        attempt.epoch += 1
+        attempt.epoch, attempt.stranded = attempt.epoch + 1, None
         attempt.read = min(attempt.read, token.position)
         if attempt.reading is not None:
             attempt.read = min(attempt.read, attempt.reading.asked.start)
             attempt.reading.void, attempt.reading = True, None
+        for early in attempt.early.values():
+            if early.ledger is not None:
+                self._in_vain(job, unpack_ledger(early.ledger, **self._room.ledger_shape))
         attempt.early.clear()
         opened = self.opened(job, attempt)
         self._room.control(lambda: self._room.open_account(opened, attempt.route))

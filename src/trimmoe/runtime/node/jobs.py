@@ -17,6 +17,8 @@ from trimmoe.runtime.node.planner import Planner
 from trimmoe.runtime.service import GenerationRequest, Health, ServiceStats
 from trimmoe.runtime.streams import Item
 
+NO_EXPERT = "no expert"
+
 
 @dataclass(eq=False, kw_only=True, slots=True)
 class Attempt:
@@ -47,6 +49,8 @@ class Attempt:
     """Up to where this server has read the sequence by itself, or is about to."""
     reading: Reading | None = None
     """What it is about to."""
+    stranded: int | None = None
+    """Position of a token under way that nobody can serve."""
     news: bool = True
     """Whether anything was heard of it since it was last looked at."""
     asked: bool = False
@@ -55,6 +59,12 @@ class Attempt:
     @property
     def servers(self) -> list[int]:
         return sorted(set(self.route))
+
+    def strand(self) -> None:
+        """It cannot go on if a stranded token is one of the answer; a draft may yet be wrong."""
+        first = self.pending.unconfirmed
+        if self.stranded is not None and (first is None or self.stranded < first):
+            self.fail(NO_EXPERT)
 
     def fail(self, reason: str) -> None:
         """It cannot go on."""

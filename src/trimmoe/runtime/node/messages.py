@@ -303,6 +303,10 @@ class Stranded(Message, frozen=True, tag="stranded"):
 
     sequence: int
     layer: int
+    start: int
+    """Position of the first row that needs it."""
+    epoch: int = 0
+    """As of `Rows`."""
 
 
 class Ask(Message, frozen=True, tag="ask"):

@@ -305,7 +305,7 @@ class Node:
                 case Lost():
                     self.desk.lost(message.sequence, message.position)
                 case Stranded():
-                    self.desk.stranded(message.sequence)
+                    self.desk.stranded(message.sequence, message.start, message.epoch)
                 case Ask():
                     self._asked(sender, message.sequence)
                 case InHand():

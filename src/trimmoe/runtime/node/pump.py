@@ -88,7 +88,8 @@ class Pump:
             if outcome.guessed:
                 guessed(outcome.guessed)
             for unit in outcome.stranded:
-                message = Stranded(unit.seat.sequence, unit.layer)
+                name = unit.name
+                message = Stranded(name.sequence, unit.layer, name.start, name.epoch)
                 post(Parcel(to=unit.seat.access, message=message))
 
     async def close(self) -> None:

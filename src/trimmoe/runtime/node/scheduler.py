@@ -112,15 +112,24 @@ class Scheduler:
         if quick := {key for key in self._queues if key[0] in _QUICK}:
             return quick
         of_prompts = {key for key in self._queues if key[0] in _PROMPTS}
-        others = self._queues.keys() - of_prompts
+        others = {key for key in self._queues.keys() - of_prompts if self._takes_turns(key)}
+        if not of_prompts and not others:
+            return set(self._queues)
         prompts = bool(of_prompts) and (self._prompts_turn or not others)
         self._prompts_turn = not prompts
         return of_prompts if prompts else others
 
+    def _takes_turns(self, key: tuple[Step, int]) -> bool:
+        """Whether prompts make way for it: for guesses only once they are passed over no more."""
+        return key[0] is not Step.GUESS or self._overdue(key)
+
+    def _overdue(self, key: tuple[Step, int]) -> bool:
+        return self._served - self._queues[key][0].served >= PATIENCE
+
     def _rank(self, key: tuple[Step, int]) -> tuple[int, int, int]:
         """What comes first is least."""
         (step, layer), first = key, self._queues[key][0]
-        if step in _QUICK or step in _PROMPTS or self._served - first.served >= PATIENCE:
+        if step in _QUICK or step in _PROMPTS or self._overdue(key):
             return (0, 0, first.ticket)
         return (_CLASS.get(step, 2), layer, first.ticket)
 
