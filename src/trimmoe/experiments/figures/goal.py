@@ -41,13 +41,11 @@ def _guessed(rows: list[Content]) -> list[str]:
     found = []
     for label, theirs in _alternatives(rows):
         if theirs is not None:
-            saved = change(ours["delay_ms"], theirs["delay_ms"]) or 0.0
-            verdict = "is reached" if saved <= SAVED else "is not reached"
             key = "mb_per_1000_tokens"
             traffic = percent(change(ours[key], theirs[key]), signed=True)
             found.append(
-                f"{_ASKED}, {verdict} by `speculative`, which flips none, against {label}: "
-                f"{_beside(ours, theirs)}; traffic {traffic}."
+                f"{_ASKED}, {_verdict(ours, theirs)} by `speculative`, which flips none, "
+                f"against {label}: {_beside(ours, theirs)}; traffic {traffic}."
             )
     return found
 
@@ -76,9 +74,9 @@ def _measured(executed: Content) -> list[str]:
         if theirs is None:
             found.append(f"{_ASKED}, cannot be judged against {label}: none can place the model.")
             continue
-        saved = change(ours["delay_ms"], theirs["delay_ms"]) or 0.0
-        verdict = "is reached" if saved <= SAVED else "is not reached"
-        found.append(f"{_ASKED}, {verdict} against {label}: {_beside(ours, theirs)}; {flips}.")
+        found.append(
+            f"{_ASKED}, {_verdict(ours, theirs)} against {label}: {_beside(ours, theirs)}; {flips}."
+        )
     return found
 
 
@@ -106,6 +104,11 @@ def _alternatives(rows: list[Content]) -> tuple[tuple[str, Content | None], ...]
             fastest_lossless(rows, ours=True),
         ),
     )
+
+
+def _verdict(ours: Content, theirs: Content) -> str:
+    saved = change(ours["delay_ms"], theirs["delay_ms"]) or 0.0
+    return "is reached" if saved <= SAVED else "is not reached"
 
 
 def _beside(ours: Content, theirs: Content) -> str:

@@ -12,10 +12,9 @@ from dataclasses import replace
 
 from trimmoe.core.events import SequenceOpened
 from trimmoe.core.ledger import Ledger
-from trimmoe.engine.guesses import Lead
 from trimmoe.policy.settings import BudgetRule
 from trimmoe.runtime.node.executor import Arrival
-from trimmoe.runtime.node.homes import Guessed, Guessing, Reading, ToGuess
+from trimmoe.runtime.node.homes import Guessed, Guessing, Reading
 from trimmoe.runtime.node.jobs import Attempt, Backroom, Job
 from trimmoe.runtime.node.messages import After, Parcel, Token, Withdraw
 from trimmoe.runtime.node.passengers import unpack_charge, unpack_ledger, unpack_receipt
@@ -78,10 +77,10 @@ class Answers:
     def guessed(self, guesses: Sequence[Guessed]) -> None:
         """This server has guessed what follows tokens; what is probable is followed at once."""
         for one in guesses:
-            asked, job = one.reading.asked, self._job_of(one.reading.asked.sequence)
+            asked, job = one.reading, self._job_of(one.reading.sequence)
             if job is None or (attempt := job.attempt) is None:
                 continue
-            if attempt.reading is not one.reading:
+            if attempt.reading is not asked:
                 continue
             attempt.reading = None
             following = len(job.request.prompt_ids) + len(job.tokens) + len(attempt.pending)
@@ -100,50 +99,38 @@ class Answers:
                     epoch=attempt.epoch,
                     draft=True,
                 )
-                if self._is_last(job, token):
+                if self._ends(job, token):
                     continue
                 attempt.pending.add(token, None)
                 self._feed(attempt, token)
             self.guess(job, attempt)
 
     def _advance(self, job: Job, attempt: Attempt, token: Token) -> None:
-        """A token came; the next one is predicted from it unless it is the last."""
+        """A token came, perhaps one that this server has guessed; the next one is predicted from it
+        unless it is the last."""
         attempt.news = True
         ledger: Ledger | None = None
         if token.ledger is not None:
             ledger = unpack_ledger(token.ledger, **self._room.ledger_shape)
         elif token.charge is not None:
             ledger = unpack_charge(token.charge, self.quality_of(job)[0], **self._room.ledger_shape)
-        if attempt.lead is not None:
-            self._advance_led(job, attempt, attempt.lead, token, ledger)
-            return
-        token = attempt.pending.add(token, ledger)
-        last = self._is_last(job, token)
-        self._show(job, attempt)
-        if not last:
-            attempt.unfed = token
-            self._feed_in_turn(attempt)
-
-    def _advance_led(
-        self, job: Job, attempt: Attempt, lead: Lead, token: Token, ledger: Ledger | None
-    ) -> None:
-        """A token came where this server guesses ahead; perhaps it has guessed it."""
         guess = attempt.pending.token_at(token.position)
-        if ledger is not None and token.charge is None:
+        if attempt.lead is not None and ledger is not None and token.charge is None:
             right = guess is not None and guess.token == token.token
-            passed = lead.after(ledger.delay_s, guessed=guess is not None, right=right)
+            passed = attempt.lead.after(ledger.delay_s, guessed=guess is not None, right=right)
             # What is sent in vain tells itself when it is withdrawn.
             ledger = replace(ledger, delay_s=passed.interval_s)
-        attempt.position += 1
         if guess is not None:
+            attempt.position += 1
             self.guessing.checked(right=guess.token == token.token)
             self._checked(job, attempt, token, ledger)
         else:
-            attempt.pending.add(token, ledger)
-            last = self._is_last(job, token)
+            token = attempt.pending.add(token, ledger)
+            last = self._ends(job, token) is not None
             self._show(job, attempt)
             if not last:
-                self._feed(attempt, token)
+                attempt.unfed = token
+                self._feed_in_turn(attempt)
         if job.attempt is not attempt:
             return
         self.guess(job, attempt)
@@ -159,14 +146,13 @@ class Answers:
         tokens = tuple(ids[attempt.read : attempt.read + room.chunk])
         if not tokens:
             return
-        asked = ToGuess(
+        attempt.reading = Reading(
             sequence=attempt.sequence,
             start=attempt.read,
             tokens=tokens,
             route=attempt.route,
             sampling=request.sampling,
         )
-        attempt.reading = Reading(asked=asked)
         room.guess(attempt.reading)
         attempt.read += len(tokens)
 
@@ -194,7 +180,7 @@ class Answers:
         attempt.epoch, attempt.stranded = attempt.epoch + 1, None
         attempt.read = min(attempt.read, token.position)
         if attempt.reading is not None:
-            attempt.read = min(attempt.read, attempt.reading.asked.start)
+            attempt.read = min(attempt.read, attempt.reading.start)
             attempt.reading.void, attempt.reading = True, None
         for early in attempt.early.values():
             if early.ledger is not None:
@@ -225,16 +211,12 @@ class Answers:
             )
         )
 
-    def _ends(self, job: Job, token: Token, count: int) -> FinishReason | None:
-        """Why the answer ends with this token, its `count`-th, if it does."""
+    def _ends(self, job: Job, token: Token) -> FinishReason | None:
+        """Why the answer ends with this token, if it does."""
         if token.token in job.request.stop_ids:
             return "stop"
-        return "length" if count == job.request.max_new_tokens else None
-
-    def _is_last(self, job: Job, token: Token) -> bool:
-        """Whether an answer ends with a token."""
         count = token.position - len(job.request.prompt_ids) + 1
-        return self._ends(job, token, count) is not None
+        return "length" if count == job.request.max_new_tokens else None
 
     def _in_vain(self, job: Job, ledger: Ledger) -> None:
         """A token was withdrawn; what it sent was sent all the same."""
@@ -249,7 +231,7 @@ class Answers:
                 if job.after is not None:
                     ledger, job.after = ledger + job.after, None
             job.tokens.append(token.token)
-            reason = self._ends(job, token, len(job.tokens))
+            reason = self._ends(job, token)
             event = TokenEvent(
                 token=token.token,
                 logprob=token.logprob,

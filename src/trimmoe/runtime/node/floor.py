@@ -111,7 +111,7 @@ class Floor:
         """This server's own readings of its users' sequences pass further layers."""
         for one in readings:
             if not one.void:
-                rows = len(one.asked.tokens)
+                rows = len(one.tokens)
                 self.scheduler.put(Step.GUESS, one.layer, one, rows=rows)
 
     def release(self, sequences: Iterable[int]) -> None:

@@ -25,9 +25,7 @@ SLICE_S = 0.005
 @torch.inference_mode()
 def guess(worker: Executor, layer: int, readings: Sequence[Reading]) -> Outcome:
     """Readings that are about to enter a layer pass some; who finds no place is forgotten."""
-    open_ones = [
-        one for one in readings if not one.void and one.asked.sequence in worker.state.accounts
-    ]
+    open_ones = [one for one in readings if not one.void and one.sequence in worker.state.accounts]
     going = worker.homes.seated(open_ones)
     if not going:
         return Outcome()
@@ -35,10 +33,10 @@ def guess(worker: Executor, layer: int, readings: Sequence[Reading]) -> Outcome:
     batch = homes.view.batch(
         homes.cache,
         homes.slots_of(going),
-        [range(one.asked.start, one.asked.position) for one in going],
+        [one.positions for one in going],
     )
     hidden, layers = _entering(worker, going, batch), homes.view.spec.layer_count
-    rows = sum(len(one.asked.tokens) for one in going)
+    rows = sum(len(one.tokens) for one in going)
     while layer < layers:
         hidden = home_layer(homes.view, layer, hidden, batch, homes.cache, homes.held[layer])
         worker.pace.guess(rows)
@@ -47,7 +45,7 @@ def guess(worker: Executor, layer: int, readings: Sequence[Reading]) -> Outcome:
             break
     if layer == layers:
         return Outcome(guessed=_guessed(worker, going, hidden, batch))
-    states = batch.pack(hidden).split([len(one.asked.tokens) for one in going])
+    states = batch.pack(hidden).split([len(one.tokens) for one in going])
     for one, its in zip(going, states, strict=True):
         one.layer, one.hidden = layer, its
     return Outcome(reading=going)
@@ -57,7 +55,7 @@ def _entering(worker: Executor, going: Sequence[Reading], batch: TokenBatch) -> 
     states = [one.hidden for one in going if one.hidden is not None]
     if states:
         return batch.unpack(torch.cat(states))
-    return worker.homes.view.embed(batch.pad([one.asked.tokens for one in going]), batch)
+    return worker.homes.view.embed(batch.pad([one.tokens for one in going]), batch)
 
 
 def _guessed(
@@ -65,13 +63,13 @@ def _guessed(
 ) -> list[Guessed]:
     homes, settings = worker.homes, worker.engine.settings
     states = batch.pack(homes.view.tail(hidden, batch, homes.cache))
-    last = np.cumsum([len(one.asked.tokens) for one in going]) - 1
+    last = np.cumsum([len(one.tokens) for one in going]) - 1
     logits = homes.view.logits(states[torch.from_numpy(last)])
     made = []
     for one, scores in zip(going, logits, strict=True):
         confidence = float(scores.float().softmax(-1).max())
-        busy = float(worker.engine.exits.busy[worker.route_rows[one.asked.route]])
-        token = draw(scores, one.asked.sampling, one.asked.position).token
+        busy = float(worker.engine.exits.busy[worker.route_rows[one.route]])
+        token = draw(scores, one.sampling, one.position).token
         wanted = confidence >= max(settings.guess_confidence, busy)
         made.append(Guessed(reading=one, token=token, wanted=wanted))
     return made

@@ -18,9 +18,9 @@ from trimmoe.runtime.home import held_here
 from trimmoe.runtime.sampling import Sampling
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ToGuess:
-    """Read tokens of a sequence and guess what follows them."""
+@dataclass(eq=False, kw_only=True, slots=True)
+class Reading:
+    """Tokens of a sequence that are read to guess what follows them, and how far that has come."""
 
     sequence: int
     start: int
@@ -28,28 +28,25 @@ class ToGuess:
     tokens: tuple[int, ...]
     route: tuple[int, ...]
     sampling: Sampling
+    layer: int = 0
+    """That they enter next."""
+    hidden: Tensor | None = None
+    """Their states, [n, d]; None before the first layer."""
+    void: bool = False
+    """Whether they were withdrawn."""
+
+    @property
+    def sequences(self) -> tuple[int, ...]:
+        return (self.sequence,)
+
+    @property
+    def positions(self) -> range:
+        return range(self.start, self.position)
 
     @property
     def position(self) -> int:
         """Of what is guessed."""
         return self.start + len(self.tokens)
-
-
-@dataclass(eq=False, kw_only=True, slots=True)
-class Reading:
-    """How far that has come."""
-
-    asked: ToGuess
-    layer: int = 0
-    """That its tokens enter next."""
-    hidden: Tensor | None = None
-    """Their states, [n, d]; None before the first layer."""
-    void: bool = False
-    """Whether those tokens were withdrawn."""
-
-    @property
-    def sequences(self) -> tuple[int, ...]:
-        return (self.asked.sequence,)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -107,13 +104,13 @@ class Homes:
     def seated(self, readings: Sequence[Reading]) -> list[Reading]:
         """Those of them that have a place, or get one now."""
         for one in readings:
-            sequence, begins = one.asked.sequence, one.asked.start == one.layer == 0
-            if begins and sequence not in self._slot_of and self.cache.free_slots:
-                self._slot_of[sequence] = self.cache.alloc()
-        return [one for one in readings if one.asked.sequence in self._slot_of]
+            begins = one.start == one.layer == 0
+            if begins and one.sequence not in self._slot_of and self.cache.free_slots:
+                self._slot_of[one.sequence] = self.cache.alloc()
+        return [one for one in readings if one.sequence in self._slot_of]
 
     def slots_of(self, readings: Sequence[Reading]) -> tuple[int, ...]:
-        return tuple(self._slot_of[one.asked.sequence] for one in readings)
+        return tuple(self._slot_of[one.sequence] for one in readings)
 
     def close(self, sequence: int) -> None:
         """Give its place back if it has one."""
