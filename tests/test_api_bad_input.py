@@ -24,7 +24,7 @@ from schemathesis.specs.openapi.checks import (
 from serving import MODEL, open_tiny, served
 from tiny import CONTEXT, VOCABULARY
 from trimmoe.api.guards import BodyLimit
-from trimmoe.api.schemas import ChatRequest, CompletionRequest
+from trimmoe.api.requests import ChatRequest, CompletionRequest
 
 COMPLETION = {"model": MODEL, "prompt": "x", "max_tokens": 2}
 CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "x"}], "max_tokens": 2}

@@ -14,7 +14,7 @@ import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from serving import EOS, MODEL, SERVERS, SteppedDecoder, Tiny, eventually, open_tiny, served
+from serving import EOS, MODEL, SERVERS, SteppedDecoder, Tiny, eventually, served
 from tiny import LAYERS
 from trimmoe.api.settings import ApiSettings
 from trimmoe.policy.settings import trimmoe
@@ -23,11 +23,6 @@ from trimmoe.runtime.local import Decoded
 from trimmoe.runtime.local_service import LocalService
 
 PROMPT = "Once upon a time"
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
-    return open_tiny(tmp_path_factory.mktemp("tiny"))
 
 
 @pytest.fixture(scope="module")
@@ -349,7 +344,7 @@ def test_metrics_count_what_was_served(client: Any, url: str) -> None:
 
 def test_two_apps_in_one_process_share_no_metrics(tiny: Tiny, url: str) -> None:
     with served(tiny.exact()) as other:
-        body = {"model": MODEL, "prompt": "x", "max_tokens": 2}
+        body = {"model": MODEL, "prompt": "x", "max_tokens": 2, "ignore_eos": True}
         before = _metric(url, "trimmoe:generation_tokens_total")
         assert httpx.post(f"{other}/v1/completions", json=body).status_code == 200
         assert _metric(other, "trimmoe:generation_tokens_total") == 2
@@ -401,8 +396,9 @@ def test_a_failure_in_mid_stream_is_an_error_event(tiny: Tiny) -> None:
     with served(LocalService(decoder, tiny.model())) as url:
         with openai.OpenAI(base_url=f"{url}/v1", api_key="any") as client:
             stream = client.completions.create(
-                model=MODEL, prompt="x", max_tokens=9, stream=True, logprobs=0
-            )
+                model=MODEL, prompt="x", max_tokens=9, stream=True, logprobs=0,
+                extra_body={"ignore_eos": True},
+            )  # fmt: skip
             decoder.decode = _fail
             decoder.allowed.release(1)
             with pytest.raises(openai.APIError, match="Decoding failed"):

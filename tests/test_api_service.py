@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from factories import random_model_spec, random_profile
-from serving import EOS, SteppedDecoder, Tiny, open_tiny
+from serving import EOS, SteppedDecoder, Tiny
 from tiny import CONTEXT
 from trimmoe.core.events import Attend, Execute, Routed, Strand, TokensArrived
 from trimmoe.core.profile import ExitState
@@ -35,11 +35,6 @@ from trimmoe.runtime.service import (
     Unavailable,
     quality,
 )
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
-    return open_tiny(tmp_path_factory.mktemp("tiny"))
 
 
 @asynccontextmanager

@@ -15,7 +15,7 @@ from trimmoe.api.context import Context, Serving
 from trimmoe.api.guards import OPEN_PATHS, ApiKeys, BodyLimit, Stopping
 from trimmoe.api.metrics import ApiMetrics
 from trimmoe.api.openapi import document, error_responses
-from trimmoe.api.schemas import HealthBody, ModelCard, ModelList
+from trimmoe.api.responses import HealthBody, ModelCard, ModelList
 from trimmoe.api.settings import ApiSettings
 from trimmoe.api.text import TextCodec
 from trimmoe.runtime.service import InferenceService, ServedModel

@@ -12,16 +12,15 @@ from starlette.responses import Response
 from trimmoe.api.context import Serving
 from trimmoe.api.generation import Piece
 from trimmoe.api.openapi import generation_responses
+from trimmoe.api.requests import ChatRequest, Message
 from trimmoe.api.respond import requests_for, respond
-from trimmoe.api.schemas import (
+from trimmoe.api.responses import (
     AssistantMessage,
     ChatChoice,
     ChatChunk,
     ChatCompletion,
     ChatDelta,
     ChatLogprobs,
-    ChatRequest,
-    Message,
     TokenLogprob,
     TopLogprob,
     Usage,

@@ -12,14 +12,9 @@ from starlette.responses import Response
 from trimmoe.api.context import Serving
 from trimmoe.api.generation import Piece
 from trimmoe.api.openapi import generation_responses
+from trimmoe.api.requests import CompletionRequest
 from trimmoe.api.respond import requests_for, respond
-from trimmoe.api.schemas import (
-    Completion,
-    CompletionChoice,
-    CompletionLogprobs,
-    CompletionRequest,
-    Usage,
-)
+from trimmoe.api.responses import Completion, CompletionChoice, CompletionLogprobs, Usage
 from trimmoe.api.text import TextCodec
 from trimmoe.api.wording import finite, shown_tokens
 

@@ -13,7 +13,7 @@ from fastapi.responses import JSONResponse
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
-from trimmoe.api.schemas import MAX_PROMPTS
+from trimmoe.api.requests import MAX_PROMPTS
 from trimmoe.runtime.service import Overloaded, RequestTooLong, ServiceError, Unavailable
 
 _log = logging.getLogger(__name__)

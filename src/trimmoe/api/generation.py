@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from trimmoe.api.detokenise import StopStrings
 from trimmoe.api.metrics import ApiMetrics, Measured
-from trimmoe.api.schemas import LedgerUsage, Usage
+from trimmoe.api.responses import LedgerUsage, Usage
 from trimmoe.api.text import TextCodec
 from trimmoe.core.ledger import Kind, Ledger
 from trimmoe.runtime.service import (

@@ -14,7 +14,8 @@ from starlette.responses import JSONResponse, Response
 from trimmoe.api.context import Context
 from trimmoe.api.errors import ApiError
 from trimmoe.api.generation import Answer, Piece, collect, submit_all, usage
-from trimmoe.api.schemas import Sampled, Usage
+from trimmoe.api.requests import Sampled
+from trimmoe.api.responses import Usage
 from trimmoe.api.streaming import EventStream, gathered, merged, until_gone
 from trimmoe.runtime.sampling import Sampling
 from trimmoe.runtime.service import GenerationRequest

@@ -1,0 +1,164 @@
+"""What responses look like: OpenAI's fields, and ours beside them."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel
+
+
+class LedgerUsage(BaseModel):
+    """What the engine did to the generated tokens, summed over tokens and layers.
+
+    The first token of an answer comes out of the prompt, which runs exactly and is not counted;
+    executed, skipped and exited layers add up to layers times the other tokens.
+    """
+
+    layers_executed: int = 0
+    """Token-layers that ran, with substitutes or without."""
+    layers_substituted: int = 0
+    """Those of them in which a substitute ran."""
+    layers_skipped: int = 0
+    layers_exited: int = 0
+    hops: int = 0
+    """Hidden vectors that crossed a link."""
+    bytes: int = 0
+    budget_spent: float = 0.0
+    budget_credited: float = 0.0
+    expected_delay_s: float = 0.0
+    """What the cost model foresaw for them, at the cluster file's speeds, from the links and waits
+    measured then: no measurement of this answer."""
+
+
+class Usage(BaseModel):
+    """Token counts, and the ledger."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    trimmoe: LedgerUsage
+
+
+class CompletionLogprobs(BaseModel):
+    """Logprobs as completions have them: one list per property."""
+
+    tokens: list[str]
+    token_logprobs: list[float]
+    top_logprobs: list[dict[str, float]]
+    text_offset: list[int]
+
+
+class CompletionChoice(BaseModel):
+    """One answer, or a piece of one."""
+
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None = None
+    finish_reason: Literal["stop", "length"] | None = None
+    token_ids: list[int] | None = None
+
+
+class Completion(BaseModel):
+    """The answer to `POST /v1/completions`, or a chunk of it."""
+
+    id: str
+    object: Literal["text_completion"] = "text_completion"
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage | None = None
+
+
+class TopLogprob(BaseModel):
+    """One alternative."""
+
+    token: str
+    logprob: float
+    bytes: list[int] | None
+    """None if the token is only part of a character."""
+
+
+class TokenLogprob(TopLogprob):
+    """One generated token."""
+
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(BaseModel):
+    """Logprobs as chats have them: one entry per token."""
+
+    content: list[TokenLogprob]
+
+
+class AssistantMessage(BaseModel):
+    """The model's turn; in chunks what is new of it."""
+
+    role: Literal["assistant"] | None = None
+    content: str | None = None
+
+
+class ChatChoice(BaseModel):
+    """One whole answer."""
+
+    index: int
+    message: AssistantMessage
+    logprobs: ChatLogprobs | None = None
+    finish_reason: Literal["stop", "length"] | None = None
+    token_ids: list[int] | None = None
+
+
+class ChatDelta(BaseModel):
+    """A piece of an answer."""
+
+    index: int
+    delta: AssistantMessage
+    logprobs: ChatLogprobs | None = None
+    finish_reason: Literal["stop", "length"] | None = None
+    token_ids: list[int] | None = None
+
+
+class ChatCompletion(BaseModel):
+    """The answer to `POST /v1/chat/completions`."""
+
+    id: str
+    object: Literal["chat.completion"] = "chat.completion"
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage | None = None
+
+
+class ChatChunk(BaseModel):
+    """A chunk of a streamed chat answer."""
+
+    id: str
+    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
+    created: int
+    model: str
+    choices: list[ChatDelta]
+    usage: Usage | None = None
+
+
+class ModelCard(BaseModel):
+    """One served model."""
+
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    owned_by: str = "trimmoe"
+    max_model_len: int
+    """Tokens of prompt and answer together."""
+
+
+class ModelList(BaseModel):
+    """`GET /v1/models`."""
+
+    object: Literal["list"] = "list"
+    data: list[ModelCard]
+
+
+class HealthBody(BaseModel):
+    """`GET /health`."""
+
+    status: Literal["ok", "unavailable"]
+    reason: str = ""
