@@ -12,7 +12,7 @@ import torch
 from trimmoe.core.events import SequenceOpened, TokensArrived
 from trimmoe.core.plan import load_plan
 from trimmoe.core.profile import load_profile
-from trimmoe.cost import deciding, kernels
+from trimmoe.cost import deciding, enumerating, kernels
 from trimmoe.models.load import open_model
 from trimmoe.policy.settings import PRESETS
 from trimmoe.runtime.launch.artifacts import Artifacts
@@ -25,7 +25,7 @@ def signatures() -> set[str]:
     """Of everything compiled that decisions use."""
     return {
         f"{name} {signature}"
-        for module in (deciding, kernels)
+        for module in (deciding, enumerating, kernels)
         for name, compiled in vars(module).items()
         for signature in getattr(compiled, "signatures", ())
     }

@@ -15,8 +15,10 @@ from serving import Tiny
 from synthetic import random_plan
 from tiny import LAYERS
 from trimmoe.core.events import Complete
+from trimmoe.core.ledger import Kind, Ledger
 from trimmoe.core.plan import Plan
 from trimmoe.core.profile import Profile
+from trimmoe.core.specs import IntArray
 from trimmoe.models.base import MoEView
 from trimmoe.models.load import open_model
 from trimmoe.policy.settings import PRESETS, PolicySettings
@@ -24,7 +26,7 @@ from trimmoe.runtime.node.messages import MESSAGE_TYPES
 from trimmoe.runtime.node.node import Node
 from trimmoe.runtime.node.settings import NodeSettings
 from trimmoe.runtime.service import GenerationRequest, TokenEvent, TokenStream
-from trimmoe.runtime.wire.base import Carrier
+from trimmoe.runtime.wire.base import Carrier, Frame
 from trimmoe.runtime.wire.link import LinkSettings
 from trimmoe.runtime.wire.memory import MemoryNetwork
 from trimmoe.runtime.wire.transport import LinkTransport
@@ -60,6 +62,34 @@ def hybrid_routes(servers: int) -> list[list[int]]:
     return [
         [(access + step) % servers for step in (0, 0, 1, 0)][:LAYERS] for access in range(servers)
     ]
+
+
+def drafting(at: float, budget: float = 0.0) -> PolicySettings:
+    """Drafts at this confidence, worth while or not; at 0 after the first layer of every token."""
+    return replace(PRESETS["trimmoe"](), draft_confidence=at, budget=budget, exits_weighed=False)
+
+
+def guessing(guesses: int, confidence: float = 0.0) -> PolicySettings:
+    """So many guesses ahead, however improbable."""
+    return replace(PRESETS["speculative"](), guesses=guesses, guess_confidence=confidence)
+
+
+class UnevenNetwork(MemoryNetwork):
+    """Every link takes its own time, so that word of one token may overtake that of another."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self._rng = np.random.default_rng(seed)
+        self._delay_s: dict[tuple[str, str], float] = {}
+
+    def deliver(self, source: str, destination: str, frames: list[Frame]) -> None:
+        link = source, destination
+        if link not in self._delay_s:
+            self._delay_s[link] = float(self._rng.choice([0.0, 0.002, 0.02]))
+        hand_over = super().deliver
+        asyncio.get_running_loop().call_later(
+            self._delay_s[link], lambda: hand_over(source, destination, frames)
+        )
 
 
 @dataclass(kw_only=True)
@@ -201,6 +231,34 @@ async def answers(
 
 def tokens_of(events: Sequence[TokenEvent]) -> list[int]:
     return [event.token for event in events]
+
+
+def ledgers_of(events: list[TokenEvent]) -> list[Ledger]:
+    return [event.ledger for event in events if event.ledger is not None]
+
+
+def spent_within(budget: float, made: list[list[TokenEvent]]) -> float:
+    """What answers spent, of which no prefix spent more than it was credited."""
+    spent = 0.0
+    for events in made:
+        loss = np.cumsum([ledger.loss for ledger in ledgers_of(events)])
+        assert (loss <= budget * np.arange(1, loss.size + 1) + 1e-9).all()
+        spent += float(loss[-1])
+    return spent
+
+
+def wrong(ledger: Ledger) -> bool:
+    """Whether a token's draft was, so that all its layers were waited for."""
+    return ledger.audits > 0 and not ledger.kinds[:, Kind.EXITED].any()
+
+
+def vectors_sent(servers: Servers) -> IntArray:
+    """Hidden vectors over every link so far, [M, M]."""
+    sent = np.zeros((len(servers.names), len(servers.names)), dtype=np.int64)
+    for source, node in servers.nodes.items():
+        for destination, count in node.mail.vectors_sent.items():
+            sent[source, destination] = count
+    return sent
 
 
 def replayed(node: Node) -> int:

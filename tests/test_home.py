@@ -1,18 +1,28 @@
 """What a server guesses by itself with the experts that it holds, against transformers' own model
-in which all other experts' outputs are zero."""
+in which all other experts' outputs are zero, or with what stands in for them."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from checkpoints import DECODERS, Folder, reference, written_once
+from factories import random_profile
 from trimmoe.models.base import MoEView
 from trimmoe.models.load import open_model
-from trimmoe.runtime.home import held_here, home_pass, home_states
+from trimmoe.runtime.home import (
+    StandIns,
+    held_here,
+    home_layer,
+    home_pass,
+    home_states,
+    stand_ins,
+)
 
 TOLERANCE = 1e-4
 ROWS = [[5, 17, 80, 3, 44, 44, 9, 61, 30], [90, 2, 33, 7], [12, 71, 6, 25, 8, 19, 52]]
@@ -47,7 +57,9 @@ def expected(model: Any, rows: list[list[int]]) -> list[Tensor]:
         return [model(torch.tensor([row])).logits[0] for row in rows]
 
 
-def at_home(view: MoEView, held: Tensor, chunks: list[int]) -> list[Tensor]:
+def at_home(
+    view: MoEView, held: Tensor, chunks: list[int], stands_in: StandIns | None = None
+) -> list[Tensor]:
     """Logits [T, V] of `ROWS`, fed in chunks that end at these positions."""
     cache = view.new_cache(slots=len(ROWS))
     pieces: list[list[Tensor]] = [[] for _ in ROWS]
@@ -56,7 +68,7 @@ def at_home(view: MoEView, held: Tensor, chunks: list[int]) -> list[Tensor]:
         ids = [ROWS[b][start:end] for b in rows]
         positions = [range(start, start + len(some)) for some in ids]
         batch = view.batch(cache, rows, positions)
-        logits = view.logits(home_states(view, ids, batch, cache, held))
+        logits = view.logits(home_states(view, ids, batch, cache, held, stands_in))
         for b, part in zip(rows, logits.split([len(some) for some in ids]), strict=True):
             pieces[b].append(part)
     return [torch.cat(parts) for parts in pieces]
@@ -73,6 +85,73 @@ def test_only_the_experts_held_add_to_what_comes_out(
     theirs = expected(without_the_rest(reference(folder(name)), held), ROWS)
     for our, their in zip(at_home(view, held, chunks), theirs, strict=True):
         torch.testing.assert_close(our, their, atol=TOLERANCE, rtol=0)
+
+
+RANK = 2
+
+
+def random_stand_ins(view: MoEView) -> tuple[StandIns, Tensor]:
+    """As a profile has them, and what each makes of what it reads, [N, E, d, d]."""
+    spec, rng = view.spec, np.random.default_rng(5)
+    read_shape = (spec.layer_count, spec.hidden_size, spec.expert_count, RANK)
+    give_shape = (spec.layer_count, spec.expert_count, RANK, spec.hidden_size)
+    read, give = (
+        rng.normal(size=shape).astype(np.float16) / 4 for shape in (read_shape, give_shape)
+    )
+    profile = replace(random_profile(rng, spec), stand_in_read=read, stand_in_give=give)
+    found = stand_ins(view, profile)
+    assert found is not None
+    return found, torch.einsum(
+        "nder,nerf->nedf", torch.from_numpy(read).float(), torch.from_numpy(give).float()
+    )
+
+
+@pytest.mark.parametrize("name", ["qwen2_moe", "olmoe"])
+@torch.inference_mode()
+def test_what_stands_in_for_an_expert_adds_with_its_gate(folder: Folder, name: str) -> None:
+    """One layer, added up by hand, token by token and expert by expert."""
+    view, layer = open_model(folder(name)), 1
+    (stands_in, maps), held = random_stand_ins(view), some_held(view, 3)[layer]
+    cache, generator = view.new_cache(slots=1), torch.Generator().manual_seed(2)
+    batch = view.batch(cache, [0], [range(6)])
+    hidden = torch.randn(1, 6, view.spec.hidden_size, generator=generator)
+    ours = home_layer(view, layer, hidden, batch, cache, held, stands_in)[0]
+    attended = view.attend(layer, hidden, batch, view.new_cache(slots=1))[0]
+    routing = view.route(layer, attended)
+    shared = view.shared(layer, attended)
+    theirs = attended if shared is None else attended + shared
+    away = 0
+    for token, (experts, gates) in enumerate(zip(routing.experts, routing.gates, strict=True)):
+        for expert, gate in zip(experts.tolist(), gates, strict=True):
+            row = slice(token, token + 1)
+            alone = view.experts(
+                layer, attended[row], experts.new_full((1, 1), expert), gate[None, None]
+            )
+            linear = gate * (routing.normed[row] @ maps[layer, expert])
+            theirs[row] += alone if held[expert] else linear
+            away += not held[expert]
+    torch.testing.assert_close(ours, theirs, atol=TOLERANCE, rtol=0)
+    assert 0 < away < routing.experts.numel()
+
+
+@pytest.mark.parametrize("name", DECODERS)
+def test_with_all_experts_nothing_stands_in(folder: Folder, name: str) -> None:
+    view = open_model(folder(name))
+    stands_in, _ = random_stand_ins(view)
+    every, none = some_held(view, 1, 1.0), some_held(view, 1, 0.0)
+    for our, their in zip(
+        at_home(view, every, [4], stands_in), at_home(view, every, [4]), strict=True
+    ):
+        assert torch.equal(our, their)
+    for our, their in zip(
+        at_home(view, none, [4], stands_in), at_home(view, none, [4]), strict=True
+    ):
+        assert (our - their).abs().max() > 100 * TOLERANCE
+
+
+def test_a_profile_without_them_has_nothing_that_stands_in(folder: Folder) -> None:
+    view = open_model(folder("qwen2_moe"))
+    assert stand_ins(view, random_profile(np.random.default_rng(0), view.spec)) is None
 
 
 def test_dropped_experts_matter(folder: Folder) -> None:

@@ -22,18 +22,12 @@ from nodes import (
     tokens_of,
     world,
 )
-from serving import Tiny, open_tiny
+from serving import Tiny
 from trimmoe.policy.settings import PRESETS
 from trimmoe.runtime.node.reports import Reporter
 from trimmoe.runtime.node.scheduler import PATIENCE, Scheduler, Step
 from trimmoe.runtime.service import Overloaded
 from wires import soon, until
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
-    return open_tiny(tmp_path_factory.mktemp("tiny"))
-
 
 PROMPTS = [[5 + i, 70 + i, 9, 31 + i] for i in range(16)]
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from nodes import hybrid_routes, read, request, running, tokens_of, world
-from serving import CONTEXT, EOS, Tiny, open_tiny
+from serving import CONTEXT, EOS, Tiny
 from trimmoe.core.ledger import Kind, Ledger
 from trimmoe.core.profile import ExitState
 from trimmoe.experiments.methods import make_engine
@@ -33,11 +33,6 @@ TRIMMING = replace(PRESETS["final-exits"](), budget=0.2, exit_risk=None, audit_s
 PROMPTS = [
     list(range(5 + i, 5 + i + length)) for i, length in enumerate([1, 40, 3, 17, 9, 2, 64, 5])
 ]
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
-    return open_tiny(tmp_path_factory.mktemp("tiny"))
 
 
 @dataclass(kw_only=True)

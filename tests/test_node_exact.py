@@ -19,9 +19,11 @@ from nodes import (
     running,
     staircase_routes,
     tokens_of,
+    vectors_sent,
     world,
 )
-from serving import EOS, Tiny, open_tiny
+from questions import Questions
+from serving import EOS, Tiny
 from trimmoe.core.ledger import Kind
 from trimmoe.core.profile import ExitState
 from trimmoe.experiments.methods import make_engine
@@ -31,46 +33,26 @@ from trimmoe.runtime.decoder import PlannedDecoder
 from trimmoe.runtime.local_service import LocalService
 from wires import soon
 
-LENGTHS = [1, 40, 3, 17, 9, 2, 64, 5, 33, 12, 8, 21, 4, 90, 6, 13]
-NEW = [3, 9, 14, 1, 20, 6, 11, 8, 5, 17, 2, 12, 10, 7, 16, 4]
-
 
 @pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
-    return open_tiny(tmp_path_factory.mktemp("tiny"))
-
-
-@pytest.fixture(scope="module")
-def prompts() -> list[list[int]]:
-    rng = np.random.default_rng(7)
-    return [rng.integers(0, 256, length).tolist() for length in LENGTHS]
-
-
-@pytest.fixture(scope="module")
-def expected(tiny: Tiny, prompts: list[list[int]]) -> list[list[int]]:
-    """What transformers generates."""
-    return [tiny.greedy(prompt, new) for prompt, new in zip(prompts, NEW, strict=True)]
+def questions(tiny: Tiny) -> Questions:
+    return Questions(tiny=tiny)
 
 
 @pytest.mark.parametrize("servers", [2, 3, 4])
 @pytest.mark.parametrize("routes", [constant_routes, staircase_routes, hybrid_routes])
 async def test_concurrent_greedy_answers_are_those_of_transformers(
     tiny: Tiny,
-    prompts: list[list[int]],
-    expected: list[list[int]],
+    questions: Questions,
     routes: Callable[[int], list[list[int]]],
     servers: int,
 ) -> None:
     """Sixteen of unequal length at all servers at once; the prompts take up to twelve chunks."""
     profile, plan = world(tiny, servers=servers, routes=routes(servers))
-    asked = [
-        (i % servers, request(prompt, new, stop_ids=frozenset({EOS})))
-        for i, (prompt, new) in enumerate(zip(prompts, NEW, strict=True))
-    ]
     async with running(tiny, profile=profile, plan=plan, prefill_chunk=8) as cluster:
-        made = await answers(cluster, asked)
+        made = await answers(cluster, questions.among(servers))
         await cluster.all_free()
-    assert [tokens_of(events) for events in made] == expected
+    assert [tokens_of(events) for events in made] == questions.answers
     for events in made:
         last = "stop" if events[-1].token == EOS else "length"
         assert [event.finish_reason for event in events] == [None] * (len(events) - 1) + [last]
@@ -78,46 +60,33 @@ async def test_concurrent_greedy_answers_are_those_of_transformers(
         assert all(event.ledger.loss == 0 for event in events[1:] if event.ledger is not None)
 
 
-async def test_ten_servers_answer_thirty_two_at_once(
-    tiny: Tiny, prompts: list[list[int]], expected: list[list[int]]
-) -> None:
+async def test_ten_servers_answer_thirty_two_at_once(tiny: Tiny, questions: Questions) -> None:
     profile, plan = world(tiny, servers=10, routes=hybrid_routes(10), density=0.15)
-    asked = [
-        (i % 10, request(prompt, new, stop_ids=frozenset({EOS})))
-        for i, (prompt, new) in enumerate(zip(prompts * 2, NEW * 2, strict=True))
-    ]
+    """Sixteen twice, the second time at other servers."""
+    asked = questions.among(10)
+    again = [((access + 6) % 10, one) for access, one in asked]
     async with running(tiny, profile=profile, plan=plan) as cluster:
-        made = await answers(cluster, asked)
+        made = await answers(cluster, asked + again)
         await cluster.all_free()
-    assert [tokens_of(events) for events in made] == expected * 2
+    assert [tokens_of(events) for events in made] == questions.answers * 2
 
 
 async def test_exact_requests_stay_exact_under_a_trimming_policy(
-    tiny: Tiny, prompts: list[list[int]], expected: list[list[int]]
+    tiny: Tiny, questions: Questions
 ) -> None:
     profile, plan = world(tiny, servers=3, routes=hybrid_routes(3))
-    asked = [
-        (i % 3, request(prompt, new, stop_ids=frozenset({EOS}), exact=True))
-        for i, (prompt, new) in enumerate(zip(prompts, NEW, strict=True))
-    ]
     policy = PRESETS["trimmoe"]()
     async with running(tiny, profile=profile, plan=plan, policy=policy) as cluster:
-        made = await answers(cluster, asked)
-    assert [tokens_of(events) for events in made] == expected
+        made = await answers(cluster, questions.among(3, exact=True))
+    assert [tokens_of(events) for events in made] == questions.answers
 
 
-async def test_over_real_sockets(
-    tiny: Tiny, prompts: list[list[int]], expected: list[list[int]]
-) -> None:
+async def test_over_real_sockets(tiny: Tiny, questions: Questions) -> None:
     profile, plan = world(tiny, servers=3, routes=hybrid_routes(3))
-    asked = [
-        (i % 3, request(prompt, new, stop_ids=frozenset({EOS})))
-        for i, (prompt, new) in enumerate(zip(prompts, NEW, strict=True))
-    ]
     async with running(tiny, profile=profile, plan=plan, sockets=True) as cluster:
-        made = await answers(cluster, asked)
+        made = await answers(cluster, questions.among(3))
         await cluster.all_free()
-    assert [tokens_of(events) for events in made] == expected
+    assert [tokens_of(events) for events in made] == questions.answers
 
 
 @pytest.mark.parametrize("state", ExitState)
@@ -151,12 +120,12 @@ async def test_later_tokens_find_what_exited_ones_leave_as_in_one_process(
 
 @pytest.mark.parametrize("state", ExitState)
 async def test_frames_are_those_of_the_cost_model(
-    tiny: Tiny, prompts: list[list[int]], state: ExitState
+    tiny: Tiny, questions: Questions, state: ExitState
 ) -> None:
     """What was sent on every link is what the ledgers charge, vector by vector; but what a
     request's last token leaves behind need not go all the way once the request is over."""
     profile, plan = world(tiny, servers=4, routes=hybrid_routes(4))
-    asked = [(i % 4, request(prompts[i], 12, confidence=0.6)) for i in range(12)]
+    asked = questions.among(4, new=12, confidence=0.6)[:12]
     policy = replace(PRESETS["final-exits"](), exit_state=state)
     if state is ExitState.WHOLE:
         often = {"exit_risk": None, "exits_charged": False, "exits_weighed": False}
@@ -164,10 +133,7 @@ async def test_frames_are_those_of_the_cost_model(
     async with running(tiny, profile=profile, plan=plan, policy=policy) as cluster:
         made = await answers(cluster, asked)
         await cluster.all_free()
-        sent = np.zeros((4, 4), dtype=int)
-        for source, node in cluster.nodes.items():
-            for destination, count in node.mail.vectors_sent.items():
-                sent[source, destination] = count
+        sent = vectors_sent(cluster)
     by_request = [[one.ledger for one in events if one.ledger is not None] for events in made]
     unsent = sum(ledger.messages for ledgers in by_request for ledger in ledgers) - sent
     exits = sum(ledger.share(Kind.EXITED) > 0 for ledgers in by_request for ledger in ledgers)

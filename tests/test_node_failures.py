@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from nodes import LINKS, Servers, answers, read, replayed, request, running, tokens_of, world
-from serving import Tiny, open_tiny
+from serving import Tiny
 from tiny import LAYERS
 from trimmoe.core.ledger import Kind
 from trimmoe.core.plan import Plan
@@ -25,11 +25,6 @@ from wires import soon, until
 LONG = 60
 ROUTES = [[0, 1, 1, 0], [1, 1, 1, 1], [2, 2, 3, 3], [3, 3, 2, 3]]
 """Server 1 is on the routes of servers 0 and 1 only."""
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
-    return open_tiny(tmp_path_factory.mktemp("tiny"))
 
 
 def replicated(tiny: Tiny, *, holders: dict[int, list[int]]) -> tuple[Profile, Plan]:

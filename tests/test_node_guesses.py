@@ -6,150 +6,84 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 
-import checkpoints
 from nodes import (
+    UnevenNetwork,
     answers,
     constant_routes,
+    guessing,
     hybrid_routes,
+    ledgers_of,
     read,
     request,
     running,
+    spent_within,
     staircase_routes,
     tokens_of,
+    vectors_sent,
     world,
 )
-from serving import EOS, Tiny, open_tiny
-from test_node_drafts import LENGTHS, NEW, UnevenNetwork, ledgers_of
-from trimmoe.models.load import open_model
+from questions import Questions
+from serving import Tiny
 from trimmoe.policy.settings import PRESETS, PolicySettings
 from trimmoe.runtime.node import guesses as guesses_module
 from trimmoe.runtime.node.drafts import Pending
 from trimmoe.runtime.node.messages import Token
 from trimmoe.runtime.node.scheduler import Scheduler, Step
-from trimmoe.runtime.sampling import Sampling
 from trimmoe.runtime.service import Unavailable
 from wires import soon, until
 
 
 @pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
-    return open_tiny(tmp_path_factory.mktemp("tiny"))
-
-
-@pytest.fixture(scope="module")
-def prompts() -> list[list[int]]:
-    rng = np.random.default_rng(7)
-    return [rng.integers(0, 256, length).tolist() for length in LENGTHS]
-
-
-@pytest.fixture(scope="module")
-def expected(tiny: Tiny, prompts: list[list[int]]) -> list[list[int]]:
-    """What transformers generates."""
-    return [tiny.greedy(prompt, new) for prompt, new in zip(prompts, NEW, strict=True)]
-
-
-def guessing(guesses: int, confidence: float = 0.0) -> PolicySettings:
-    """So many guesses ahead, however improbable."""
-    return replace(PRESETS["speculative"](), guesses=guesses, guess_confidence=confidence)
+def questions(tiny: Tiny) -> Questions:
+    return Questions(tiny=tiny, count=12)
 
 
 @pytest.mark.parametrize("guesses", [1, 2, 5])
 @pytest.mark.parametrize("routes", [constant_routes, staircase_routes, hybrid_routes])
 async def test_answers_are_those_of_transformers_however_many_are_guessed(
     tiny: Tiny,
-    prompts: list[list[int]],
-    expected: list[list[int]],
+    questions: Questions,
     routes: Callable[[int], list[list[int]]],
     guesses: int,
 ) -> None:
     profile, plan = world(tiny, servers=3, routes=routes(3))
-    asked = [
-        (i % 3, request(prompt, new, stop_ids=frozenset({EOS})))
-        for i, (prompt, new) in enumerate(zip(prompts, NEW, strict=True))
-    ]
     async with running(
         tiny, profile=profile, plan=plan, policy=guessing(guesses), prefill_chunk=8
     ) as cluster:
-        made = await answers(cluster, asked)
+        made = await answers(cluster, questions.among(3))
         await cluster.all_free()
         desks = [node.desk for node in cluster.nodes.values()]
         said = [desk.answers.guessing for desk in desks]
-    assert [tokens_of(events) for events in made] == expected
+    assert [tokens_of(events) for events in made] == questions.answers
     assert 0 < sum(each.right for each in said) < sum(each.made for each in said)
     assert sum(desk.restarts for desk in desks) == 0
 
 
-@pytest.mark.parametrize("seed", range(4))
-async def test_it_does_not_matter_whose_word_comes_first(
-    tiny: Tiny, prompts: list[list[int]], expected: list[list[int]], seed: int
+async def test_budgets_hold_at_every_prefix_of_answers_that_are_guessed_ahead(
+    tiny: Tiny, questions: Questions
 ) -> None:
-    profile, plan = world(tiny, servers=4, routes=staircase_routes(4))
-    asked = [
-        (i % 4, request(prompt, new, stop_ids=frozenset({EOS})))
-        for i, (prompt, new) in enumerate(zip(prompts, NEW, strict=True))
-    ]
-    async with running(
-        tiny, profile=profile, plan=plan, policy=guessing(3), network=UnevenNetwork(seed)
-    ) as cluster:
-        made = await answers(cluster, asked)
-        await cluster.all_free()
-        assert sum(node.desk.restarts for node in cluster.nodes.values()) == 0
-    assert [tokens_of(events) for events in made] == expected
-
-
-async def test_the_layers_after_the_last_router_are_those_of_what_was_confirmed(
-    tmp_path: Path, tiny: Tiny
-) -> None:
-    folder = checkpoints.write("qwen2_moe", tmp_path)
-    deep = Tiny(folder=folder, view=open_model(folder), tokenizer=tiny.tokenizer)
-    routes = [[server, (server + 1) % 3, server] for server in range(3)]
-    profile, plan = world(deep, servers=3, routes=routes)
-    prompts = [[1 + i, 7, 3 * i + 2] for i in range(9)]
-    async with running(deep, profile=profile, plan=plan, policy=guessing(3)) as cluster:
-        made = await answers(
-            cluster, [(i % 3, request(prompt, 24)) for i, prompt in enumerate(prompts)]
-        )
-    assert [tokens_of(events) for events in made] == [deep.greedy(one, 24) for one in prompts]
-
-
-async def test_sampled_answers_are_those_without_guesses(
-    tiny: Tiny, prompts: list[list[int]]
-) -> None:
+    """With tokens under way that may each spend something, of which some are withdrawn."""
+    budget = 0.2
     profile, plan = world(tiny, servers=3, routes=hybrid_routes(3))
-    asked = [
-        (
-            i % 3,
-            replace(
-                request(prompt, new),
-                sampling=Sampling(temperature=0.8, top_p=0.9, seed=i, stream=0, logprobs=2),
-            ),
-        )
-        for i, (prompt, new) in enumerate(zip(prompts, NEW, strict=True))
-    ]
-    made = []
-    for policy in (PRESETS["exact"](), guessing(3)):
-        async with running(tiny, profile=profile, plan=plan, policy=policy) as cluster:
-            made.append(await answers(cluster, asked))
-    without, guessed = made
-    assert [tokens_of(events) for events in guessed] == [tokens_of(events) for events in without]
-    for one, other in zip(without, guessed, strict=True):
-        for event, same in zip(one, other, strict=True):
-            assert event.logprob == pytest.approx(same.logprob, abs=1e-4)
+    policy = replace(PRESETS["guessing"](), guess_confidence=0.0, budget=budget)
+    async with running(tiny, profile=profile, plan=plan, policy=policy) as cluster:
+        made = await answers(cluster, questions.among(3, new=16))
+        said = [node.desk.answers.guessing for node in cluster.nodes.values()]
+    assert spent_within(budget, made) > 0
+    told = [ledger for events in made for ledger in ledgers_of(events)]
+    assert all(ledger.budget == pytest.approx(budget * ledger.tokens) for ledger in told)
+    assert 0 < sum(each.right for each in said) < sum(each.made for each in said)
 
 
-async def test_a_server_with_all_experts_is_always_right(
-    tiny: Tiny, prompts: list[list[int]], expected: list[list[int]]
-) -> None:
+async def test_a_server_with_all_experts_is_always_right(tiny: Tiny, questions: Questions) -> None:
     """Then nothing is withdrawn, and what is sent is what is sent without guesses."""
     profile, plan = world(tiny, servers=2, routes=staircase_routes(2))
     plan = replace(plan, hosts=np.ones_like(plan.hosts))
-    pairs = enumerate(zip(prompts, NEW, strict=True))
-    asked = [(i % 2, request(prompt, new)) for i, (prompt, new) in pairs]
+    asked = questions.among(2, stop_ids=frozenset())
     sent = []
     for policy in (PRESETS["exact"](), guessing(4)):
         async with running(tiny, profile=profile, plan=plan, policy=policy) as cluster:
@@ -161,24 +95,22 @@ async def test_a_server_with_all_experts_is_always_right(
     assert sum(each.made for each in said) > 0
     assert all(each.made == each.right for each in said)
     assert sent[0] == sent[1]
-    answered = [tokens_of(events) for events in made]
-    assert [one[: len(full)] for one, full in zip(answered, expected, strict=True)] == expected
+    full = questions.answers
+    answered = [tokens_of(events)[: len(one)] for events, one in zip(made, full, strict=True)]
+    assert answered == full
 
 
 async def test_what_was_sent_in_vain_is_in_the_ledgers_too(
-    tiny: Tiny, prompts: list[list[int]]
+    tiny: Tiny, questions: Questions
 ) -> None:
     """But for what is still on its way when a request ends."""
     guesses = 3
     profile, plan = world(tiny, servers=4, routes=hybrid_routes(4))
-    asked = [(i % 4, request(prompt, 16)) for i, prompt in enumerate(prompts)]
+    asked = questions.among(4, new=16)
     async with running(tiny, profile=profile, plan=plan, policy=guessing(guesses)) as cluster:
         made = await answers(cluster, asked)
         await cluster.all_free()
-        sent = np.zeros((4, 4), dtype=int)
-        for source, node in cluster.nodes.items():
-            for destination, count in node.mail.vectors_sent.items():
-                sent[source, destination] = count
+        sent = vectors_sent(cluster)
     told = [ledger for events in made for ledger in ledgers_of(events)]
     charged = sum((ledger.messages for ledger in told), np.zeros_like(sent))
     spec = tiny.view.spec
@@ -233,25 +165,22 @@ def replace_token(token: Token, position: int, which: int) -> Token:
 
 async def test_guesses_pass_a_layer_at_a_time_where_layers_take_long(
     tiny: Tiny,
-    prompts: list[list[int]],
-    expected: list[list[int]],
+    questions: Questions,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """So that others are not held up for longer; what was read of withdrawn tokens is forgotten."""
     monkeypatch.setattr(guesses_module, "SLICE_S", 0.0)
     profile, plan = world(tiny, servers=3, routes=hybrid_routes(3))
-    pairs = enumerate(zip(prompts, NEW, strict=True))
-    asked = [(i % 3, request(prompt, new, stop_ids=frozenset({EOS}))) for i, (prompt, new) in pairs]
     async with running(tiny, profile=profile, plan=plan, policy=guessing(3)) as cluster:
-        made = await answers(cluster, asked)
+        made = await answers(cluster, questions.among(3))
         await cluster.all_free()
         counts = [node.pump.batch_counts["GUESS"] for node in cluster.nodes.values()]
         rows = sum(node.pump.item_counts["GUESS"] for node in cluster.nodes.values())
-    assert [tokens_of(events) for events in made] == expected
+    assert [tokens_of(events) for events in made] == questions.answers
     assert all(counts)
     layers = tiny.view.spec.layer_count
     # Every prompt is read in all layers at least.
-    assert rows >= layers * len(prompts)
+    assert rows >= layers * questions.count
 
 
 def test_guesses_come_after_prompts_too() -> None:

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nodes import answers, request, running, staircase_routes, tokens_of, world
-from serving import Tiny, open_tiny
+from serving import Tiny
 from tiny import HIDDEN, TOP_K
 from trimmoe.core.ledger import Kind, Ledger
 from trimmoe.core.wave import NOT_PROBED, Wave
@@ -28,7 +28,6 @@ from trimmoe.runtime.node.messages import (
     Prompt,
     Propagate,
     Reserve,
-    Rows,
     SamplingSpec,
     Start,
     Weather,
@@ -44,6 +43,7 @@ from trimmoe.runtime.node.passengers import (
     unpack_ledger,
     unpack_wave,
 )
+from trimmoe.runtime.node.rows import Rows
 from trimmoe.runtime.node.sequences import Written
 from trimmoe.runtime.wire.codec import decode, encode
 from wires import until
@@ -172,11 +172,6 @@ def test_states_may_be_written_in_any_order(order: list[int]) -> None:
         written.mark(position, 1)
         present = set(order[: done + 1])
         assert written.length == next(i for i in range(9) if i not in present)
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
-    return open_tiny(tmp_path_factory.mktemp("tiny"))
 
 
 def one(counts: int = 1, starts: int = 0) -> Rows:

@@ -10,17 +10,12 @@ import numpy as np
 import pytest
 
 from nodes import answers, read, request, running, tokens_of, world
-from serving import Tiny, open_tiny
+from serving import Tiny
 from trimmoe.cost.batching import batch_s
 from trimmoe.runtime.node import pace as pace_module
 from trimmoe.runtime.node.messages import Dispatch, Onward, Parcel
 from trimmoe.runtime.node.pace import EmulatedPace, Pace
 from wires import until
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
-    return open_tiny(tmp_path_factory.mktemp("tiny"))
 
 
 class Clock:

@@ -16,7 +16,7 @@ import pytest
 
 from factories import random_cluster, random_model_spec, random_profile
 from nodes import answers, request, running, staircase_routes, world
-from serving import Tiny, open_tiny
+from serving import Tiny
 from synthetic import random_plan
 from trimmoe.core.errors import UserError
 from trimmoe.core.plan import Plan
@@ -38,11 +38,6 @@ from trimmoe.runtime.node.planner import Planner
 from wires import soon, until
 
 SERVERS = 4
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
-    return open_tiny(tmp_path_factory.mktemp("tiny"))
 
 
 def basis(name: str = "substitute-only", *, density: float = 0.4, **changes: object) -> Basis:

@@ -21,11 +21,11 @@ from trimmoe.runtime.node.messages import (
     Partial,
     Release,
     Reserve,
-    Rows,
     SamplingSpec,
     first_sequence,
 )
 from trimmoe.runtime.node.pace import Pace
+from trimmoe.runtime.node.rows import Rows
 from trimmoe.runtime.node.scheduler import Step, Work
 from trimmoe.runtime.node.sequences import Seats
 from trimmoe.runtime.wire.base import PeerUnreachable

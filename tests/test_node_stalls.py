@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from nodes import Servers, read, request, running, tokens_of, world
-from serving import Tiny, open_tiny
+from serving import Tiny
 from trimmoe.models.exact import greedy
 from trimmoe.runtime.node.jobs import Attempt
 from trimmoe.runtime.node.messages import Granted, Message, Onward
@@ -19,11 +19,6 @@ from wires import soon
 
 STALL_S = 0.15
 ROUTES = [[0, 1, 1, 0], [1, 1, 1, 1]]
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
-    return open_tiny(tmp_path_factory.mktemp("tiny"))
 
 
 def swallow(servers: Servers, server: int, kind: type[Message], wanted: Callable[[], bool]) -> None:

@@ -230,3 +230,18 @@ def test_kv_reserve_reaches_the_capacity() -> None:
     np.testing.assert_array_equal(
         plan.expert_capacity_bytes, expert_capacity_bytes(cluster, model) - 10**9
     )
+
+
+def test_what_stands_in_for_experts_has_its_place_beside_the_dense_part() -> None:
+    """On our servers, not on those of systems that do not guess."""
+    profile, model, cluster = small()
+    cluster = replace(cluster, memory_ratio=None)
+    shape = (model.layer_count, model.expert_count, 2, model.hidden_size)
+    gives = np.zeros(shape, dtype=np.float16)
+    reads = np.zeros((shape[0], shape[3], shape[1], shape[2]), dtype=np.float16)
+    guessing = replace(profile, stand_in_read=reads, stand_in_give=gives)
+    whole = expert_capacity_bytes(cluster, model)
+    planned = make_plan(guessing, model, cluster, cluster_hash="c").expert_capacity_bytes
+    np.testing.assert_array_equal(planned, whole - 2 * (gives.size + reads.size))
+    others = make_planner(guessing, model, cluster, default(), guesses=False)
+    np.testing.assert_array_equal(others.capacity, whole)

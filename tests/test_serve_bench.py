@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serving import MODEL, Tiny, open_tiny, served
+from serving import MODEL, Tiny, served
 from trimmoe import cli
 from trimmoe.core.errors import UserError
 from trimmoe.experiments.serve_bench import Load, Sent, arrival_times, run_load, summarise
@@ -266,11 +266,6 @@ def test_the_result_names_what_was_asked() -> None:
     assert content["num_prompts"] == 7
     assert content["backend"] == "openai"
     assert json.loads(json.dumps(content)) == content
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
-    return open_tiny(tmp_path_factory.mktemp("tiny"))
 
 
 @pytest.mark.parametrize("endpoint", ["/v1/completions", "/v1/chat/completions"])

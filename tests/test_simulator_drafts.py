@@ -6,14 +6,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from test_simulator_run import World, drained, slowed, unchanging, world
+from simulated import World, drained, slowed, world
 from test_simulator_trails import LAYERS, answered, finished_s, stages
 from trimmoe.core.events import Receipt
 from trimmoe.core.ledger import Kind, Ledger
@@ -300,32 +299,6 @@ def test_drafts_are_wrong_as_often_as_their_heads_say() -> None:
     assert expected[0] > 3 * expected[1]
 
 
-@settings(max_examples=10)
-@given(st.integers(0, 2**31), st.integers(2, 5))
-def test_when_rows_are_used_again_makes_no_difference(seed: int, servers: int) -> None:
-    """Also not those of what is withdrawn, some of which is still under way when the token it
-    follows is forgotten."""
-    often_wrong: dict[str, Any] = unchanging() | {"draft_confidence": 0.2}
-    one = world(seed=seed, servers=servers, layers=6, **often_wrong)
-    slow = replace(one, engine=slowed(one.engine, 300.0))
-    load = Load(concurrency=12, output_tokens=4, prompt_tokens=3, prefill_chunk=2)
-    often, once = (slow.run(load, duration_s=2.0, control_s=each) for each in (0.02, 50.0))
-    np.testing.assert_array_equal(often.all_units.finished_s, once.all_units.finished_s)
-    np.testing.assert_array_equal(often.after.served, once.after.served)
-    np.testing.assert_array_equal(often.after.sent, once.after.sent)
-
-
-def test_the_same_seed_gives_the_same_run_and_another_seed_another() -> None:
-    load = Load(rate_per_s=30.0, output_tokens=5, prompt_tokens=3)
-    one = world(draft_confidence=0.3)
-    first, again, other = (one.run(load, duration_s=4.0, seeds=(seed,)) for seed in (1, 1, 2))
-    assert first.wrong_drafts > 10
-    np.testing.assert_array_equal(first.token_s, again.token_s)
-    np.testing.assert_array_equal(first.after.sent, again.after.sent)
-    assert first.withdrawn_layers == again.withdrawn_layers
-    assert first.token_s.size != other.token_s.size or (first.token_s != other.token_s).any()
-
-
 def test_exits_that_are_final_are_no_drafts() -> None:
     """The last one, too, answers its request; and the one after two of them waits for neither,
     where a draft waits for the end of the one ahead, of which word comes at 3.375."""
@@ -343,9 +316,7 @@ def test_a_decision_that_is_forgotten_leaves_no_row_behind() -> None:
     journey = Itinerary.blank(2, LAYERS, 1)
     journey.layers[:], journey.wrong_at[:] = LAYERS, [1, NONE]
     journey.ledgers = [Ledger.empty(LAYERS, 1, 1)] * 2
-    receipt = Receipt(
-        sequence=0, balance=0.0, budget=0.0, loss=0.0, delay_s=0.0, exit_confidence=None
-    )
+    receipt = Receipt(sequence=0, budget=0.0, loss=0.0, delay_s=0.0, exit_confidence=None)
     journey.receipts = [receipt] * 2
     pool, nothing = RowPool.of(LAYERS, 1, 1), np.zeros(2, dtype=np.int64)
     requests = Requests(

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from test_simulator_run import LENGTH, SEQUENCES, World, drained, slowed, world
+from simulated import LENGTH, SEQUENCES, World, drained, slowed, world
 from test_simulator_trails import LAYERS, answered, finished_s, stages
 from trimmoe.core.errors import UserError
 from trimmoe.core.trace import Trace, load_trace
@@ -308,31 +308,6 @@ def test_sure_and_right_guesses_are_faster_still() -> None:
         means.append(alone(foreseen(one, [token] * one.trace.token_count)).token_s.mean())
     assert means[0] < 0.8 * means[1]
     assert means[2] == pytest.approx(means[1], rel=0.05)
-
-
-@settings(max_examples=8)
-@given(st.integers(0, 2**31), st.integers(2, 5))
-def test_when_rows_are_used_again_makes_no_difference(seed: int, servers: int) -> None:
-    """Also not those of what is withdrawn, some of which never sets out or is still under way when
-    the token it follows is forgotten."""
-    one = loaded(seed=seed, servers=servers)
-    slow = replace(one, engine=slowed(one.engine, 300.0))
-    load = Load(concurrency=12, output_tokens=6, prompt_tokens=3, prefill_chunk=2)
-    often, once = (slow.run(load, duration_s=2.0, control_s=each) for each in (0.02, 50.0))
-    np.testing.assert_array_equal(often.all_units.finished_s, once.all_units.finished_s)
-    np.testing.assert_array_equal(often.all_units.expected_s, once.all_units.expected_s)
-    np.testing.assert_array_equal(often.after.served, once.after.served)
-    np.testing.assert_array_equal(often.after.sent, once.after.sent)
-
-
-def test_the_same_seed_gives_the_same_run_and_another_seed_another() -> None:
-    load = Load(rate_per_s=30.0, output_tokens=5, prompt_tokens=3)
-    first, again, other = (loaded().run(load, duration_s=4.0, seeds=(s,)) for s in (1, 1, 2))
-    assert first.wrong_drafts > 10
-    np.testing.assert_array_equal(first.token_s, again.token_s)
-    np.testing.assert_array_equal(first.after.sent, again.after.sent)
-    assert first.withdrawn_layers == again.withdrawn_layers
-    assert first.token_s.size != other.token_s.size or (first.token_s != other.token_s).any()
 
 
 def test_tokens_in_flight_are_told_in_order() -> None:

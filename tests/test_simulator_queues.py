@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
-from test_simulator_run import World, world
+from simulated import World, world
 from trimmoe.core.errors import UserError
 from trimmoe.experiments.methods import make_engine
 from trimmoe.policy.build import deploy

@@ -2,107 +2,29 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
-from typing import Any
+from dataclasses import fields, replace
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from factories import random_cluster, random_model_spec
-from synthetic import hostile, random_plan
+from simulated import LENGTH, SEQUENCES, World, drained, slowed, unchanging, world
 from trimmoe.core.errors import UserError
-from trimmoe.core.profile import ExitState, Profile
-from trimmoe.core.specs import ModelSpec
+from trimmoe.core.ledger import Ledger
+from trimmoe.core.profile import ExitState
 from trimmoe.core.trace import Trace
-from trimmoe.engine.step import Engine
 from trimmoe.experiments.methods import make_engine
-from trimmoe.policy.build import Deployment, deploy
-from trimmoe.policy.settings import PRESETS, ExitRule, WeightRule
+from trimmoe.policy.build import deploy
 from trimmoe.simulator.arrivals import Source
-from trimmoe.simulator.generate import Parameters
-from trimmoe.simulator.generated_profile import generate_profile_and_trace
 from trimmoe.simulator.measure import Sample
 from trimmoe.simulator.replay import replay
-from trimmoe.simulator.run import simulate
-from trimmoe.simulator.settings import Load, Prefill, SimulationSettings
+from trimmoe.simulator.settings import Load, Prefill
 from trimmoe.simulator.world import EXPERTS
-
-SEQUENCES, LENGTH = 12, 10
-
-
-@dataclass(frozen=True, kw_only=True)
-class World:
-    """A small cluster with a generated model on it."""
-
-    model: ModelSpec
-    profile: Profile
-    trace: Trace
-    deployment: Deployment
-    engine: Engine
-
-    def run(self, load: Load, **changes: Any) -> Sample:
-        policy = self.engine.settings
-        wanted: dict[str, Any] = {
-            "budget": policy.budget,
-            "confidence": policy.confidence,
-            "warm_up_s": 0.0,
-            "duration_s": 1000.0,
-            "seeds": (0,),
-        }
-        asked = SimulationSettings(load=load, **(wanted | changes))
-        return simulate(self.engine, self.deployment, self.trace, asked)[0]
-
-
-def world(
-    preset: str = "trimmoe",
-    *,
-    seed: int = 0,
-    layers: int = 4,
-    experts: int = 6,
-    top_k: int = 2,
-    servers: int = 4,
-    lying: bool = False,
-    **policy,
-) -> World:
-    rng = np.random.default_rng(seed)
-    model = random_model_spec(rng, layers=layers, experts=experts, top_k=top_k)
-    parameters = Parameters(exit_hazard=(0.0, 0.3), skip_flip=0.05, drop_flip=0.03)
-    profile, trace = generate_profile_and_trace(
-        model, parameters, sequences=SEQUENCES, length=LENGTH, seed=seed, profile_tokens=512
-    )
-    if lying:
-        profile = hostile(rng, profile)
-    plan = random_plan(rng, model, random_cluster(rng, servers=servers))
-    chosen = replace(PRESETS[preset](), **({"draft_confidence": None} | policy))
-    engine = make_engine(plan, profile, model, chosen)
-    deployment = deploy(plan, profile, model, chosen.accounting)
-    return World(model=model, profile=profile, trace=trace, deployment=deployment, engine=engine)
-
-
-def unchanging() -> dict:
-    """Policy changes under which decisions depend on nothing but the token and its account."""
-    return {
-        "weight_rule": WeightRule.FIXED,
-        "exit_rule": ExitRule.FIXED,
-        "audit_share": 0.0,
-        "confidence": 0.9,
-    }
-
 
 ALONE = Load(concurrency=1, output_tokens=5, fixed_lengths=True, prefill=Prefill.EXCLUDED)
 LIGHT = Load(rate_per_s=2.0, output_tokens=6, prompt_tokens=9, prefill_chunk=4)
 HEAVY = Load(concurrency=60, output_tokens=8, prefill=Prefill.EXCLUDED)
-
-
-def slowed(engine: Engine, factor: float) -> Engine:
-    """The same engine on servers so much slower that they become the bottleneck."""
-    cost = engine.cost
-    return replace(
-        engine,
-        cost=replace(cost, dense_s=cost.dense_s * factor, expert_s=cost.expert_s * factor),
-    )
 
 
 @pytest.mark.parametrize("preset", ["exact", "substitute-only", "trimmoe", "paper"])
@@ -117,12 +39,12 @@ def test_without_load_a_token_takes_what_the_cost_model_says(preset: str, top_k:
     np.testing.assert_allclose(log.finished_s - log.began_s, log.expected_s, atol=1e-9, rtol=0)
 
 
-@pytest.mark.parametrize("preset", ["exact", "trimmoe"])
-def test_without_load_the_mean_is_the_expected_delay_of_a_replay(preset: str) -> None:
-    one = world(preset, **unchanging())
-    sample = one.run(ALONE, link_queues=False, duration_s=20.0)
+def replayed(one: World, sample: Sample) -> tuple[np.ndarray, list[Ledger]]:
+    """Which units are of requests that one stream has answered whole, and the ledgers of a replay
+    of these."""
     log = sample.all_units
     whole = np.flatnonzero(np.bincount(log.request) == ALONE.output_tokens)
+    assert whole.size > 5
     source = Source(
         ALONE,
         one.deployment.plan.cluster.access_share,
@@ -143,20 +65,28 @@ def test_without_load_the_mean_is_the_expected_delay_of_a_replay(preset: str) ->
     ledgers = replay(
         one.engine, cut, asked.access, budget=policy.budget, confidence=policy.confidence
     )
-    mine = (log.finished_s - log.began_s)[np.isin(log.request, whole)]
-    assert whole.size > 5
+    return np.isin(log.request, whole), ledgers
+
+
+@pytest.mark.parametrize("preset", ["exact", "trimmoe"])
+def test_without_load_the_mean_is_the_expected_delay_of_a_replay(preset: str) -> None:
+    one = world(preset, **unchanging())
+    sample = one.run(ALONE, link_queues=False, duration_s=20.0)
+    whole, ledgers = replayed(one, sample)
+    log = sample.all_units
+    mine = (log.finished_s - log.began_s)[whole]
     assert mine.mean() == pytest.approx(np.mean([one.delay_s for one in ledgers]), abs=1e-9)
 
 
-def drained(one: World, **changes: Any) -> Sample:
-    """A run that has served all its requests before it ends."""
-    load = Load(
-        rate_per_s=20.0, requests=40, burstiness=4.0, output_tokens=6, prompt_tokens=9,
-        prefill_chunk=4,
-    )  # fmt: skip
-    sample = one.run(load, **({"duration_s": 60.0} | changes))
-    assert sample.after.in_flight == sample.after.running == 0
-    return sample
+@pytest.mark.parametrize("preset", ["trimmoe", "guessing"])
+def test_tokens_spend_what_they_do_in_a_replay(preset: str) -> None:
+    """Also those that set out on guesses, which may not touch what others leave."""
+    one = world(preset, budget=0.1, **unchanging())
+    sample = one.run(ALONE, duration_s=20.0)
+    whole, ledgers = replayed(one, sample)
+    spent = sample.all_units.loss[whole]
+    assert spent.any()
+    np.testing.assert_allclose(spent, [one.loss for one in ledgers], atol=1e-12)
 
 
 @pytest.mark.parametrize("preset", ["exact", "trimmoe"])
@@ -278,7 +208,7 @@ def test_feedback_reaches_decisions_at_control_instants() -> None:
 @settings(max_examples=10)
 @given(
     st.integers(0, 2**31),
-    st.sampled_from(["trimmoe", "substitute-only"]),
+    st.sampled_from(["trimmoe", "substitute-only", "guessing"]),
     st.sampled_from([0.0, 0.01, 0.1]),
     st.booleans(),
 )

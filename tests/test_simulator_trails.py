@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from test_simulator_run import World, drained, slowed, unchanging, world
+from simulated import World, drained, slowed, unchanging, world
 from trimmoe.core.ledger import Kind
 from trimmoe.core.profile import ExitState
 from trimmoe.experiments.methods import make_engine

@@ -260,6 +260,22 @@ def test_servers_guess_the_same_of_whole_texts_as_of_token_after_token(
     assert 0 < found[1] < found[0] < len(scored)
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_follows_a_guess_may_spend_the_same_as_token_after_token(
+    worlds: dict[str, World], family: str
+) -> None:
+    """Whether a token sets out on a guess says what it may spend, and hangs on those before."""
+    world = worlds[family]
+    for budget in (0.05, 0.15):
+        policy = replace(policy_of(budget=budget, exits=False), guesses=3, guess_confidence=0.06)
+        engine, texts = world.engine(policy), world.texts(policy)
+        scored, layerwise = compared(world, engine, texts)
+        assert layerwise.passes < len(schedule(LENGTHS, AT_ONCE)) / 2
+        alone, _ = compared(world, world.engine(replace(policy, guesses=0)), texts)
+        assert 0 < total(scored).loss < total(scored).budget
+        assert [one.ledger.loss for one in scored] != [one.ledger.loss for one in alone]
+
+
 @pytest.mark.parametrize("family", [*FAMILIES, "mixtral_window", "switch"])
 def test_a_server_that_holds_every_expert_is_always_right(
     worlds: dict[str, World], family: str

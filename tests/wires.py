@@ -19,7 +19,7 @@ from trimmoe.runtime.wire.zmq_transport import ZmqCarrier
 
 T = TypeVar("T")
 
-PATIENCE_S = 20.0
+PATIENCE_S = 60.0
 """What a test waits for must come; how soon depends on the machine."""
 BRISK = LinkSettings(beat_s=0.03, silence_s=0.3, window_messages=8, probe_s=0.1)
 TOKEN = "a token that is long enough to be one"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import TypeVar
 
 from rich.console import Console
@@ -10,11 +12,45 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 Item = TypeVar("Item")
 
+_AROUND: ContextVar[Progress | None] = ContextVar("around", default=None)
+"""The bars of whatever is going on, beneath which its parts have theirs: two displays at a time
+would write over one another."""
+
+
+@contextmanager
+def bars_around() -> Iterator[Progress]:
+    """Bars on standard error that disappear when done; whatever is tracked meanwhile has its bar
+    among them."""
+    with _bars() as progress:
+        before = _AROUND.set(progress)
+        try:
+            yield progress
+        finally:
+            _AROUND.reset(before)
+
+
+def no_bars() -> None:
+    """From now on nothing shows bars in this process: another one does."""
+    _AROUND.set(Progress(disable=True))
+
 
 def track(items: Sequence[Item] | Iterable[Item], label: str) -> Generator[Item]:
     """Iterate over `items` with a bar on standard error that disappears when done."""
+    around = _AROUND.get()
+    if around is None:
+        with _bars() as progress:
+            yield from progress.track(items, description=label)
+        return
+    bar = around.add_task(label, total=None)
+    try:
+        yield from around.track(items, task_id=bar)
+    finally:
+        around.remove_task(bar)
+
+
+def _bars() -> Progress:
     console = Console(stderr=True)
-    with Progress(
+    return Progress(
         TextColumn("{task.description}"),
         BarColumn(),
         MofNCompleteColumn(),
@@ -22,5 +58,4 @@ def track(items: Sequence[Item] | Iterable[Item], label: str) -> Generator[Item]
         console=console,
         transient=True,
         disable=not console.is_terminal,
-    ) as progress:
-        yield from progress.track(items, description=label)
+    )

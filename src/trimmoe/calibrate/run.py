@@ -26,6 +26,7 @@ from trimmoe.calibrate.routing_stats import (
 )
 from trimmoe.calibrate.sampling import Classes
 from trimmoe.calibrate.settings import CalibrationSettings
+from trimmoe.calibrate.stand_ins import StandIns, fit_stand_ins
 from trimmoe.calibrate.steadiness import Steadiness, fit_steadiness, one_class
 from trimmoe.calibrate.text import text_hash, token_windows
 from trimmoe.calibrate.windows import Windows
@@ -52,9 +53,9 @@ def calibrate(
     The view must have been opened with all experts and its hash. `tokenizer` is called as those
     of transformers are. Hidden states (2 x N x tokens x d, 2 bytes each) are written to
     `work_dir`, which is kept, or to a temporary directory, which is not. All text goes through a
-    layer before the next one, three times (recording, echoes, what-ifs), so a streamed view reads
-    its experts three times. Raises `UserError` if the text is too short or the working directory
-    cannot be written or is too small.
+    layer before the next one, four times (recording, echoes, what-ifs, stand-ins), so a streamed
+    view reads its experts four times. Raises `UserError` if the text is too short or the working
+    directory cannot be written or is too small.
     """
     windows = _windows(view, tokenizer, texts, settings)
     layers = view.spec.layer_count
@@ -65,7 +66,7 @@ def calibrate(
                 windows,
                 importance=settings.importance,
                 least_agreement=settings.exit_agreement,
-                keep_attended=settings.steadiness_classes > 1,
+                keep_attended=settings.steadiness_classes > 1 or settings.stand_in_rank > 0,
                 folder=folder,
                 advance=advance,
             )
@@ -85,6 +86,10 @@ def calibrate(
             losses = measure_losses(view, recording, experiments, settings, advance)
         with phases.run("Centroids", layers) as advance:
             centroids = _centroids(recording, exits, settings, advance)
+        stand_ins: StandIns | None = None
+        if settings.stand_in_rank:
+            with phases.run("Stand-ins", layers) as advance:
+                stand_ins = fit_stand_ins(view, recording, settings, advance)
         with phases.run("Statistics", 1):
             measured = _Measured(
                 recording=recording,
@@ -93,6 +98,7 @@ def calibrate(
                 steadiness=steadiness,
                 losses=losses,
                 centroids=centroids,
+                stand_ins=stand_ins,
             )
             return _profile(view, settings, text_hash(texts), measured)
 
@@ -166,6 +172,7 @@ class _Measured:
     steadiness: Steadiness
     losses: Losses
     centroids: _Centroids
+    stand_ins: StandIns | None
 
 
 def _profile(
@@ -212,6 +219,7 @@ def _profile(
         **_fields(patterns),
         **_fields(execution),
         **_fields(measured.centroids),
+        **({} if measured.stand_ins is None else _fields(measured.stand_ins)),
     )
 
 

@@ -57,6 +57,9 @@ class CalibrationSettings:
     """Measurements after which a pair of experts may be judged by its own flips."""
     centroids: int = 64
     """C: centroids per layer."""
+    stand_in_rank: int = 16
+    """Directions of the linear map that stands in for an expert where a server guesses without it,
+    fewer where there are many experts; 0: nothing stands in."""
     max_patterns: int = 256
     """P: most activated sets in a layer's codebook."""
 
@@ -93,6 +96,7 @@ _AT_LEAST_NONE = (
     "drop_samples",
     "substitution_samples",
     "neighbour_layers",
+    "stand_in_rank",
     "seed",
 )
 

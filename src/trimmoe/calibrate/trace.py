@@ -25,7 +25,7 @@ from trimmoe.core.profile import Profile
 from trimmoe.core.specs import BoolArray, FloatArray, IntArray
 from trimmoe.core.trace import Trace, trace_header
 from trimmoe.models.base import EncoderDecoderView, MoEView
-from trimmoe.runtime.home import ROWS_AT_ONCE, Guess, home_pass
+from trimmoe.runtime.home import ROWS_AT_ONCE, Guess, StandIns, home_pass, stand_ins
 from trimmoe.runtime.observe import Observer
 from trimmoe.runtime.texts import batches
 
@@ -142,7 +142,8 @@ def trace_windows(
     trace = replace(trace, wrong=predicted != predicted[:, -1:])
     if hosts is None or isinstance(view, EncoderDecoderView):
         return trace
-    columns = [_at_home(view, windows, torch.from_numpy(held), advance) for held in hosts]
+    others = stand_ins(view, profile)
+    columns = [_at_home(view, windows, torch.from_numpy(held), others, advance) for held in hosts]
     return replace(
         trace,
         home_wrong=np.stack([tokens for tokens, _ in columns], axis=1) != predicted[:, -1:],
@@ -151,16 +152,17 @@ def trace_windows(
 
 
 def _at_home(
-    view: MoEView, windows: Windows, held: Tensor, advance: Advance
+    view: MoEView, windows: Windows, held: Tensor, others: StandIns | None, advance: Advance
 ) -> tuple[IntArray, FloatArray]:
-    """What a server guesses after each token with the experts `held` [N, E], and how sure it is,
-    [T] each."""
+    """What a server guesses after each token with the experts `held` [N, E] and what stands in for
+    the others, and how sure it is, [T] each."""
     made: list[Guess] = []
     rows, positions = windows.ids.tolist(), range(windows.length)
     for some in batches([windows.length] * windows.count, most_rows=ROWS_AT_ONCE):
         cache = view.new_cache(slots=len(some))
         batch = view.batch(cache, range(len(some)), [positions] * len(some))
-        made += home_pass(view, [rows[at] for at in some], batch, cache, held.to(view.device))
+        ids = [rows[at] for at in some]
+        made += home_pass(view, ids, batch, cache, held.to(view.device), others)
         advance(len(some) * windows.length * view.spec.layer_count)
     return np.array([one.token for one in made]), np.array([one.confidence for one in made])
 

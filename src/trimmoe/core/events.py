@@ -44,6 +44,9 @@ class TokensArrived:
     sequences: tuple[int, ...]
     draws: FloatArray
     """One uniform number in [0, 1) per token: all the randomness the engine uses, [n]."""
+    guessed: BoolArray | None = None
+    """Which set out on a guess, before those ahead of them have told what they spend: they may
+    spend what they are credited themselves and nothing that was left, [n]. None: no token does."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -106,10 +109,10 @@ class Receipt:
     """What a finished token leaves to the account of its sequence."""
 
     sequence: int
-    balance: float
-    """Credit that is left."""
     budget: float
+    """What it was credited."""
     loss: float
+    """What it spent."""
     delay_s: float
     exit_confidence: float | None
     """xi at its exit; None at full depth."""

@@ -5,7 +5,8 @@ changes. Every rate that a guarantee leans on is stored as an upper confidence b
 say which.
 
 Shapes: N MoE layers, E experts, k activated, d hidden, B steadiness classes, R slot ranks, G bins
-of a loss curve, P patterns (activated sets), C centroids, T grid of exit thresholds.
+of a loss curve, P patterns (activated sets), C centroids, T grid of exit thresholds, r directions
+of a stand-in.
 """
 
 from __future__ import annotations
@@ -174,6 +175,20 @@ class Profile:
     centroid_exit_layer: FloatArray
     """Average exit layer L_q (1..N) of the tokens of each centroid, [N, C]."""
 
+    # What stands in for an expert where a server guesses without it; None: nothing does, as in
+    # profiles from before there were any. Times its gate, an expert that reads x (the output of the
+    # norm) is taken to give x . read . give.
+    stand_in_read: NDArray[np.float16] | None = None
+    """[N, d, E, r]."""
+    stand_in_give: NDArray[np.float16] | None = None
+    """[N, E, r, d]."""
+
+    @property
+    def stand_in_bytes(self) -> int:
+        """What stand-ins take on every server, beside the dense part."""
+        parts = (self.stand_in_read, self.stand_in_give)
+        return sum(0 if part is None else part.nbytes for part in parts)
+
     @property
     def layer_count(self) -> int:
         return self.theta.shape[0]
@@ -249,6 +264,8 @@ class Profile:
     def _arrays(self) -> dict[str, np.ndarray]:
         arrays: dict[str, np.ndarray] = {}
         for name, value in _contents(self):
+            if value is None:
+                continue
             if isinstance(value, LossCurves):
                 arrays |= {f"{name}.{part}": array for part, array in _contents(value)}
             else:

@@ -20,8 +20,8 @@ import numpy as np
 
 from trimmoe.core.profile import LossCurves, slot_ranks
 from trimmoe.core.specs import BoolArray, FloatArray, IntArray
-from trimmoe.cost import kernels
-from trimmoe.cost.kernels import DROPPED, Actions, Batch, Menu
+from trimmoe.cost import enumerating, kernels
+from trimmoe.cost.enumerating import DROPPED, Actions, Batch, Menu
 from trimmoe.cost.model import Accounting, CostModel
 
 __all__ = ["DROPPED", "ActionSpace", "Candidates", "Levers", "take_columns"]
@@ -127,11 +127,12 @@ class ActionSpace:
         return np.where(held, loss[None], np.inf).min(-1)
 
     def served_locally(
-        self, layer: int, source: int, experts: IntArray, steadiness: IntArray
+        self, layer: int, source: int | IntArray, experts: IntArray, steadiness: IntArray
     ) -> FloatArray:
         """Least loss of running all slots of the activated sets [n, k] on their source, [n]."""
         rank = slot_ranks(experts.shape[1], self.substitution_loss.shape[2])
-        return self.local_loss[source, layer][steadiness[:, None], rank, experts].sum(-1)
+        here = np.broadcast_to(source, steadiness.shape)[:, None]
+        return self.local_loss[here, layer, steadiness[:, None], rank, experts].sum(-1)
 
     @cached_property
     def menu(self) -> Menu:
@@ -161,7 +162,7 @@ class ActionSpace:
     def candidates(
         self,
         layer: int,
-        source: int,
+        source: int | IntArray,
         destination: int | None,
         *,
         experts: IntArray,
@@ -169,35 +170,44 @@ class ActionSpace:
         importance: FloatArray,
         steadiness: IntArray,
     ) -> Candidates:
-        """Actions of n tokens that share a source server.
+        """Actions of n tokens on their source servers [n], or the one that they share.
 
         `destination` is kappa(l+1), or None under `migrate`, where each action chooses it.
         `experts`, `masses`: activated set and softmax masses [n, k], first expert first;
         `importance`, `steadiness` [n].
         """
         assert (destination is None) == (self.cost.accounting is Accounting.MIGRATE)
-        ends = np.full(experts.shape[0], source), np.full(experts.shape[0], destination or 0)
-        batch = as_batch(experts, masses, importance, steadiness, *ends)
+        here = np.broadcast_to(source, importance.shape)
+        there = here if destination is None else np.full(importance.shape, destination)
+        batch = as_batch(experts, masses, importance, steadiness, here, there)
         local = self.served_locally(layer, source, experts, steadiness)
         if destination is not None:
             return self._toward(layer, batch, local, first_at=None)
-        everywhere = []
-        for place in range(self.cost.server_count):
-            moved = batch._replace(destination=np.full(experts.shape[0], place))
-            everywhere.append(self._toward(layer, moved, local, first_at=place))
-        stays = self._toward(
-            layer, batch._replace(destination=batch.source), local, first_at=source
+        return _exact_first(self._everywhere(layer, batch, local), self.cost.server_count, here)
+
+    def _everywhere(self, layer: int, batch: Batch, local_loss: FloatArray) -> Candidates:
+        """`_toward` each of the servers in turn, [n, M x C]."""
+        servers, count = self.cost.server_count, batch.source.size
+        place = np.tile(np.arange(servers), count)
+        each = Batch._make(np.repeat(column, servers, axis=0) for column in batch)
+        actions = self._toward(
+            layer,
+            each._replace(destination=place),
+            np.repeat(local_loss, servers),
+            first_at=place,
         )
-        columns = stays.loss.shape[1]
-        executing = [_columns(part, slice(0, columns - 1)) for part in everywhere]
-        return _joined([_exact_first(executing), _columns(stays, slice(columns - 1, None))])
+        columns = {}
+        for name in _PER_ACTION:
+            array = getattr(actions, name)
+            columns[name] = array.reshape(count, servers * array.shape[1], *array.shape[2:])
+        return replace(actions, local_loss=local_loss, **columns)
 
     def _toward(
-        self, layer: int, batch: Batch, local_loss: FloatArray, *, first_at: int | None
+        self, layer: int, batch: Batch, local_loss: FloatArray, *, first_at: IntArray | None
     ) -> Candidates:
         """Actions whose result gathers at the batch's destination; the last column skips.
 
-        With `first_at`, the first slot must run there: under `migrate` that is what moves the
+        With `first_at` [n], the first slot must run there: under `migrate` that is what moves the
         token.
         """
         actions = self.enumerate(layer, batch, first_at=first_at)
@@ -215,7 +225,7 @@ class ActionSpace:
             skip_needs_transmission=self.levers.skip_needs_transmission,
         )
 
-    def enumerate(self, layer: int, batch: Batch, *, first_at: int | None = None) -> Actions:
+    def enumerate(self, layer: int, batch: Batch, *, first_at: IntArray | None = None) -> Actions:
         """Every action of n tokens that may be worth taking; column 0 exact, the last the skip."""
         count, slots = batch.experts.shape
         columns = 2 + slots * (self.menu.substitutes.shape[3] + 2)
@@ -225,8 +235,8 @@ class ActionSpace:
             np.empty((count, columns)),
             np.empty((count, columns)),
         )
-        first = np.full(count, -1 if first_at is None else first_at)
-        kernels.enumerate_actions(self.menu, layer, batch, first, actions)
+        first = np.full(count, -1) if first_at is None else np.ascontiguousarray(first_at)
+        enumerating.enumerate_actions(self.menu, layer, batch, first, actions)
         return actions
 
 
@@ -253,32 +263,19 @@ def as_batch(
     )
 
 
-def _exact_first(parts: list[Candidates]) -> Candidates:
-    """Join per-destination actions so that column 0 is the fastest exact one."""
-    joined = _joined(parts)
-    exact_columns = np.cumsum([0] + [part.delay_s.shape[1] for part in parts[:-1]])
-    fastest = exact_columns[joined.delay_s[:, exact_columns].argmin(1)]
-    rows = np.arange(fastest.size)
-    order = np.tile(np.arange(joined.delay_s.shape[1]), (fastest.size, 1))
-    order[rows, 0], order[rows, fastest] = fastest, 0
-    return take_columns(joined, order)
+def _exact_first(everywhere: Candidates, servers: int, here: IntArray) -> Candidates:
+    """The actions towards each server [n, M x C], the fastest exact one in column 0; of the skips,
+    which stay where the token is, that on its server `here` [n], last."""
+    index = np.arange(everywhere.loss.shape[1]).reshape(servers, -1)
+    exact, executing = index[:, 0], index[:, :-1].ravel()
+    rows = np.arange(here.size)
+    order = np.column_stack([np.tile(executing, (here.size, 1)), index[here, -1]])
+    fastest = everywhere.delay_s[:, exact].argmin(1)
+    order[rows, 0], order[rows, fastest * (index.shape[1] - 1)] = exact[fastest], exact[0]
+    return take_columns(everywhere, order)
 
 
 _PER_ACTION = ("slot_expert", "slot_server", "destination", "delay_s", "loss", "skips")
-
-
-def _joined(parts: list[Candidates]) -> Candidates:
-    columns = {
-        name: np.concatenate([getattr(part, name) for part in parts], axis=1)
-        for name in _PER_ACTION
-    }
-    return replace(parts[0], **columns)
-
-
-def _columns(candidates: Candidates, columns: slice) -> Candidates:
-    return replace(
-        candidates, **{name: getattr(candidates, name)[:, columns] for name in _PER_ACTION}
-    )
 
 
 def take_columns(candidates: Candidates, columns: IntArray) -> Candidates:

@@ -2,7 +2,7 @@
 
 `choose` is the decision of a batch, `arrival_values` one layer of the value tables; both weigh the
 same actions with the same step cost. `cost.values` and `policy.trim` wrap them. Shapes as in
-`cost.kernels`; W places, B steadiness classes, Q exit rows, V levels, P patterns.
+`cost.enumerating`; W places, Q exit rows, V levels, P patterns.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trimmoe.core.specs import FloatArray
-from trimmoe.cost.kernels import Actions, bare, make_room, njit, token_actions
+from trimmoe.cost.enumerating import Actions, make_room, token_actions
+from trimmoe.cost.kernels import bare, njit
 
 _HAIR = 1e-9
 """Of a level step, so that 3 * 0.1 counts as 0.3; a real shortfall is orders larger."""

@@ -1,8 +1,8 @@
-"""The inner loops of costs and actions, compiled: one implementation for every caller.
+"""The inner loops of costs, compiled: one implementation for every caller.
 
-Nothing here allocates per token or knows a class; `cost.model` and `cost.actions` wrap these with
-named arrays, `cost.deciding` chooses among what they list. Shapes: n tokens, k slots, M servers,
-N layers, E experts, R substitutes, B steadiness classes, G bins of a curve, C candidate actions.
+Nothing here allocates per token or knows a class; `cost.model` wraps these with named arrays,
+`cost.enumerating` lists actions with them and `cost.deciding` chooses among those. Shapes: n
+tokens, k slots, M servers, N layers, E experts, G bins of a curve.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from trimmoe.core.specs import BoolArray, FloatArray, IntArray
+from trimmoe.core.specs import FloatArray
 
 if TYPE_CHECKING:
 
@@ -27,9 +27,6 @@ else:
     # references to arrays in tuples, at every access, takes several times as long as the work.
     bare = numba.njit(cache=True, nogil=True, _nrt=False)
 
-DROPPED = -1
-_NOWHERE = -1
-
 
 class Links(NamedTuple):
     """What moving and computing costs; see `cost.model.CostModel`."""
@@ -40,66 +37,6 @@ class Links(NamedTuple):
     """Of work on a server, column, that comes from another, row, or its own, [M, M]."""
     expert_s: FloatArray
     """[M, N, E]."""
-
-
-class Menu(NamedTuple):
-    """What every slot may choose from; see `cost.actions.ActionSpace`."""
-
-    links: Links
-    hosts: BoolArray
-    """[M, N, E]."""
-    best_server: IntArray
-    """Host of least single-slot delay by layer, source, destination and expert, [N, M, M, E]."""
-    best_s: FloatArray
-    """Its delay, infinite without a host, [N, M, M, E]."""
-    substitutes: IntArray
-    """Least lossy first, -1 padded, [N, B, E, R]."""
-    substitution_loss: FloatArray
-    """[N, B, E, E]."""
-    local_loss: FloatArray
-    """Least loss of serving a target on a server, [M, N, B, E]."""
-    drop_edges: FloatArray
-    """[N, B, G]; the same for the other three."""
-    drop_upper: FloatArray
-    skip_edges: FloatArray
-    skip_upper: FloatArray
-    theta: FloatArray
-    """[N]."""
-    theta_drop: FloatArray
-    """[N]."""
-    drops: bool
-    """Whether single slots may be dropped."""
-    skips: bool
-
-
-class Batch(NamedTuple):
-    """n tokens in one layer."""
-
-    experts: IntArray
-    """[n, k]."""
-    masses: FloatArray
-    """[n, k]."""
-    importance: FloatArray
-    """[n]."""
-    steadiness: IntArray
-    """[n]."""
-    source: IntArray
-    """[n]."""
-    destination: IntArray
-    """[n]."""
-
-
-class Actions(NamedTuple):
-    """Room for the actions of n tokens, written by `enumerate_actions`."""
-
-    expert: IntArray
-    """[n, C, k]."""
-    server: IntArray
-    """[n, C, k]."""
-    delay_s: FloatArray
-    """[n, C]."""
-    loss: FloatArray
-    """[n, C]."""
 
 
 @bare
@@ -198,152 +135,3 @@ def curve_at(edges, upper, mass):
     """The step of a loss curve [G] that `mass` falls into, rounding the mass up."""
     last = edges.shape[0] - 1
     return upper[min(np.searchsorted(edges, mass), last)]
-
-
-@bare
-def _slot_options(menu, layer, tokens, i, source, destination, first_at, limit, room):
-    """Fill `room` with the choices of every slot: target, substitutes, nothing.
-
-    Choices that lose more than `limit` do not exist.
-    """
-    expert, server, delay, loss = room
-    experts, steady = tokens.experts[i], tokens.steadiness[i]
-    slots, stand_ins = experts.shape[0], menu.substitutes.shape[3]
-    last_rank = menu.substitution_loss.shape[2] - 1
-    for j in range(slots):
-        target = experts[j]
-        for o in range(1 + stand_ins):
-            runs = target if o == 0 else menu.substitutes[layer, steady, target, o - 1]
-            if o > 0 and runs >= 0:
-                for other in range(slots):
-                    if experts[other] == runs:
-                        runs = -1
-                        break
-            expert[j, o], loss[j, o], delay[j, o] = runs, 0.0, np.inf
-            server[j, o] = source
-            if runs < 0:
-                continue
-            if o > 0:
-                loss[j, o] = menu.substitution_loss[layer, steady, min(j, last_rank), target, runs]
-                if loss[j, o] > limit:
-                    continue
-            if j == 0 and first_at >= 0:
-                if menu.hosts[first_at, layer, runs]:
-                    server[j, o] = first_at
-                    path = menu.links.transfer_s[source, first_at]
-                    path += menu.links.waiting_s[source, first_at]
-                    path += menu.links.transfer_s[first_at, destination]
-                    delay[j, o] = path + menu.links.expert_s[first_at, layer, runs]
-            else:
-                server[j, o] = menu.best_server[layer, source, destination, runs]
-                delay[j, o] = menu.best_s[layer, source, destination, runs]
-        drop = 1 + stand_ins
-        expert[j, drop], server[j, drop] = -1, source
-        loss[j, drop], delay[j, drop] = 0.0, np.inf
-        mass = tokens.masses[i, j]
-        movable = not (j == 0 and first_at >= 0)
-        if menu.drops and slots > 1 and movable and mass <= menu.theta_drop[layer]:
-            edges = menu.drop_edges[layer, steady]
-            loss[j, drop] = curve_at(edges, menu.drop_upper[layer, steady], mass)
-            delay[j, drop] = 0.0 if loss[j, drop] <= limit else np.inf
-
-
-@bare
-def _under_cap(room, cap, at):
-    """Under a delay cap every slot takes its least lossy, then fastest, choice; -1 if none."""
-    _, _, delay, loss = room
-    slots, choices = delay.shape
-    for j in range(slots):
-        best = -1
-        for o in range(choices):
-            if not (delay[j, o] <= cap and delay[j, o] < np.inf):
-                continue
-            if best >= 0 and loss[j, o] > loss[j, best]:
-                continue
-            if best < 0 or loss[j, o] < loss[j, best] or delay[j, o] < delay[j, best]:
-                best = o
-        if best < 0:
-            return False
-        at[j] = best
-    return True
-
-
-@bare
-def _met_before(delay, j, o):
-    """Whether an earlier choice has the same delay, and so is the same cap."""
-    for slot in range(j + 1):
-        for choice in range(o if slot == j else delay.shape[1]):
-            if delay[slot, choice] == delay[j, o]:
-                return True
-    return False
-
-
-@bare
-def _write_action(menu, layer, source, destination, room, at, out, i, c):
-    """Action `c` of token `i` from the choices `at` [k]; returns whether it exists."""
-    expert, server, _, loss = room
-    total, runs, exact = 0.0, False, True
-    for j in range(at.shape[0]):
-        o = at[j]
-        out.expert[i, c, j], out.server[i, c, j] = expert[j, o], server[j, o]
-        runs = runs or expert[j, o] >= 0
-        exact = exact and o == 0
-        total += loss[j, o]
-    out.loss[i, c] = 0.0 if exact else total
-    if runs:
-        picked, places = out.expert[i, c], out.server[i, c]
-        out.delay_s[i, c] = slots_delay_s(menu.links, layer, source, destination, picked, places)
-    else:
-        out.delay_s[i, c] = np.inf
-    return runs
-
-
-@bare
-def token_actions(menu, layer, tokens, i, ends, first_at, limit, room, at, out, row):
-    """All actions of token `i` toward one destination into row `row`: exact, then per cap."""
-    source, destination = ends
-    _slot_options(menu, layer, tokens, i, source, destination, first_at, limit, room)
-    _, _, delay, _ = room
-    slots, choices = delay.shape
-    at[:] = 0
-    _write_action(menu, layer, source, destination, room, at, out, row, 0)
-    for j in range(slots):
-        if delay[j, 0] == np.inf:
-            out.delay_s[row, 0] = np.inf
-    c = 1
-    for j in range(slots):
-        for o in range(choices):
-            fresh = delay[j, o] < np.inf and not _met_before(delay, j, o)
-            if fresh and _under_cap(room, delay[j, o], at):
-                _write_action(menu, layer, source, destination, room, at, out, row, c)
-            else:
-                out.expert[row, c, :] = -1
-                out.server[row, c, :] = source
-                out.delay_s[row, c], out.loss[row, c] = np.inf, 0.0
-            c += 1
-    out.expert[row, c, :] = -1
-    out.server[row, c, :] = source
-    steady, importance = tokens.steadiness[i], tokens.importance[i]
-    edges = menu.skip_edges[layer, steady]
-    out.loss[row, c] = curve_at(edges, menu.skip_upper[layer, steady], importance)
-    admitted = menu.skips and importance <= menu.theta[layer]
-    out.delay_s[row, c] = menu.links.transfer_s[source, destination] if admitted else np.inf
-    return c
-
-
-@njit
-def make_room(menu, slots):
-    """Scratch for the choices of one token's slots."""
-    shape = (slots, menu.substitutes.shape[3] + 2)
-    whole = np.empty(shape, dtype=np.int64), np.empty(shape, dtype=np.int64)
-    return whole[0], whole[1], np.empty(shape), np.empty(shape)
-
-
-@njit
-def enumerate_actions(menu, layer, tokens, first_at, out):
-    """The actions of n tokens; the last column is the skip. `first_at` [n], -1: anywhere."""
-    count, slots = tokens.experts.shape
-    room, at = make_room(menu, slots), np.empty(slots, dtype=np.int64)
-    for i in range(count):
-        ends = tokens.source[i], tokens.destination[i]
-        token_actions(menu, layer, tokens, i, ends, first_at[i], np.inf, room, at, out, i)

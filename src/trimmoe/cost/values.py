@@ -18,7 +18,7 @@ import numpy as np
 
 from trimmoe.core.profile import Profile
 from trimmoe.core.specs import FloatArray, IntArray
-from trimmoe.cost import deciding, kernels
+from trimmoe.cost import deciding, enumerating
 from trimmoe.cost.actions import ActionSpace, Candidates, as_batch
 from trimmoe.cost.exits import ExitForecast
 from trimmoe.cost.lookahead import IMPORTANCE_DECILES, Weights, typical_tokens
@@ -218,7 +218,7 @@ def _arrivals(
 class _Typical:
     """The actions of a layer's typical tokens, classes outermost: [B * P * D, ...]."""
 
-    actions: kernels.Actions
+    actions: enumerating.Actions
     destination: IntArray
     local_loss: FloatArray
 
@@ -234,7 +234,7 @@ def _typical(
     tokens = {name: np.concatenate([kind[name] for kind in kinds]) for name in kinds[0]}
     if destination is None:
         menu = space.candidates(layer, source, None, **tokens)
-        whole = kernels.Actions(
+        whole = enumerating.Actions(
             np.ascontiguousarray(menu.slot_expert),
             np.ascontiguousarray(menu.slot_server),
             np.ascontiguousarray(menu.delay_s),

@@ -149,18 +149,17 @@ def checked(command: Trailed, agrees: Sequence[bool]) -> tuple[Ledger, ...]:
 def receipts(cost: CostModel, wave: Wave) -> tuple[Receipt, ...]:
     """What the tokens of a closed wave tell the accounts of their sequences, wherever those are."""
     exited = wave.layer < cost.layer_count
-    columns = (wave.allowance, wave.budget, wave.loss, wave.delay_s, wave.confidence)
+    columns = (wave.budget, wave.loss, wave.delay_s, wave.confidence)
     rows = zip(wave.sequences, *(column.tolist() for column in columns), strict=True)
     return tuple(
         Receipt(
             sequence=sequence,
-            balance=balance,
             budget=budget,
             loss=loss,
             delay_s=delay_s,
             exit_confidence=confidence if exited else None,
         )
-        for sequence, balance, budget, loss, delay_s, confidence in rows
+        for sequence, budget, loss, delay_s, confidence in rows
     )
 
 

@@ -27,14 +27,15 @@ class Account:
     balance: float = 0.0
     """Credit left by earlier tokens; always 0 under the even split."""
 
-    def left_with(self, balance: float) -> Account:
-        """The same account with another balance; every token asks for one."""
+    def settled(self, credited: float, spent: float) -> Account:
+        """The same account after a token; every one asks for it."""
         return Account(
             access=self.access,
             route=self.route,
             budget=self.budget,
             confidence=self.confidence,
-            balance=balance,
+            # A token may spend all there is, and rounding must not leave less than nothing.
+            balance=max(self.balance + credited - spent, 0.0),
         )
 
 

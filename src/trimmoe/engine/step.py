@@ -143,12 +143,16 @@ class Engine:
         needed = np.maximum(needed, np.minimum(needed + state.feedback.exit_raise, 1.0))
         if self.settings.drafts:
             needed = np.maximum(needed, self.exits.busy[route])
+        balance = np.array([account.balance for account in accounts])
+        if event.guessed is not None:
+            # What is left belongs to a token ahead, until that has told what it spends.
+            balance = np.where(event.guessed, 0.0, balance)
         wave = new_wave(
             event.sequences,
             accounts,
             draws=event.draws,
             server=first,
-            allowance=np.array([account.balance + account.budget for account in accounts]),
+            allowance=balance + np.array([account.budget for account in accounts]),
             confidence_needed=needed,
             loss_weight=state.feedback.weights_of(route),
             exit_loss=self.exits.charge(needed),
@@ -300,11 +304,11 @@ class Engine:
         if not receipts:
             return state
         state = self._grown(state)
-        keep = self.settings.budget_rule is BudgetRule.BUCKET
-        balances = {
-            each.sequence: state.accounts[each.sequence].left_with(each.balance if keep else 0.0)
-            for each in receipts
-        }
+        accounts = dict[int, Account]()
+        if self.settings.budget_rule is BudgetRule.BUCKET:
+            for each in receipts:
+                account = accounts.get(each.sequence, state.accounts[each.sequence])
+                accounts[each.sequence] = account.settled(each.budget, each.loss)
         budget = np.array([each.budget for each in receipts])
         loss = np.array([each.loss for each in receipts])
         exits = [each.exit_confidence for each in receipts if each.exit_confidence is not None]
@@ -317,4 +321,4 @@ class Engine:
             relative_delay=np.array([each.delay_s for each in receipts]) / exact_s,
             exit_confidence=np.array(exits),
         )
-        return replace(state.with_accounts(balances), feedback=feedback)
+        return replace(state.with_accounts(accounts), feedback=feedback)

@@ -223,7 +223,7 @@ def print_comparison(console: Console, content: dict[str, Any]) -> None:
     if not plain:
         return
     best = min(plain, key=lambda row: row["delay_per_token_ms"])
-    for ours in (row for row in rows if row["method"] in ("trimmoe", *_EARLY)):
+    for ours in (row for row in rows if row["method"] in (*_EARLY, "trimmoe", "guessing")):
         said = (
             f"{ours['title']} against {best['title']}: "
             f"delay {change(ours, best, 'delay_per_token_ms')}, "

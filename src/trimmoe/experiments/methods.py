@@ -33,6 +33,7 @@ from trimmoe.policy.settings import (
     PolicySettings,
     exact,
     final_exits,
+    guessing,
     lossless,
     paper,
     speculative,
@@ -128,6 +129,7 @@ METHODS = {
     "trimmoe": Method(title="TrimMoE", settings=trimmoe),
     "lossless": Method(title="lossless (drafts)", settings=lossless),
     "speculative": Method(title="speculative", settings=speculative),
+    "guessing": Method(title="guess + trim", settings=guessing),
     "final-exits": Method(title="with final exits", settings=final_exits),
     "no-skip": Method(title="without skips", settings=_without(skip=False, drop_slots=False)),
     "no-exit": Method(title="without exits", settings=_without(exit=False)),
@@ -190,7 +192,7 @@ def plan_for(method: Method, plan: Plan, profile: Profile, model: ModelSpec) -> 
 def seeded_plan(method: Method, plan: Plan, profile: Profile, model: ModelSpec) -> Plan | None:
     """The seed plan of a method with its own routes; None where it cannot serve the model."""
     assert method.seed is not None
-    planner = make_planner(profile, model, plan.cluster, PlanSettings())
+    planner = make_planner(profile, model, plan.cluster, PlanSettings(), guesses=False)
     seed = seed_plan(method.seed, planner)
     if seed is None:
         return None

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import sysconfig
 from collections.abc import Iterable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Literal
 
@@ -28,11 +29,15 @@ def sample_text(part: Part) -> str:
     return "\n\n".join(paragraph for paragraph in _paragraphs(part) if paragraph not in known)
 
 
-def _paragraphs(part: Part) -> list[str]:
-    """One part's paragraphs, lines joined; some chapters repeat others', each counts once."""
+@cache
+def _paragraphs(part: Part) -> tuple[str, ...]:
+    """One part's paragraphs, lines joined; some chapters repeat others', each counts once.
+
+    Kept, for parsing the whole library takes seconds.
+    """
     texts = [*_split(_chapters(), part), *_split(_module_texts(), part)]
     found = (paragraph for text in texts for paragraph in text.split("\n\n"))
-    return list(dict.fromkeys(" ".join(p.split()) for p in found if _is_prose(p)))
+    return tuple(dict.fromkeys(" ".join(p.split()) for p in found if _is_prose(p)))
 
 
 def _split(texts: Iterable[str], part: Part) -> Iterator[str]:

@@ -21,7 +21,9 @@ from trimmoe.runtime.launch.raylet import DEFAULT_PORT
 from trimmoe.runtime.launch.several import cluster_token, own_address, serve_head, serve_join
 
 Say = Callable[[str], None]
-POLICIES = ("trimmoe", "lossless", "speculative", "final-exits", "substitute-only", "exact")
+POLICIES = (
+    "trimmoe", "guessing", "lossless", "speculative", "final-exits", "substitute-only", "exact",
+)  # fmt: skip
 """Those of `methods` that are a policy on any plan; `paper` moves tokens without their KV cache,
 which no real servers can do."""
 

@@ -229,9 +229,17 @@ def make_plan(
 
 
 def make_planner(
-    profile: Profile, model: ModelSpec, cluster: ClusterSpec, settings: PlanSettings
+    profile: Profile,
+    model: ModelSpec,
+    cluster: ClusterSpec,
+    settings: PlanSettings,
+    *,
+    guesses: bool = True,
 ) -> Planner:
-    """A planner without load under pinned accounting; raises `UserError` like `make_plan`."""
+    """A planner without load under pinned accounting; raises `UserError` like `make_plan`.
+
+    If servers are to have what stands in for experts in `guesses`, that has its place beside the
+    dense part."""
     for name, least in (("groups", 1), ("kv_reserve_bytes", 0), ("rounds", 1)):
         value = getattr(settings, name)
         if value is not None and value < least:
@@ -241,7 +249,8 @@ def make_planner(
             f"The {settings.seed_plan} seed has no stages to route along; choose routes `best` or "
             "`home`, or a pipeline seed."
         )
-    capacity = expert_capacity_bytes(cluster, model, kv_reserve_bytes=settings.kv_reserve_bytes)
+    kept = settings.kv_reserve_bytes + (profile.stand_in_bytes if guesses else 0)
+    capacity = expert_capacity_bytes(cluster, model, kv_reserve_bytes=kept)
     return Planner(
         profile=profile,
         model=model,

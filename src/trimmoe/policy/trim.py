@@ -62,7 +62,7 @@ class TrimPolicy:
     def _groups(self, observation: Observation) -> dict[tuple[float, Place | None], IntArray]:
         """Rows that are decided together."""
         rounded = np.rint(observation.loss_weight / WEIGHT_GRID) * WEIGHT_GRID
-        if self.tables is not None and not self._migrates:
+        if self.tables is not None:
             return {(w, None): np.flatnonzero(rounded == w) for w in np.unique(rounded).tolist()}
         groups: dict[tuple[float, Place | None], list[int]] = {}
         for row, weight in enumerate(rounded.tolist()):
@@ -81,15 +81,19 @@ class TrimPolicy:
     def _decide_together(
         self, weight: float, place: Place | None, rows: IntArray, observation: Observation
     ) -> Decision:
-        """The actions of tokens under one loss weight, and at one place if it is named."""
-        if place is None:
+        """The actions of tokens under one loss weight, and at one place if it is named, as it is
+        for the literal recursion."""
+        layer = observation.layer
+        source, destination = observation.server[rows], None
+        if place is not None:
+            source, destination = place.source(layer), place.destination(layer)
+        elif not self._migrates:
             assert self.tables is not None
             return self._decide_at_once(self.tables, weight, rows, observation)
-        layer = observation.layer
         menu = self.lookahead.space.candidates(
             layer,
-            place.source(layer),
-            place.destination(layer),
+            source,
+            destination,
             experts=observation.experts[rows],
             masses=observation.masses[rows],
             importance=observation.importance[rows],
@@ -157,7 +161,7 @@ class TrimPolicy:
     def _cost(
         self,
         weight: float,
-        place: Place,
+        place: Place | None,
         menu: Candidates,
         rows: IntArray,
         observation: Observation,
@@ -174,6 +178,7 @@ class TrimPolicy:
                 self.tables.of(weight), menu, rows, observation, patterns, left
             )
         elif self.horizon is not None and self.horizon > 1 and allowed.sum() > rows.size:
+            assert place is not None
             cost = cost + lookahead.after(
                 observation.layer,
                 place,

@@ -16,7 +16,7 @@ from trimmoe.core.ledger import Ledger
 from trimmoe.engine.guesses import Lead, guess_times_s
 from trimmoe.engine.step import Engine
 from trimmoe.models.base import EncoderDecoderView, MoEView
-from trimmoe.runtime.home import ROWS_AT_ONCE, Guess, guessed, home_states
+from trimmoe.runtime.home import ROWS_AT_ONCE, Guess, guessed, home_states, stand_ins
 from trimmoe.runtime.texts import batches
 
 
@@ -29,6 +29,8 @@ class _Stream:
     lead: Lead
     length: int = 0
     """Tokens that its cache holds."""
+    led: bool = False
+    """Whether the next token sets out on a guess."""
 
 
 class Guesser:
@@ -46,6 +48,7 @@ class Guesser:
         """Those of them where full depth predicted the same."""
         self._view, self._settings = view, engine.settings
         self._held = torch.from_numpy(engine.hosts).to(view.device)
+        self._stands_in = stand_ins(view, engine.profile)
         self._guess_s = guess_times_s(engine.cost, view.spec.top_k)
         self._cache = view.new_cache(slots=slots)
         self._streams: dict[int, _Stream] = {}
@@ -78,15 +81,24 @@ class Guesser:
             made |= {sequence: [next(guesses) for _ in tokens[sequence]] for sequence in some}
         return made
 
+    def is_sure(self, guess: Guess) -> bool:
+        """Whether it is probable enough for something to set out on it."""
+        return guess.confidence >= self._settings.guess_confidence
+
+    def led(self, sequence: int) -> bool:
+        """Whether a sequence's next token sets out on a guess, by what was booked last."""
+        return self._streams[sequence].led
+
     def booked(self, sequence: int, guess: Guess, prediction: int, whole: Ledger) -> Ledger:
         """The ledger of a sequence's next token, which took `whole` by itself, where this was
         guessed of it and that is what full depth predicts."""
-        is_sure = guess.confidence >= self._settings.guess_confidence
+        is_sure = self.is_sure(guess)
         is_right = guess.token == prediction
         self.guessed += is_sure
         self.right += is_sure and is_right
-        lead = self._streams[sequence].lead
-        return lead.after(whole.delay_s, guessed=is_sure, right=is_right).booked(whole)
+        stream = self._streams[sequence]
+        stream.led = is_sure and is_right
+        return stream.lead.after(whole.delay_s, guessed=is_sure, right=is_right).booked(whole)
 
     def _together(self, tokens: Mapping[int, Sequence[int]]) -> list[list[int]]:
         """Sequences that pass the layers together."""
@@ -109,7 +121,7 @@ class Guesser:
         batch = self._view.batch(self._cache, [stream.slot for stream in streams], positions)
         access = torch.tensor([stream.access for stream in streams], device=self._held.device)
         held = self._held[access[batch.groups]]
-        states = home_states(self._view, rows, batch, self._cache, held)
+        states = home_states(self._view, rows, batch, self._cache, held, self._stands_in)
         for stream, row in zip(streams, rows, strict=True):
             stream.length += len(row)
         return states

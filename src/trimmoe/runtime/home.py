@@ -1,20 +1,24 @@
 """The model as far as one server has it: every layer, with those experts that it holds.
 
 Attention, routers and shared experts are on every server. Of the experts that a token activates
-those that are elsewhere add nothing; the gates of the others stay as they are. What comes out at
-the head is the server's own guess of the next token, made without a message to anybody. Its keys
-and values are not those of full depth, so it has a cache of its own.
+those that are elsewhere are stood in for by linear maps of low rank that calibration found, times
+their own gates; the gates of the others stay as they are. Other experts in their place, or larger
+gates for the others, make guesses worse on the embedded model, whose experts have nothing in
+common. What comes out at the head is the server's own guess of the next token, made without a
+message to anybody. Its keys and values are not those of full depth, so it has a cache of its own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from trimmoe.models.base import DROPPED, MoEView, TokenBatch
+from trimmoe.core.profile import Profile
+from trimmoe.models.base import DROPPED, MoEView, Routing, TokenBatch
 from trimmoe.models.cache import KVCache
 
 ROWS_AT_ONCE = 4096
@@ -39,12 +43,48 @@ def held_here(view: MoEView) -> Tensor:
     return held.to(view.device)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StandIns:
+    """Linear maps of low rank in the place of experts that are not at hand."""
+
+    read: Tensor
+    """[N, d, E * r]."""
+    give: Tensor
+    """[N, E * r, d]."""
+
+    def add(self, layer: int, routing: Routing, here: Tensor) -> Tensor:
+        """What those of the activated experts that are not `here`, bool [n, k], are taken to add,
+        [n, d]."""
+        gates = torch.where(here, 0.0, routing.gates)
+        of_all = torch.zeros_like(routing.probabilities).scatter_(1, routing.experts, gates)
+        inner = (routing.normed @ self.read[layer]).unflatten(1, (of_all.shape[1], -1))
+        return (inner * of_all.to(inner.dtype).unsqueeze(2)).flatten(1) @ self.give[layer]
+
+
+def stand_ins(view: MoEView, profile: Profile) -> StandIns | None:
+    """What a profile has of them, for a view of its model."""
+    if profile.stand_in_read is None or profile.stand_in_give is None:
+        return None
+    read, give = (
+        torch.from_numpy(part).to(device=view.device, dtype=view.dtype)
+        for part in (profile.stand_in_read, profile.stand_in_give)
+    )
+    return StandIns(read=read.flatten(2), give=give.flatten(1, 2))
+
+
 def home_layer(
-    view: MoEView, layer: int, hidden: Tensor, batch: TokenBatch, cache: KVCache, held: Tensor
+    view: MoEView,
+    layer: int,
+    hidden: Tensor,
+    batch: TokenBatch,
+    cache: KVCache,
+    held: Tensor,
+    stands_in: StandIns | None = None,
 ) -> Tensor:
     """One layer with the experts `held` there, [B, T, d] to [B, T, d].
 
-    `held` is bool [E], or [n, E] where the batch's tokens, packed, are on several servers.
+    `held` is bool [E], or [n, E] where the batch's tokens, packed, are on several servers. Without
+    anything that `stands_in` for them, experts that are elsewhere add nothing.
     """
     groups = None if batch.shape[1] == 1 else batch.groups
     flat = batch.pack(view.attend(layer, hidden, batch, cache))
@@ -55,6 +95,9 @@ def home_layer(
     if bool(here.any()):
         experts = torch.where(here, routing.experts, DROPPED)
         routed = view.experts(layer, flat, experts, routing.gates, normed=routing.normed)
+    if stands_in is not None and not bool(here.all()):
+        rest = stands_in.add(layer, routing, here)
+        routed = rest if routed is None else routed + rest
     return batch.unpack(view.finish(layer, flat, shared, routed))
 
 
@@ -65,6 +108,7 @@ def home_states(
     batch: TokenBatch,
     cache: KVCache,
     held: Tensor,
+    stands_in: StandIns | None = None,
 ) -> Tensor:
     """What `logits` takes after each token of a batch, packed [n, d].
 
@@ -73,7 +117,7 @@ def home_states(
     """
     hidden = view.embed(batch.pad(token_ids), batch)
     for layer in range(view.spec.layer_count):
-        hidden = home_layer(view, layer, hidden, batch, cache, held[..., layer, :])
+        hidden = home_layer(view, layer, hidden, batch, cache, held[..., layer, :], stands_in)
     return batch.pack(view.tail(hidden, batch, cache))
 
 
@@ -93,6 +137,7 @@ def home_pass(
     batch: TokenBatch,
     cache: KVCache,
     held: Tensor,
+    stands_in: StandIns | None = None,
 ) -> list[Guess]:
     """What is taken to follow each of the n packed tokens of a batch; else as `home_states`."""
-    return guessed(view, home_states(view, token_ids, batch, cache, held))
+    return guessed(view, home_states(view, token_ids, batch, cache, held, stands_in))

@@ -178,7 +178,12 @@ class Layerwise:
     def _books_of_step(self, step: int, guess: _Guess) -> None:
         """Open a step's books, as far as is known, and close them again."""
         texts = self._steps[step]
-        arrived = TokensArrived(wave=WAVE, sequences=texts, draws=self._drawn(step))
+        arrived = TokensArrived(
+            wave=WAVE,
+            sequences=texts,
+            draws=self._drawn(step),
+            guessed=np.array([self._led(text, step) for text in texts]),
+        )
         state, _ = self._engine.step(guess.state, arrived)
         exported = TokensExported(wave=WAVE, rows=np.arange(len(texts)))
         state, (depart,) = self._engine.step(state, exported)
@@ -197,6 +202,22 @@ class Layerwise:
                 guess.waves.append(depart.tokens.take(np.array([row])))
             guess.behind[text] = behind + 1
         guess.state = self._settled(state, step)
+
+    def _led(self, text: int, step: int) -> bool:
+        """Whether a token sets out on its server's guess of it; where nobody knows yet what full
+        depth says, guesses are taken to be right."""
+        if (guesser := self.driver.guesser) is None or step == self._first[text]:
+            return False
+        if step <= self._frontier:
+            return guesser.led(text)
+        before, guess = self._tokens.get((text, step - 1)), self._at_home(text, step - 1)
+        if not guesser.is_sure(guess):
+            return False
+        return before is None or guess.token == before.recording.prediction[before.row]
+
+    def _at_home(self, text: int, step: int) -> Guess:
+        """What a text's server guesses of the token of a step."""
+        return self._guessed[text][step - self._first[text]]
 
     def _stale(self, text: int, step: int) -> None:
         """A token is to run again, and with it all that attend to it."""
@@ -255,7 +276,7 @@ class Layerwise:
             drafts = self._engine.settings.drafts
             shown = int((recording.at_end if drafts else recording.prediction)[row])
             if self.driver.guesser is not None:
-                at_home = self._guessed[text][step - self._first[text]]
+                at_home = self._at_home(text, step)
                 ledger = self.driver.guesser.booked(text, at_home, shown, ledger)
             done.append(
                 Scored(

@@ -138,6 +138,10 @@ class LocalDriver:
         """Cache slot of an open sequence, and the position of its next token."""
         return self._slot_of[sequence], self._length_of[sequence]
 
+    def led(self, sequence: int) -> bool:
+        """Whether the next token of a sequence sets out on a guess."""
+        return self.guesser is not None and self.guesser.led(sequence)
+
     def draws(self, count: int) -> FloatArray:
         """The randomness of the next step, one number per token, [count]."""
         return self._draws.random(count)
@@ -155,8 +159,13 @@ class LocalDriver:
                 list(tokens.values()),
             ),
         )
-        draws = self.draws(len(sequences))
-        pending = list(self._tell(TokensArrived(wave=WAVE, sequences=sequences, draws=draws)))
+        arrived = TokensArrived(
+            wave=WAVE,
+            sequences=sequences,
+            draws=self.draws(len(sequences)),
+            guessed=np.array([self.led(sequence) for sequence in sequences]),
+        )
+        pending = list(self._tell(arrived))
         while pending:
             pending.extend(self._obey(pending.pop(0), step))
         for sequence in sequences:

@@ -211,33 +211,45 @@ class Ahead:
             self._tell(states, access, SequenceClosed(sequence=request))
 
     def decide(
-        self, requests: IntArray, numbers: IntArray, tokens: IntArray, last: BoolArray
+        self,
+        requests: IntArray,
+        numbers: IntArray,
+        tokens: IntArray,
+        before: IntArray,
+        last: BoolArray,
     ) -> Itinerary:
-        """The next token of each of these requests [n]: their `numbers`-th, `tokens` in the trace;
-        of some it is the `last`.
+        """The next token of each of these requests [n]: their `numbers`-th, `tokens` in the trace
+        after those `before`; of some it is the `last`.
 
         Afterwards the next ones may be decided."""
         draws = uniform(self.seed, requests, numbers)
         access = np.array([self._access[request] for request in requests.tolist()])
+        settings, guessed = self.engine.settings, np.zeros(requests.size, dtype=bool)
+        if settings.guesses:
+            # Nobody guesses the first one.
+            guessed = (numbers > 0) & self._guesses(before, access)[1]
         groups = [np.flatnonzero(access == one) for one in np.unique(access)]
         waves = []
         for rows in groups:
             state = self.ahead[access[rows[0]]]
             sequences = tuple(requests[rows].tolist())
-            waves.append(self._departed(state, sequences, draws[rows]))
+            waves.append(self._departed(state, sequences, draws[rows], guessed[rows]))
         order = np.concatenate(groups)
         state = EngineState(feedback=self.ahead[0].feedback)
         wave = join_waves(waves)
         journey = travel(self.engine, state, wave, self.feed, tokens[order], last[order])
         journey = journey.reordered(np.argsort(order))
-        if self.engine.settings.guesses:
+        if settings.guesses:
             # Nobody waits for what the last one would predict.
-            least = self.engine.settings.guess_confidence
-            guessed, right = self.feed.guesses(tokens, access, least)
-            journey.guess[:] = np.where(right, RIGHT, np.where(guessed, WRONG, UNSURE))
+            made, right = self._guesses(tokens, access)
+            journey.guess[:] = np.where(right, RIGHT, np.where(made, WRONG, UNSURE))
             journey.guess[last] = NONE
         self._settle(self.ahead, journey.receipts, learns=False)
         return journey
+
+    def _guesses(self, tokens: IntArray, access: IntArray) -> tuple[BoolArray, BoolArray]:
+        """Whether what `tokens` predict is guessed, and rightly, [n] each."""
+        return self.feed.guesses(tokens, access, self.engine.settings.guess_confidence)
 
     def prefill(self, requests: IntArray, access: IntArray, tokens: IntArray) -> Itinerary:
         """Prompt tokens [n], which run exactly: without budget, without exit."""
@@ -245,14 +257,21 @@ class Ahead:
         for request, server in dict(zip(requests.tolist(), access.tolist(), strict=True)).items():
             opened = SequenceOpened(sequence=request, access=server, budget=0.0, confidence=_NEVER)
             state, _ = self.engine.step(state, opened)
-        wave = self._departed(state, tuple(requests.tolist()), np.ones(tokens.size))
+        draws, nothing = np.ones(tokens.size), np.zeros(tokens.size, dtype=bool)
+        wave = self._departed(state, tuple(requests.tolist()), draws, nothing)
         elsewhere = EngineState(feedback=state.feedback)
-        nothing_exits = np.zeros(tokens.size, dtype=bool)
-        return travel(self.engine, elsewhere, wave, self.feed, tokens, nothing_exits)
+        return travel(self.engine, elsewhere, wave, self.feed, tokens, nothing)
 
-    def _departed(self, state: EngineState, sequences: tuple[int, ...], draws: FloatArray) -> Wave:
-        """The next tokens of these sequences, on their way; the state is not kept."""
-        arrived = TokensArrived(wave=ENTERING, sequences=sequences, draws=draws)
+    def _departed(
+        self,
+        state: EngineState,
+        sequences: tuple[int, ...],
+        draws: FloatArray,
+        guessed: BoolArray,
+    ) -> Wave:
+        """The next tokens of these sequences, on their way, some of them on guesses; the state is
+        not kept."""
+        arrived = TokensArrived(wave=ENTERING, sequences=sequences, draws=draws, guessed=guessed)
         state, (attend,) = self.engine.step(state, arrived)
         assert isinstance(attend, Attend)
         exported = TokensExported(wave=ENTERING, rows=attend.rows)

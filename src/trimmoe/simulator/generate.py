@@ -117,7 +117,7 @@ def generate_trace(
     drawn = draw_tokens(model, parameters, sequences * length, seed, structure_seed)
     masses = drawn.masses.astype(np.float32)
     rng = np.random.default_rng([seed, 3])
-    home_wrong, home_confidence = _home_passes(parameters, sequences * length, seed)
+    home_wrong, home_confidence = home_passes(parameters, sequences * length, seed)
     settings = {"generator": asdict(parameters), "structure_seed": structure_seed}
     hashes = {"model": model.model_hash, "profile": profile_hash}
     return Trace(
@@ -266,7 +266,7 @@ def _foreseen(
     return np.where(rng.random(shape) < parameters.exit_foresight, exit_layer[:, None], others)
 
 
-def _home_passes(
+def home_passes(
     parameters: Parameters, count: int, seed: int
 ) -> tuple[BoolArray, NDArray[np.float16]]:
     """Whether guesses of any server are wrong and how sure it is, [T, 1] each."""

@@ -12,6 +12,7 @@ from trimmoe.simulator.guessing import guessing, led, through
 from trimmoe.simulator.heap import inlined, njit, pop, push
 from trimmoe.simulator.layers import fan_out, gather, part, size
 from trimmoe.simulator.links import send
+from trimmoe.simulator.references import refer
 from trimmoe.simulator.service import enter, free, is_dense, quick, ready, serve, take, wake
 from trimmoe.simulator.turns import (
     drafted,
@@ -70,6 +71,7 @@ TIME_UP, STARVED, NEEDS_ROOM, NEEDS_REQUESTS, LOG_FULL = range(5)
 @njit
 def run_until(world, rows, asked, state, end_s):
     """Handle all events before `end_s`, unless something is missing; says why it stopped."""
+    world, rows, asked, state = refer(world), refer(rows), refer(asked), refer(state)
     servers = world.delay_s.shape[0]
     numbers = state.numbers
     while True:

@@ -65,7 +65,10 @@ def replay(
     for position in range(trace.length):
         tokens = np.arange(trace.sequence_count) * trace.length + position
         drawn = draws.random(len(sequences))
-        event: Event = TokensArrived(wave=WAVE, sequences=sequences, draws=drawn)
+        led = np.zeros(len(sequences), dtype=bool)
+        if engine.settings.guesses and position:
+            led = feed.guesses(tokens - 1, access, engine.settings.guess_confidence)[1]
+        event: Event = TokensArrived(wave=WAVE, sequences=sequences, draws=drawn, guessed=led)
         depth = np.zeros(len(sequences), dtype=np.int64)
         pending: list[Event] = [event]
         probed: set[int] = set()

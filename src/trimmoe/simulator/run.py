@@ -337,11 +337,10 @@ class _Run:
             if not (urgent or wanting.size > _WIDE_SHARE * requests.size):
                 return
             numbers = table.decided[wanting]
-            tokens = table.tokens(
-                wanting, table.requests.prompt[wanting] + numbers, self.trace.length
-            )
+            at, length = table.requests.prompt[wanting] + numbers, self.trace.length
+            tokens, before = (table.tokens(wanting, one, length) for one in (at, at - 1))
             last = numbers + 1 == decoded[wanting]
-            journey = self.decider.decide(wanting, numbers, tokens, last)
+            journey = self.decider.decide(wanting, numbers, tokens, before, last)
             for request, row in zip(
                 wanting.tolist(), self.pool.add(journey, decoded=True).tolist(), strict=True
             ):

@@ -198,9 +198,10 @@ class Answers:
         """Predict what follows a token."""
         first = attempt.pending.unconfirmed
         attempt.position, attempt.unfed = token.position + 1, None
+        guessed = False
         if attempt.lead is not None and first is not None:
             # What is guessed is awaited nevertheless.
-            attempt.position = first
+            attempt.position, guessed = first, True
         attempt.fed = token.position if first is None else first - 1
         self._room.arrive(
             Arrival(
@@ -208,6 +209,7 @@ class Answers:
                 position=token.position,
                 token=token.token,
                 epoch=attempt.epoch,
+                guessed=guessed,
             )
         )
 

@@ -41,8 +41,9 @@ from trimmoe.runtime.counters import ExpertCounter
 from trimmoe.runtime.node.completion import completed, trailed
 from trimmoe.runtime.node.execution import run_and_ship
 from trimmoe.runtime.node.homes import Guessed, Homes, Reading
-from trimmoe.runtime.node.messages import Parcel, Rows, Start
+from trimmoe.runtime.node.messages import Parcel, Start
 from trimmoe.runtime.node.pace import Pace
+from trimmoe.runtime.node.rows import Rows
 from trimmoe.runtime.node.shipping import Cargo, Split
 from trimmoe.runtime.node.units import Unit, boarded, epochs_of
 from trimmoe.runtime.observe import Observer
@@ -74,6 +75,8 @@ class Arrival:
     token: int
     epoch: int = 0
     """How often tokens of the sequence were withdrawn."""
+    guessed: bool = False
+    """Whether this server guessed it and that is not confirmed."""
 
     @property
     def sequences(self) -> tuple[int, ...]:
@@ -110,7 +113,7 @@ class Executor:
         self.send: Callable[[list[Parcel]], None] | None = None
         """Sends what can leave before its batch is through; without it nothing does."""
         self.cache = view.new_cache(slots=slots)
-        self.homes = Homes.of(view, slots)
+        self.homes = Homes.of(view, slots, profile if engine.settings.guesses else None)
         self.engines = [engine]
         self.state = engine.start()
         self.log: list[LogEntry] | None = [] if log_events else None
@@ -174,8 +177,13 @@ class Executor:
             return Outcome()
         wave = self._new_wave()
         sequences = tuple(one.sequence for one in going)
-        draws = self._draws.random(len(going))
-        self.tell(TokensArrived(wave=wave, sequences=sequences, draws=draws))
+        arrived = TokensArrived(
+            wave=wave,
+            sequences=sequences,
+            draws=self._draws.random(len(going)),
+            guessed=np.array([one.guessed for one in going]),
+        )
+        self.tell(arrived)
         tokens = self.departed(wave, np.arange(len(going)))
         parcels = []
         for first in np.unique(tokens.server).tolist():

@@ -21,10 +21,10 @@ from trimmoe.runtime.node.messages import (
     Partial,
     Prompt,
     Propagate,
-    Rows,
     Start,
 )
 from trimmoe.runtime.node.passengers import MalformedPassengers, unpack_wave
+from trimmoe.runtime.node.rows import Rows
 from trimmoe.runtime.node.scheduler import Scheduler, Step, Work
 from trimmoe.runtime.node.sequences import Seat, Seats
 from trimmoe.runtime.node.units import OWN_RAW, Gather, Part, Unit

@@ -38,7 +38,9 @@ def guess(worker: Executor, layer: int, readings: Sequence[Reading]) -> Outcome:
     hidden, layers = _entering(worker, going, batch), homes.view.spec.layer_count
     rows = sum(len(one.tokens) for one in going)
     while layer < layers:
-        hidden = home_layer(homes.view, layer, hidden, batch, homes.cache, homes.held[layer])
+        hidden = home_layer(
+            homes.view, layer, hidden, batch, homes.cache, homes.held[layer], homes.stands_in
+        )
         worker.pace.guess(rows)
         layer += 1
         if time.perf_counter() - began_s >= SLICE_S:

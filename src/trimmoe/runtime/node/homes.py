@@ -12,9 +12,10 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from trimmoe.core.profile import Profile
 from trimmoe.models.base import MoEView
 from trimmoe.models.cache import KVCache
-from trimmoe.runtime.home import held_here
+from trimmoe.runtime.home import StandIns, held_here, stand_ins
 from trimmoe.runtime.sampling import Sampling
 
 
@@ -81,13 +82,16 @@ class Homes:
     slots: int
     held: Tensor
     """Experts at hand, bool [N, E]."""
+    stands_in: StandIns | None
+    """For the others."""
     _cache: KVCache | None = None
     _slot_of: dict[int, int] = field(default_factory=dict)
 
     @staticmethod
-    def of(view: MoEView, slots: int) -> Homes:
-        """With room for so many sequences."""
-        return Homes(view=view, slots=slots, held=held_here(view))
+    def of(view: MoEView, slots: int, profile: Profile | None) -> Homes:
+        """With room for so many sequences, and what the profile has for experts elsewhere."""
+        others = None if profile is None else stand_ins(view, profile)
+        return Homes(view=view, slots=slots, held=held_here(view), stands_in=others)
 
     @property
     def cache(self) -> KVCache:

@@ -172,7 +172,6 @@ def unpack_charge(
 def pack_receipt(receipt: Receipt) -> ReceiptSpec:
     """A receipt; its sequence is named by the token it belongs to."""
     return ReceiptSpec(
-        balance=receipt.balance,
         budget=receipt.budget,
         loss=receipt.loss,
         delay_s=receipt.delay_s,
@@ -184,7 +183,6 @@ def unpack_receipt(packed: ReceiptSpec, sequence: int) -> Receipt:
     """The receipt of a token of `sequence`."""
     return Receipt(
         sequence=sequence,
-        balance=packed.balance,
         budget=packed.budget,
         loss=packed.loss,
         delay_s=packed.delay_s,

@@ -17,7 +17,8 @@ from torch import Tensor
 from trimmoe.core.specs import BoolArray, IntArray
 from trimmoe.core.wave import Wave
 from trimmoe.models.base import DROPPED
-from trimmoe.runtime.node.messages import Dispatch, Onward, Parcel, Rows
+from trimmoe.runtime.node.messages import Dispatch, Onward, Parcel
+from trimmoe.runtime.node.rows import Rows
 from trimmoe.runtime.node.units import Unit, epochs_of
 
 

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from trimmoe.core.specs import FloatArray
 from trimmoe.core.wave import Wave, join_waves
-from trimmoe.runtime.node.messages import NO_TOKEN, Rows, UnitName
+from trimmoe.runtime.node.messages import NO_TOKEN
+from trimmoe.runtime.node.rows import Rows, UnitName
 from trimmoe.runtime.node.sequences import Seat
 
 if TYPE_CHECKING:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import math
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from statistics import median
 from types import TracebackType
 
@@ -24,7 +23,6 @@ from trimmoe.runtime.wire.base import (
     PeerDown,
     PeerUnreachable,
     Received,
-    Traffic,
     TransportClosed,
 )
 from trimmoe.runtime.wire.codec import (
@@ -35,35 +33,17 @@ from trimmoe.runtime.wire.codec import (
     decode,
     encode,
 )
-from trimmoe.runtime.wire.estimates import LatenessMeter, LinkEstimator, TrainMeter
+from trimmoe.runtime.wire.estimates import LinkEstimator
 from trimmoe.runtime.wire.link import Link, LinkSettings
-from trimmoe.runtime.wire.protocol import Beat, Envelope, open_beat, open_envelope, pack
-
-RECONNECT_SILENCES = 4
-"""A peer that is down is connected to anew after so many times `silence_s`."""
-
-
-@dataclass(kw_only=True, slots=True)
-class _Peer:
-    """What the transport keeps for one peer."""
-
-    link: Link
-    estimator: LinkEstimator
-    meter: TrainMeter = field(default_factory=TrainMeter)
-    lateness: LatenessMeter = field(default_factory=LatenessMeter)
-    last_beat: tuple[float, float] | None = None
-    """When the peer's last beat was sent (its clock) and came (ours)."""
-    probed_s: float = -math.inf
-    connected_s: float = -math.inf
-    sent: Traffic = field(default_factory=Traffic)
-    received: Traffic = field(default_factory=Traffic)
+from trimmoe.runtime.wire.peer import Peer, size_of
+from trimmoe.runtime.wire.protocol import Envelope, open_beat, open_envelope, pack
 
 
 @dataclass(frozen=True, slots=True)
 class _Waiting:
     """A message in the inbox."""
 
-    peer: _Peer
+    peer: Peer
     size_bytes: int
     received: Received
 
@@ -87,7 +67,7 @@ class LinkTransport:
         self._types = message_types
         self._settings = settings or LinkSettings()
         self._limits = limits
-        self._peers: dict[str, _Peer] = {}
+        self._peers: dict[str, Peer] = {}
         self._dropped: Counter[str] = Counter()
         self._inbox: deque[_Waiting] = deque()
         self._news = asyncio.Event()
@@ -131,7 +111,7 @@ class LinkTransport:
             link = Link(
                 name=self.name, peer=peer, settings=self._settings, new_session=_new_session
             )
-            self._peers[peer] = _Peer(link=link, estimator=LinkEstimator(peer=peer))
+            self._peers[peer] = Peer(link=link, estimator=LinkEstimator(peer=peer))
         self._peers[peer].connected_s = self._now()
         self._beat(self._peers[peer])
 
@@ -142,7 +122,7 @@ class LinkTransport:
             raise TransportClosed
         to = self._peers[peer]
         frames = encode(message, tensors, self._limits)
-        size_bytes = _size(frames)
+        size_bytes = size_of(frames)
         try:
             to.link.check_room(size_bytes)
             envelope = pack(to.link.message(self._now()))
@@ -151,8 +131,7 @@ class LinkTransport:
         except PeerUnreachable as error:
             self._dropped[f"not sent: {error.reason}"] += 1
             raise
-        to.link.sent(size_bytes)
-        to.sent = _add(to.sent, size_bytes)
+        to.count_sent(size_bytes)
 
     async def receive(self) -> Received:
         while True:
@@ -218,7 +197,7 @@ class LinkTransport:
         except MalformedFrame as error:
             self._drop(str(error))
             return
-        if peer.link.hear(envelope, _size(frames[1:]), now_s):
+        if peer.link.hear(envelope, size_of(frames[1:]), now_s):
             try:
                 self._take(peer, envelope, frames, now_s)
             except MalformedFrame:
@@ -229,7 +208,7 @@ class LinkTransport:
             self._drop("stale or after a loss")
         self._settle(peer)
 
-    def _open(self, origin: str | None, frames: Sequence[Frame]) -> tuple[Envelope, _Peer]:
+    def _open(self, origin: str | None, frames: Sequence[Frame]) -> tuple[Envelope, Peer]:
         """Check the envelope; `MalformedFrame` names the reason it is refused for."""
         envelope = open_envelope(frames, self.name, origin)
         peer = self._peers.get(envelope.sender)
@@ -237,28 +216,19 @@ class LinkTransport:
             raise MalformedFrame("unknown sender")
         return envelope, peer
 
-    def _take(self, peer: _Peer, envelope: Envelope, frames: Sequence[Frame], now_s: float) -> None:
-        size_bytes = _size(frames[1:])
+    def _take(self, peer: Peer, envelope: Envelope, frames: Sequence[Frame], now_s: float) -> None:
+        size_bytes = size_of(frames[1:])
         if envelope.is_beat:
-            self._take_beat(peer, open_beat(frames[1]), now_s)
-            if len(frames) == 2:  # a probe takes longer, which is its purpose
-                peer.last_beat = (envelope.sent_s, now_s)
-                peer.lateness.read(sent_s=envelope.sent_s, now_s=now_s)
+            peer.take_beat(envelope, open_beat(frames[1]), now_s, probe=len(frames) > 2)
         else:
             message, tensors = decode(frames[1:], self._types, self._limits)
             received = Received(peer=envelope.sender, message=message, tensors=tensors)
-            peer.received = _add(peer.received, size_bytes)
+            peer.count_received(size_bytes)
             self._inbox.append(_Waiting(peer, size_bytes, received))
             self._news.set()
         peer.meter.arrived(size_bytes=size_bytes, sent_s=envelope.sent_s, now_s=now_s)
 
-    @staticmethod
-    def _take_beat(peer: _Peer, beat: Beat, now_s: float) -> None:
-        if beat.echo_s > 0:
-            peer.estimator.round_trip(now_s - beat.echo_s - beat.held_s, now_s)
-        peer.estimator.bandwidth(beat.rate_bytes_per_s, beat.train_count, now_s)
-
-    def _settle(self, peer: _Peer) -> None:
+    def _settle(self, peer: Peer) -> None:
         """Report what changed and tell the peer if it should know."""
         changes = peer.link.changes[:]
         peer.link.changes.clear()
@@ -272,32 +242,20 @@ class LinkTransport:
                 # Not from here: what a callback raises must not end the heartbeats.
                 asyncio.get_running_loop().call_soon(callback, change)
 
-    def _begin_anew(self, peer: _Peer) -> None:
+    def _begin_anew(self, peer: Peer) -> None:
         """After a cut: nothing queued in either direction is delivered."""
         self._reconnect(peer)
-        peer.last_beat = None
-        peer.lateness = LatenessMeter()  # The peer's clock may be another one.
+        peer.forget_clock()
         kept = [waiting for waiting in self._inbox if waiting.peer is not peer]
         self._dropped["void after a cut"] += len(self._inbox) - len(kept)
         self._inbox = deque(kept)
 
-    def _reconnect(self, peer: _Peer) -> None:
+    def _reconnect(self, peer: Peer) -> None:
         peer.connected_s = self._now()
         self.carrier.reset(peer.link.peer)
 
-    def _beat(self, peer: _Peer, padding_bytes: int = 0) -> None:
-        now_s = self._now()
-        echo_s, came_s = peer.last_beat or (0.0, now_s)
-        beat = Beat(
-            echo_s=echo_s,
-            held_s=now_s - came_s,
-            rate_bytes_per_s=peer.meter.rate_bytes_per_s,
-            train_count=peer.meter.count,
-        )
-        frames: list[Frame] = [pack(peer.link.beat(now_s)), pack(beat)]
-        if padding_bytes:
-            frames.append(bytes(padding_bytes))
-        if not self.carrier.post(peer.link.peer, frames):
+    def _beat(self, peer: Peer, padding_bytes: int = 0) -> None:
+        if not self.carrier.post(peer.link.peer, peer.beat(self._now(), padding_bytes)):
             self._drop("beat not sent")
 
     async def _beat_for_ever(self) -> None:
@@ -312,22 +270,13 @@ class LinkTransport:
                 if late_s > self._settings.beat_s:
                     peer.link.excuse(late_s)
                 peer.link.tick(self._now())
-                if self._is_stuck(peer):
+                if peer.is_stuck(self._now(), self._settings):
                     self._reconnect(peer)
                 self._beat(peer)
                 self._probe(peer)
                 self._settle(peer)
 
-    def _is_stuck(self, peer: _Peer) -> bool:
-        """Whether a connection has been silent so long that a new one may fare better.
-
-        It also keeps heartbeats from piling up for a peer that is gone.
-        """
-        patience_s = RECONNECT_SILENCES * self._settings.silence_s
-        now_s = self._now()
-        return now_s - peer.connected_s > patience_s and peer.link.silent_s(now_s) > patience_s
-
-    def _probe(self, peer: _Peer) -> None:
+    def _probe(self, peer: Peer) -> None:
         """Follow a beat with a large one now and then: the gap on arrival is the bandwidth."""
         now_s = self._now()
         if peer.link.up and now_s - peer.probed_s >= self._settings.probe_s:
@@ -340,14 +289,6 @@ class LinkTransport:
     @staticmethod
     def _now() -> float:
         return time.monotonic()
-
-
-def _size(frames: Sequence[Frame]) -> int:
-    return sum(len(frame) for frame in frames)
-
-
-def _add(traffic: Traffic, size_bytes: int) -> Traffic:
-    return Traffic(messages=traffic.messages + 1, size_bytes=traffic.size_bytes + size_bytes)
 
 
 def _new_session(previous: int) -> int:

@@ -1,0 +1,68 @@
+"""What servers call the rows of tokens that they send each other.
+
+A *unit* is what is gathered as one: the row of a generated token, or the rows of a prompt's chunk.
+It is named by its sequence, the position of its first row, and how often tokens of the sequence had
+been withdrawn before, since then there may be several at one position.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import msgspec
+
+
+class UnitName(NamedTuple):
+    """What tells a unit from all others."""
+
+    sequence: int
+    start: int
+    epoch: int
+
+
+class Rows(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Which rows the tensors beside a message hold, unit by unit."""
+
+    sequences: list[int]
+    starts: list[int]
+    """Position of each unit's first row."""
+    counts: list[int]
+    """Rows of each unit in this message."""
+    offsets: list[int]
+    """Offset of every row in its unit; empty if the units are complete."""
+    epochs: list[int] = []
+    """How often tokens of each unit's sequence had been withdrawn when it set out; empty if never.
+    """
+
+    @property
+    def total(self) -> int:
+        return sum(self.counts)
+
+    def chosen(self, units: list[int], counts: list[int], offsets: list[int]) -> Rows:
+        """Rows of some of the units, so many of each."""
+        return Rows(
+            [self.sequences[unit] for unit in units],
+            [self.starts[unit] for unit in units],
+            counts,
+            offsets,
+            [self.epochs[unit] for unit in units] if self.epochs else [],
+        )
+
+    def split(self) -> Iterator[tuple[UnitName, slice]]:
+        """The name of each unit and where its rows are."""
+        at, epochs = 0, self.epochs or [0] * len(self.sequences)
+        for *name, count in zip(self.sequences, self.starts, epochs, self.counts, strict=True):
+            yield UnitName(*name), slice(at, at + count)
+            at += count
+
+    def well_formed(self) -> bool:
+        units = len(self.sequences)
+        return (
+            len(self.starts) == len(self.counts) == units > 0
+            and all(count > 0 for count in self.counts)
+            and all(start >= 0 for start in self.starts)
+            and len(self.offsets) in (0, self.total)
+            and len(self.epochs) in (0, units)
+            and all(epoch >= 0 for epoch in self.epochs)
+        )
