@@ -47,12 +47,16 @@ class EchoStream:
 
 
 class EchoService:
-    """Answers every prompt with itself; healthy while all other servers are up."""
+    """Answers every prompt with itself; healthy once it has met all other servers.
+
+    Not only as long as they are there: like real servers, it is not to be replaced because another
+    one takes its time to come back.
+    """
 
     def __init__(
         self, model: ServedModel, transport: LinkTransport, others: frozenset[str]
     ) -> None:
-        self.model, self._transport, self._others = model, transport, others
+        self.model, self._transport, self._unmet = model, transport, others
 
     async def start(self) -> None:
         pass
@@ -64,8 +68,9 @@ class EchoService:
         return EchoStream(request)
 
     def health(self) -> Health:
-        missing = sorted(self._others - self._transport.peers_up())
-        return Health(ok=not missing, reason=f"waits for {', '.join(missing)}" if missing else "")
+        self._unmet -= self._transport.peers_up()
+        missing = ", ".join(sorted(self._unmet))
+        return Health(ok=not missing, reason=f"waits for {missing}" if missing else "")
 
     def stats(self) -> ServiceStats:
         return ServiceStats(running=0, waiting=0, kv_cache_usage=0.0)

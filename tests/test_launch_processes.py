@@ -107,7 +107,7 @@ def test_a_server_killed_comes_back_and_ctrl_c_leaves_nothing(files: Files) -> N
                 break
             time.sleep(0.2)
             now = _server_pids(serving)
-        assert set(pids) - set(now) == {pids[1]}, "the others were left alone"
+        assert set(pids) - set(now) == {pids[1]}, f"one is replaced:\n{serving.text}"
         started = family.descendants(serving.process.pid)
         serving.process.send_signal(signal.SIGINT)
         assert serving.ended() == 0
@@ -116,23 +116,21 @@ def test_a_server_killed_comes_back_and_ctrl_c_leaves_nothing(files: Files) -> N
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("factory", "sentence"),
-    [
-        ("broken", "process of server attic ended while it was starting"),
-        ("failing", "attic failed (RuntimeError: a defect); see"),
-    ],
-)
-def test_a_server_that_cannot_start_ends_everything(
-    files: Files, factory: str, sentence: str
-) -> None:
-    port = free_ports(110)
-    with _serve(files, factory, port) as serving:
-        serving.said("Starting 4 servers")
-        assert serving.ended() == 2
-        assert sentence in serving.text
-        assert "Traceback" not in serving.text
-        _all_free(port)
+def test_a_server_that_cannot_start_ends_everything(files: Files) -> None:
+    """Two clusters beside each other, which know nothing of one another."""
+    port = free_ports(330)
+    other = port + 220
+    with _serve(files, "broken", port) as dying, _serve(files, "failing", other) as failing:
+        for serving, sentence in (
+            (dying, "process of server attic ended while it was starting"),
+            (failing, "attic failed (RuntimeError: a defect); see"),
+        ):
+            serving.said("Starting 4 servers")
+            assert serving.ended() == 2
+            assert sentence in serving.text
+            assert "Traceback" not in serving.text
+    _all_free(port)
+    _all_free(other)
 
 
 @pytest.mark.slow

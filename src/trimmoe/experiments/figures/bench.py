@@ -13,17 +13,21 @@ from trimmoe.core.ledger import Kind, Ledger
 from trimmoe.core.plan import Plan
 from trimmoe.core.specs import FloatArray
 from trimmoe.core.trace import Trace
-from trimmoe.cost.clairvoyant import Exits, clairvoyant_bound
 from trimmoe.engine.step import Engine
 from trimmoe.experiments.figures.contenders import Contender
-from trimmoe.experiments.figures.world import Announce, Effort, World, first_tokens
+from trimmoe.experiments.figures.loads import Loaded, control_s
+from trimmoe.experiments.figures.world import (
+    Announce,
+    Effort,
+    World,
+    first_tokens,
+    generated_world,
+)
 from trimmoe.experiments.methods import configured, make_engine, plan_for
 from trimmoe.policy.build import Deployment, deploy
 from trimmoe.policy.settings import PolicySettings
-from trimmoe.policy.trim import TrimPolicy
 from trimmoe.simulator.measure import Sample
 from trimmoe.simulator.replay import replay
-from trimmoe.simulator.run import simulate
 from trimmoe.simulator.settings import Load, Prefill, SimulationSettings
 
 BUDGET = 0.02
@@ -31,8 +35,6 @@ CONFIDENCE = 0.9
 SLA_S = 0.3
 """The paper's target, here per token."""
 RATE_PER_S = 40.0
-_EXTENSIONS = 8
-"""Times a run is made longer for tokens that wait."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,11 +70,21 @@ class Bench:
     announce: Announce = lambda _: None
     execute: Execute | None = None
     """None where no model is at hand: then nothing is said about measured quality."""
+    geometries: tuple[str, ...] = ()
+    """Of other models, to be run on the same cluster."""
+    began_full: set[tuple[str, float | None]] = field(default_factory=set)
+    """Contenders and rates whose simulations did not fill from rest, see `loads`."""
     _executed: dict[tuple[str, float], dict[str, float]] = field(default_factory=dict)
     _rigs: dict[tuple[str, float], Rig] = field(default_factory=dict)
     _plans: dict[tuple[str, bool, str], Plan] = field(default_factory=dict)
     _replays: dict[tuple[str, float, int], Replayed] = field(default_factory=dict)
     _samples: dict[tuple[str, float | None], list[Sample]] = field(default_factory=dict)
+
+    def on(self, geometry: str) -> Bench:
+        """The bench of another model on the same cluster, with generated tokens."""
+        cluster, announce = self.world.plan.cluster, self.announce
+        world = generated_world(geometry, cluster, self.effort, seed=self.seed, announce=announce)
+        return Bench(world=world, effort=self.effort, seed=self.seed, announce=announce)
 
     def there(self, contenders: tuple[Contender, ...]) -> tuple[list[Contender], dict[str, str]]:
         """Those that can run in this world, and why the others cannot, by key."""
@@ -209,25 +221,41 @@ class Bench:
     ) -> list[Sample]:
         self.announce(f"{contender.title}: {label}")
         rig = self.rig(contender)
-        for _ in range(_EXTENSIONS):
-            settings = SimulationSettings(
-                load=load,
-                budget=rig.settings.budget,
-                confidence=rig.settings.confidence,
-                warm_up_s=warm_up_s,
-                duration_s=duration_s,
-                control_s=max(1.0, duration_s / 16),
-                seeds=tuple(self.seed + seed for seed in seeds),
-                sla_s=SLA_S,
-            )
-            samples = simulate(rig.engine, rig.deployment, self.world.trace, settings)
-            if min(one.token_s.size for one in samples) >= self.effort.load_tokens / 4:
-                return samples
-            # Queues made tokens slower than they are alone: look for longer.
-            warm_up_s, duration_s = 2.0 * warm_up_s, 4.0 * duration_s
-        raise UserError(
-            f"{contender.title} hardly finishes any token under {label}; the cluster is too small."
+        settings = SimulationSettings(
+            load=load,
+            budget=rig.settings.budget,
+            confidence=rig.settings.confidence,
+            warm_up_s=warm_up_s,
+            duration_s=duration_s,
+            control_s=control_s(duration_s),
+            seeds=tuple(self.seed + seed for seed in seeds),
+            sla_s=SLA_S,
         )
+        loaded = Loaded(
+            engine=rig.engine,
+            deployment=rig.deployment,
+            trace=self.world.trace,
+            alone_s=self.alone_s(contender),
+            tokens=self.effort.load_tokens,
+            budgeted=contender.method.policy is None and rig.settings.budget > 0,
+        )
+        try:
+            samples, full = loaded.simulated(settings)
+        except UserError as error:
+            raise UserError(f"{contender.title}, {label}: {error}") from error
+        if full:
+            self.began_full.add((contender.key, load.rate_per_s))
+        return samples
+
+    def alone_s(self, contender: Contender) -> FloatArray:
+        """Mean time per token without load by where its answer enters, [M]; that of all where none
+        did."""
+        replayed, trace = self.replayed(contender), self.world.trace
+        access = np.repeat(self.world.access(trace.sequence_count, self.seed), trace.length)
+        servers = self.world.plan.cluster.server_count
+        count = np.bincount(access, minlength=servers)
+        total_s = np.bincount(access, replayed.delay_s, servers)
+        return np.where(count, total_s / np.maximum(count, 1), replayed.ledger.mean_delay_s)
 
     def executed(self, contender: Contender, budget: float = BUDGET) -> dict[str, float]:
         """What executing the model under a contender measured; only where `execute` is given."""
@@ -237,47 +265,6 @@ class Bench:
             self.announce(f"{contender.title}: executing")
             self._executed[key] = self.execute(self.rig(contender, budget))
         return self._executed[key]
-
-    def bound_s(self, contender: Contender, budget: float = BUDGET) -> float:
-        """Mean delay per token that no policy with the contender's actions could go below."""
-        rig = self.rig(contender, budget)
-        assert isinstance(rig.engine.policy, TrimPolicy)
-        self.announce(f"{contender.title}: clairvoyant")
-        needed, charge = rig.engine.exit_terms(CONFIDENCE)
-        return clairvoyant_bound(
-            rig.engine.policy.lookahead.space,
-            self.world.trace,
-            rig.engine.routes,
-            self.world.access(self.world.trace.sequence_count, self.seed),
-            budget=budget,
-            exits=Exits(threshold=needed, loss=charge),
-        ).delay_s
-
-    def way_s(self, contender: Contender) -> float:
-        """Mean time per token that full depth spends on the way along its route and in attention,
-        which skips, drops and substitutes leave as it is; only exits shorten it."""
-        rig = self.rig(contender)
-        cost, routes = rig.engine.cost, rig.engine.routes
-        entries = np.arange(cost.server_count)
-        hops = cost.transfer_s[routes[:, :-1], routes[:, 1:]].sum(1)
-        dense = cost.dense_s[routes, np.arange(cost.layer_count)].sum(1)
-        ends = cost.token_transfer_s[entries, routes[:, 0]]
-        ends = ends + cost.token_transfer_s[routes[:, -1], entries]
-        access = self.world.access(self.world.trace.sequence_count, self.seed)
-        return float((hops + dense + ends)[access].mean())
-
-    def detour_share(self, contender: Contender) -> float:
-        """Share of the exit points along its route, averaged over the users' routes, at which the
-        link straight back is slower than hops and attention of all that is left of the route."""
-        cost, routes = self.rig(contender).engine.cost, self.rig(contender).engine.routes
-        servers, layers = np.arange(cost.server_count), np.arange(1, cost.layer_count)
-        straight = cost.token_transfer_s[routes[:, 1:], servers[:, None]]
-        hops = np.zeros((servers.size, layers.size))
-        hops[:, :-1] = cost.transfer_s[routes[:, 1:-1], routes[:, 2:]]
-        left = hops + cost.dense_s[routes[:, 1:], layers]
-        on = np.cumsum(left[:, ::-1], axis=1)[:, ::-1] + straight[:, -1:]
-        slower = (straight > on).mean(1) if layers.size else np.zeros(servers.size)
-        return float(self.world.plan.cluster.access_share @ slower)
 
 
 def replay_row(replayed: Replayed) -> dict[str, Any]:

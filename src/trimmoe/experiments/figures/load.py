@@ -16,6 +16,7 @@ from trimmoe.experiments.figures.base import (
 from trimmoe.experiments.figures.bench import SLA_S, Bench
 from trimmoe.experiments.figures.contenders import Contender, letter, pinned_best
 from trimmoe.experiments.figures.draw import line, picture
+from trimmoe.experiments.figures.overall import full_sentence
 
 _LETTER = ("edgeshard", "moe2", "substitute-only", "trimmoe")
 _PINNED = ("pipeline", "edgeshard", "exact", "trimmoe", "speculative")
@@ -44,7 +45,7 @@ class UnderLoad:
         """Everybody at every rate."""
         kept, left_out = bench.there(under_load())
         rows = [
-            named(one, {"rate_per_s": rate} | load_row(bench.simulated(one, rate), SLA_S))
+            named(one, {"rate_per_s": rate} | _row(bench, one, rate))
             for one in kept
             for rate in bench.effort.rates
         ]
@@ -98,7 +99,12 @@ class UnderLoad:
                 "and links these rates queue hardly anybody, so latency is propagation and the "
                 "service levels tell placements apart rather than robustness to load."
             )
-        return found
+        return [*found, *full_sentence(content["rows"])]
+
+
+def _row(bench: Bench, contender: Contender, rate: float) -> Content:
+    row = load_row(bench.simulated(contender, rate), SLA_S)
+    return row | {"began_full": (contender.key, rate) in bench.began_full}
 
 
 def _curves(content: Content) -> dict[str, list[Content]]:

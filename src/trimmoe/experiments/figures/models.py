@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from trimmoe.experiments.figures.base import (
@@ -26,7 +25,7 @@ _RUN = ("edgeshard", "pipeline", "mod", "moe2", "substitute-only", "exact", "tri
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Models:
-    """Everybody without load, on every geometry and on the main world if it is another."""
+    """Everybody without load, on the main world and on every geometry asked for."""
 
     number: str = "9"
     title: str = "Comparison across MoE models"
@@ -34,15 +33,12 @@ class Models:
         "Against MoE^2 latency falls by 40.4 % (Switch-Base-8E) to 39.6 % (Mixtral-8x7B), the "
         "saving grows from 21 to 93 ms; quality retention stays above 99.2 %."
     )
-    bench_of: Callable[[str], Bench] | None = field(default=None, compare=False)
-    """Makes the bench of a geometry; without it only the main world is run."""
 
     def measure(self, bench: Bench) -> Content:
         """Replays."""
         worlds = {}
         benches = {bench.world.name: bench}
-        if self.bench_of is not None:
-            benches |= {m: self.bench_of(m) for m in MODELS if m != bench.world.name}
+        benches |= {m: bench.on(m) for m in bench.geometries if m != bench.world.name}
         for name, other in benches.items():
             arenas, left_out = {}, {}
             for arena, contenders in (("letter", letter()), ("pinned_best", pinned_best())):

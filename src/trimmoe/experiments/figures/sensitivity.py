@@ -1,7 +1,8 @@
 """How much the generator's assumptions decide: each parameter halved and doubled, one at a time.
 
 The parameters are those of the world's own generated tokens, or fitted to a recorded trace and
-profile. Plans stay those of the unchanged parameters: what moves is what is decided on them.
+profile. Plans stay those of the unchanged parameters: what moves is what is decided on them. How
+often guesses are right moves `speculative` alone, which `agreement` sweeps.
 """
 
 from __future__ import annotations
@@ -11,6 +12,12 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+from trimmoe.experiments.figures.agreement import (
+    agreement_grid,
+    agreement_sentence,
+    draw_agreement,
+    measure_agreement,
+)
 from trimmoe.experiments.figures.base import Content, Grid, figure_json, percent
 from trimmoe.experiments.figures.bench import Bench
 from trimmoe.experiments.figures.contenders import Contender, pinned_best
@@ -65,13 +72,16 @@ class Sensitivity:
             rows.append(row | _delays(world, changed, bench))
         fitted = "generator" not in bench.world.trace.header.settings
         body = {"fitted": fitted, "parameters": asdict(base), "rows": rows}
+        body["guesses"] = measure_agreement(bench, base, recorded=fitted)
         return figure_json(self, bench, body)
 
     def plot(self, content: Content, path: Path) -> None:
-        """The ratio from halved to doubled, a line per parameter, one panel per placement."""
+        """The ratio from halved to doubled, a line per parameter, one panel per placement; then
+        that of guesses over how often they are right."""
         names = _names(content)
-        with picture(path, 1, 2, size=(13, 0.28 * len(names) + 1.4)) as (panels,):
-            for panel, (place, label) in zip(panels, PLACES.items(), strict=True):
+        with picture(path, 1, 3, size=(18, max(0.28 * len(names) + 1.4, 3.4))) as (panels,):
+            draw_agreement(panels[2], content["guesses"])
+            for panel, (place, label) in zip(panels[:2], PLACES.items(), strict=True):
                 base = content["rows"][0][place]["ratio"]
                 panel.axvline(base, color="#555555", ls=":")
                 # Lest less than a tenth of a percent look like much.
@@ -87,8 +97,9 @@ class Sensitivity:
                 panel.legend(*_first(*panel.get_legend_handles_labels()), fontsize=7)
 
     def grids(self, content: Content) -> dict[str, Grid]:
-        """One table per placement: a line per parameter, halved and doubled side by side."""
-        return {
+        """One table per placement: a line per parameter, halved and doubled side by side; and one
+        of guesses."""
+        found = {
             f"ms per token without load, {label}": Grid(
                 headings=(
                     "parameter",
@@ -99,9 +110,11 @@ class Sensitivity:
             )
             for place, label in PLACES.items()
         }
+        return found | {_GUESSES: agreement_grid(content["guesses"])}
 
     def findings(self, content: Content) -> list[str]:
-        """The range of the ratio and the parameter that moves it most, by placement."""
+        """The range of the ratio and the parameter that moves it most, by placement; what hangs on
+        the agreement of guesses."""
         whose = "fitted to the recorded tokens" if content["fitted"] else "of the generated tokens"
         found = [f"{len(_names(content))} parameters {whose}, one at a time, on unchanged plans."]
         for place, label in PLACES.items():
@@ -117,10 +130,11 @@ class Sensitivity:
             found.append(
                 f"On {label} TrimMoE takes {percent(base)} of exact execution's delay, {moved}."
             )
-        return found
+        return [*found, agreement_sentence(content["guesses"])]
 
 
 _WHAT = ("exact", "TrimMoE", "ratio")
+_GUESSES = "Guesses on our plan: ms per token without load, hops over exact execution's"
 
 
 def base_parameters(world: World) -> Parameters:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 from trimmoe.core.errors import UserError
@@ -59,13 +58,11 @@ def run_figures(
     numbers: Sequence[str],
     folder: Path,
     *,
-    bench_of: Callable[[str], Bench] | None = None,
     done: Callable[[str], None] = lambda _: None,
 ) -> dict[str, Content]:
     """Measure, draw and write figures into `folder`, which is made if need be; JSONs by number.
 
-    `bench_of` makes the benches of the other models of Fig. 9. Raises `UserError` if the folder
-    cannot be made.
+    Raises `UserError` if the folder cannot be made.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -73,8 +70,6 @@ def run_figures(
         raise UserError(f"Cannot make {folder}: {error.strerror}; choose another.") from error
     contents = {}
     for figure in find_figures(numbers):
-        if isinstance(figure, Models):
-            figure = replace(figure, bench_of=bench_of)
         content = figure.measure(bench)
         write_json(folder / f"{stem(figure.number)}.json", content)
         figure.plot(content, folder / f"{stem(figure.number)}.png")
