@@ -16,29 +16,49 @@ import torch
 
 from factories import random_cluster
 from rehearsing import subject
-from trimmoe.experiments.validation import Traffic, ranking, validate
+from trimmoe.experiments.validation import Subject, Traffic, ranking, validate
 
 APART = ("pipeline", "exact", "final-exits")
 METHODS = (*APART, "lossless")
 TRAFFIC = Traffic(name="closed", requests=8, prompt=4, output=7, streams=4)
+WARM_UP = Traffic(name="warm-up", requests=1, prompt=2, output=2, streams=1)
+ROUNDS = 4
 
 
 @pytest.fixture(scope="module")
-def rows(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def rehearsed(tmp_path_factory: pytest.TempPathFactory) -> Subject:
     torch.set_num_threads(1)
     folder: Path = tmp_path_factory.mktemp("rehearsed")
     cluster = random_cluster(np.random.default_rng(5), servers=5)
     one = subject(folder, cluster, layers=4, expert_s=0.008, budget=0.1, slow_motion=2.0)
-    return [validate(one, method, TRAFFIC, seed=1).figures for method in METHODS]
+    for method in METHODS:  # What is compiled is not to be compiled while it is measured.
+        validate(one, method, WARM_UP, seed=1)
+    return one
+
+
+@pytest.fixture(scope="module")
+def rows(rehearsed: Subject) -> list[dict[str, Any]]:
+    return [validate(rehearsed, method, TRAFFIC, seed=1).figures for method in METHODS]
 
 
 @pytest.mark.slow
-def test_methods_rank_as_they_do_on_real_servers(rows: list[dict[str, Any]]) -> None:
+def test_methods_rank_as_they_do_on_real_servers(
+    rehearsed: Subject, rows: list[dict[str, Any]]
+) -> None:
+    """A busy machine only ever adds time, to whatever runs while it is busy: of several rounds, a
+    method's least is nearest to its own. One round is enough if it ranks them already."""
     rows = [row for row in rows if row["method"] in APART]
     simulated = sorted(row["mean_simulated_ms"] for row in rows)
     apart = [slower / quicker for quicker, slower in pairwise(simulated)]
     assert min(apart) > 1.2, "methods are to be far enough apart for a busy machine"
-    assert ranking(rows, "mean_real_ms") == ranking(rows, "mean_simulated_ms")
+    expected = ranking(rows, "mean_simulated_ms")
+    for _ in range(ROUNDS - 1):
+        if ranking(rows, "mean_real_ms") == expected:
+            break
+        for row in rows:
+            again = validate(rehearsed, row["method"], TRAFFIC, seed=1).figures
+            row["mean_real_ms"] = min(row["mean_real_ms"], again["mean_real_ms"])
+    assert ranking(rows, "mean_real_ms") == expected
 
 
 @pytest.mark.slow

@@ -22,13 +22,13 @@ from trimmoe.policy.base import Decision, Observation
 from trimmoe.policy.settings import PRESETS
 from trimmoe.policy.trim import TrimPolicy
 
-UNIT = 0.01
-"""Losses and levels are multiples of this, so that budget arithmetic is exact."""
+UNIT = 2.0**-7
+"""Losses and levels are multiples of this power of two, so that budget arithmetic is exact."""
 LEVELS = UNIT * np.arange(41, dtype=np.float64)
 
 
 def in_units(profile: Profile) -> Profile:
-    """The profile with every loss rounded to a multiple of UNIT."""
+    """The profile with every loss rounded to a multiple of UNIT, echoes up: some are to be left."""
 
     def rounded(losses: np.ndarray) -> np.ndarray:
         return np.round(losses / UNIT) * UNIT
@@ -41,6 +41,7 @@ def in_units(profile: Profile) -> Profile:
         skip=curves(profile.skip),
         drop=curves(profile.drop),
         substitution_loss=rounded(profile.substitution_loss),
+        change_echo=np.ceil(profile.change_echo / UNIT) * UNIT,
     )
 
 
