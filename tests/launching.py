@@ -87,15 +87,26 @@ def with_routes(plan: Plan, routes: np.ndarray) -> Plan:
     return replace(plan, routes=routes)
 
 
+_BLOCK = 500
+_taken: list[socket.socket] = []
+"""One listening socket per block of ports that this process has been given."""
+
+
 def free_ports(count: int) -> int:
-    """The first of `count` ports in a row that nobody uses now, below those the system gives."""
-    for first in np.random.default_rng().permutation(np.arange(20_000, 32_000, 200)):
+    """The first of `count` ports in a row that nobody uses now, below those the system gives.
+
+    They are this process's until it ends: tests run side by side, and would find the same ones free
+    before either listens on them. Who listens on a block's last port has the block.
+    """
+    assert count < _BLOCK
+    for first in np.random.default_rng().permutation(np.arange(20_000, 32_000, _BLOCK)).tolist():
         try:
-            for port in range(int(first), int(first) + count):
+            _taken.append(socket.create_server(("127.0.0.1", first + _BLOCK - 1)))
+            for port in range(first, first + count):
                 socket.create_server(("127.0.0.1", port)).close()
         except OSError:
             continue
-        return int(first)
+        return first
     raise AssertionError("no free ports")
 
 

@@ -20,28 +20,31 @@ NAMES = ("desk", "attic")
 def test_a_head_serves_with_those_that_join_and_ends_with_all_it_started(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Whoever comes with another token is not let in, and disturbs nobody."""
     files, cache = write_files(tmp_path, NAMES), tmp_path / "cache"
-    ports = free_ports(330)
-    head_ray, join_ray = ports + 110, ports + 220
-    token_file, address = tmp_path / "token", own_address()
-    token_file.write_text(generate_token())
+    ports, address = free_ports(440), own_address()
+    head_ray, join_ray, strange_ray = (ports + 110 * each for each in (1, 2, 3))
+    token, wrong_token = tmp_path / "token", tmp_path / "wrong-token"
+    for file in (token, wrong_token):
+        file.write_text(generate_token())
     monkeypatch.delenv("TRIMMOE_TOKEN", raising=False)
-    trimmoe = ["-m", "trimmoe.cli", "serve", "--token-file", str(token_file)]
+    trimmoe = ["-m", "trimmoe.cli", "serve"]
     head = [
-        *(*trimmoe, "--head", "--server", "desk", "--address", address),
-        *("--ray-port", str(head_ray), "--port-base", str(ports), "--host", "127.0.0.1"),
-        *("--cluster", str(files.cluster), "--model", str(files.model), "--policy", "exact"),
-        *("--profile", str(files.profile), "--plan", str(files.plan)),
+        *(*trimmoe, "--token-file", str(token), "--head", "--server", "desk"),
+        *("--address", address, "--ray-port", str(head_ray), "--port-base", str(ports)),
+        *("--host", "127.0.0.1", "--cluster", str(files.cluster), "--model", str(files.model)),
+        *("--policy", "exact", "--profile", str(files.profile), "--plan", str(files.plan)),
     ]
-    join = [
-        *(*trimmoe, "--join", f"{address}:{head_ray}", "--server", "attic"),
-        *("--ray-port", str(join_ray)),
-    ]
+    join = [*trimmoe, "--join", f"{address}:{head_ray}", "--server", "attic"]
+    known = [*join, "--token-file", str(token), "--ray-port", str(join_ray)]
+    stranger = [*join, "--token-file", str(wrong_token), "--ray-port", str(strange_ray)]
     with Serving(head, cache=cache) as first:
         first.said(f"Waiting at {address}:{head_ray} for attic")
-        with Serving(join, cache=cache) as second:
+        with Serving(known, cache=cache) as second, Serving(stranger, cache=cache) as refused:
             second.said("Joined")
             first.said("Ready")
+            assert refused.ended() == 2
+            assert "Ray does not start here" in refused.text
             folders = [f"trimmoe-{one.process.pid}-*" for one in (first, second)]
             assert all(list(Path("/tmp").glob(mine)) for mine in folders)
             for index in range(len(NAMES)):
@@ -58,27 +61,3 @@ def test_a_head_serves_with_those_that_join_and_ends_with_all_it_started(
             assert second.ended() in (0, 2), second.text  # 2: it saw the head go first.
     assert family.alive(started) == frozenset()
     assert not any(list(Path("/tmp").glob(mine)) for mine in folders)
-
-
-def test_a_wrong_token_is_not_let_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    files, cache = write_files(tmp_path, NAMES), tmp_path / "cache"
-    head_ray, address = free_ports(220), own_address()
-    join_ray = head_ray + 110
-    head = [
-        *("-m", "trimmoe.cli", "serve", "--head", "--server", "desk", "--address", address),
-        *("--ray-port", str(head_ray), "--cluster", str(files.cluster)),
-        *("--model", str(files.model), "--profile", str(files.profile)),
-        *("--plan", str(files.plan)),
-    ]
-    join = [
-        *("-m", "trimmoe.cli", "serve", "--join", f"{address}:{head_ray}", "--server", "attic"),
-        *("--ray-port", str(join_ray)),
-    ]
-    monkeypatch.setenv("TRIMMOE_TOKEN", generate_token())
-    with Serving(head, cache=cache) as first:
-        first.said(f"Waiting at {address}:{head_ray} for attic")
-        monkeypatch.setenv("TRIMMOE_TOKEN", generate_token())
-        with Serving(join, cache=cache) as second:
-            assert second.ended() == 2
-            assert "Ray does not start here" in second.text
-        assert first.process.poll() is None
