@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from enum import IntEnum
 
 import numpy as np
@@ -50,12 +50,18 @@ class Ledger:
 
     def __add__(self, other: Ledger) -> Ledger:
         assert self.hidden_bytes == other.hidden_bytes
-        sums = {
-            item.name: getattr(self, item.name) + getattr(other, item.name)
-            for item in fields(self)
-            if item.name != "hidden_bytes"
-        }
-        return Ledger(hidden_bytes=self.hidden_bytes, **sums)
+        return Ledger(
+            tokens=self.tokens + other.tokens,
+            kinds=self.kinds + other.kinds,
+            slots_run=self.slots_run + other.slots_run,
+            slots_dropped=self.slots_dropped + other.slots_dropped,
+            messages=self.messages + other.messages,
+            hidden_bytes=self.hidden_bytes,
+            delay_s=self.delay_s + other.delay_s,
+            loss=self.loss + other.loss,
+            budget=self.budget + other.budget,
+            audits=self.audits + other.audits,
+        )
 
     @staticmethod
     def empty(layer_count: int, server_count: int, hidden_bytes: int) -> Ledger:

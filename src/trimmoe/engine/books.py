@@ -103,12 +103,30 @@ def afterwards(cost: CostModel, wave: Wave, *, drafts: bool) -> tuple[Ledger, ..
     if drafts:
         whole_s = wave.answered_s + _late_s(cost, wave)
         waits_s = np.maximum(whole_s / 2 - wave.answered_s, 0.0)
-    empty = Ledger.empty(cost.layer_count, cost.server_count, cost.hidden_bytes)
     free = cost.accounting is Accounting.MIGRATE
     sent = np.zeros_like(wave.messages) if free else wave.messages
+    kinds = np.zeros((cost.layer_count, len(Kind)), dtype=np.int64)
     return tuple(
-        replace(empty, messages=messages, audits=1, delay_s=wait_s)
+        _trailing(cost, kinds, messages, 0, 0, wait_s)
         for messages, wait_s in zip(sent, waits_s.tolist(), strict=True)
+    )
+
+
+def _trailing(
+    cost: CostModel, kinds: IntArray, messages: IntArray, run: int, dropped: int, delay_s: float
+) -> Ledger:
+    """What one token costs beside the ledger it was completed with."""
+    return Ledger(
+        tokens=0,
+        kinds=kinds,
+        slots_run=run,
+        slots_dropped=dropped,
+        messages=messages,
+        hidden_bytes=cost.hidden_bytes,
+        delay_s=delay_s,
+        loss=0.0,
+        budget=0.0,
+        audits=1,
     )
 
 
@@ -129,7 +147,7 @@ def missed(cost: CostModel, wave: Wave, told: tuple[Ledger, ...]) -> tuple[Ledge
     columns = (wave.slots_run, wave.slots_dropped, _late_s(cost, wave))
     rows = zip(told, kinds, *(each.tolist() for each in columns), strict=True)
     return tuple(
-        replace(after, kinds=kind, slots_run=run, slots_dropped=dropped, delay_s=delay_s)
+        _trailing(cost, kind, after.messages, run, dropped, delay_s)
         for after, kind, run, dropped, delay_s in rows
     )
 
