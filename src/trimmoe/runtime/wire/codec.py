@@ -3,6 +3,9 @@
 The header holds the message (MessagePack, one of the types the reader names, no unknown fields)
 and a descriptor of each tensor. Whatever bytes arrive, `decode` returns or raises `MalformedFrame`,
 and allocates no more than a small multiple of what arrived.
+
+Bytes are turned into arrays by numpy, not torch: torch gives up the interpreter's lock at every
+step, and beside a thread that computes it is a while until that comes back.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ from functools import cache
 from typing import Any, Union
 
 import msgspec
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -109,7 +113,11 @@ def frame_of(tensor: Tensor) -> memoryview:
     """The bytes of a tensor, row-major; a view of its memory if it is contiguous on the CPU."""
     if not (tensor.is_cpu and tensor.is_contiguous()):
         tensor = tensor.to("cpu").contiguous()
-    return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
+    if tensor.requires_grad:
+        tensor = tensor.detach()
+    if tensor.dtype is torch.bfloat16:
+        tensor = tensor.view(torch.int16)
+    return tensor.numpy().reshape(-1).view(np.uint8).data
 
 
 def tensor_of(
@@ -130,13 +138,14 @@ def tensor_of(
         raise MalformedFrame(f"{len(frame)} bytes where the shape needs {size_bytes}")
     if size_bytes == 0:
         return _empty(shape, dtype)
-    view = memoryview(frame)
-    raw = torch.frombuffer(bytearray(view) if view.readonly else view, dtype=torch.uint8)
+    raw = np.frombuffer(frame, dtype=np.uint8)
     if dtype is torch.bool:
-        return raw.ne(0).reshape(shape)
-    if raw.data_ptr() % dtype.itemsize:
-        raw = raw.clone()
-    return raw.view(dtype).reshape(shape)
+        return torch.from_numpy((raw != 0).reshape(shape))
+    if not raw.flags.writeable or raw.ctypes.data % dtype.itemsize:
+        raw = raw.copy()
+    known = np.int16 if dtype is torch.bfloat16 else descriptor.dtype
+    tensor = torch.from_numpy(raw.view(known).reshape(shape))
+    return tensor.view(dtype) if dtype is torch.bfloat16 else tensor
 
 
 def checked_decode(decoder: msgspec.msgpack.Decoder[Any], data: Frame | msgspec.Raw) -> Any:
