@@ -42,7 +42,7 @@ _SETTINGS = CalibrationSettings(
     exit_agreement=0.0,
 )
 SWEEPS = 4
-"""Recording, echoes and what-ifs."""
+"""Recording, echoes, what-ifs and stand-ins."""
 
 
 @pytest.fixture(scope="module")

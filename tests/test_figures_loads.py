@@ -83,7 +83,7 @@ def test_as_many_answers_are_under_way_as_arrive_while_one_takes() -> None:
 def test_a_full_start_comes_to_what_filling_comes_to(bench: Bench, key: str) -> None:
     run = loaded(bench, key)
     settings = from_rest(run)
-    assert run.begins_full(LOAD, settings)
+    assert run.begins_full(settings)
     samples, full = run.simulated(settings)
     assert full
     rest = simulate(run.engine, run.deployment, run.trace, settings)
@@ -102,17 +102,18 @@ def test_a_full_start_comes_to_what_filling_comes_to(bench: Bench, key: str) -> 
 def test_only_what_takes_long_to_fill_in_an_open_loop_begins_full(bench: Bench) -> None:
     run = loaded(bench, "pinned/exact")
     settings = from_rest(run)
-    assert run.begins_full(LOAD, settings)
-    assert not replace(run, tokens=10**6).begins_full(LOAD, settings)
-    assert not run.begins_full(Load(concurrency=8), settings)
-    assert not run.begins_full(replace(LOAD, fixed_lengths=False), settings)
+    assert run.begins_full(settings)
+    assert not replace(run, tokens=10**6).begins_full(settings)
+    assert not run.begins_full(replace(settings, load=Load(concurrency=8)))
+    unequal = replace(LOAD, fixed_lengths=False)
+    assert not run.begins_full(replace(settings, load=unequal))
 
 
 def test_where_tokens_wait_the_cluster_fills_from_rest(bench: Bench) -> None:
     run = loaded(bench, "pinned/exact")
     settings = from_rest(run)
     hurried = replace(run, alone_s=run.alone_s / 2)  # As if tokens took twice as long under load.
-    assert hurried.begins_full(LOAD, settings)
+    assert hurried.begins_full(settings)
     (sample,), full = hurried.simulated(settings)
     assert not full
     assert sample.before.time_s == settings.warm_up_s

@@ -61,8 +61,8 @@ async def test_concurrent_greedy_answers_are_those_of_transformers(
 
 
 async def test_ten_servers_answer_thirty_two_at_once(tiny: Tiny, questions: Questions) -> None:
-    profile, plan = world(tiny, servers=10, routes=hybrid_routes(10), density=0.15)
     """Sixteen twice, the second time at other servers."""
+    profile, plan = world(tiny, servers=10, routes=hybrid_routes(10), density=0.15)
     asked = questions.among(10)
     again = [((access + 6) % 10, one) for access, one in asked]
     async with running(tiny, profile=profile, plan=plan) as cluster:

@@ -24,7 +24,7 @@ from trimmoe.cost import enumerating, kernels
 from trimmoe.cost.enumerating import DROPPED, Actions, Batch, Menu
 from trimmoe.cost.model import Accounting, CostModel
 
-__all__ = ["DROPPED", "ActionSpace", "Candidates", "Levers", "take_columns"]
+__all__ = ["DROPPED", "ActionSpace", "Candidates", "Levers"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -272,15 +272,8 @@ def _exact_first(everywhere: Candidates, servers: int, here: IntArray) -> Candid
     order = np.column_stack([np.tile(executing, (here.size, 1)), index[here, -1]])
     fastest = everywhere.delay_s[:, exact].argmin(1)
     order[rows, 0], order[rows, fastest * (index.shape[1] - 1)] = exact[fastest], exact[0]
-    return take_columns(everywhere, order)
+    columns = {name: getattr(everywhere, name)[rows[:, None], order] for name in _PER_ACTION}
+    return replace(everywhere, **columns)
 
 
 _PER_ACTION = ("slot_expert", "slot_server", "destination", "delay_s", "loss", "skips")
-
-
-def take_columns(candidates: Candidates, columns: IntArray) -> Candidates:
-    """The actions `columns` [n, C'] of each token, in that order."""
-    rows = np.arange(columns.shape[0])[:, None]
-    return replace(
-        candidates, **{name: getattr(candidates, name)[rows, columns] for name in _PER_ACTION}
-    )

@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields
 
 import numpy as np
 
-from trimmoe.core.specs import FloatArray, IntArray
+from trimmoe.core.specs import BoolArray, FloatArray, IntArray
 from trimmoe.simulator.settings import Load, Prefill
 
 
@@ -34,6 +34,10 @@ class Requests:
     def decoded(self) -> IntArray:
         """Tokens that go through the layers one by one, [R]."""
         return self.output - (self.prompt > 0)
+
+    def taken(self, which: IntArray | BoolArray) -> Requests:
+        """Some of them, or all in another order: rows [R'], or whether to take each [R]."""
+        return Requests(**{item.name: getattr(self, item.name)[which] for item in fields(self)})
 
 
 class Source:
@@ -78,7 +82,7 @@ class Source:
         kept = drawn.arrival_s < end_s
         if self._load.requests is not None:
             kept[self._load.requests :] = False
-        return Requests(**{item.name: getattr(drawn, item.name)[kept] for item in fields(Requests)})
+        return drawn.taken(kept)
 
     def _arrivals(self, rng: np.random.Generator, count: int) -> FloatArray:
         rate, cv2 = self._load.rate_per_s, self._load.burstiness

@@ -58,8 +58,9 @@ class Loaded:
     def mean_alone_s(self) -> float:
         return float(self.deployment.plan.cluster.access_share @ self.alone_s)
 
-    def begins_full(self, load: Load, settings: SimulationSettings) -> bool:
+    def begins_full(self, settings: SimulationSettings) -> bool:
         """Whether filling a cluster at rest would take many more tokens than are measured."""
+        load = settings.load
         if load.rate_per_s is None or not load.fixed_lengths:
             return False
         filling = load.rate_per_s * load.output_tokens * settings.warm_up_s
@@ -68,7 +69,7 @@ class Loaded:
     def simulated(self, settings: SimulationSettings) -> tuple[list[Sample], bool]:
         """A sample per seed, and whether they began full. Raises `UserError` if hardly any token is
         ever through."""
-        if self.begins_full(settings.load, settings):
+        if self.begins_full(settings):
             samples = list(self._from_full(settings))
             if is_settled(samples, self.mean_alone_s):
                 return samples, True
@@ -140,13 +141,8 @@ def full_start(
         prompt=np.zeros(access.size, dtype=np.int64),
         output=rng.integers(1, output + 1, size=access.size),
     )
-    return _in_order(join_requests([under_way, arriving]))
-
-
-def _in_order(requests: Requests) -> Requests:
-    order = np.argsort(requests.arrival_s, kind="stable")
-    names = ("arrival_s", "access", "sequence", "offset", "prompt", "output")
-    return replace(requests, **{name: getattr(requests, name)[order] for name in names})
+    both = join_requests([under_way, arriving])
+    return both.taken(np.argsort(both.arrival_s, kind="stable"))
 
 
 def is_settled(samples: Sequence[Sample], alone_s: float) -> bool:
