@@ -2,18 +2,25 @@
 
     python benchmarks/bench_validation.py --output validation.json
 
-Ten real servers in this process, with links and machines emulated from a cluster file, answer
+Ten real servers in one process, with links and machines emulated from a cluster file, answer
 requests to a tiny random model; what their tokens did is the trace that the simulator plays, under
 `pinned` accounting. Emulated time runs in slow motion, so that what this machine really computes
-hardly counts. Printed are mean and 99th percentile of the time per decoded token on both sides,
-the simulator's relative to the servers', and how the methods rank.
+hardly counts, and several such clusters, each in its own process, run side by side. Printed are
+mean and 99th percentile of the time per decoded token on both sides over the tokens of all seeds,
+the simulator's relative to the servers', the least and the greatest such ratio of a single seed,
+and how the methods rank.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
+import multiprocessing
 import tempfile
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +31,7 @@ import trimmoe
 from rehearsing import LIKE_BYTES, subject
 from trimmoe.core.artifact import file_hash, written_whole
 from trimmoe.core.cluster_file import load_cluster
-from trimmoe.experiments.validation import Traffic, ranking, validate
+from trimmoe.experiments.validation import Pair, Subject, Traffic, pooled, ranking, validate
 
 CLUSTER = Path(__file__).parents[1] / "clusters" / "testbed10.yaml"
 METHODS = ("pipeline", "edgeshard", "exact", "final-exits", "lossless", "speculative")
@@ -32,8 +39,9 @@ WARM_UP = Traffic(name="warm-up", requests=2, prompt=8, output=4, streams=2)
 TRAFFICS = (
     Traffic(name="1 stream", requests=4, prompt=8, output=9, streams=1),
     Traffic(name="8 streams", requests=24, prompt=8, output=17, streams=8),
-    Traffic(name="open loop", requests=18, prompt=8, output=17, rate_per_s=0.45),
+    Traffic(name="open loop", requests=18, prompt=8, output=17, rate_per_s=5.4),
 )
+"""Rates are by the cluster's own clock, which slow motion slows down."""
 
 
 def main() -> None:
@@ -41,48 +49,46 @@ def main() -> None:
     parser.add_argument("--cluster", type=Path, default=CLUSTER)
     parser.add_argument("--layers", type=int, default=10)
     parser.add_argument("--expert-ms", type=float, default=2.0, help="mean over the machines")
-    parser.add_argument("--slow-motion", type=float, default=12.0)
+    parser.add_argument("--slow-motion", type=float, default=36.0)
     parser.add_argument("--budget", type=float, default=0.04)
     parser.add_argument("--methods", nargs="+", default=METHODS)
     parser.add_argument("--traffic", nargs="+", default=[one.name for one in TRAFFICS])
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2], help="of the traffic")
+    parser.add_argument("--clusters", type=int, default=9, help="how many run side by side")
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
-    torch.set_num_threads(1)
-    with tempfile.TemporaryDirectory() as folder:
-        content = measured(arguments, Path(folder))
     if arguments.output:
         with written_whole(arguments.output) as temporary:
-            temporary.write_text(json.dumps(content, indent=2) + "\n")
+            temporary.write_text(json.dumps(measured(arguments), indent=2) + "\n")
+    else:
+        measured(arguments)
 
 
-def measured(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
+def measured(arguments: argparse.Namespace) -> dict[str, Any]:
     """All methods under all traffics, printed as they come."""
-    one = subject(
-        folder,
-        load_cluster(arguments.cluster),
-        layers=arguments.layers,
-        expert_s=arguments.expert_ms / 1e3,
-        budget=arguments.budget,
-        slow_motion=arguments.slow_motion,
-        seed=arguments.seed,
-    )
-    for method in ("exact", "trimmoe"):  # What is compiled is not to be compiled meanwhile.
-        validate(one, method, WARM_UP, seed=arguments.seed)
-    rows, ranks = [], {}
-    for traffic in (each for each in TRAFFICS if each.name in arguments.traffic):
-        print(f"{traffic.name}: ms per token, real / simulated (ratio)", flush=True)
-        of_traffic = []
-        for method in arguments.methods:
-            of_traffic.append(validate(one, method, traffic, seed=arguments.seed).figures)
-            print(line(of_traffic[-1]), flush=True)
-        rows += of_traffic
-        ranks[traffic.name] = {
-            key: ranking(of_traffic, f"mean_{key}_ms") for key in ("real", "simulated")
-        }
-        both = ranks[traffic.name]
-        same = "the same" if both["real"] == both["simulated"] else "NOT the same"
-        print(f"  ranking {same}: {' < '.join(both['real'])}", flush=True)
+    # What takes longest begins first, so that nothing long is left to run alone.
+    traffics = [
+        each.slowed(arguments.slow_motion)
+        for each in TRAFFICS[::-1]
+        if each.name in arguments.traffic
+    ]
+    methods, seeds = arguments.methods, arguments.seeds
+    cases = list(itertools.product(traffics, methods, seeds))
+    rows, rankings = [], {}
+    with tempfile.TemporaryDirectory() as folder:
+        with ProcessPoolExecutor(
+            min(arguments.clusters, len(cases)),
+            multiprocessing.get_context("spawn"),
+            _prepare,
+            (arguments, folder),
+        ) as processes:
+            pairs = processes.map(_validated, cases)
+            for traffic in traffics:
+                print(f"{traffic.name}: ms per token, real / simulated (ratio)", flush=True)
+                of_traffic = [row_of(list(islice(pairs, len(seeds)))) for _ in methods]
+                rows += of_traffic
+                rankings[traffic.name] = ranked(of_traffic)
+        one = _subject(arguments, Path(folder), arguments.slow_motion)
     ratios = np.array([[row["mean_ratio"], row["p99_ratio"]] for row in rows])
     worst = np.abs(ratios - 1.0).max(0)
     print(f"farthest from 1: mean {worst[0]:.1%}, 99th percentile {worst[1]:.1%}")
@@ -95,12 +101,13 @@ def measured(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
             "expert_ms": arguments.expert_ms,
             "vector_like_bytes": LIKE_BYTES,
             "slow_motion": arguments.slow_motion,
+            "side_by_side": arguments.clusters,
             "budget": arguments.budget,
             "confidence": one.confidence,
             "batch_share": one.batch_share,
             "max_batch": one.max_batch,
         },
-        "seed": arguments.seed,
+        "seeds": seeds,
         "input_hashes": {
             "cluster": file_hash(arguments.cluster),
             "model": one.profile.model_hash,
@@ -108,15 +115,62 @@ def measured(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
             "plan": one.plan.hash,
         },
         "rows": rows,
-        "rankings": ranks,
+        "rankings": rankings,
     }
 
 
+def _subject(arguments: argparse.Namespace, folder: Path, slow_motion: float) -> Subject:
+    return subject(
+        Path(tempfile.mkdtemp(dir=folder)),
+        load_cluster(arguments.cluster),
+        layers=arguments.layers,
+        expert_s=arguments.expert_ms / 1e3,
+        budget=arguments.budget,
+        slow_motion=slow_motion,
+    )
+
+
+_own: dict[str, Subject] = {}
+"""What a process that stands for a cluster runs."""
+
+
+def _prepare(arguments: argparse.Namespace, folder: str) -> None:
+    torch.set_num_threads(1)
+    _own["measured"] = _subject(arguments, Path(folder), arguments.slow_motion)
+    quick = _subject(arguments, Path(folder), 1.0)
+    for method in ("exact", "trimmoe"):  # What is compiled is not to be compiled meanwhile.
+        validate(quick, method, WARM_UP, seed=0)
+
+
+def _validated(case: tuple[Traffic, str, int]) -> Pair:
+    """One method under one draw of one traffic, in a process of the pool."""
+    traffic, method, seed = case
+    return validate(_own["measured"], method, traffic, seed=seed)
+
+
+def row_of(pairs: Sequence[Pair]) -> dict[str, Any]:
+    """One method under one traffic over all seeds, printed for people."""
+    row = pooled(pairs).figures
+    for name in ("mean", "p99"):
+        row[f"{name}_ratio_by_seed"] = [pair.figures[f"{name}_ratio"] for pair in pairs]
+    print(line(row), flush=True)
+    return row
+
+
+def ranked(rows: Sequence[dict[str, Any]]) -> dict[str, list[str]]:
+    """Methods of one traffic on both sides, printed for people."""
+    both = {key: ranking(rows, f"mean_{key}_ms") for key in ("real", "simulated")}
+    same = "the same" if both["real"] == both["simulated"] else "NOT the same"
+    print(f"  ranking {same}: {' < '.join(both['real'])}", flush=True)
+    return both
+
+
 def line(row: dict[str, Any]) -> str:
-    """One method, for people."""
+    """One method."""
     figures = ", ".join(
         f"{name} {row[f'{name}_real_ms']:.0f} / {row[f'{name}_simulated_ms']:.0f} "
-        f"({row[f'{name}_ratio']:.2f})"
+        f"({row[f'{name}_ratio']:.2f}; {min(row[f'{name}_ratio_by_seed']):.2f} to "
+        f"{max(row[f'{name}_ratio_by_seed']):.2f})"
         for name in ("mean", "p99")
     )
     hops = f"{row['hops_real']:.2f} / {row['hops_simulated']:.2f} vectors per token"

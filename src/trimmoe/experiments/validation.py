@@ -60,6 +60,11 @@ class Traffic:
     """Requests answered at a time; None for the open loop."""
     rate_per_s: float | None = None
 
+    def slowed(self, slow_motion: float) -> Traffic:
+        """The same on a cluster whose clock goes so many times slower."""
+        rate = None if self.rate_per_s is None else self.rate_per_s / slow_motion
+        return replace(self, rate_per_s=rate)
+
     def drawn(self, access_share: FloatArray, vocabulary: int, seed: int):
         """Prompts [R, prompt] and the requests they belong to."""
         rng = np.random.default_rng(seed)
@@ -95,7 +100,7 @@ class Pair:
     """Hidden vectors per token on both sides."""
     exits: float
     """Share of token-layers left out by exits on the servers."""
-    trace_hash: str
+    trace_hashes: tuple[str, ...]
 
     @property
     def figures(self) -> dict[str, Any]:
@@ -114,7 +119,7 @@ class Pair:
             "hops_real": self.hops[0],
             "hops_simulated": self.hops[1],
             "exited_share": self.exits,
-            "trace_hash": self.trace_hash,
+            "trace_hashes": list(self.trace_hashes),
         }
 
 
@@ -219,7 +224,26 @@ def _pair(
         expected_s=total.mean_delay_s,
         hops=(total.hops / total.tokens, mine.hops / mine.tokens),
         exits=total.share(Kind.EXITED),
-        trace_hash=trace.hash,
+        trace_hashes=(trace.hash,),
+    )
+
+
+def pooled(pairs: Sequence[Pair]) -> Pair:
+    """One method under several draws of one traffic, all tokens together."""
+    first, shares = pairs[0], np.array([pair.real_s.size for pair in pairs], dtype=float)
+    shares /= shares.sum()
+    hops = shares @ np.array([pair.hops for pair in pairs])
+    return Pair(
+        method=first.method,
+        traffic=first.traffic,
+        real_s=np.concatenate([pair.real_s for pair in pairs]),
+        simulated_s=np.concatenate([pair.simulated_s for pair in pairs]),
+        real_first_s=np.concatenate([pair.real_first_s for pair in pairs]),
+        simulated_first_s=np.concatenate([pair.simulated_first_s for pair in pairs]),
+        expected_s=float(shares @ np.array([pair.expected_s for pair in pairs])),
+        hops=(float(hops[0]), float(hops[1])),
+        exits=float(shares @ np.array([pair.exits for pair in pairs])),
+        trace_hashes=tuple(one for pair in pairs for one in pair.trace_hashes),
     )
 
 
