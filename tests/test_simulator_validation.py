@@ -16,7 +16,7 @@ import torch
 
 from factories import random_cluster
 from rehearsing import subject
-from trimmoe.experiments.validation import Subject, Traffic, ranking, validate
+from trimmoe.experiments.validation import Pair, Subject, Traffic, pooled, ranking, validate
 
 APART = ("pipeline", "exact", "final-exits")
 METHODS = (*APART, "lossless")
@@ -82,3 +82,38 @@ def test_real_servers_are_never_much_quicker_than_simulated_ones(
     """What is emulated takes at least its time; only batches may fall otherwise."""
     for row in rows:
         assert row["mean_ratio"] < 1.15
+
+
+def pair(real_s: list[float], simulated_s: list[float], hops: tuple[float, float]) -> Pair:
+    return Pair(
+        method="exact",
+        traffic="closed",
+        real_s=np.array(real_s),
+        simulated_s=np.array(simulated_s),
+        real_first_s=np.array([2.0]),
+        simulated_first_s=np.array([1.0]),
+        expected_s=hops[0],
+        hops=hops,
+        exits=0.5,
+        trace_hashes=(str(hops),),
+    )
+
+
+def test_every_token_of_every_draw_counts_alike() -> None:
+    both = pooled([pair([1.0, 2.0, 3.0], [1.0] * 3, (4.0, 0.0)), pair([6.0], [9.0], (8.0, 4.0))])
+    assert (both.real_s.mean(), both.simulated_s.mean()) == (3.0, 3.0)
+    assert both.hops == (5.0, 1.0)
+    assert both.expected_s == 5.0
+    assert both.figures["mean_ratio"] == 1.0
+    assert both.figures["first_token_ratio"] == 0.5
+    assert both.figures["trace_hashes"] == ["(4.0, 0.0)", "(8.0, 4.0)"]
+
+
+def test_requests_come_slower_by_a_slower_clock() -> None:
+    open_loop = Traffic(name="open", requests=5, prompt=1, output=1, rate_per_s=6.0)
+    share = np.ones(1)
+    of = {
+        slow: open_loop.slowed(slow).drawn(share, vocabulary=9, seed=3)[1] for slow in (1.0, 12.0)
+    }
+    np.testing.assert_allclose(of[12.0].arrival_s, 12.0 * of[1.0].arrival_s)
+    assert TRAFFIC.slowed(12.0) == TRAFFIC
