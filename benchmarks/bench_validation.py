@@ -20,7 +20,6 @@ import multiprocessing
 import tempfile
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -85,7 +84,7 @@ def measured(arguments: argparse.Namespace) -> dict[str, Any]:
             pairs = processes.map(_validated, cases)
             for traffic in traffics:
                 print(f"{traffic.name}: ms per token, real / simulated (ratio)", flush=True)
-                of_traffic = [row_of(list(islice(pairs, len(seeds)))) for _ in methods]
+                of_traffic = [row_of(list(itertools.islice(pairs, len(seeds)))) for _ in methods]
                 rows += of_traffic
                 rankings[traffic.name] = ranked(of_traffic)
         one = _subject(arguments, Path(folder), arguments.slow_motion)
