@@ -20,6 +20,7 @@ import multiprocessing
 import tempfile
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
+from multiprocessing.synchronize import Barrier
 from pathlib import Path
 from typing import Any
 
@@ -74,12 +75,12 @@ def measured(arguments: argparse.Namespace) -> dict[str, Any]:
     methods, seeds = arguments.methods, arguments.seeds
     cases = list(itertools.product(traffics, methods, seeds))
     rows, rankings = [], {}
+    clusters, spawning = min(arguments.clusters, len(cases)), multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
+        _warm_up(arguments, Path(folder))  # What has to be compiled is by one, not by all at once.
+        ready = spawning.Barrier(clusters)
         with ProcessPoolExecutor(
-            min(arguments.clusters, len(cases)),
-            multiprocessing.get_context("spawn"),
-            _prepare,
-            (arguments, folder),
+            clusters, spawning, _prepare, (arguments, folder, ready)
         ) as processes:
             pairs = processes.map(_validated, cases)
             for traffic in traffics:
@@ -133,11 +134,18 @@ _own: dict[str, Subject] = {}
 """What a process that stands for a cluster runs."""
 
 
-def _prepare(arguments: argparse.Namespace, folder: str) -> None:
+def _prepare(arguments: argparse.Namespace, folder: str, ready: Barrier) -> None:
+    """A process becomes a cluster; it begins when all are ready, lest their start be measured."""
     torch.set_num_threads(1)
     _own["measured"] = _subject(arguments, Path(folder), arguments.slow_motion)
-    quick = _subject(arguments, Path(folder), 1.0)
-    for method in ("exact", "trimmoe"):  # What is compiled is not to be compiled meanwhile.
+    _warm_up(arguments, Path(folder))
+    ready.wait()
+
+
+def _warm_up(arguments: argparse.Namespace, folder: Path) -> None:
+    """What is compiled is not to be compiled meanwhile."""
+    quick = _subject(arguments, folder, 1.0)
+    for method in ("exact", "trimmoe"):
         validate(quick, method, WARM_UP, seed=0)
 
 

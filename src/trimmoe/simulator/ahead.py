@@ -63,6 +63,8 @@ class Itinerary:
     where there is no such draft, [n]."""
     guess: IntArray
     """What becomes of the guess of what it predicts: RIGHT, WRONG, UNSURE, or NONE is made, [n]."""
+    disagrees: BoolArray
+    """Whether full depth checked an exit of it and predicted something else, [n]."""
     ledgers: list[Ledger]
     receipts: list[Receipt]
 
@@ -75,6 +77,7 @@ class Itinerary:
             layers=self.layers[order],
             wrong_at=self.wrong_at[order],
             guess=self.guess[order],
+            disagrees=self.disagrees[order],
             ledgers=[self.ledgers[row] for row in order.tolist()],
             receipts=[self.receipts[row] for row in order.tolist()],
         )
@@ -89,6 +92,7 @@ class Itinerary:
             layers=np.zeros(count, dtype=np.int64),
             wrong_at=np.full(count, NONE),
             guess=np.full(count, NONE),
+            disagrees=np.zeros(count, dtype=bool),
             ledgers=[None] * count,  # type: ignore[list-item]
             receipts=[None] * count,  # type: ignore[list-item]
         )
@@ -134,14 +138,18 @@ def travel(
                 for row, ledger, receipt in closed:
                     journey.ledgers[row], journey.receipts[row] = ledger, receipt
                 continue
-            case Trailed(rows=rows) if command.missed:
-                _confirm(journey, command, feed, tokens[rows], wave.draws[rows], last[rows])
-                continue
             case Trailed(rows=rows):
+                exited, draws = journey.layers[rows], wave.draws[rows]
+                journey.disagrees[rows] = ~feed.agrees(tokens[rows], exited, draws)
+                if command.missed:
+                    _confirm(journey, command, last[rows])
+                    continue
                 for row, after in zip(rows.tolist(), command.ledgers, strict=True):
                     journey.ledgers[row] += after
                 continue
-            case Probe():
+            case Probe(layer=layer, rows=rows):
+                draws, settings = wave.draws[rows], engine.settings
+                journey.disagrees[rows] = ~feed.audited(tokens[rows], layer, draws, settings)
                 continue
             case Depart() | Strand():
                 raise AssertionError("nothing leaves, and every expert has a host")
@@ -150,23 +158,14 @@ def travel(
     return journey
 
 
-def _confirm(
-    journey: Itinerary,
-    command: Trailed,
-    feed: TraceFeed,
-    tokens: IntArray,
-    draws: FloatArray,
-    last: BoolArray,
-) -> None:
-    """Full depth has spoken of drafts, of `tokens` [n] with their `draws` and whether they are the
-    `last` of their requests.
+def _confirm(journey: Itinerary, command: Trailed, last: BoolArray) -> None:
+    """Full depth has spoken of drafts, some of them the `last` of their requests, [n].
 
     Everybody waits for full depth where a draft is wrong, and at the end of a request, which is not
     answered before that has confirmed it.
     """
     rows = command.rows
-    exited = journey.layers[rows]
-    wrong = ~feed.agrees(tokens, exited, draws)
+    exited, wrong = journey.layers[rows], journey.disagrees[rows]
     journey.wrong_at[rows] = np.where(wrong & ~last, exited, NONE)
     journey.layers[rows] = np.where(wrong | last, journey.expert.shape[1], exited)
     told = zip(rows.tolist(), command.ledgers, command.missed, (wrong | last).tolist(), strict=True)

@@ -12,6 +12,7 @@ from trimmoe.core.specs import BoolArray, FloatArray, IntArray
 from trimmoe.core.trace import Trace
 from trimmoe.cost.model import Accounting
 from trimmoe.engine.step import Engine
+from trimmoe.policy.settings import PolicySettings
 
 _COLUMNS = ("experts", "masses", "importance", "steadiness", "confidence", "exit_at")
 
@@ -63,6 +64,13 @@ class TraceFeed:
         if self.trace.wrong is not None:
             return np.logical_not(self.trace.wrong[tokens, layers - 1])
         return draws < self.trace.confidence[tokens, layers - 1]
+
+    def audited(
+        self, tokens: IntArray, layer: int, draws: FloatArray, settings: PolicySettings
+    ) -> BoolArray:
+        """The same of `tokens` [n] that would have left after `layer` but go on as audits."""
+        # Only draws below that share are audited.
+        return self.agrees(tokens, np.full(tokens.size, layer + 1), draws / settings.audit_share)
 
     def guesses(
         self, tokens: IntArray, access: IntArray, least: float

@@ -48,8 +48,8 @@ def replay(
     """The ledger of every token, in the order of the trace, [T].
 
     `access` [S]: the server each sequence enters at. `budget` is D-bar, `confidence` p_J;
-    `advance` is told how many tokens have been done. Audited exits are taken to agree,
-    drafts to be right as `TraceFeed.agrees` has it. Where users' servers guess, a token takes until
+    `advance` is told how many tokens have been done. Audited exits and drafts are right as
+    `TraceFeed.agrees` has it. Where users' servers guess, a token takes until
     the next one of its sequence sets out; nothing follows the last. Raises `UserError` if the trace
     does not say what they guess, or under `migrate` accounting, where no server could.
     """
@@ -71,7 +71,7 @@ def replay(
         event: Event = TokensArrived(wave=WAVE, sequences=sequences, draws=drawn, guessed=led)
         depth = np.zeros(len(sequences), dtype=np.int64)
         pending: list[Event] = [event]
-        probed: set[int] = set()
+        probed: dict[int, bool] = {}
         while pending:
             state, commands = engine.step(state, pending.pop(0))
             for command in commands:
@@ -85,19 +85,18 @@ def replay(
                         depth[command.rows] = command.layer
                         for row, ledger in zip(rows, command.ledgers, strict=True):
                             ledgers[int(tokens[row])] = ledger
-                        audits = sum(row in probed for row in rows)
-                        if audits:
-                            pending.append(Audited(wave=WAVE, agrees=np.ones(audits, dtype=bool)))
+                        checked_now = [probed[row] for row in rows if row in probed]
+                        if checked_now:
+                            pending.append(Audited(wave=WAVE, agrees=np.array(checked_now)))
                     case Trailed(rows=trailed):
-                        agrees = np.ones(trailed.size, dtype=bool)
-                        if command.missed:
-                            agrees = feed.agrees(tokens[trailed], depth[trailed], drawn[trailed])
+                        agrees = feed.agrees(tokens[trailed], depth[trailed], drawn[trailed])
                         after = checked(command, agrees.tolist())
                         for row, ledger in zip(trailed.tolist(), after, strict=True):
                             ledgers[int(tokens[row])] += ledger
                         pending.append(Audited(wave=WAVE, agrees=agrees))
-                    case Probe():
-                        probed |= set(command.rows.tolist())
+                    case Probe(layer=layer, rows=rows):
+                        agrees = feed.audited(tokens[rows], layer, drawn[rows], engine.settings)
+                        probed |= zip(rows.tolist(), agrees.tolist(), strict=True)
                     case Depart() | Strand():
                         raise AssertionError("nothing leaves, and every expert has a host")
         advance(len(sequences))

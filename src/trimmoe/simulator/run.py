@@ -277,8 +277,9 @@ class _Run:
         audited = self.pool.books.numbers[finished[:, 0], AUDITS]
         access = self.table.asked.access[finished[:, 1]]
         audits = np.bincount(access, audited, self.waiting_s.size).astype(np.int64)
-        in_vain = self.pool.rows.draft[finished[:, 0]] != NONE
-        wrong = np.bincount(access[in_vain], minlength=self.waiting_s.size)
+        wrong = np.bincount(
+            access[self.pool.books.disagrees[finished[:, 0]]], minlength=self.waiting_s.size
+        )
         stale = self.decider.control(receipts, audits, wrong, self._engine())
         self._clear(finished[:, 0])
         for request in self.table.closing:

@@ -27,6 +27,8 @@ class Books:
     """[T, M, M]."""
     numbers: FloatArray
     """[T, 7]."""
+    disagrees: BoolArray
+    """Whether full depth checked an exit and predicted something else, [T]."""
 
     @staticmethod
     def blank(count: int, layers: int, servers: int) -> Books:
@@ -35,10 +37,13 @@ class Books:
             kinds=np.zeros((count, layers, len(Kind)), dtype=np.uint16),
             messages=np.zeros((count, servers, servers), dtype=np.uint16),
             numbers=np.zeros((count, 7)),
+            disagrees=np.zeros(count, dtype=bool),
         )
 
-    def write(self, rows: IntArray, ledgers: Sequence[Ledger]) -> None:
-        """Keep the ledgers of n tokens in `rows` [n]."""
+    def write(self, rows: IntArray, ledgers: Sequence[Ledger], disagrees: BoolArray) -> None:
+        """Keep the ledgers of n tokens in `rows` [n], and whether full depth `disagrees` [n] with
+        their exits."""
+        self.disagrees[rows] = disagrees
         self.kinds[rows] = [one.kinds for one in ledgers]
         self.messages[rows] = [one.messages for one in ledgers]
         self.numbers[rows] = [
