@@ -22,13 +22,16 @@ from trimmoe.cost.model import Accounting
 from trimmoe.engine.guesses import Lead, guess_times_s
 from trimmoe.experiments.methods import make_engine
 from trimmoe.policy.settings import speculative
+from trimmoe.simulator.ahead import Ahead
 from trimmoe.simulator.arrivals import Requests
+from trimmoe.simulator.feed import TraceFeed
 from trimmoe.simulator.generate import Parameters, generate_trace
 from trimmoe.simulator.measure import Sample, figures
 from trimmoe.simulator.replay import replay
 from trimmoe.simulator.settings import Load, Prefill
 from trimmoe.simulator.tables import RequestTable
 from trimmoe.simulator.world import DENSE, HOME, NONE, make_rows
+from trimmoe.simulator.world import UNSURE as UNSURE_GUESS
 
 OWN_SERVERS = [1, 2, 3]
 """A route on which nothing meets anything but on its way; users are at server 0."""
@@ -308,6 +311,29 @@ def test_sure_and_right_guesses_are_faster_still() -> None:
         means.append(alone(foreseen(one, [token] * one.trace.token_count)).token_s.mean())
     assert means[0] < 0.8 * means[1]
     assert means[2] == pytest.approx(means[1], rel=0.05)
+
+
+@pytest.mark.parametrize(("times", "busy"), [(0.0, 0.0), (1.0, 0.5), (99.0, 0.99)])
+def test_where_servers_are_busy_only_guesses_are_followed_that_are_worth_others_waiting(
+    times: float, busy: float
+) -> None:
+    """Waiting as long as being served is being busy half of the time."""
+    one = loaded()
+    service_s = one.engine.cost.expert_s.mean(axis=(1, 2))
+    waiting = replace(one.engine, cost=one.engine.cost.with_waiting(times * service_s))
+    least = max(one.engine.settings.guess_confidence, busy)
+    assert waiting.guess_thresholds == pytest.approx(np.full(len(waiting.routes), least))
+    followed = Ahead(
+        engine=waiting, feed=TraceFeed(trace=one.trace), seed=0, budget=0.0, confidence=0.9
+    )
+    tokens = np.arange(LENGTH)
+    for request in range(LENGTH):
+        followed.open(request, 0)
+    nothing = np.zeros(LENGTH, dtype=np.int64)
+    journey = followed.decide(tokens, nothing, tokens, tokens, nothing.astype(bool))
+    assert one.trace.home_confidence is not None
+    sure = one.trace.home_confidence[tokens, 0] >= least
+    np.testing.assert_array_equal(journey.guess != UNSURE_GUESS, sure)
 
 
 def test_tokens_in_flight_are_told_in_order() -> None:

@@ -34,7 +34,7 @@ from trimmoe.core.events import (
 )
 from trimmoe.core.ledger import Kind
 from trimmoe.core.profile import ExitState, Profile
-from trimmoe.core.specs import BoolArray, IntArray
+from trimmoe.core.specs import BoolArray, FloatArray, IntArray
 from trimmoe.core.wave import NOT_PROBED, Wave
 from trimmoe.cost.model import Accounting, CostModel
 from trimmoe.engine.books import afterwards, closed, entered, following, ledgers, missed, receipts
@@ -81,6 +81,12 @@ class Engine:
         exit at it is charged."""
         needed = self.exits.needed(confidence)
         return needed, float(self.exits.charge(np.array([needed]))[0])
+
+    @cached_property
+    def guess_thresholds(self) -> FloatArray:
+        """Probability that a server gives its guess at which what follows sets out, by route [R];
+        as of drafts, no less than the share of time that servers are busy, see `ExitRules.busy`."""
+        return np.maximum(self.settings.guess_confidence, self.exits.busy)
 
     def start(self) -> EngineState:
         """The state before the first event."""

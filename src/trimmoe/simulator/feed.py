@@ -73,10 +73,10 @@ class TraceFeed:
         return self.agrees(tokens, np.full(tokens.size, layer + 1), draws / settings.audit_share)
 
     def guesses(
-        self, tokens: IntArray, access: IntArray, least: float
+        self, tokens: IntArray, access: IntArray, least: FloatArray
     ) -> tuple[BoolArray, BoolArray]:
-        """Of what `tokens` predict, whether the server of each one's user guesses it with a
-        confidence of `least`, and rightly; all [n]. The trace must say so."""
+        """Of what `tokens` predict, whether the server of each one's user guesses it with its
+        `least` confidence, and rightly; all [n]. The trace must say so."""
         wrong, confidence = self.trace.home_wrong, self.trace.home_confidence
         assert wrong is not None
         assert confidence is not None

@@ -63,15 +63,14 @@ def _entering(worker: Executor, going: Sequence[Reading], batch: TokenBatch) -> 
 def _guessed(
     worker: Executor, going: Sequence[Reading], hidden: Tensor, batch: TokenBatch
 ) -> list[Guessed]:
-    homes, settings = worker.homes, worker.engine.settings
+    homes = worker.homes
     states = batch.pack(homes.view.tail(hidden, batch, homes.cache))
     last = np.cumsum([len(one.tokens) for one in going]) - 1
     logits = homes.view.logits(states[torch.from_numpy(last)])
     made = []
     for one, scores in zip(going, logits, strict=True):
         confidence = float(scores.float().softmax(-1).max())
-        busy = float(worker.engine.exits.busy[worker.route_rows[one.route]])
+        least = float(worker.engine.guess_thresholds[worker.route_rows[one.route]])
         token = draw(scores, one.sampling, one.position).token
-        wanted = confidence >= max(settings.guess_confidence, busy)
-        made.append(Guessed(reading=one, token=token, wanted=wanted))
+        made.append(Guessed(reading=one, token=token, wanted=confidence >= least))
     return made
