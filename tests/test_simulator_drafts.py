@@ -17,8 +17,8 @@ from test_simulator_trails import LAYERS, answered, finished_s, stages
 from trimmoe.core.events import Receipt
 from trimmoe.core.ledger import Kind, Ledger
 from trimmoe.core.profile import ExitState
-from trimmoe.simulator.ahead import Itinerary
 from trimmoe.simulator.arrivals import Requests
+from trimmoe.simulator.journey import Itinerary
 from trimmoe.simulator.measure import Sample, figures
 from trimmoe.simulator.settings import Load
 from trimmoe.simulator.tables import RequestTable, RowPool

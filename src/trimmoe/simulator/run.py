@@ -30,11 +30,12 @@ from trimmoe.simulator.heap import push
 from trimmoe.simulator.measure import Sample, Snapshot, sample
 from trimmoe.simulator.settings import Prefill, SimulationSettings
 from trimmoe.simulator.state import State, make_state, with_room
+from trimmoe.simulator.supply import AHEAD, AHEAD_OF_CHANGE, Supply
 from trimmoe.simulator.tables import RequestTable, RowPool
 from trimmoe.simulator.tally import AUDITS, DELAY_S, LOSS, UnitLog, Units
+from trimmoe.simulator.waiting import Waiting
 from trimmoe.simulator.world import (
     CONFIRMED,
-    EXPERTS,
     IN_FLIGHT,
     LOG_NUMBER,
     LOG_REQUEST,
@@ -43,21 +44,10 @@ from trimmoe.simulator.world import (
     LOGGED,
     NEXT_REQUEST,
     NONE,
-    NOW,
     REQUEST,
     TRAILING,
     make_world,
 )
-
-AHEAD = 8
-"""Tokens of a request that are decided before they begin: the more, the wider the waves, and the
-more is forgotten when the feedback changes."""
-_WIDE_SHARE = 0.5
-"""Share of the requests at hand that a wave has to hold, unless a request waits for it."""
-_AHEAD_OF_CHANGE = 2
-"""The same where it changes at every control instant."""
-_PREFILL_ROWS = 4096
-"""Prompt tokens decided at once."""
 
 Advance = Callable[[float], None]
 """Told how many virtual seconds have passed."""
@@ -118,7 +108,7 @@ class _Run:
         given: Requests | None,
     ) -> None:
         load, cost = settings.load, engine.cost
-        self.settings, self.trace, self.rebuilt = settings, trace, rebuilt
+        self.settings, self.rebuilt = settings, rebuilt
         self.closed = load.concurrency is not None
         self.world = make_world(
             cost,
@@ -157,8 +147,15 @@ class _Run:
             max(engine.settings.guesses, 1),
         )
         self.state = make_state(cost.server_count, cost.layer_count, cost.expert_s.shape[2])
-        self.waiting_s = np.zeros(cost.server_count)
-        self.waited = np.zeros((2, cost.server_count))
+        self.supply = Supply(
+            decider=self.decider,
+            table=self.table,
+            pool=self.pool,
+            trace_length=trace.length,
+            closed=self.closed,
+            ahead=AHEAD_OF_CHANGE if settings.waiting_feedback else AHEAD,
+        )
+        self.waiting = Waiting.none(cost.server_count, settings.waiting_memory)
         self.finished: list[tuple[int, int]] = []
         """Rows and requests of decoded tokens since the last control instant."""
         self.trailing = np.zeros(0, dtype=np.int64)
@@ -208,7 +205,7 @@ class _Run:
             if stopped == loop.TIME_UP:
                 break
             if stopped == loop.STARVED:
-                self._decide()
+                self.supply.replenish(self.state, end_s)
             elif stopped == loop.NEEDS_ROOM:
                 self.state = with_room(self.state, self.state.entry_unit.size)
             elif stopped == loop.NEEDS_REQUESTS:
@@ -276,11 +273,13 @@ class _Run:
         finished = np.array(self.finished, dtype=np.int64).reshape(-1, 2)
         audited = self.pool.books.numbers[finished[:, 0], AUDITS]
         access = self.table.asked.access[finished[:, 1]]
-        audits = np.bincount(access, audited, self.waiting_s.size).astype(np.int64)
-        wrong = np.bincount(
-            access[self.pool.books.disagrees[finished[:, 0]]], minlength=self.waiting_s.size
-        )
-        stale = self.decider.control(receipts, audits, wrong, self._engine())
+        servers, disagrees = self.world.delay_s.shape[0], self.pool.books.disagrees[finished[:, 0]]
+        audits = np.bincount(access, audited, servers).astype(np.int64)
+        wrong = np.bincount(access[disagrees], minlength=servers)
+        engine = self.decider.engine
+        if self.settings.waiting_feedback:
+            engine = self.rebuilt(self.waiting.measured(self.state))
+        stale = self.decider.control(receipts, audits, wrong, engine)
         self._clear(finished[:, 0])
         for request in self.table.closing:
             self.decider.close(request)
@@ -307,84 +306,6 @@ class _Run:
         """Those of decoded tokens; prompts have none."""
         found = (self.pool.receipts[row] for row in rows)
         return [receipt for receipt in found if receipt is not None]
-
-    def _engine(self) -> Engine:
-        """The engine of the next interval."""
-        if not self.settings.waiting_feedback:
-            return self.decider.engine
-        state = self.state
-        totals = np.stack([state.waited_s[:, EXPERTS], state.served[:, EXPERTS, 1]])
-        waited_s, served = totals - self.waited
-        self.waited = totals
-        memory = self.settings.waiting_memory
-        mean_s = waited_s / np.maximum(served, 1)
-        new_s = memory * self.waiting_s + (1.0 - memory) * mean_s
-        # A server that nobody asked has not become slower or faster.
-        self.waiting_s = np.where(served > 0, new_s, self.waiting_s)
-        return self.rebuilt(self.waiting_s)
-
-    def _decide(self) -> None:
-        """Decide tokens of all requests that run or come soon, until each has enough ahead."""
-        table, asked = self.table, self.table.asked
-        requests = self._soon()
-        self._admit(requests[~table.admitted[requests]])
-        decoded = table.requests.decoded
-        ahead = _AHEAD_OF_CHANGE if self.settings.waiting_feedback else AHEAD
-        while True:
-            wanting = requests[
-                (asked.ahead[requests] < ahead) & (table.decided[requests] < decoded[requests])
-            ]
-            urgent = (asked.ahead[wanting] == 0).any()
-            if not (urgent or wanting.size > _WIDE_SHARE * requests.size):
-                return
-            numbers = table.decided[wanting]
-            at, length = table.requests.prompt[wanting] + numbers, self.trace.length
-            tokens, before = (table.tokens(wanting, one, length) for one in (at, at - 1))
-            last = numbers + 1 == decoded[wanting]
-            journey = self.decider.decide(wanting, numbers, tokens, before, last)
-            for request, row in zip(
-                wanting.tolist(), self.pool.add(journey, decoded=True).tolist(), strict=True
-            ):
-                table.append(self.pool.rows, request, row)
-            table.decided[wanting] += 1
-
-    def _soon(self) -> IntArray:
-        """Requests that run, and those that will arrive before the next control instant."""
-        asked, following = self.table.asked, int(self.state.numbers[NEXT_REQUEST])
-        running = np.flatnonzero(asked.running)
-        if self.closed:
-            last = min(following + 8 + running.size // 8, asked.access.size)
-        else:
-            following = int(np.searchsorted(asked.arrival_s, self.state.clock[NOW], side="right"))
-            last = int(np.searchsorted(asked.arrival_s, self.until_s))
-        return np.union1d(running, np.arange(following, max(last, following)))
-
-    def _admit(self, requests: IntArray) -> None:
-        """Open accounts and decide the prompts."""
-        table = self.table
-        for request in requests.tolist():
-            self.decider.open(request, int(table.requests.access[request]))
-        table.admitted[requests] = True
-        lengths = table.requests.prompt[requests]
-        owners = np.repeat(requests, lengths)
-        numbers = np.arange(owners.size) - np.repeat(np.cumsum(lengths) - lengths, lengths)
-        tokens = table.tokens(owners, numbers, self.trace.length)
-        rows = []
-        for first in range(0, owners.size, _PREFILL_ROWS):
-            part = slice(first, first + _PREFILL_ROWS)
-            access = table.requests.access[owners[part]]
-            journey = self.decider.prefill(owners[part], access, tokens[part])
-            rows.append(self.pool.add(journey, decoded=False))
-        if rows:
-            self._chain_chunks(owners, numbers, np.concatenate(rows))
-
-    def _chain_chunks(self, owners: IntArray, numbers: IntArray, rows: IntArray) -> None:
-        chunk, siblings = self.settings.load.prefill_chunk, self.pool.rows.sibling
-        opens = numbers % chunk == 0
-        inside = np.flatnonzero(~opens)
-        siblings[rows[inside - 1]] = rows[inside]
-        for at in np.flatnonzero(opens).tolist():
-            self.table.append(self.pool.rows, int(owners[at]), int(rows[at]))
 
 
 def _with_log(state: State, size: int) -> State:

@@ -11,8 +11,8 @@ import numpy as np
 
 from trimmoe.core.events import Receipt
 from trimmoe.core.specs import IntArray
-from trimmoe.simulator.ahead import Itinerary
 from trimmoe.simulator.arrivals import Requests, join_requests
+from trimmoe.simulator.journey import Itinerary
 from trimmoe.simulator.tally import Books
 from trimmoe.simulator.world import NONE, WRONG, Asked, Rows, make_rows
 
