@@ -59,6 +59,7 @@ def main() -> None:
     parser.add_argument("--profile", type=Path, help="else made and kept, as by `trimmoe serve`")
     parser.add_argument("--parts", nargs="+", default=["methods", "streams"])
     parser.add_argument("--methods", nargs="+", default=METHODS)
+    parser.add_argument("--stream-methods", nargs="+", default=["trimmoe"])
     parser.add_argument("--streams", nargs="+", type=int, default=STREAMS)
     parser.add_argument("--requests", type=int, default=6, help="per method")
     parser.add_argument("--tokens", type=int, default=17, help="per answer")
@@ -79,7 +80,10 @@ def main() -> None:
     if "methods" in arguments.parts:
         content |= compared(arguments)
     if "streams" in arguments.parts:
-        content |= throughput(arguments)
+        made = artifacts(arguments, "local4.yaml")
+        content["streams"] = [
+            throughput(arguments, made, name) for name in arguments.stream_methods
+        ]
     if arguments.output:
         with written_whole(arguments.output) as temporary:
             temporary.write_text(json.dumps(content, indent=2) + "\n")
@@ -168,11 +172,10 @@ def measured_flips(arguments: argparse.Namespace, made: Artifacts) -> dict[str, 
     return {one.name: one.score.flips / one.score.tokens for one in outcomes}
 
 
-def throughput(arguments: argparse.Namespace) -> dict[str, Any]:
+def throughput(arguments: argparse.Namespace, made: Artifacts, name: str) -> dict[str, Any]:
     """Tokens per second of so many streams on local4, spread over its servers."""
-    made = artifacts(arguments, "local4.yaml")
-    method = find_method("trimmoe")
-    policy = configured(method, budget=arguments.budget, confidence=CONFIDENCE)
+    policy = configured(find_method(name), budget=arguments.budget, confidence=CONFIDENCE)
+    print(f"{name}:", flush=True)
     pieces = Pieces(policy=policy, app=partial(create_app), node=this_machines_node)
     rows = []
     with forked(
@@ -188,7 +191,7 @@ def throughput(arguments: argparse.Namespace) -> dict[str, Any]:
         f"prompts, {ratios['decoded_per_s']:.1f} while decoding (goal {SPEED_UP})",
         flush=True,
     )
-    return {"streams": rows, "speed_up": ratios}
+    return {"method": name, "rows": rows, "speed_up": ratios}
 
 
 def streams_row(arguments: argparse.Namespace, urls: Sequence[str], streams: int) -> dict[str, Any]:

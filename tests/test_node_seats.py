@@ -11,7 +11,6 @@ from torch import Tensor
 
 from trimmoe.models.cache import KVCache
 from trimmoe.runtime.node import perform as perform_module
-from trimmoe.runtime.node.executor import Outcome
 from trimmoe.runtime.node.mail import Mail
 from trimmoe.runtime.node.messages import (
     ANY_POSITION,
@@ -24,6 +23,7 @@ from trimmoe.runtime.node.messages import (
     SamplingSpec,
     first_sequence,
 )
+from trimmoe.runtime.node.outcome import Outcome
 from trimmoe.runtime.node.pace import Pace
 from trimmoe.runtime.node.rows import Rows
 from trimmoe.runtime.node.scheduler import Step, Work

@@ -1,7 +1,7 @@
 """Listing the actions of tokens, compiled: what slots may choose from, and what comes of it.
 
 `cost.actions` wraps these with named arrays, `cost.deciding` chooses among what they list. Shapes
-as in `cost.kernels`; R substitutes, B steadiness classes, C candidate actions.
+as in `cost.kernels`; S substitutes, R ranks of slots, B steadiness classes, C candidate actions.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ class Menu(NamedTuple):
     best_s: FloatArray
     """Its delay, infinite without a host, [N, M, M, E]."""
     substitutes: IntArray
-    """Least lossy first, -1 padded, [N, B, E, R]."""
+    """Least lossy first, -1 padded, [N, B, E, S]."""
     substitution_loss: FloatArray
-    """[N, B, E, E]."""
+    """[N, B, R, E, E]."""
     local_loss: FloatArray
-    """Least loss of serving a target on a server, [M, N, B, E]."""
+    """Least loss of serving a target on a server, [M, N, B, R, E]."""
     drop_edges: FloatArray
     """[N, B, G]; the same for the other three."""
     drop_upper: FloatArray

@@ -11,7 +11,7 @@ import numpy as np
 from trimmoe.core.errors import UserError
 from trimmoe.core.ledger import Kind, Ledger
 from trimmoe.core.plan import Plan
-from trimmoe.core.specs import FloatArray
+from trimmoe.core.specs import FloatArray, IntArray
 from trimmoe.core.trace import Trace
 from trimmoe.engine.step import Engine
 from trimmoe.experiments.figures.contenders import Contender
@@ -80,6 +80,11 @@ class Bench:
     _replays: dict[tuple[str, float, int], Replayed] = field(default_factory=dict)
     _samples: dict[tuple[str, float | None], list[Sample]] = field(default_factory=dict)
 
+    @property
+    def access(self) -> IntArray:
+        """Where each sequence of the trace enters, [S]."""
+        return self.world.access(self.world.trace.sequence_count, self.seed)
+
     def on(self, geometry: str) -> Bench:
         """The bench of another model on the same cluster, with generated tokens."""
         cluster, announce = self.world.plan.cluster, self.announce
@@ -147,11 +152,10 @@ class Bench:
         return self._replays[key]
 
     def _replay(self, rig: Rig, trace: Trace) -> Replayed:
-        access = self.world.access(self.world.trace.sequence_count, self.seed)
         ledgers = replay(
             rig.engine,
             trace,
-            access[: trace.sequence_count],
+            self.access[: trace.sequence_count],
             budget=rig.settings.budget,
             confidence=rig.settings.confidence,
             seed=self.seed,
@@ -251,7 +255,7 @@ class Bench:
         """Mean time per token without load by where its answer enters, [M]; that of all where none
         did."""
         replayed, trace = self.replayed(contender), self.world.trace
-        access = np.repeat(self.world.access(trace.sequence_count, self.seed), trace.length)
+        access = np.repeat(self.access, trace.length)
         servers = self.world.plan.cluster.server_count
         count = np.bincount(access, minlength=servers)
         total_s = np.bincount(access, replayed.delay_s, servers)

@@ -21,7 +21,7 @@ def bound_s(bench: Bench, contender: Contender, budget: float = BUDGET) -> float
         rig.engine.policy.lookahead.space,
         bench.world.trace,
         rig.engine.routes,
-        bench.world.access(bench.world.trace.sequence_count, bench.seed),
+        bench.access,
         budget=budget,
         exits=Exits(threshold=needed, loss=charge),
     ).delay_s
@@ -37,7 +37,7 @@ def way_s(bench: Bench, contender: Contender) -> float:
     dense = cost.dense_s[routes, np.arange(cost.layer_count)].sum(1)
     ends = cost.token_transfer_s[entries, routes[:, 0]]
     ends = ends + cost.token_transfer_s[routes[:, -1], entries]
-    access = bench.world.access(bench.world.trace.sequence_count, bench.seed)
+    access = bench.access
     return float((hops + dense + ends)[access].mean())
 
 

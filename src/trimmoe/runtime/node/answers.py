@@ -13,10 +13,10 @@ from dataclasses import replace
 from trimmoe.core.events import SequenceOpened
 from trimmoe.core.ledger import Ledger
 from trimmoe.policy.settings import BudgetRule
-from trimmoe.runtime.node.executor import Arrival
 from trimmoe.runtime.node.homes import Guessed, Guessing, Reading
 from trimmoe.runtime.node.jobs import Attempt, Backroom, Job
 from trimmoe.runtime.node.messages import After, Parcel, Token, Withdraw
+from trimmoe.runtime.node.outcome import Arrival
 from trimmoe.runtime.node.passengers import unpack_charge, unpack_ledger, unpack_receipt
 from trimmoe.runtime.service import FinishReason, TokenEvent, quality
 

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from trimmoe.runtime.node.completion import to_users, token_of
-from trimmoe.runtime.node.executor import Executor, Outcome
+from trimmoe.runtime.node.executor import Executor
 from trimmoe.runtime.node.messages import ChargeSpec, Parcel, Partial
+from trimmoe.runtime.node.outcome import Outcome
 from trimmoe.runtime.node.passage import Passage
 from trimmoe.runtime.node.rows import Rows
 from trimmoe.runtime.node.shipping import Cargo, Split, dispatched, onward

@@ -18,7 +18,8 @@ from trimmoe.runtime.node.messages import Parcel
 from trimmoe.runtime.node.shipping import Cargo, Split, dispatched, onward
 
 if TYPE_CHECKING:
-    from trimmoe.runtime.node.executor import Executor, Outcome
+    from trimmoe.runtime.node.executor import Executor
+    from trimmoe.runtime.node.outcome import Outcome
 
 
 def run_and_ship(

@@ -7,7 +7,7 @@ row has left it as a `Wave` row of its own, so that the engine can be exchanged 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -40,8 +40,9 @@ from trimmoe.models.base import MoEView, Routing, TokenBatch
 from trimmoe.runtime.counters import ExpertCounter
 from trimmoe.runtime.node.completion import completed, trailed
 from trimmoe.runtime.node.execution import run_and_ship
-from trimmoe.runtime.node.homes import Guessed, Homes, Reading
+from trimmoe.runtime.node.homes import Homes
 from trimmoe.runtime.node.messages import Parcel, Start
+from trimmoe.runtime.node.outcome import Arrival, LogEntry, Outcome
 from trimmoe.runtime.node.pace import Pace
 from trimmoe.runtime.node.rows import Rows
 from trimmoe.runtime.node.shipping import Cargo, Split
@@ -49,48 +50,6 @@ from trimmoe.runtime.node.units import Unit, boarded, epochs_of
 from trimmoe.runtime.observe import Observer
 
 _KEPT_BATCHES = 16
-
-
-@dataclass(kw_only=True, slots=True)
-class Outcome:
-    """What follows from a batch."""
-
-    parcels: list[Parcel] = field(default_factory=list)
-    ready: list[Unit] = field(default_factory=list)
-    """Units about to enter a layer on this server."""
-    written: list[tuple[Unit, int]] = field(default_factory=list)
-    """Units with the layer whose keys and values are there now."""
-    stranded: list[Unit] = field(default_factory=list)
-    guessed: list[Guessed] = field(default_factory=list)
-    reading: list[Reading] = field(default_factory=list)
-    """Of those who guess, who has layers left."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Arrival:
-    """A token of a user of this server that predicts the next one."""
-
-    sequence: int
-    position: int
-    token: int
-    epoch: int = 0
-    """How often tokens of the sequence were withdrawn."""
-    guessed: bool = False
-    """Whether this server guessed it and that is not confirmed."""
-
-    @property
-    def sequences(self) -> tuple[int, ...]:
-        return (self.sequence,)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LogEntry:
-    """One step of the engine."""
-
-    engine: int
-    """Which of the engines so far, from 0."""
-    event: Event
-    commands: tuple[Command, ...]
 
 
 class Executor:

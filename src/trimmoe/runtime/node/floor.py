@@ -12,7 +12,6 @@ from torch import Tensor
 from trimmoe.core.wave import Wave
 from trimmoe.runtime.node.checks import Geometry
 from trimmoe.runtime.node.chunks import Slots
-from trimmoe.runtime.node.executor import Arrival, Outcome
 from trimmoe.runtime.node.homes import Reading
 from trimmoe.runtime.node.messages import (
     Dispatch,
@@ -23,6 +22,7 @@ from trimmoe.runtime.node.messages import (
     Propagate,
     Start,
 )
+from trimmoe.runtime.node.outcome import Arrival, Outcome
 from trimmoe.runtime.node.passengers import MalformedPassengers, unpack_wave
 from trimmoe.runtime.node.rows import Rows
 from trimmoe.runtime.node.scheduler import Scheduler, Step, Work

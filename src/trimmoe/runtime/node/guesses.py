@@ -14,8 +14,9 @@ from torch import Tensor
 
 from trimmoe.models.base import TokenBatch
 from trimmoe.runtime.home import home_layer
-from trimmoe.runtime.node.executor import Executor, Outcome
+from trimmoe.runtime.node.executor import Executor
 from trimmoe.runtime.node.homes import Guessed, Reading
+from trimmoe.runtime.node.outcome import Outcome
 from trimmoe.runtime.sampling import draw
 
 SLICE_S = 0.005

@@ -10,9 +10,9 @@ from trimmoe.core.events import Receipt, SequenceOpened
 from trimmoe.core.ledger import Ledger
 from trimmoe.engine.guesses import Lead
 from trimmoe.runtime.node.drafts import Pending
-from trimmoe.runtime.node.executor import Arrival
 from trimmoe.runtime.node.homes import Reading
 from trimmoe.runtime.node.messages import Parcel, Token
+from trimmoe.runtime.node.outcome import Arrival
 from trimmoe.runtime.node.planner import Planner
 from trimmoe.runtime.service import GenerationRequest, Health, ServiceStats
 from trimmoe.runtime.streams import Item

@@ -23,7 +23,8 @@ from trimmoe.runtime.node.access import Backroom, Desk
 from trimmoe.runtime.node.checks import Geometry, check
 from trimmoe.runtime.node.completion import withdrawn
 from trimmoe.runtime.node.deployments import Basis, Built
-from trimmoe.runtime.node.executor import Arrival, Executor
+from trimmoe.runtime.node.entrance import Entrance
+from trimmoe.runtime.node.executor import Executor
 from trimmoe.runtime.node.floor import Floor
 from trimmoe.runtime.node.homes import Reading
 from trimmoe.runtime.node.mail import Mail
@@ -42,9 +43,9 @@ from trimmoe.runtime.node.messages import (
     Tokens,
     Weather,
     Withdraw,
-    access_of,
     first_sequence,
 )
+from trimmoe.runtime.node.outcome import Arrival
 from trimmoe.runtime.node.pace import EmulatedPace, Pace
 from trimmoe.runtime.node.passengers import MalformedPassengers
 from trimmoe.runtime.node.planner import Planner
@@ -96,15 +97,12 @@ class Node:
         self.pump = Pump(slowdown=settings.slowdown, log_batches=settings.log_events)
         self._planning = ThreadPoolExecutor(1, thread_name_prefix="trimmoe-plan")
         self._tasks: list[asyncio.Task[None]] = []
-        self._admissions: set[asyncio.Task[None]] = set()
         self.mail = Mail(
             transport,
             self._names,
             server=settings.server,
             deliver=lambda parcel: self._deliver(parcel.to, parcel),
         )
-        self._unseated: dict[int, Reserve] = {}
-        """Reservations that wait until the engine knows their route."""
         self._failure = "The server is starting."
         self.malformed: Counter[str] = Counter()
 
@@ -150,6 +148,7 @@ class Node:
             chunk=settings.prefill_chunk,
             withdrawn=self._withdrawn,
         )
+        self.entrance = Entrance(self.planner, seats, self.mail.post)
         self.desk = Desk(
             self.model, self._backroom(), first_sequence(settings.server, time.time_ns() >> 20)
         )
@@ -173,9 +172,10 @@ class Node:
     async def close(self) -> None:
         """Stop; open streams raise `Unavailable`."""
         self._failure = "The server is stopping."
+        tasks = list(self._tasks)
         if hasattr(self, "desk"):
             await self.desk.close()
-        tasks = [*self._tasks, *self._admissions]
+            tasks += self.entrance.tasks
         self._tasks.clear()
         for task in tasks:
             task.cancel()
@@ -291,7 +291,7 @@ class Node:
             check(self._geometry, message, parcel.tensors)
             match message:
                 case Reserve():
-                    self._admit(message)
+                    self.entrance.admit(message)
                 case Granted():
                     self.desk.granted(sender, message.sequence, message.ok)
                 case Release():
@@ -321,7 +321,7 @@ class Node:
 
     def _asked(self, access: int, sequence: int) -> None:
         recent_s = self.settings.stall_s
-        if sequence in self._unseated or in_hand(self.floor, sequence, recent_s):
+        if self.entrance.keeps(sequence) or in_hand(self.floor, sequence, recent_s):
             self.mail.post(Parcel(to=access, message=InHand(sequence)))
 
     def _ask(self, sequence: int) -> None:
@@ -333,31 +333,8 @@ class Node:
             await asyncio.sleep(self.settings.stall_s)
             self.desk.look_after()
 
-    def _admit(self, asked: Reserve) -> None:
-        """Keep a place for a sequence, once its route is known to the engine here."""
-        self.planner.want_route(tuple(asked.route))
-
-        def answer(ok: bool) -> None:
-            to = access_of(asked.sequence)
-            self.mail.post(Parcel(to=to, message=Granted(asked.sequence, ok)))
-
-        if self.planner.settled:
-            self.floor.seats.reserve(asked, answer)
-            return
-
-        async def later() -> None:
-            await self.planner.until_settled()
-            if self._unseated.pop(asked.sequence, None) is not None:
-                self.floor.seats.reserve(asked, answer)
-
-        self._unseated[asked.sequence] = asked
-        task = asyncio.create_task(later())
-        self._admissions.add(task)
-        task.add_done_callback(self._admissions.discard)
-
     def _release(self, sequences: list[int]) -> None:
-        for sequence in sequences:
-            self._unseated.pop(sequence, None)
+        self.entrance.forget(sequences)
         self.floor.release(sequences)
 
     # Peers.
@@ -376,8 +353,7 @@ class Node:
     def _peer_down(self, server: int) -> None:
         """Everything under way between that server and this one may be lost: say whose it was."""
         seats = self.floor.seats
-        unseated = [each for each in self._unseated if access_of(each) == server]
-        self._release([*seats.of_access(server), *unseated])
+        self._release([*seats.of_access(server), *self.entrance.of_access(server)])
         waiting = self.floor.gather.awaiting(server)
         for sequence, start in {*waiting, *self.mail.returned_to(server)}:
             self.mail.tell_lost(sequence, start)

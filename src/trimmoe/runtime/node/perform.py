@@ -5,8 +5,9 @@ from __future__ import annotations
 import time
 
 from trimmoe.runtime.node.chunks import end_chunk, pass_layer, run_slots
-from trimmoe.runtime.node.executor import Executor, Outcome
+from trimmoe.runtime.node.executor import Executor
 from trimmoe.runtime.node.guesses import guess
+from trimmoe.runtime.node.outcome import Outcome
 from trimmoe.runtime.node.passage import Passage
 from trimmoe.runtime.node.scheduler import Step, Work
 from trimmoe.runtime.node.trails import propagate, trail

@@ -9,10 +9,11 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-from trimmoe.runtime.node.executor import Executor, Outcome
+from trimmoe.runtime.node.executor import Executor
 from trimmoe.runtime.node.floor import Floor
 from trimmoe.runtime.node.homes import Guessed
 from trimmoe.runtime.node.messages import Parcel, Stranded
+from trimmoe.runtime.node.outcome import Outcome
 from trimmoe.runtime.node.passage import Passage
 from trimmoe.runtime.node.perform import perform
 from trimmoe.runtime.node.scheduler import Step, Work

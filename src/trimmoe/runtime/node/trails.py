@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import torch
 
 from trimmoe.runtime.node.completion import trailing
-from trimmoe.runtime.node.executor import Executor, Outcome
+from trimmoe.runtime.node.executor import Executor
+from trimmoe.runtime.node.outcome import Outcome
 from trimmoe.runtime.node.units import Unit
 
 

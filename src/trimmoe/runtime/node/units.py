@@ -17,7 +17,7 @@ from trimmoe.runtime.node.rows import Rows, UnitName
 from trimmoe.runtime.node.sequences import Seat
 
 if TYPE_CHECKING:
-    from trimmoe.runtime.node.executor import Arrival
+    from trimmoe.runtime.node.outcome import Arrival
 
 OWN_RAW = -1
 """In place of a server: this one's slots and shared expert for rows that came raw."""
