@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 
 import numpy as np
 
+from trimmoe.core.changed import changed
 from trimmoe.core.specs import BoolArray, FloatArray, IntArray
 
 NOT_PROBED = -1
@@ -66,18 +67,21 @@ class Wave:
 
     def at(self, rows: IntArray, **changes: np.ndarray) -> Wave:
         """A copy with the given columns changed in `rows`."""
-        changed = {}
+        return changed(self, **self.columns(rows, **changes))
+
+    def columns(self, rows: IntArray, **changes: np.ndarray) -> dict[str, np.ndarray]:
+        """The given columns as they are with these values in `rows`."""
+        columns = {}
         for name, value in changes.items():
-            column = getattr(self, name).copy()
+            columns[name] = column = getattr(self, name).copy()
             column[rows] = value
-            changed[name] = column
-        return replace(self, **changed)
+        return columns
 
     def take(self, rows: IntArray) -> Wave:
         """A wave of these rows alone, renumbered from 0, all alive."""
         columns = {name: getattr(self, name)[rows] for name in _COLUMNS}
         sequences = tuple(self.sequences[row] for row in rows.tolist())
-        return replace(self, sequences=sequences, alive=np.arange(rows.size), **columns)
+        return changed(self, sequences=sequences, alive=np.arange(rows.size), **columns)
 
     def without(self, rows: IntArray) -> Wave:
         """The same wave with these rows no longer alive in it."""
@@ -85,7 +89,7 @@ class Wave:
             return self
         gone = np.zeros(len(self.sequences), dtype=bool)
         gone[rows] = True
-        return replace(self, alive=self.alive[~gone[self.alive]])
+        return changed(self, alive=self.alive[~gone[self.alive]])
 
 
 _COLUMNS = tuple(
@@ -101,4 +105,4 @@ def join_waves(waves: Sequence[Wave]) -> Wave:
         return waves[0]
     columns = {name: np.concatenate([getattr(wave, name) for wave in waves]) for name in _COLUMNS}
     sequences = tuple(sequence for wave in waves for sequence in wave.sequences)
-    return replace(waves[0], sequences=sequences, alive=np.arange(len(sequences)), **columns)
+    return changed(waves[0], sequences=sequences, alive=np.arange(len(sequences)), **columns)

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from trimmoe.core.changed import changed
 from trimmoe.core.events import Receipt, Trailed
 from trimmoe.core.ledger import Kind, Ledger, layer_kinds
 from trimmoe.core.profile import ExitState
@@ -27,7 +28,7 @@ def entered(cost: CostModel, wave: Wave, experts: IntArray, decision: Decision) 
     run = (decision.slot_expert >= 0).sum(-1)
     dropped = np.where(run > 0, decision.slot_expert.shape[1] - run, 0)
     spent_s = decision.delay_s + cost.dense_s[server, wave.layer]
-    return replace(wave, kinds=kinds, messages=messages).at(
+    columns = wave.columns(
         rows,
         allowance=np.maximum(wave.allowance[rows] - decision.loss, 0.0),
         loss=wave.loss[rows] + decision.loss,
@@ -37,6 +38,7 @@ def entered(cost: CostModel, wave: Wave, experts: IntArray, decision: Decision) 
         slots_dropped=wave.slots_dropped[rows] + dropped,
         server=decision.destination,
     )
+    return changed(wave, kinds=kinds, messages=messages, **columns)
 
 
 def closed(
@@ -73,7 +75,7 @@ def closed(
         source = np.concatenate([server[:, None], later[:, :-1]], axis=1)
         row, at = np.nonzero(source != later)
         np.add.at(messages, (rows[row], source[row, at], later[row, at]), 1)
-    return replace(wave, messages=messages)
+    return changed(wave, messages=messages)
 
 
 def following(cost: CostModel, wave: Wave, rows: IntArray) -> Wave:

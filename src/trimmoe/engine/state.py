@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 
+from trimmoe.core.changed import changed
 from trimmoe.core.ledger import Kind
 from trimmoe.core.specs import FloatArray, IntArray
 from trimmoe.core.wave import NOT_PROBED, Wave
@@ -52,11 +53,11 @@ class EngineState:
         waves = {key: kept for key, kept in self.waves.items() if key != identity}
         if wave is not None:
             waves[identity] = wave
-        return replace(self, waves=waves)
+        return changed(self, waves=waves)
 
-    def with_accounts(self, changed: Mapping[int, Account]) -> EngineState:
+    def with_accounts(self, accounts: Mapping[int, Account]) -> EngineState:
         """A copy with some accounts replaced."""
-        return replace(self, accounts={**self.accounts, **changed})
+        return changed(self, accounts={**self.accounts, **accounts})
 
 
 def new_wave(

@@ -11,6 +11,7 @@ from functools import cached_property
 
 import numpy as np
 
+from trimmoe.core.changed import changed
 from trimmoe.core.events import (
     Attend,
     Audited,
@@ -103,7 +104,7 @@ class Engine:
                 return self._opened(state, event), ()
             case SequenceClosed():
                 left = {k: v for k, v in state.accounts.items() if k != event.sequence}
-                return replace(state, accounts=left), ()
+                return changed(state, accounts=left), ()
             case TokensArrived():
                 return self._arrived(state, event)
             case TokensImported():
@@ -245,7 +246,8 @@ class Engine:
         rows, done = wave.alive, wave.layer + 1
         skipped = wave.kinds[rows, wave.layer] == Kind.SKIPPED
         confidence = np.where(skipped, -np.inf, event.confidence)
-        wave = replace(wave, layer=done).at(rows, confidence=confidence, exit_at=event.exit_at)
+        columns = wave.columns(rows, confidence=confidence, exit_at=event.exit_at)
+        wave = changed(wave, layer=done, **columns)
         if done == self.cost.layer_count:
             return self._ended(state, event.wave, wave)
         due = self.exits.due(wave, rows)
@@ -283,14 +285,14 @@ class Engine:
 
     def _completed(self, state: EngineState, identity: int, wave: Wave, rows: IntArray) -> Step:
         """Close the books of `rows`; the wave goes with its last row."""
+        if not rows.size:
+            return state.with_wave(identity, wave if wave.alive.size else None), ()
         done = wave.take(rows)
         if wave.layer < self.cost.layer_count and self.settings.exit_state is ExitState.WHOLE:
             left = following(self.cost, wave, rows)
         else:
             left = wave.without(rows)
         state = state.with_wave(identity, left if left.alive.size else None)
-        if not rows.size:
-            return state, ()
         done = closed(self.cost, self.routes, done, done.alive, self.settings.exit_state)
         told = receipts(self.cost, done)
         here = tuple(each for each in told if each.sequence in state.accounts)
@@ -327,4 +329,4 @@ class Engine:
             relative_delay=np.array([each.delay_s for each in receipts]) / exact_s,
             exit_confidence=np.array(exits),
         )
-        return replace(state.with_accounts(accounts), feedback=feedback)
+        return changed(state.with_accounts(accounts), feedback=feedback)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from trimmoe.core.changed import changed
 from trimmoe.core.specs import FloatArray, IntArray
 from trimmoe.cost import deciding
 from trimmoe.cost.actions import Candidates, as_batch
@@ -43,7 +44,7 @@ class TrimPolicy:
     def decide(self, observation: Observation) -> Decision:
         """One action per token, argmin over the feasible set of f + Phi (40)."""
         steadiness = np.minimum(observation.steadiness, self.lookahead.space.class_count - 1)
-        observation = replace(observation, steadiness=steadiness)
+        observation = changed(observation, steadiness=steadiness)
         groups = self._groups(observation)
         parts = [
             self._decide_together(weight, place, rows, observation)
@@ -63,6 +64,8 @@ class TrimPolicy:
         """Rows that are decided together."""
         rounded = np.rint(observation.loss_weight / WEIGHT_GRID) * WEIGHT_GRID
         if self.tables is not None:
+            if (rounded == rounded[:1]).all():
+                return {(float(rounded[0]), None): np.arange(rounded.size)}
             return {(w, None): np.flatnonzero(rounded == w) for w in np.unique(rounded).tolist()}
         groups: dict[tuple[float, Place | None], list[int]] = {}
         for row, weight in enumerate(rounded.tolist()):

@@ -6,7 +6,9 @@ the compiled event loop find out when what was decided happens.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import chain
 
@@ -88,10 +90,23 @@ def simulate(
         return replace(engine, policy=policy, cost=cost)
 
     cluster = deployment.plan.cluster
-    return [
-        _Run(engine, cluster, trace, settings, seed, rebuilt, requests).to_the_end(advance)
-        for seed in settings.seeds
-    ]
+    with _uncollected():
+        return [
+            _Run(engine, cluster, trace, settings, seed, rebuilt, requests).to_the_end(advance)
+            for seed in settings.seeds
+        ]
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Without looking for cycles among the millions of small objects of a run, which has none."""
+    before = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if before:
+            gc.enable()
 
 
 class _Run:
