@@ -130,6 +130,8 @@ def _subject(arguments: argparse.Namespace, folder: Path, slow_motion: float) ->
     )
 
 
+_PATIENCE_S = 600.0
+"""After which a process that the others wait for has failed."""
 _own: dict[str, Subject] = {}
 """What a process that stands for a cluster runs."""
 
@@ -139,7 +141,7 @@ def _prepare(arguments: argparse.Namespace, folder: str, ready: Barrier) -> None
     torch.set_num_threads(1)
     _own["measured"] = _subject(arguments, Path(folder), arguments.slow_motion)
     _warm_up(arguments, Path(folder))
-    ready.wait()
+    ready.wait(_PATIENCE_S)
 
 
 def _warm_up(arguments: argparse.Namespace, folder: Path) -> None:
