@@ -8,7 +8,7 @@ requests to a tiny random model; what their tokens did is the trace that the sim
 hardly counts, and several such clusters, each in its own process, run side by side. Printed are
 mean and 99th percentile of the time per decoded token on both sides over the tokens of all seeds,
 the simulator's relative to the servers', the least and the greatest such ratio of a single seed,
-and how the methods rank.
+and how the methods rank: every two of them that the servers tell apart from seed to seed.
 """
 
 from __future__ import annotations
@@ -20,18 +20,29 @@ import multiprocessing
 import tempfile
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from transformers.utils.logging import disable_progress_bar
 
 import trimmoe
 from rehearsing import LIKE_BYTES, subject
 from trimmoe.core.artifact import file_hash, written_whole
 from trimmoe.core.cluster_file import load_cluster
-from trimmoe.experiments.validation import Pair, Subject, Traffic, pooled, ranking, validate
+from trimmoe.experiments.validation import (
+    Order,
+    Pair,
+    Subject,
+    Traffic,
+    orders,
+    pooled,
+    ranking,
+    validate,
+)
 
 CLUSTER = Path(__file__).parents[1] / "clusters" / "testbed10.yaml"
 METHODS = ("pipeline", "edgeshard", "exact", "final-exits", "lossless", "speculative")
@@ -85,9 +96,10 @@ def measured(arguments: argparse.Namespace) -> dict[str, Any]:
             pairs = processes.map(_validated, cases)
             for traffic in traffics:
                 print(f"{traffic.name}: ms per token, real / simulated (ratio)", flush=True)
-                of_traffic = [row_of(list(itertools.islice(pairs, len(seeds)))) for _ in methods]
+                drawn = {each: list(itertools.islice(pairs, len(seeds))) for each in methods}
+                of_traffic = [row_of(draws) for draws in drawn.values()]
                 rows += of_traffic
-                rankings[traffic.name] = ranked(of_traffic)
+                rankings[traffic.name] = ranked(of_traffic, orders(drawn))
         one = _subject(arguments, Path(folder), arguments.slow_motion)
     ratios = np.array([[row["mean_ratio"], row["p99_ratio"]] for row in rows])
     worst = np.abs(ratios - 1.0).max(0)
@@ -120,6 +132,7 @@ def measured(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def _subject(arguments: argparse.Namespace, folder: Path, slow_motion: float) -> Subject:
+    disable_progress_bar()  # Of writing the tiny model, once per process.
     return subject(
         Path(tempfile.mkdtemp(dir=folder)),
         load_cluster(arguments.cluster),
@@ -166,12 +179,34 @@ def row_of(pairs: Sequence[Pair]) -> dict[str, Any]:
     return row
 
 
-def ranked(rows: Sequence[dict[str, Any]]) -> dict[str, list[str]]:
-    """Methods of one traffic on both sides, printed for people."""
+def ranked(rows: Sequence[dict[str, Any]], of_two: Sequence[Order]) -> dict[str, Any]:
+    """Methods of one traffic on both sides, printed for people.
+
+    Servers rank two methods if their difference exceeds what chance does from draw to draw.
+    """
     both = {key: ranking(rows, f"mean_{key}_ms") for key in ("real", "simulated")}
-    same = "the same" if both["real"] == both["simulated"] else "NOT the same"
-    print(f"  ranking {same}: {' < '.join(both['real'])}", flush=True)
-    return both
+    for key, names in both.items():
+        print(f"  {key}: {' < '.join(names)}", flush=True)
+    decided = [one for one in of_two if one.decided]
+    alike = sum(one.alike for one in decided)
+    print(
+        f"  servers tell {len(decided)} of {len(of_two)} pairs of methods apart, "
+        f"the simulator ranks {alike} of those as they do"
+    )
+    for one in of_two:
+        if not (one.alike and one.decided):
+            print(f"    {_told(one)}", flush=True)
+    return {**both, "pairs": [asdict(one) for one in of_two]}
+
+
+def _told(one: Order) -> str:
+    """Two methods that are not told apart, or not ranked alike."""
+    low, high = 1e3 * one.real.low_95, 1e3 * one.real.high_95
+    kind = "not alike" if one.decided else "not told apart"
+    return (
+        f"{kind}: {one.slower} takes {1e3 * one.real.mean:.1f} ms more than {one.quicker} "
+        f"({low:.1f} to {high:.1f}), simulated {1e3 * one.simulated_s:.1f}"
+    )
 
 
 def line(row: dict[str, Any]) -> str:

@@ -16,7 +16,16 @@ import torch
 
 from factories import random_cluster
 from rehearsing import subject
-from trimmoe.experiments.validation import Pair, Subject, Traffic, pooled, ranking, validate
+from trimmoe.experiments.validation import (
+    Order,
+    Pair,
+    Subject,
+    Traffic,
+    orders,
+    pooled,
+    ranking,
+    validate,
+)
 
 APART = ("pipeline", "exact", "final-exits")
 METHODS = (*APART, "lossless")
@@ -84,9 +93,14 @@ def test_real_servers_are_never_much_quicker_than_simulated_ones(
         assert row["mean_ratio"] < 1.15
 
 
-def pair(real_s: list[float], simulated_s: list[float], hops: tuple[float, float]) -> Pair:
+def pair(
+    real_s: list[float],
+    simulated_s: list[float],
+    hops: tuple[float, float] = (1.0, 1.0),
+    method: str = "exact",
+) -> Pair:
     return Pair(
-        method="exact",
+        method=method,
         traffic="closed",
         real_s=np.array(real_s),
         simulated_s=np.array(simulated_s),
@@ -117,3 +131,37 @@ def test_requests_come_slower_by_a_slower_clock() -> None:
     }
     np.testing.assert_allclose(of[12.0].arrival_s, 12.0 * of[1.0].arrival_s)
     assert TRAFFIC.slowed(12.0) == TRAFFIC
+
+
+def order(first: list[tuple[float, float]], second: list[tuple[float, float]]) -> Order:
+    """Of two methods whose draws took (real, simulated) seconds."""
+    drawn = {
+        method: [pair([real], [simulated], method=method) for real, simulated in times]
+        for method, times in (("first", first), ("second", second))
+    }
+    (one,) = orders(drawn)
+    return one
+
+
+def test_servers_rank_two_methods_whose_difference_is_more_than_chance() -> None:
+    """Draws differ by more than methods do, but all methods have the same ones."""
+    one = order([(5.0, 5.1), (9.0, 8.8)], [(4.0, 4.2), (7.9, 7.5)])
+    assert (one.quicker, one.slower) == ("second", "first")
+    assert one.real.mean == pytest.approx(1.05)
+    assert one.simulated_s == pytest.approx(1.1)
+    assert one.decided
+    assert one.alike
+
+
+def test_the_simulator_may_rank_otherwise() -> None:
+    one = order([(5.0, 5.0), (6.0, 6.0), (7.0, 7.0)], [(5.5, 4.9), (6.6, 5.9), (7.5, 7.1)])
+    assert one.decided
+    assert not one.alike
+
+
+def test_what_changes_from_draw_to_draw_ranks_nobody() -> None:
+    assert not order([(5.0, 5.0), (6.0, 6.0)], [(5.9, 5.5), (5.3, 6.5)]).decided
+
+
+def test_one_draw_ranks_nobody() -> None:
+    assert not order([(5.0, 5.0)], [(9.0, 9.0)]).decided

@@ -1,13 +1,15 @@
 """The simulator against the real servers: the same cluster, plan, arrivals and tokens in both.
 
 Each method answers the same requests on the rehearsed cluster; what its tokens did there is the
-trace that the simulator plays. Compared are the times of decoded tokens, and how the methods rank.
+trace that the simulator plays. Compared are the times of decoded tokens, and how the methods rank
+that the servers tell apart.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -26,7 +28,7 @@ from trimmoe.policy.build import deploy
 from trimmoe.policy.settings import PolicySettings
 from trimmoe.runtime.service import ServedModel
 from trimmoe.simulator.arrivals import Requests
-from trimmoe.simulator.measure import Sample
+from trimmoe.simulator.measure import Estimate, Sample, estimate
 from trimmoe.simulator.run import simulate
 from trimmoe.simulator.settings import Load, SimulationSettings
 
@@ -250,3 +252,43 @@ def pooled(pairs: Sequence[Pair]) -> Pair:
 def ranking(rows: Sequence[dict[str, Any]], key: str) -> list[str]:
     """Methods of one traffic, quickest first."""
     return [row["method"] for row in sorted(rows, key=lambda row: row[key])]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Order:
+    """Two methods under the same draws of one traffic: what the second's mean time per token is
+    more than the first's, which is the quicker one on the servers."""
+
+    quicker: str
+    slower: str
+    real: Estimate
+    """Over the draws, s."""
+    simulated_s: float
+
+    @property
+    def decided(self) -> bool:
+        """Whether the servers tell the two apart: what is more exceeds what chance would do."""
+        return self.real.low_95 > 0.0
+
+    @property
+    def alike(self) -> bool:
+        """Whether the simulator ranks them as the servers do."""
+        return self.simulated_s > 0.0
+
+
+def orders(drawn: Mapping[str, Sequence[Pair]]) -> list[Order]:
+    """Every two methods, by name; of each its draws, the same ones for all."""
+    return [_order(one, other) for one, other in itertools.combinations(list(drawn.values()), 2)]
+
+
+def _order(one: Sequence[Pair], other: Sequence[Pair]) -> Order:
+    quicker, slower = sorted((one, other), key=lambda pairs: pooled(pairs).real_s.mean())
+    draws = list(zip(quicker, slower, strict=True))
+    real = estimate([float(b.real_s.mean() - a.real_s.mean()) for a, b in draws])
+    both = [pooled(pairs).simulated_s.mean() for pairs in (quicker, slower)]
+    return Order(
+        quicker=quicker[0].method,
+        slower=slower[0].method,
+        real=real,
+        simulated_s=float(both[1] - both[0]),
+    )

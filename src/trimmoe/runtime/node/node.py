@@ -20,7 +20,7 @@ from trimmoe.engine.guesses import guess_times_s
 from trimmoe.models.base import EncoderDecoderView, MoEView
 from trimmoe.policy.settings import PolicySettings
 from trimmoe.runtime.node.access import Backroom, Desk
-from trimmoe.runtime.node.checks import Geometry, check
+from trimmoe.runtime.node.checks import Geometry
 from trimmoe.runtime.node.completion import withdrawn
 from trimmoe.runtime.node.deployments import Basis, Built
 from trimmoe.runtime.node.entrance import Entrance
@@ -29,32 +29,20 @@ from trimmoe.runtime.node.floor import Floor
 from trimmoe.runtime.node.homes import Reading
 from trimmoe.runtime.node.mail import Mail
 from trimmoe.runtime.node.messages import (
-    ANY_POSITION,
     Ask,
-    Followed,
-    Granted,
-    InHand,
-    Lost,
     Message,
     Parcel,
-    Release,
-    Reserve,
-    Stranded,
-    Tokens,
-    Weather,
-    Withdraw,
     first_sequence,
 )
 from trimmoe.runtime.node.outcome import Arrival
 from trimmoe.runtime.node.pace import EmulatedPace, Pace
-from trimmoe.runtime.node.passengers import MalformedPassengers
 from trimmoe.runtime.node.planner import Planner
 from trimmoe.runtime.node.pump import Pump
 from trimmoe.runtime.node.reports import NodeSnapshot, Reporter
 from trimmoe.runtime.node.scheduler import Scheduler, Step
 from trimmoe.runtime.node.sequences import Seats
 from trimmoe.runtime.node.settings import NodeSettings
-from trimmoe.runtime.node.stalls import in_hand
+from trimmoe.runtime.node.switchboard import Switchboard
 from trimmoe.runtime.node.units import Unit
 from trimmoe.runtime.service import Health, InferenceService, ServedModel
 from trimmoe.runtime.wire.base import (
@@ -132,7 +120,7 @@ class Node:
         scheduler = Scheduler(
             max_rows=settings.max_batch, now=loop.time, waited=self.reporter.waited
         )
-        self._geometry = Geometry(
+        geometry = Geometry(
             layer_count=spec.layer_count,
             server_count=len(self._names),
             hidden_size=spec.hidden_size,
@@ -141,7 +129,7 @@ class Node:
             loaded=self._view.loaded,
         )
         self.floor = Floor(
-            self._geometry,
+            geometry,
             seats,
             scheduler,
             server=settings.server,
@@ -151,6 +139,17 @@ class Node:
         self.entrance = Entrance(self.planner, seats, self.mail.post)
         self.desk = Desk(
             self.model, self._backroom(), first_sequence(settings.server, time.time_ns() >> 20)
+        )
+        self.switchboard = Switchboard(
+            geometry=geometry,
+            desk=self.desk,
+            entrance=self.entrance,
+            floor=self.floor,
+            mail=self.mail,
+            planner=self.planner,
+            reporter=self.reporter,
+            recent_s=settings.stall_s,
+            malformed=self.malformed,
         )
         self._failure = ""
         pumping = self.pump.run(
@@ -285,44 +284,8 @@ class Node:
             self._deliver(self._index[received.peer], parcel)
 
     def _deliver(self, sender: int, parcel: Parcel) -> None:
-        """Hand a message to whom it concerns; nonsense is counted and dropped."""
-        message = parcel.message
-        try:
-            check(self._geometry, message, parcel.tensors)
-            match message:
-                case Reserve():
-                    self.entrance.admit(message)
-                case Granted():
-                    self.desk.granted(sender, message.sequence, message.ok)
-                case Release():
-                    self._release(message.sequences)
-                case Withdraw():
-                    self.floor.withdraw(message.sequence, message.start, message.epoch)
-                case Tokens():
-                    self.desk.answers.received(message.tokens)
-                case Followed():
-                    self.desk.answers.followed(message.after)
-                case Lost():
-                    self.desk.lost(message.sequence, message.position)
-                case Stranded():
-                    self.desk.stranded(message.sequence, message.start, message.epoch)
-                case Ask():
-                    self._asked(sender, message.sequence)
-                case InHand():
-                    self.desk.in_hand(message.sequence)
-                case Weather():
-                    self.planner.note(sender, message)
-                    self.reporter.kv_usage[sender] = message.kv_usage
-                case _:
-                    self.floor.take(sender, message, parcel.tensors, parcel.wave)
-        except MalformedPassengers as error:
-            self.malformed[str(error)] += 1
+        self.switchboard.deliver(sender, parcel)
         self.pump.wake()
-
-    def _asked(self, access: int, sequence: int) -> None:
-        recent_s = self.settings.stall_s
-        if self.entrance.keeps(sequence) or in_hand(self.floor, sequence, recent_s):
-            self.mail.post(Parcel(to=access, message=InHand(sequence)))
 
     def _ask(self, sequence: int) -> None:
         for server in range(len(self._names)):
@@ -332,10 +295,6 @@ class Node:
         while True:
             await asyncio.sleep(self.settings.stall_s)
             self.desk.look_after()
-
-    def _release(self, sequences: list[int]) -> None:
-        self.entrance.forget(sequences)
-        self.floor.release(sequences)
 
     # Peers.
 
@@ -347,22 +306,8 @@ class Node:
         self.planner.want_lost(self._lost())
         if hasattr(self, "desk"):
             if isinstance(change, PeerDown):
-                self._peer_down(self._index[change.peer])
+                self.switchboard.peer_down(self._index[change.peer])
             self._tell_weather()
-
-    def _peer_down(self, server: int) -> None:
-        """Everything under way between that server and this one may be lost: say whose it was."""
-        seats = self.floor.seats
-        self._release([*seats.of_access(server), *self.entrance.of_access(server)])
-        waiting = self.floor.gather.awaiting(server)
-        for sequence, start in {*waiting, *self.mail.returned_to(server)}:
-            self.mail.tell_lost(sequence, start)
-        for seat in seats:
-            if seat.crosses(server):
-                self.mail.tell_lost(seat.sequence, ANY_POSITION)
-            elif server in seat.dispatched:
-                self.mail.tell_lost(seat.sequence, seat.dispatched[server])
-        self.desk.server_lost(server)
 
     async def _report(self) -> None:
         while True:

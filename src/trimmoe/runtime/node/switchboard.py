@@ -1,0 +1,106 @@
+"""Whom in a server a message concerns, and whose sequences are lost with another server."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+from trimmoe.runtime.node.access import Desk
+from trimmoe.runtime.node.checks import Geometry, check
+from trimmoe.runtime.node.entrance import Entrance
+from trimmoe.runtime.node.floor import Floor
+from trimmoe.runtime.node.mail import Mail
+from trimmoe.runtime.node.messages import (
+    ANY_POSITION,
+    Ask,
+    Followed,
+    Granted,
+    InHand,
+    Lost,
+    Parcel,
+    Release,
+    Reserve,
+    Stranded,
+    Tokens,
+    Weather,
+    Withdraw,
+)
+from trimmoe.runtime.node.passengers import MalformedPassengers
+from trimmoe.runtime.node.planner import Planner
+from trimmoe.runtime.node.reports import Reporter
+from trimmoe.runtime.node.stalls import in_hand
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Switchboard:
+    """Of one server."""
+
+    geometry: Geometry
+    desk: Desk
+    entrance: Entrance
+    floor: Floor
+    mail: Mail
+    planner: Planner
+    reporter: Reporter
+    recent_s: float
+    """Who worked at a sequence no longer ago has it in hand."""
+    malformed: Counter[str]
+    """How often nonsense of each kind came."""
+
+    def deliver(self, sender: int, parcel: Parcel) -> None:
+        """Hand a message to whom it concerns; nonsense is counted and dropped."""
+        try:
+            check(self.geometry, parcel.message, parcel.tensors)
+            self._hand_over(sender, parcel)
+        except MalformedPassengers as error:
+            self.malformed[str(error)] += 1
+
+    def _hand_over(self, sender: int, parcel: Parcel) -> None:
+        match parcel.message:
+            case Reserve() as message:
+                self.entrance.admit(message)
+            case Granted(sequence=sequence, ok=ok):
+                self.desk.granted(sender, sequence, ok)
+            case Release(sequences=sequences):
+                self._release(sequences)
+            case Withdraw(sequence=sequence, start=start, epoch=epoch):
+                self.floor.withdraw(sequence, start, epoch)
+            case Tokens(tokens=tokens):
+                self.desk.answers.received(tokens)
+            case Followed(after=after):
+                self.desk.answers.followed(after)
+            case Lost(sequence=sequence, position=position):
+                self.desk.lost(sequence, position)
+            case Stranded(sequence=sequence, start=start, epoch=epoch):
+                self.desk.stranded(sequence, start, epoch)
+            case Ask(sequence=sequence):
+                self._asked(sender, sequence)
+            case InHand(sequence=sequence):
+                self.desk.in_hand(sequence)
+            case Weather() as message:
+                self.planner.note(sender, message)
+                self.reporter.kv_usage[sender] = message.kv_usage
+            case message:
+                self.floor.take(sender, message, parcel.tensors, parcel.wave)
+
+    def _asked(self, access: int, sequence: int) -> None:
+        if self.entrance.keeps(sequence) or in_hand(self.floor, sequence, self.recent_s):
+            self.mail.post(Parcel(to=access, message=InHand(sequence)))
+
+    def _release(self, sequences: list[int]) -> None:
+        self.entrance.forget(sequences)
+        self.floor.release(sequences)
+
+    def peer_down(self, server: int) -> None:
+        """Everything under way between that server and this one may be lost: say whose it was."""
+        seats = self.floor.seats
+        self._release([*seats.of_access(server), *self.entrance.of_access(server)])
+        waiting = self.floor.gather.awaiting(server)
+        for sequence, start in {*waiting, *self.mail.returned_to(server)}:
+            self.mail.tell_lost(sequence, start)
+        for seat in seats:
+            if seat.crosses(server):
+                self.mail.tell_lost(seat.sequence, ANY_POSITION)
+            elif server in seat.dispatched:
+                self.mail.tell_lost(seat.sequence, seat.dispatched[server])
+        self.desk.server_lost(server)
