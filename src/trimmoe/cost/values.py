@@ -120,14 +120,14 @@ def build_tables(
 
     values = [nothing(layers - 1)]
     for layer in range(layers - 2, -1, -1):
-        if horizon is None:
-            values.append(before(layer + 1, values[-1]))
-            continue
-        last = min(layer + horizon - 1, layers - 1)
-        after = nothing(last)
+        last = layer + 1 if horizon is None else min(layer + horizon - 1, layers - 1)
+        after = values[-1] if horizon is None else nothing(last)
         for seen in range(last, layer, -1):
             after = before(seen, after)
         values.append(after)
+        # They are large; only those are kept that the layer before looks at again.
+        seen_again = range(layer + (horizon or 2) - 1)
+        menus = {key: menu for key, menu in menus.items() if key[0] in seen_again}
     return ValueTables(
         weights=weights,
         exits=exits,

@@ -181,7 +181,7 @@ def _weights(basis: Basis, added: list[Route]) -> tuple[float, ...]:
 
 def prepared(engine: Engine, feedback: Feedback) -> Engine:
     """An engine with the value tables of the loss weights in force and of their neighbours; the
-    same one if it has them.
+    same one if it has them. Weights wander: tables of those farther than two steps are forgotten.
 
     Engines never make tables while they decide, so that a decision depends on nothing but the
     engine and what it is told.
@@ -190,11 +190,13 @@ def prepared(engine: Engine, feedback: Feedback) -> Engine:
     if not isinstance(policy, TrimPolicy) or policy.tables is None:
         return engine
     in_force = {feedback.loss_weight, *feedback.route_weights, *engine.route_weights}
-    wanted = {rounded_weight(w + step * WEIGHT_GRID) for w in in_force for step in (-1, 0, 1)}
-    missing = sorted(weight for weight in wanted if not policy.tables.has(weight))
-    if not missing and not policy.tables.on_demand:
+    wanted, near = (
+        {rounded_weight(w + step * WEIGHT_GRID) for w in in_force for step in range(-far, far + 1)}
+        for far in (1, 2)
+    )
+    if not policy.tables.on_demand and all(map(policy.tables.has, wanted)):
         return engine
-    return replace(engine, policy=replace(policy, tables=policy.tables.fixed(missing)))
+    return replace(engine, policy=replace(policy, tables=policy.tables.fixed(sorted(wanted), near)))
 
 
 def measured_cost(basis: Basis, conditions: Conditions) -> CostModel:
