@@ -240,6 +240,10 @@ NONSENSE: list[tuple[Message, tuple[torch.Tensor, ...]]] = [
     (Reserve(7, [0, 1, 0, 1], SamplingSpec(-1.0, 1.0, 0, 0, None), 0.0, True), ()),
     (Weather([], [], 0.0, 0.0, []), ()),
     (Weather([None] * 2, [None] * 2, 0.0, 0.0, [99]), ()),
+    *(
+        (Weather([None] * 2, [None] * 2, 0.0, 0.0, [], loss_weights=[weight]), ())
+        for weight in (-0.1, 1.1, math.nan)
+    ),
 ]
 
 

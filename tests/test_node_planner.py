@@ -23,6 +23,7 @@ from trimmoe.core.plan import Plan
 from trimmoe.cost.model import cost_model
 from trimmoe.engine.exits import ExitRules
 from trimmoe.policy.settings import PRESETS
+from trimmoe.policy.trim import TrimPolicy, rounded_weight
 from trimmoe.runtime.node import planner as planner_module
 from trimmoe.runtime.node.deployments import (
     CUT_DELAY_S,
@@ -262,6 +263,25 @@ async def test_links_between_others_that_are_down_are_avoided_by_everybody() -> 
         planner.note(1, weather())
         await soon(planner.until_settled())
         assert not planner.in_force.detours
+
+
+async def test_tables_are_made_for_tokens_that_come_with_another_price() -> None:
+    """Every server learns from its own users' tokens only, and decides about everybody's."""
+    async with planning(basis("trimmoe")) as (planner, _):
+        policy = planner.in_force.engine.policy
+        assert isinstance(policy, TrimPolicy)
+        assert policy.tables is not None
+        far = next(weight for weight in (0.9, 0.1) if not policy.tables.has(rounded_weight(weight)))
+
+        def has_it() -> bool:
+            planner.look_ahead()  # As a server does now and then; after building it rests.
+            now = planner.in_force.engine.policy
+            assert isinstance(now, TrimPolicy)
+            assert now.tables is not None
+            return now.tables.has(rounded_weight(far))
+
+        planner.note(1, weather(loss_weights=[far]))
+        await until(has_it)
 
 
 def test_all_servers_come_to_the_same_detours_whatever_they_measure() -> None:

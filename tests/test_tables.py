@@ -54,15 +54,16 @@ def test_what_nobody_looks_up_is_forgotten_and_made_again_alike(
         np.testing.assert_array_equal(one, other)
 
 
+def has(engine: Engine, weight: float) -> bool:
+    assert isinstance(engine.policy, TrimPolicy)
+    assert engine.policy.tables is not None
+    return engine.policy.tables.has(round(weight / WEIGHT_GRID) * WEIGHT_GRID)
+
+
 def test_servers_keep_the_tables_of_weights_in_force_and_near_them() -> None:
     engine, bank = engine_and_bank()
     feedback = replace(engine.start().feedback, loss_weight=0.5, route_weights=())
     engine = replace(engine, route_weights=())
-
-    def has(one: Engine, weight: float) -> bool:
-        assert isinstance(one.policy, TrimPolicy)
-        assert one.policy.tables is not None
-        return one.policy.tables.has(round(weight / WEIGHT_GRID) * WEIGHT_GRID)
 
     first = prepared(engine, feedback)
     assert has(first, 0.5)
@@ -75,3 +76,15 @@ def test_servers_keep_the_tables_of_weights_in_force_and_near_them() -> None:
     assert not has(far, 0.5)
     assert has(one_step, 0.5), "who still decides with it has it"
     assert not bank.has(0.8)
+
+
+def test_servers_have_the_tables_of_what_others_tokens_come_with() -> None:
+    engine, _ = engine_and_bank()
+    feedback = replace(engine.start().feedback, loss_weight=0.5, route_weights=())
+    engine = replace(engine, route_weights=())
+    first = prepared(engine, feedback, [0.2, 0.8])
+    assert has(first, 0.5)
+    assert has(first, 0.2)
+    assert has(first, 0.8)
+    assert has(prepared(first, feedback, [0.2]), 0.8), "until there is another to be made"
+    assert not has(prepared(first, feedback, [0.2, 0.35]), 0.8)

@@ -6,6 +6,7 @@ two batches. Routes only ever get more: a row keeps its meaning from engine to e
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from itertools import chain, pairwise
 
@@ -179,9 +180,10 @@ def _weights(basis: Basis, added: list[Route]) -> tuple[float, ...]:
     return basis.route_weights + more
 
 
-def prepared(engine: Engine, feedback: Feedback) -> Engine:
-    """An engine with the value tables of the loss weights in force and of their neighbours; the
-    same one if it has them. Weights wander: tables of those farther than two steps are forgotten.
+def prepared(engine: Engine, feedback: Feedback, others: Collection[float] = frozenset()) -> Engine:
+    """An engine with the value tables of the loss weights in force, of their neighbours, and of
+    those that `others` tell their users' tokens set out with; the same one if it has them. Weights
+    wander: tables of those farther than two steps are forgotten.
 
     Engines never make tables while they decide, so that a decision depends on nothing but the
     engine and what it is told.
@@ -190,13 +192,17 @@ def prepared(engine: Engine, feedback: Feedback) -> Engine:
     if not isinstance(policy, TrimPolicy) or policy.tables is None:
         return engine
     in_force = {feedback.loss_weight, *feedback.route_weights, *engine.route_weights}
-    wanted, near = (
-        {rounded_weight(w + step * WEIGHT_GRID) for w in in_force for step in range(-far, far + 1)}
-        for far in (1, 2)
-    )
+    wanted = _around(in_force, 1) | _around(others, 0)
+    near = _around({*in_force, *others}, 2)
     if not policy.tables.on_demand and all(map(policy.tables.has, wanted)):
         return engine
     return replace(engine, policy=replace(policy, tables=policy.tables.fixed(sorted(wanted), near)))
+
+
+def _around(weights: Collection[float], steps: int) -> set[float]:
+    """The weights that tables are made for, up to so many steps from these."""
+    each = range(-steps, steps + 1)
+    return {rounded_weight(weight + step * WEIGHT_GRID) for weight in weights for step in each}
 
 
 def measured_cost(basis: Basis, conditions: Conditions) -> CostModel:

@@ -37,6 +37,7 @@ from trimmoe.core.specs import IntArray
 from trimmoe.core.wave import Wave
 from trimmoe.engine.step import Engine
 from trimmoe.models.base import MoEView, Routing, TokenBatch
+from trimmoe.policy.trim import rounded_weight
 from trimmoe.runtime.counters import ExpertCounter
 from trimmoe.runtime.node.completion import completed, trailed
 from trimmoe.runtime.node.execution import run_and_ship
@@ -97,6 +98,17 @@ class Executor:
         else:
             self.engines.append(engine)
         self.index_routes()
+
+    @property
+    def loss_weights(self) -> list[float]:
+        """omega_D that tokens of this server's users set out with, as tables are made for it."""
+        state = self.state
+        weights = state.feedback.route_weights
+        if not weights:
+            return [rounded_weight(state.feedback.loss_weight)]
+        rows = {self.server, *(account.route for account in state.accounts.values())}
+        # A route that was added has its weight once a token sets out on it.
+        return sorted({rounded_weight(weights[row]) for row in rows if row < len(weights)})
 
     def index_routes(self) -> None:
         """Look up rows of the engine's routes by route."""

@@ -273,6 +273,8 @@ class Weather(Message, frozen=True, tag="weather"):
     unreachable: list[int]
     busy: float = 0.0
     """Share of the time that it computed for tokens and prompts."""
+    loss_weights: list[float] = []
+    """omega_D that its users' tokens set out with."""
 
 
 MESSAGE_TYPES: tuple[type[msgspec.Struct], ...] = (

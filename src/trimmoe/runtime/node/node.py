@@ -316,7 +316,8 @@ class Node:
             await asyncio.sleep(self.settings.weather_s)
 
     def _tell_weather(self) -> None:
-        weather = self.reporter.weather(self.floor.seats.usage, self._lost())
+        weights = self.executor.loss_weights
+        weather = self.reporter.weather(self.floor.seats.usage, self._lost(), weights)
         self.planner.note(self.settings.server, weather)
         for server in set(range(len(self._names))) - self._lost() - {self.settings.server}:
             self.mail.post(Parcel(to=server, message=weather))

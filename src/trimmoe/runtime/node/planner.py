@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable
 from concurrent.futures import Executor as Pool
 from dataclasses import replace
+from itertools import chain
 from typing import TypeVar
 
 import numpy as np
@@ -118,6 +119,12 @@ class Planner:
         self._weather[server] = weather
         self._want(self._wanted)
 
+    @property
+    def _others(self) -> frozenset[float]:
+        """Loss weights that tokens of other servers' users come with."""
+        told = (weather.loss_weights for weather in self._weather.values())
+        return frozenset(chain.from_iterable(told))
+
     def look_ahead(self) -> None:
         """Have the tables made that feedback may ask for next; nothing if they are there."""
         idle = self._looking is None or self._looking.done()
@@ -125,8 +132,8 @@ class Planner:
             self._looking = asyncio.create_task(self._look_ahead())
 
     async def _look_ahead(self) -> None:
-        engine, feedback = self.in_force.engine, self._feedback()
-        better = await self._timed(lambda: prepared(engine, feedback))
+        engine, feedback, others = self.in_force.engine, self._feedback(), self._others
+        better = await self._timed(lambda: prepared(engine, feedback, others))
         if better is not engine and self.in_force.engine is engine:
             self.built = replace(self.in_force, engine=better)
             self._apply(self.built)
@@ -208,11 +215,12 @@ class Planner:
         # Those that are known come first and in order: accounts are kept by row.
         known = () if self.built is None else self.built.added
         wanted, extra = self._wanted, tuple(dict.fromkeys((*known, *self._extra)))
+        others = self._others
 
         def made() -> Built:
             built = build(self._basis, wanted, extra)
             feedback = built.engine.start().feedback if first else self._feedback()
-            return replace(built, engine=prepared(built.engine, feedback))
+            return replace(built, engine=prepared(built.engine, feedback, others))
 
         built = await self._timed(made)
         self.built = built

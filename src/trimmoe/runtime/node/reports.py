@@ -92,7 +92,7 @@ class Reporter:
         """Mean time from the arrival of slots of generated tokens until they are begun."""
         return self._transport.reading_wait_s() + (self._waits.average.mean or 0.0)
 
-    def weather(self, kv_usage: float, lost: frozenset[int]) -> Weather:
+    def weather(self, kv_usage: float, lost: frozenset[int], loss_weights: list[float]) -> Weather:
         """What to tell the others."""
         if not self._waits.since_last:
             # Nobody came, so nobody would have waited: otherwise a bad name would last for ever.
@@ -114,6 +114,7 @@ class Reporter:
             kv_usage=kv_usage,
             unreachable=sorted(lost),
             busy=self._busy.mean or 0.0,
+            loss_weights=loss_weights,
         )
 
     def stats(self, node: Node, running: int, waiting: int) -> ServiceStats:
