@@ -188,10 +188,10 @@ def ranked(rows: Sequence[dict[str, Any]], of_two: Sequence[Order]) -> dict[str,
     for key, names in both.items():
         print(f"  {key}: {' < '.join(names)}", flush=True)
     decided = [one for one in of_two if one.decided]
-    alike = sum(one.alike for one in decided)
+    alike, contrary = (sum(getattr(one, of) for one in decided) for of in ("alike", "contrary"))
     print(
-        f"  servers tell {len(decided)} of {len(of_two)} pairs of methods apart, "
-        f"the simulator ranks {alike} of those as they do"
+        f"  servers tell {len(decided)} of {len(of_two)} pairs of methods apart, the simulator "
+        f"ranks {alike} of those as they do and {contrary} otherwise beyond chance"
     )
     for one in of_two:
         if not (one.alike and one.decided):
@@ -201,12 +201,12 @@ def ranked(rows: Sequence[dict[str, Any]], of_two: Sequence[Order]) -> dict[str,
 
 def _told(one: Order) -> str:
     """Two methods that are not told apart, or not ranked alike."""
-    low, high = 1e3 * one.real.low_95, 1e3 * one.real.high_95
     kind = "not alike" if one.decided else "not told apart"
-    return (
-        f"{kind}: {one.slower} takes {1e3 * one.real.mean:.1f} ms more than {one.quicker} "
-        f"({low:.1f} to {high:.1f}), simulated {1e3 * one.simulated_s:.1f}"
+    real, simulated = (
+        f"{1e3 * of.mean:.1f} ({1e3 * of.low_95:.1f} to {1e3 * of.high_95:.1f})"
+        for of in (one.real, one.simulated)
     )
+    return f"{kind}: {one.slower} takes {real} ms more than {one.quicker}, {simulated} ms simulated"
 
 
 def line(row: dict[str, Any]) -> str:

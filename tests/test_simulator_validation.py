@@ -148,15 +148,19 @@ def test_servers_rank_two_methods_whose_difference_is_more_than_chance() -> None
     one = order([(5.0, 5.1), (9.0, 8.8)], [(4.0, 4.2), (7.9, 7.5)])
     assert (one.quicker, one.slower) == ("second", "first")
     assert one.real.mean == pytest.approx(1.05)
-    assert one.simulated_s == pytest.approx(1.1)
+    assert one.simulated.mean == pytest.approx(1.1)
     assert one.decided
     assert one.alike
 
 
 def test_the_simulator_may_rank_otherwise() -> None:
-    one = order([(5.0, 5.0), (6.0, 6.0), (7.0, 7.0)], [(5.5, 4.9), (6.6, 5.9), (7.5, 7.1)])
-    assert one.decided
-    assert not one.alike
+    real = [5.0, 6.0, 7.0]
+    slower = [5.5, 6.6, 7.5]
+    for simulated, contrary in (([4.9, 5.9, 7.1], False), ([4.9, 5.9, 6.9], True)):
+        one = order(list(zip(real, real, strict=True)), list(zip(slower, simulated, strict=True)))
+        assert one.decided
+        assert not one.alike
+        assert one.contrary == contrary, "by chance, or beyond it"
 
 
 def test_what_changes_from_draw_to_draw_ranks_nobody() -> None:

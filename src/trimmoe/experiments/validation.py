@@ -263,7 +263,7 @@ class Order:
     slower: str
     real: Estimate
     """Over the draws, s."""
-    simulated_s: float
+    simulated: Estimate
 
     @property
     def decided(self) -> bool:
@@ -273,7 +273,12 @@ class Order:
     @property
     def alike(self) -> bool:
         """Whether the simulator ranks them as the servers do."""
-        return self.simulated_s > 0.0
+        return self.simulated.mean > 0.0
+
+    @property
+    def contrary(self) -> bool:
+        """Whether both sides tell them apart, and otherwise: batches form by chance on either."""
+        return self.decided and self.simulated.high_95 < 0.0
 
 
 def orders(drawn: Mapping[str, Sequence[Pair]]) -> list[Order]:
@@ -284,11 +289,9 @@ def orders(drawn: Mapping[str, Sequence[Pair]]) -> list[Order]:
 def _order(one: Sequence[Pair], other: Sequence[Pair]) -> Order:
     quicker, slower = sorted((one, other), key=lambda pairs: pooled(pairs).real_s.mean())
     draws = list(zip(quicker, slower, strict=True))
-    real = estimate([float(b.real_s.mean() - a.real_s.mean()) for a, b in draws])
-    both = [pooled(pairs).simulated_s.mean() for pairs in (quicker, slower)]
     return Order(
         quicker=quicker[0].method,
         slower=slower[0].method,
-        real=real,
-        simulated_s=float(both[1] - both[0]),
+        real=estimate([float(b.real_s.mean() - a.real_s.mean()) for a, b in draws]),
+        simulated=estimate([float(b.simulated_s.mean() - a.simulated_s.mean()) for a, b in draws]),
     )
