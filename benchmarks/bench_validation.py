@@ -188,7 +188,8 @@ def ranked(rows: Sequence[dict[str, Any]], of_two: Sequence[Order]) -> dict[str,
     for key, names in both.items():
         print(f"  {key}: {' < '.join(names)}", flush=True)
     decided = [one for one in of_two if one.decided]
-    alike, contrary = (sum(getattr(one, of) for one in decided) for of in ("alike", "contrary"))
+    alike = sum(one.alike for one in decided)
+    contrary = sum(one.contrary for one in decided)
     print(
         f"  servers tell {len(decided)} of {len(of_two)} pairs of methods apart, the simulator "
         f"ranks {alike} of those as they do and {contrary} otherwise beyond chance"

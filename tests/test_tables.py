@@ -14,7 +14,7 @@ from trimmoe.experiments.methods import make_engine
 from trimmoe.policy import tables as tables_module
 from trimmoe.policy.settings import PRESETS
 from trimmoe.policy.tables import TableBank
-from trimmoe.policy.trim import WEIGHT_GRID, TrimPolicy
+from trimmoe.policy.trim import WEIGHT_GRID, TrimPolicy, rounded_weight
 from trimmoe.runtime.node.deployments import prepared
 
 WEIGHTS = [round(step * WEIGHT_GRID, 6) for step in range(4, 12)]
@@ -57,7 +57,7 @@ def test_what_nobody_looks_up_is_forgotten_and_made_again_alike(
 def has(engine: Engine, weight: float) -> bool:
     assert isinstance(engine.policy, TrimPolicy)
     assert engine.policy.tables is not None
-    return engine.policy.tables.has(round(weight / WEIGHT_GRID) * WEIGHT_GRID)
+    return engine.policy.tables.has(rounded_weight(weight))
 
 
 def test_servers_keep_the_tables_of_weights_in_force_and_near_them() -> None:

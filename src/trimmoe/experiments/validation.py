@@ -287,7 +287,9 @@ def orders(drawn: Mapping[str, Sequence[Pair]]) -> list[Order]:
 
 
 def _order(one: Sequence[Pair], other: Sequence[Pair]) -> Order:
-    quicker, slower = sorted((one, other), key=lambda pairs: pooled(pairs).real_s.mean())
+    quicker, slower = sorted(
+        (one, other), key=lambda pairs: sum(pair.real_s.mean() for pair in pairs)
+    )
     draws = list(zip(quicker, slower, strict=True))
     return Order(
         quicker=quicker[0].method,

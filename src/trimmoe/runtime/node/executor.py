@@ -37,7 +37,6 @@ from trimmoe.core.specs import IntArray
 from trimmoe.core.wave import Wave
 from trimmoe.engine.step import Engine
 from trimmoe.models.base import MoEView, Routing, TokenBatch
-from trimmoe.policy.trim import rounded_weight
 from trimmoe.runtime.counters import ExpertCounter
 from trimmoe.runtime.node.completion import completed, trailed
 from trimmoe.runtime.node.execution import run_and_ship
@@ -101,14 +100,12 @@ class Executor:
 
     @property
     def loss_weights(self) -> list[float]:
-        """omega_D that tokens of this server's users set out with, as tables are made for it."""
+        """omega_D that tokens of this server's users set out with."""
         state = self.state
-        weights = state.feedback.route_weights
-        if not weights:
-            return [rounded_weight(state.feedback.loss_weight)]
         rows = {self.server, *(account.route for account in state.accounts.values())}
-        # A route that was added has its weight once a token sets out on it.
-        return sorted({rounded_weight(weights[row]) for row in rows if row < len(weights)})
+        # A route that was added has its weight once a token sets out on it, if routes have any.
+        known = rows & set(range(len(state.feedback.route_weights))) or rows
+        return np.unique(state.feedback.weights_of(np.array(list(known)))).tolist()
 
     def index_routes(self) -> None:
         """Look up rows of the engine's routes by route."""

@@ -121,7 +121,7 @@ class Planner:
 
     @property
     def _others(self) -> frozenset[float]:
-        """Loss weights that tokens of other servers' users come with."""
+        """Loss weights that tokens come with, those of other servers' users among them."""
         told = (weather.loss_weights for weather in self._weather.values())
         return frozenset(chain.from_iterable(told))
 
