@@ -91,7 +91,7 @@ def test_streamed_calibration_gives_the_same_profile(
     family: str, fused: bool, texts: list[str], tmp_path: Path
 ) -> None:
     path = checkpoints.write(family, tmp_path, fused=fused)
-    whole = _profile(open_model(path, hashed=True), texts)
+    whole = _profile(open_model(path, hashed=True, compiled=False), texts)
     streamed = _profile(open_model(path, hashed=True, streamed=True), texts)
     assert streamed.hash == whole.hash
 
@@ -159,7 +159,10 @@ def test_recording_a_trace_reads_every_layer_once_however_many_windows(
     family: str, sides: int, texts: list[str], tmp_path: Path
 ) -> None:
     path = checkpoints.write(family, tmp_path)
-    whole, view = open_model(path, hashed=True), open_model(path, hashed=True, streamed=True)
+    whole, view = (
+        open_model(path, hashed=True, compiled=False),
+        open_model(path, hashed=True, streamed=True),
+    )
     profile = _profile(whole, texts)
     settings, done = TraceSettings(tokens=1400, length=40), list[int]()
     trace = record_trace(view, Letters(), 4 * texts, profile, settings, done.append)

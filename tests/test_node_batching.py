@@ -161,8 +161,9 @@ async def test_concurrent_requests_share_batches(tiny: Tiny) -> None:
         made = await answers(cluster, [(0, request(prompt, 24)) for prompt in PROMPTS])
         for node in cluster.nodes.values():
             now = node.snapshot()
-            # Every generated token but each answer's last is decoded, in half of the layers.
-            assert now.items["ATTEND"] == 16 * 23 * 2
+            # Every generated token but each answer's last is decoded, in half of the layers, which
+            # it passes one by one or in one go.
+            assert 16 * 23 <= now.items["ATTEND"] <= 16 * 23 * 2
             assert now.items["ATTEND"] > 3 * now.batches["ATTEND"]
     for prompt, events in zip(PROMPTS, made, strict=True):
         assert tokens_of(events) == tiny.greedy(prompt, 24, eos=None)

@@ -86,7 +86,8 @@ def calibrate(
     if streamed is None and (why := must_stream(path, dtype, device)):
         console.print(escape(why))
         streamed = True
-    view = open_view(path, dtype, device, streamed=bool(streamed))
+    # Not compiled, so that what is read from disk layer by layer gives the same profile.
+    view = open_view(path, dtype, device, streamed=bool(streamed), compiled=False)
     settings = replace(settings, window=min(settings.window, view.spec.context_length))
     profile = run(view, load_tokenizer(path), texts, settings)
     profile.save(output)

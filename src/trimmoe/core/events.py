@@ -96,6 +96,16 @@ class Executed:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class SegmentRan:
+    """The rows of an `Attend` went through some layers in one go: every activated expert was
+    `settled` to run where they are, so that there was nothing to decide."""
+
+    wave: int
+    experts: IntArray
+    """Activated sets, first expert first, [n, L, k], L > 0."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Audited:
     """Full-depth predictions of the rows of a `Probe` are known."""
 
@@ -133,6 +143,7 @@ Event = (
     | TokensExported
     | Routed
     | Executed
+    | SegmentRan
     | Audited
     | Settled
 )

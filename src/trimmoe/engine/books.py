@@ -41,6 +41,26 @@ def entered(cost: CostModel, wave: Wave, experts: IntArray, decision: Decision) 
     return changed(wave, kinds=kinds, messages=messages, **columns)
 
 
+def passed(cost: CostModel, wave: Wave, experts: IntArray) -> Wave:
+    """What layers cost the rows alive in which every activated expert, [n, L, k], ran where the
+    rows are: the same as `entered` says of each of them, one after another."""
+    rows, server = wave.alive, wave.server[wave.alive]
+    count = experts.shape[1]
+    layers = np.arange(wave.layer, wave.layer + count)
+    kinds = wave.kinds.copy()
+    kinds[rows[:, None], layers] = Kind.LOCAL_EXACT
+    here = server[:, None], layers
+    slots_s = cost.expert_s[(*(at[..., None] for at in here), experts)]
+    work_s = np.add.accumulate(slots_s, axis=2)[..., -1] + cost.dense_s[here]
+    together = np.concatenate([wave.delay_s[rows][:, None], work_s], axis=1)
+    columns = wave.columns(
+        rows,
+        delay_s=np.add.accumulate(together, axis=1)[:, -1],
+        slots_run=wave.slots_run[rows] + count * experts.shape[2],
+    )
+    return changed(wave, layer=wave.layer + count, kinds=kinds, **columns)
+
+
 def closed(
     cost: CostModel, routes: IntArray, wave: Wave, rows: IntArray, exit_state: ExitState
 ) -> Wave:

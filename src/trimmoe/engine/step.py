@@ -24,6 +24,7 @@ from trimmoe.core.events import (
     Probe,
     Receipt,
     Routed,
+    SegmentRan,
     SequenceClosed,
     SequenceOpened,
     Settled,
@@ -38,7 +39,16 @@ from trimmoe.core.profile import ExitState, Profile
 from trimmoe.core.specs import BoolArray, FloatArray, IntArray
 from trimmoe.core.wave import NOT_PROBED, Wave
 from trimmoe.cost.model import Accounting, CostModel
-from trimmoe.engine.books import afterwards, closed, entered, following, ledgers, missed, receipts
+from trimmoe.engine.books import (
+    afterwards,
+    closed,
+    entered,
+    following,
+    ledgers,
+    missed,
+    passed,
+    receipts,
+)
 from trimmoe.engine.exits import ExitRules
 from trimmoe.engine.feedback import Feedback, observe, observe_audits
 from trimmoe.engine.state import Account, EngineState, new_wave
@@ -89,6 +99,12 @@ class Engine:
         as of drafts, no less than the share of time that servers are busy, see `ExitRules.busy`."""
         return np.maximum(self.settings.guess_confidence, self.exits.busy)
 
+    @cached_property
+    def settled(self) -> BoolArray | None:
+        """Experts whose slots run where a token is without a decision, as long as it stays there,
+        [M, N, E]; None where every layer is decided upon. Where there are any, no token exits."""
+        return getattr(self.policy, "settled", None)
+
     def start(self) -> EngineState:
         """The state before the first event."""
         return EngineState(
@@ -115,6 +131,8 @@ class Engine:
                 return self._routed(state, event)
             case Executed():
                 return self._executed(state, event)
+            case SegmentRan():
+                return self._segment_ran(state, event)
             case Audited():
                 feedback = observe_audits(state.feedback, event.agrees)
                 return replace(state, feedback=feedback), ()
@@ -264,6 +282,15 @@ class Engine:
             server = state.waves[event.wave].server[left]
             completions += (Attend(wave=event.wave, layer=done, rows=left, server=server),)
         return state, commands + completions
+
+    def _segment_ran(self, state: EngineState, event: SegmentRan) -> Step:
+        assert self.settled is not None, "a layer that is decided upon ran without a decision"
+        wave = passed(self.cost, state.waves[event.wave], event.experts)
+        if wave.layer == self.cost.layer_count:
+            return self._ended(state, event.wave, wave)
+        rows = wave.alive
+        attend = Attend(wave=event.wave, layer=wave.layer, rows=rows, server=wave.server[rows])
+        return state.with_wave(event.wave, wave), (attend,)
 
     def _ended(self, state: EngineState, identity: int, wave: Wave) -> Step:
         """All rows have passed the last layer."""

@@ -23,12 +23,16 @@ def resolved(model: str) -> str:
     return str(ensure_embedded_model())
 
 
-def open_view(path: str, dtype: str, device: str, *, streamed: bool = False) -> MoEView:
+def open_view(
+    path: str, dtype: str, device: str, *, streamed: bool = False, compiled: bool = True
+) -> MoEView:
     """A model with all experts and its hash; `dtype` is `auto` or a name torch knows."""
     from trimmoe.models.load import open_model
 
     wanted = torch_dtype(dtype, device)
-    return open_model(path, dtype=wanted, device=device, hashed=True, streamed=streamed)
+    return open_model(
+        path, dtype=wanted, device=device, hashed=True, streamed=streamed, compiled=compiled
+    )
 
 
 def torch_dtype(dtype: str, device: str) -> torch.dtype | None:

@@ -32,11 +32,12 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from trimmoe.core.specs import ModelSpec
+from trimmoe.core.specs import BoolArray, IntArray, ModelSpec
 
 if TYPE_CHECKING:
     from trimmoe.models.cache import KVCache
@@ -65,6 +66,20 @@ class Routing:
     """
     normed: Tensor
     """What the experts read, [n, d]."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Segment:
+    """How far rows came through layers without a decision."""
+
+    layer: int
+    """The layer whose slots are to be decided on, or the one before which they stopped."""
+    hidden: Tensor
+    """[n, d]: after the attention of that layer if there is a `routing`, else before it."""
+    routing: Routing | None
+    """Of that layer, if it was asked for."""
+    experts: IntArray
+    """Activated in the layers before it, [n, L, k]."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -254,6 +269,37 @@ class MoEView(ABC):
         """The layer's output where none of its routed experts runs, [n, d] to [n, d]."""
         return self.finish(layer, hidden, self.shared(layer, hidden), None)
 
+    def run(
+        self,
+        first: int,
+        last: int,
+        hidden: Tensor,
+        batch: TokenBatch,
+        cache: KVCache,
+        settled: BoolArray,
+    ) -> Segment:
+        """Take rows [n, d] from before layer `first` through the layers up to `last`, exclusive.
+
+        `settled` [N, E] says which experts run here without a decision; where another one is
+        activated, all rows stop behind the router. `tail` is not part of any layer.
+        """
+        passed: list[IntArray] = []
+        for layer in range(first, last):
+            attended = batch.pack(self.attend(layer, batch.unpack(hidden), batch, cache))
+            routing = self.route(layer, attended)
+            experts = routing.experts.cpu().numpy()
+            if not settled[layer][experts].all():
+                return Segment(
+                    layer=layer, hidden=attended, routing=routing, experts=_by_row(passed, experts)
+                )
+            normed = routing.normed
+            shared = self.shared(layer, attended, normed=normed)
+            routed = self.experts(layer, attended, routing.experts, routing.gates, normed=normed)
+            hidden = self.finish(layer, attended, shared, routed)
+            passed.append(experts)
+        like = np.empty((hidden.shape[0], self.spec.top_k), dtype=np.int64)
+        return Segment(layer=last, hidden=hidden, routing=None, experts=_by_row(passed, like))
+
     @abstractmethod
     def propagate(self, layer: int, hidden: Tensor, batch: TokenBatch, cache: KVCache) -> None:
         """State propagation: write the keys and values that `hidden` [B, T, d] has in this layer.
@@ -280,6 +326,11 @@ class MoEView(ABC):
     def logits(self, hidden: Tensor) -> Tensor:
         """Final norm and head: [n, d] to [n, V], in the view's dtype."""
         return F.linear(*self.head(hidden))
+
+
+def _by_row(passed: list[IntArray], like: IntArray) -> IntArray:
+    """Activated sets of layers, [n, k] each as `like`, by row: [n, L, k]."""
+    return np.stack(passed, axis=1) if passed else np.empty((like.shape[0], 0, like.shape[1]), int)
 
 
 class EncoderDecoderView(MoEView):

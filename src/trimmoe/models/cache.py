@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import heapq
+from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from trimmoe.core.errors import UserError
+from trimmoe.core.specs import IntArray
 from trimmoe.models.base import TokenBatch
 
 _FIRST_CAPACITY = 64
@@ -30,14 +33,18 @@ class KVCache:
         context_limit: int,
         dtype: torch.dtype,
         device: torch.device,
+        padded_size: int | None = None,
     ) -> None:
+        """`padded_size`: what a head's rows take in memory, zeros behind the head size."""
         self.slots = slots
         self.context_limit = context_limit
         self._heads = heads
         self._head_size = head_size
         self._dtype = dtype
         self._device = device
+        self._padded_size = head_size if padded_size is None else padded_size
         self._slabs: dict[int, tuple[Tensor, Tensor]] = {}
+        self._addresses = np.zeros((0, 4), dtype=np.int64)
         self._free = list(range(slots))
         self._taken: set[int] = set()
 
@@ -66,6 +73,16 @@ class KVCache:
         """Give back the memory of all blocks; the slots stay taken, and what is written next is
         all they hold."""
         self._slabs.clear()
+        self._addresses[:] = 0
+
+    def addresses(self, blocks: Sequence[int], length: int) -> IntArray:
+        """Where the slabs of all blocks are: of keys and of values, slots, capacity, [B, 4].
+
+        Those of `blocks` have room for `length` positions; others may not be there.
+        """
+        for block in blocks:
+            self._reserve(block, length)
+        return self._addresses
 
     def write(self, block: int, keys: Tensor, values: Tensor, batch: TokenBatch) -> None:
         """Store [B, heads, T, head size] at the batch's positions, without its padding."""
@@ -73,12 +90,12 @@ class KVCache:
         if batch.span is not None:
             first, last = batch.span
             slot = batch.slots[0]
-            slab_keys[slot, :, first:last] = keys[0]
-            slab_values[slot, :, first:last] = values[0]
+            slab_keys[slot, :, first:last, : self._head_size] = keys[0]
+            slab_values[slot, :, first:last, : self._head_size] = values[0]
             return
         at = (batch.write_slots, slice(None), batch.write_positions)
-        slab_keys[at] = _by_token(keys, batch)
-        slab_values[at] = _by_token(values, batch)
+        slab_keys[..., : self._head_size][at] = _by_token(keys, batch)
+        slab_values[..., : self._head_size][at] = _by_token(values, batch)
 
     def read(self, block: int, batch: TokenBatch) -> tuple[Tensor, Tensor]:
         """Keys and values [B, heads, length, head size] of the batch's sequences."""
@@ -86,7 +103,7 @@ class KVCache:
 
     def read_first(self, block: int, batch: TokenBatch, length: int) -> tuple[Tensor, Tensor]:
         """The first `length` keys and values of the batch's sequences."""
-        slab_keys, slab_values = self._reserve(block, length)
+        slab_keys, slab_values = self._unpadded(block, length)
         if (first := batch.first_slot) is not None:
             rows = slice(first, first + len(batch.slots))
             return slab_keys[rows, :, :length], slab_values[rows, :, :length]
@@ -98,13 +115,13 @@ class KVCache:
     def write_slot(self, block: int, slot: int, keys: Tensor, values: Tensor) -> None:
         """Store one sequence's keys and values [1, heads, length, head size] from position 0."""
         length = keys.shape[2]
-        slab_keys, slab_values = self._reserve(block, length)
+        slab_keys, slab_values = self._unpadded(block, length)
         slab_keys[slot, :, :length] = keys[0]
         slab_values[slot, :, :length] = values[0]
 
     def read_slot(self, block: int, slot: int, length: int) -> tuple[Tensor, Tensor]:
         """Keys and values [1, heads, length, head size] of one sequence."""
-        slab_keys, slab_values = self._reserve(block, length)
+        slab_keys, slab_values = self._unpadded(block, length)
         return slab_keys[slot : slot + 1, :, :length], slab_values[slot : slot + 1, :, :length]
 
     def check(self, length: int) -> None:
@@ -114,6 +131,11 @@ class KVCache:
                 f"The sequence needs {length} positions but the model takes at most "
                 f"{self.context_limit}; shorten the prompt or ask for fewer new tokens."
             )
+
+    def _unpadded(self, block: int, length: int) -> tuple[Tensor, Tensor]:
+        """The slabs without padding."""
+        keys, values = self._reserve(block, length)
+        return keys[..., : self._head_size], values[..., : self._head_size]
 
     def _reserve(self, block: int, length: int) -> tuple[Tensor, Tensor]:
         slabs = self._slabs.get(block)
@@ -128,12 +150,19 @@ class KVCache:
             for old, new in zip(slabs, grown, strict=True):
                 new[:, :, : old.shape[2]] = old
         self._slabs[block] = grown
+        self._note(block, *grown)
         return grown
+
+    def _note(self, block: int, keys: Tensor, values: Tensor) -> None:
+        missing = block + 1 - self._addresses.shape[0]
+        if missing > 0:
+            self._addresses = np.pad(self._addresses, ((0, missing), (0, 0)))
+        self._addresses[block] = keys.data_ptr(), values.data_ptr(), self.slots, keys.shape[2]
 
     def _empty(self, capacity: int) -> tuple[Tensor, Tensor]:
         # Zeros, because a masked score still meets its value: 0 * NaN would be NaN. Outside
         # inference mode, because a slab made inside it could not be written outside it.
-        shape = (self.slots, self._heads, capacity, self._head_size)
+        shape = (self.slots, self._heads, capacity, self._padded_size)
         with torch.inference_mode(False):
             return (
                 torch.zeros(shape, dtype=self._dtype, device=self._device),

@@ -14,10 +14,21 @@ import torch
 from torch import Tensor, nn
 
 from trimmoe.core.specs import ModelSpec
-from trimmoe.models.base import BytesRead
+from trimmoe.models.base import BytesRead, MoEView
 from trimmoe.models.checkpoint import Checkpoint
-from trimmoe.models.decoder_view import DecoderView
-from trimmoe.models.family import ExpertChoice, ExpertNames, Geometry, load_dense, load_experts
+from trimmoe.models.compiled.build import can_compile, parts_of, shape_of, tables_of
+from trimmoe.models.compiled.view import CompiledView
+from trimmoe.models.decoder_view import DecoderView, window_of
+from trimmoe.models.experts import ExpertStacks
+from trimmoe.models.family import (
+    ExpertChoice,
+    ExpertNames,
+    Geometry,
+    load_dense,
+    load_experts,
+    refuse_quantised,
+)
+from trimmoe.models.quantise import Precision
 
 KeysValues = Callable[[Any, Tensor], tuple[Tensor, Tensor]]
 """Attention module and normed hidden states [B, T, d] to keys and values [B, T, heads, size]."""
@@ -78,7 +89,9 @@ class DecoderFamily:
         streamed: bool,
         dtype: torch.dtype,
         device: torch.device,
-    ) -> DecoderView:
+        precision: Precision,
+        compiled: bool,
+    ) -> MoEView:
         geometry = self.geometry(config)
         model = self._load_model(config, checkpoint, dtype, device)
         read = BytesRead(dense=checkpoint.bytes_read)
@@ -92,7 +105,19 @@ class DecoderFamily:
             dtype=dtype,
             device=device,
         )
-        return DecoderView(self, geometry, model, stacks, spec, dtype, device, read)
+        if compiled and not streamed and can_compile(config, dtype, device):
+            return _compiled(config, geometry, model, stacks, spec, read, precision)
+        refuse_quantised(spec.name, precision)
+        return DecoderView(
+            family=self,
+            geometry=geometry,
+            model=model,
+            stacks=stacks,
+            spec=spec,
+            dtype=dtype,
+            device=device,
+            bytes_read=read,
+        )
 
     def _load_model(
         self, config: Any, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device
@@ -122,6 +147,22 @@ class DecoderFamily:
         if name in checkpoint.entries or self.stored_prefix is None:
             return name
         return name.replace(*self.stored_prefix)
+
+
+def _compiled(
+    config: Any,
+    geometry: Geometry,
+    model: Any,
+    stacks: ExpertStacks,
+    spec: ModelSpec,
+    read: BytesRead,
+    precision: Precision,
+) -> CompiledView:
+    """The same model in compiled blocks; what the modules hold can be let go."""
+    shape = shape_of(config, geometry, model)
+    windows = [window_of(layer.self_attn, config) for layer in model.model.layers]
+    tables = tables_of(shape, geometry, model, stacks, windows, precision)
+    return CompiledView(parts_of(model, stacks.loaded, precision), tables, spec, read)
 
 
 def _moe_blocks(config: Any) -> tuple[int, ...]:

@@ -87,7 +87,7 @@ class DecoderView(MoEView):
         self._stacks = stacks
         self._rounds_gates = family.rounds_gates and dtype != torch.float32
         layers = model.model.layers
-        self._windows = [_window(layer.self_attn, model.config) for layer in layers]
+        self._windows = [window_of(layer.self_attn, model.config) for layer in layers]
         self._window = next((window for window in self._windows if window), None)
         self._moe = [layers[block] for block in geometry.moe_blocks]
         self._has_shared = hasattr(self._moe[0].mlp, "shared_expert")
@@ -257,7 +257,7 @@ class DecoderView(MoEView):
         cache.write(attention.layer_idx, keys, values.transpose(1, 2), batch)
 
 
-def _window(attention: Any, config: Any) -> int | None:
+def window_of(attention: Any, config: Any) -> int | None:
     """Sliding window of one attention module, if any."""
     types = getattr(config, "layer_types", None)
     if types is not None and types[attention.layer_idx] != "sliding_attention":

@@ -30,6 +30,8 @@ class ExpertStack:
         assert len(ids) == up.shape[0] == down.shape[0]
         self.layer = layer
         self.ids = frozenset(ids)
+        self.order = tuple(ids)
+        """The experts as they are stacked."""
         self.up = up
         self.down = down
         # Views made once: at one token, slicing would cost a good part of the product.

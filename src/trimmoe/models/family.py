@@ -11,10 +11,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from trimmoe.core.errors import UserError
 from trimmoe.core.specs import ModelSpec
 from trimmoe.models.base import BytesRead, MoEView
 from trimmoe.models.checkpoint import Checkpoint, missing_tensors
 from trimmoe.models.experts import Activation, ExpertStack, ExpertStacks
+from trimmoe.models.quantise import Precision
 
 ExpertChoice = Mapping[int, Collection[int]] | Callable[[int], Collection[int]] | None
 """Experts to load by MoE layer; layers that a mapping lacks get none; None loads all."""
@@ -98,13 +100,30 @@ class Family(Protocol):
         streamed: bool,
         dtype: torch.dtype,
         device: torch.device,
+        precision: Precision,
+        compiled: bool,
     ) -> MoEView: ...
 
 
+def refuse_quantised(name: str, precision: Precision) -> None:
+    """Raise UserError if weights are to be quantised of what is not compiled."""
+    if precision is not Precision.NONE:
+        raise UserError(
+            f"{name} cannot be quantised here: only a decoder in float32 on a processor, held "
+            f"whole, can; leave out --quantise, or choose that dtype and device."
+        )
+
+
 def build_spec(
-    geometry: Geometry, checkpoint: Checkpoint, *, name: str, model_hash: str, dtype: torch.dtype
+    geometry: Geometry,
+    checkpoint: Checkpoint,
+    *,
+    name: str,
+    model_hash: str,
+    dtype: torch.dtype,
+    precision: Precision = Precision.NONE,
 ) -> ModelSpec:
-    """Costs of one stack, from the headers of the weight files."""
+    """Costs of one stack, from the headers of the weight files; sizes are those of what is held."""
     layers, experts = len(geometry.moe_blocks), geometry.expert_count
     parameters = np.array(
         [_expert_parameters(geometry, checkpoint, b) for b in geometry.moe_blocks]
@@ -128,12 +147,20 @@ def build_spec(
         context_length=geometry.context_length,
         activation_bytes=dtype.itemsize,
         gates_renormalised=geometry.gates_renormalised,
-        expert_bytes=expert_parameters.astype(np.int64) * dtype.itemsize,
+        expert_bytes=_sizes(expert_parameters, precision, dtype),
         expert_flops=2.0 * expert_parameters,
         layer_dense_flops=flops,
         head_flops=head_flops,
-        dense_bytes=sum(entry.numel for entry in dense.values()) * dtype.itemsize,
+        dense_bytes=precision.size_bytes(
+            sum(entry.numel for entry in dense.values()), dtype.itemsize
+        ),
     )
+
+
+def _sizes(parameters: np.ndarray, precision: Precision, dtype: torch.dtype) -> np.ndarray:
+    """Bytes that experts of so many parameters take, of the same shape."""
+    sizes = [precision.size_bytes(int(count), dtype.itemsize) for count in parameters.flat]
+    return np.array(sizes, dtype=np.int64).reshape(parameters.shape)
 
 
 def _expert_parameters(geometry: Geometry, checkpoint: Checkpoint, block: int) -> int:

@@ -15,6 +15,7 @@ from trimmoe.models.base import MoEView
 from trimmoe.models.checkpoint import Checkpoint, Entry, read_config, resolve, torch_dtype
 from trimmoe.models.family import ExpertChoice, Family, build_spec
 from trimmoe.models.hashing import known_hash, model_hash
+from trimmoe.models.quantise import Precision
 
 __all__ = [
     "FAMILIES",
@@ -49,7 +50,9 @@ class _Opened:
     config: Any
     checkpoint: Checkpoint
 
-    def spec(self, dtype: torch.dtype, *, hashed: bool) -> ModelSpec:
+    def spec(
+        self, dtype: torch.dtype, *, hashed: bool, quantise: Precision = Precision.NONE
+    ) -> ModelSpec:
         digest = model_hash(self.folder) if hashed else known_hash(self.folder)
         return build_spec(
             self.family.geometry(self.config),
@@ -57,6 +60,7 @@ class _Opened:
             name=self.name,
             model_hash=digest or "",
             dtype=dtype,
+            precision=quantise,
         )
 
     def dtype(self, wanted: torch.dtype | None) -> torch.dtype:
@@ -83,6 +87,8 @@ def open_model(
     device: str | torch.device = "cpu",
     hashed: bool = False,
     streamed: bool = False,
+    quantise: Precision = Precision.NONE,
+    compiled: bool = True,
 ) -> MoEView:
     """Load the dense part and the chosen experts of a checkpoint.
 
@@ -91,7 +97,8 @@ def open_model(
     checkpoint's. Only the bytes of what is loaded are read, unless `hashed` asks for
     `spec.model_hash`, which takes the whole files the first time (see `model_spec`). `streamed`
     keeps the chosen experts of one MoE layer in memory at a time, read from the files whenever
-    another layer's turn comes. Raises UserError.
+    another layer's turn comes. `quantise` holds weights in few bits. In float32 on a processor
+    decoders are compiled unless `compiled` forbids it. Raises UserError.
     """
     opened = _open(path_or_hub_id)
     device = known_device(device)
@@ -101,17 +108,23 @@ def open_model(
         return opened.family.open(
             opened.config,
             checkpoint,
-            spec=opened.spec(dtype, hashed=hashed),
+            spec=opened.spec(dtype, hashed=hashed, quantise=quantise),
             choice=experts,
             encoder_choice=encoder_experts,
             streamed=streamed,
             dtype=dtype,
             device=device,
+            precision=quantise,
+            compiled=compiled,
         )
 
 
 def model_spec(
-    path_or_hub_id: str | Path, *, dtype: torch.dtype | None = None, hashed: bool = False
+    path_or_hub_id: str | Path,
+    *,
+    dtype: torch.dtype | None = None,
+    hashed: bool = False,
+    quantise: Precision = Precision.NONE,
 ) -> ModelSpec:
     """Geometry and costs from config.json and the headers of the weight files.
 
@@ -119,7 +132,7 @@ def model_spec(
     not; `hashed` computes it, which reads the weights. Raises UserError.
     """
     opened = _open(path_or_hub_id)
-    return opened.spec(opened.dtype(dtype), hashed=hashed)
+    return opened.spec(opened.dtype(dtype), hashed=hashed, quantise=quantise)
 
 
 def has_encoder(path_or_hub_id: str | Path) -> bool:

@@ -32,7 +32,9 @@ from trimmoe.models.family import (
     build_spec,
     load_dense,
     load_experts,
+    refuse_quantised,
 )
+from trimmoe.models.quantise import Precision
 from trimmoe.models.switch_stack import SwitchEncoder
 from trimmoe.models.switch_view import SwitchView
 
@@ -60,7 +62,10 @@ class SwitchFamily:
         streamed: bool,
         dtype: torch.dtype,
         device: torch.device,
+        precision: Precision,
+        compiled: bool,
     ) -> SwitchView:
+        refuse_quantised(spec.name, precision)
         model = _load_model(config, checkpoint, dtype, device)
         read = BytesRead(dense=checkpoint.bytes_read)
         activation = ACT2FN[config.dense_act_fn]

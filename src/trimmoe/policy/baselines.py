@@ -17,6 +17,7 @@ from trimmoe.cost.actions import DROPPED, ActionSpace
 from trimmoe.cost.kernels import curve_at
 from trimmoe.cost.model import Accounting, CostModel, layer_delay_s
 from trimmoe.policy.base import Decision, Observation
+from trimmoe.policy.nearest import exact_decision, placed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,7 +145,7 @@ def masked_decision(
     ran = targets.copy()
     ran[~same.any(2)] = wanted[~same.any(1)]
     source = observation.server
-    destination, server = _placed(space, routes, observation, ran)
+    destination, server = placed(space, routes, observation, ran)
     rank = slot_ranks(targets.shape[1], space.substitution_loss.shape[2])
     loss = space.substitution_loss[layer, _class(space, observation)[:, None], rank, targets, ran]
     total = np.where(ran == targets, 0.0, loss).sum(1)
@@ -159,40 +160,6 @@ def masked_decision(
         loss=np.where(keeps, 0.0, total),
         ahead=exact.ahead,
     )
-
-
-def exact_decision(space: ActionSpace, routes: IntArray, observation: Observation) -> Decision:
-    """Every slot's target at its nearest host."""
-    layer, source, experts = observation.layer, observation.server, observation.experts
-    destination, server = _placed(space, routes, observation, experts)
-    return Decision(
-        slot_expert=experts,
-        slot_server=server,
-        destination=destination,
-        delay_s=layer_delay_s(space.cost, layer, source, destination, experts, server),
-        loss=np.zeros(experts.shape[0]),
-        ahead=np.full(experts.shape[0], np.inf),
-    )
-
-
-def _placed(
-    space: ActionSpace, routes: IntArray, observation: Observation, ran: IntArray
-) -> tuple[IntArray, IntArray]:
-    """Where the results of the experts `ran` [n, k] gather, [n], and their hosts, [n, k].
-
-    On the route, or under `migrate` where the first slot runs, at its fastest host.
-    """
-    cost, layer, source = space.cost, observation.layer, observation.server
-    nearest = space.menu.best_server[layer]
-    if cost.accounting is not Accounting.MIGRATE:
-        destination = routes[observation.route, min(layer + 1, routes.shape[1] - 1)]
-        return destination, nearest[source[:, None], destination[:, None], ran]
-    first = ran[:, 0]
-    alone_s = cost.transfer_s[source] + cost.waiting_s + cost.expert_s[:, layer, first].T
-    destination = np.where(space.hosts[:, layer, first].T, alone_s, np.inf).argmin(1)
-    server = nearest[source[:, None], destination[:, None], ran]
-    server[:, 0] = destination
-    return destination, server
 
 
 def _skip_loss(space: ActionSpace, observation: Observation) -> FloatArray:

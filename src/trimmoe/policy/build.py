@@ -60,8 +60,10 @@ def make_policy(deployment: Deployment, profile: Profile, settings: PolicySettin
         budget=settings.budget,
     )
     exits = exit_forecast(profile, settings)
-    tables = None
-    if not settings.literal_lookahead:
+    tables, levers = None, settings.levers
+    migrates = settings.accounting is Accounting.MIGRATE
+    looks_up = migrates or levers.exit or not levers.lossless
+    if looks_up and not settings.literal_lookahead:
         tables = TableBank(
             space=space,
             profile=profile,

@@ -7,7 +7,7 @@ from enum import IntEnum
 
 import numpy as np
 
-from trimmoe.core.events import Attend, Command, Event, Execute, Routed
+from trimmoe.core.events import Attend, Command, Event, Execute, Routed, SegmentRan
 from trimmoe.core.specs import IntArray
 
 
@@ -34,11 +34,17 @@ class ExpertCounter:
     def absorb(self, log: Iterable[tuple[Event, tuple[Command, ...]]]) -> None:
         """Count what a driver's log says was executed."""
         for event, commands in log:
+            if isinstance(event, SegmentRan):
+                self._count_segment(self._attending.pop(event.wave), event)
             for command in commands:
                 if isinstance(command, Attend):
                     self._attending[command.wave] = command
                 elif isinstance(command, Execute) and isinstance(event, Routed):
                     self._count(self._attending.pop(command.wave), event, command)
+
+    def _count_segment(self, attend: Attend, ran: SegmentRan) -> None:
+        layers = attend.layer + np.arange(ran.experts.shape[1])
+        np.add.at(self.counts[..., ExpertUse.LOCAL_EXACT], (layers[:, None], ran.experts), 1)
 
     def _count(self, attend: Attend, routed: Routed, execute: Execute) -> None:
         # Rows that nobody can serve were given up in between.

@@ -132,7 +132,7 @@ def _calibrated(
     from trimmoe.calibrate.run import calibrate
     from trimmoe.models.load import load_tokenizer, open_model
 
-    view = open_model(path, dtype=getattr(torch, dtype), hashed=True)
+    view = open_model(path, dtype=getattr(torch, dtype), hashed=True, compiled=False)
     return calibrate(view, load_tokenizer(path), texts, settings)
 
 

@@ -119,6 +119,7 @@ def _is_onward(geometry: Geometry, message: Onward) -> bool:
         and len(message.spent) in (0, message.rows.total)
         and all(0.0 <= loss < math.inf for loss in message.spent)
         and (not message.decoding or set(message.rows.counts) == {1})
+        and (not message.entering or message.layer + 1 < geometry.layer_count)
     )
 
 

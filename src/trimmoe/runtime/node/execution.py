@@ -29,8 +29,13 @@ def run_and_ship(
     split: Split,
     normed: Tensor,
     outcome: Outcome,
+    *,
+    entering: bool,
 ) -> None:
-    """Fill in the cargo's output, [n, d], and send the rows that leave; `normed` [n, d]."""
+    """Fill in the cargo's output, [n, d], and send the rows that leave; `normed` [n, d].
+
+    `entering`: whether the engine has them about to enter the next layer already.
+    """
     experts = split.at(worker.server)
 
     def run(which: IntArray) -> None:
@@ -43,7 +48,7 @@ def run_and_ship(
         if not which.size:
             return []
         tokens = worker.departed(command.wave, command.rows[which])
-        return onward(cargo, split, which, tokens)
+        return onward(cargo, split, which, tokens, entering=entering)
 
     leaves, works = split.leaves, split.used[:, worker.server]
     light, rest = np.flatnonzero(leaves & ~works), np.flatnonzero(works | ~leaves)

@@ -21,8 +21,10 @@ from trimmoe.core.events import (
     Depart,
     Event,
     Execute,
+    Executed,
     Probe,
     Receipt,
+    SegmentRan,
     SequenceClosed,
     SequenceOpened,
     Settled,
@@ -45,6 +47,7 @@ from trimmoe.runtime.node.messages import Parcel, Start
 from trimmoe.runtime.node.outcome import Arrival, LogEntry, Outcome
 from trimmoe.runtime.node.pace import Pace
 from trimmoe.runtime.node.rows import Rows
+from trimmoe.runtime.node.segments import Segments
 from trimmoe.runtime.node.shipping import Cargo, Split
 from trimmoe.runtime.node.units import Unit, boarded, epochs_of
 from trimmoe.runtime.observe import Observer
@@ -75,6 +78,7 @@ class Executor:
         self.homes = Homes.of(view, slots, profile if engine.settings.guesses else None)
         self.engines = [engine]
         self.state = engine.start()
+        self.segments = Segments.of(engine, server)
         self.log: list[LogEntry] | None = [] if log_events else None
         self.counter = ExpertCounter(view.spec.layer_count, view.spec.expert_count)
         self.observer = Observer(profile, view.device)
@@ -96,6 +100,7 @@ class Executor:
             self.engines[-1] = engine
         else:
             self.engines.append(engine)
+        self.segments = Segments.of(engine, self.server)
         self.index_routes()
 
     @property
@@ -170,26 +175,47 @@ class Executor:
 
     @torch.inference_mode()
     def attend(self, layer: int, units: Sequence[Unit]) -> Outcome:
-        """Attention, router, decision and the slots that run here, of generated tokens."""
+        """Generated tokens pass the layers that leave nothing to decide, if there are any, and
+        attention, router, decision and own slots of the one after them."""
         ordered, wave = self._boarded(units)
-        batch = self.batch(ordered)
+        batch, identity = self.batch(ordered), self._new_wave()
         if layer == 0:
-            ids = batch.pad([unit.tokens for unit in ordered])
-            hidden = self.view.embed(ids, batch)
+            hidden = batch.pack(self.view.embed(batch.pad([u.tokens for u in ordered]), batch))
         else:
-            hidden = batch.unpack(torch.cat([unit.states() for unit in ordered]))
-        identity = self._new_wave()
+            hidden = torch.cat([unit.states() for unit in ordered])
         self.tell(TokensImported(wave=identity, tokens=wave, executing=False))
-        attended = batch.pack(self.view.attend(layer, hidden, batch, self.cache))
-        routing = self.view.route(layer, attended)
-        self.pace.dense(layer, len(ordered))
-        outcome = Outcome(written=[(unit, layer) for unit in ordered])
-        for command in self.tell(self.observer.routed(identity, layer, attended, routing)):
+        until = min(self.segments.end(unit.seat.route, layer) for unit in ordered)
+        last = min(until + 1, self.view.spec.layer_count)
+        ran = self.view.run(
+            layer,
+            min(unit.waits_before(layer + 1, last) for unit in ordered),
+            hidden,
+            batch,
+            self.cache,
+            self.segments.settled(until),
+        )
+        self.pace.segment(layer, ran.experts)
+        outcome = Outcome(written=[(u, at) for u in ordered for at in range(layer, ran.layer)])
+        if ran.experts.shape[1]:
+            commands = self.tell(SegmentRan(wave=identity, experts=ran.experts))
+            if ran.routing is None:
+                self._obey(
+                    commands, identity, np.arange(len(ordered)), ran.hidden, ordered, outcome
+                )
+                return outcome
+        assert ran.routing is not None
+        self.pace.dense(ran.layer, len(ordered))
+        outcome.written += [(unit, ran.layer) for unit in ordered]
+        routed = self.observer.routed(identity, ran.layer, ran.hidden, ran.routing)
+        for command in self.tell(routed):
             if isinstance(command, Strand):
-                outcome.stranded += [ordered[row] for row in command.rows.tolist()]
+                stranded = [ordered[row] for row in command.rows.tolist()]
+                for unit in stranded:
+                    unit.layer = ran.layer
+                outcome.stranded += stranded
             else:
                 assert isinstance(command, Execute)
-                self._execute(command, ordered, attended, routing, outcome)
+                self._execute(command, ordered, ran.hidden, ran.routing, outcome)
         return outcome
 
     @torch.inference_mode()
@@ -254,11 +280,24 @@ class Executor:
             output=torch.empty_like(attended),
             gates=gates,
         )
-        run_and_ship(self, command, cargo, split, routing.normed[rows], outcome)
+        ahead = self.segments.in_force and layer + 1 < self.view.spec.layer_count
+        if ahead:
+            # Nothing hangs on what comes out, so that the engine need not wait for it.
+            self.tell(self._executed_unseen(command.wave, command.rows.size))
+        run_and_ship(self, command, cargo, split, routing.normed[rows], outcome, entering=ahead)
         staying = np.flatnonzero(~split.leaves)
-        if staying.size:
-            kept = cargo.output[torch.from_numpy(staying)]
+        if not staying.size:
+            return
+        kept = cargo.output[torch.from_numpy(staying)]
+        if ahead:
+            self._go_on(command.wave, command.rows[staying], layer + 1, kept, units, outcome)
+        else:
             self._executed(command.wave, layer, command.rows[staying], kept, units, outcome)
+
+    def _executed_unseen(self, wave: int, count: int) -> Executed:
+        """For engines that no token exits from, which look at nothing of it."""
+        last = np.full(count, self.view.spec.layer_count)
+        return Executed(wave=wave, confidence=np.full(count, -np.inf), exit_at=last)
 
     def emit(self, parcels: list[Parcel], outcome: Outcome) -> None:
         """Send parcels now if that is possible, or with the rest of the outcome."""
@@ -277,15 +316,27 @@ class Executor:
         outcome: Outcome,
     ) -> None:
         """Tell the engine what came out, [rows, d], and do what it says."""
+        if self.segments.in_force:
+            event = self._executed_unseen(wave, rows.size)
+        else:
+            event = self.observer.executed(wave, layer, output)
+        self._obey(self.tell(event), wave, rows, output, units, outcome)
+
+    def _obey(
+        self,
+        commands: Sequence[Command],
+        wave: int,
+        rows: IntArray,
+        output: Tensor,
+        units: list[Unit],
+        outcome: Outcome,
+    ) -> None:
+        """Do what the engine says of `rows` of whom a layer's output is there, [rows, d]."""
         at = {row: index for index, row in enumerate(rows.tolist())}
-
-        def states(chosen: IntArray) -> Tensor:
-            return output[torch.tensor([at[row] for row in chosen.tolist()])]
-
-        for command in self.tell(self.observer.executed(wave, layer, output)):
+        for command in commands:
             assert isinstance(command, (Probe, Complete, Trailed, Attend))
             which = [units[row] for row in command.rows.tolist()]
-            hidden = states(command.rows)
+            hidden = output[torch.tensor([at[row] for row in command.rows.tolist()])]
             if isinstance(command, Probe):
                 predicted = self.view.logits(hidden).argmax(-1).tolist()
                 for unit, token in zip(which, predicted, strict=True):
@@ -298,11 +349,24 @@ class Executor:
                 outcome.parcels += trailed(self, command, which, hidden)
                 outcome.written += [(unit, self.view.spec.layer_count) for unit in which]
             else:
-                tokens = self.departed(wave, command.rows)
-                for row, unit in enumerate(which):
-                    unit.layer, unit.wave, unit.row = command.layer, tokens, row
-                    unit.hidden, unit.parts = hidden[row : row + 1], ()
-                outcome.ready += which
+                self._go_on(wave, command.rows, command.layer, hidden, units, outcome)
+
+    def _go_on(
+        self,
+        wave: int,
+        rows: IntArray,
+        layer: int,
+        hidden: Tensor,
+        units: list[Unit],
+        outcome: Outcome,
+    ) -> None:
+        """`rows` of a wave are about to enter a layer here, with these states."""
+        tokens = self.departed(wave, rows)
+        for index, row in enumerate(rows.tolist()):
+            unit = units[row]
+            unit.layer, unit.wave, unit.row = layer, tokens, index
+            unit.hidden, unit.parts = hidden[index : index + 1], ()
+            outcome.ready.append(unit)
 
     def _boarded(self, units: Sequence[Unit]) -> tuple[list[Unit], Wave]:
         """One wave, with this server's numbers of their routes."""

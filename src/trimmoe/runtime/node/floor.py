@@ -218,7 +218,7 @@ class Floor:
     ) -> None:
         rows = message.rows
         if message.decoding and wave is None:
-            wave = self._unpacked(message.wave, message.layer, rows)
+            wave = self._unpacked(message.wave, message.layer + message.entering, rows)
         raw = set(message.raw)
         for index, ((sequence, start, epoch), where) in enumerate(rows.split()):
             seat = self.seats.get(sequence)
@@ -236,6 +236,7 @@ class Floor:
                 row=index,
                 probe=message.probes[index],
                 last=message.last,
+                entering=message.entering,
                 spent=np.array(message.spent[where]) if message.spent else None,
             )
             own = {OWN_RAW} if raw.intersection(range(where.start, where.stop)) else set()
@@ -279,10 +280,10 @@ class Floor:
     def _gathered(self, unit: Unit | None) -> None:
         if unit is None or self._ends_here(unit):
             return
-        if unit.decoding:
+        if unit.decoding and not unit.entering:
             self.scheduler.put(Step.FINISH, unit.layer, unit)
         else:
-            unit.layer += 1
+            unit.layer, unit.entering = unit.layer + 1, False
             self.enter(unit)
 
     def _unpacked(self, packed: bytes, layer: int, rows: Rows) -> Wave:

@@ -137,6 +137,9 @@ class Onward(Message, frozen=True, tag="onward"):
     spent: list[float] = []
     """Quality loss of each row of a chunk so far, where stand-ins ran; empty if none did."""
     wave: bytes = b""
+    entering: bool = False
+    """Whether nothing is decided where these rows gather: for the engine they are about to enter
+    the next layer."""
 
 
 class Propagate(Message, frozen=True, tag="propagate"):

@@ -30,6 +30,12 @@ class Pace:
     def experts(self, layer: int, experts: IntArray) -> None:
         """Slots of these experts are computed, [n, k]; `DROPPED` ones are none."""
 
+    def segment(self, first: int, experts: IntArray) -> None:
+        """Layers from `first` on are computed whole, these experts of them, [n, L, k]."""
+        for at in range(experts.shape[1]):
+            self.dense(first + at, experts.shape[0])
+            self.experts(first + at, experts[:, at])
+
     def guess(self, rows: int) -> None:
         """So many rows pass a layer with the experts at hand."""
 

@@ -119,16 +119,18 @@ def dispatched(cargo: Cargo, split: Split, leaving: IntArray) -> list[Parcel]:
     return parcels
 
 
-def onward(cargo: Cargo, split: Split, leaving: IntArray, wave: Wave | None) -> list[Parcel]:
+def onward(
+    cargo: Cargo, split: Split, leaving: IntArray, wave: Wave | None, *, entering: bool = False
+) -> list[Parcel]:
     """The frames to where the rows `leaving` gather, whole units; `wave` has a row for each, None
-    in prompts."""
+    in prompts. `entering` as in `Onward`."""
     mask = _mask(split, leaving)
     raw = split.raw
     parcels = []
     for destination in np.unique(split.destination[leaving]).tolist():
         which = np.flatnonzero(mask & (split.destination == destination))
         among = None if wave is None else wave.take(np.searchsorted(leaving, which))
-        parcels.append(_onward(cargo, split, destination, which, raw[which], among))
+        parcels.append(_onward(cargo, split, destination, which, raw[which], among, entering))
     return parcels
 
 
@@ -167,6 +169,7 @@ def _onward(
     which: IntArray,
     raw: BoolArray,
     wave: Wave | None,
+    entering: bool,
 ) -> Parcel:
     rows, raw_rows = torch.from_numpy(which), np.flatnonzero(raw)
     hidden = cargo.output[rows]
@@ -193,6 +196,7 @@ def _onward(
             decoding=wave is not None,
             last=units[0].last,
             spent=[] if units[0].spent is None else units[0].spent.tolist(),
+            entering=entering,
         ),
         tensors=(hidden, *slots),
         wave=wave,

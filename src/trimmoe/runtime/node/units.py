@@ -58,6 +58,8 @@ class Unit:
     last: bool = False
     trailing: bool = False
     """Whether it exited and its state goes on without routed experts."""
+    entering: bool = False
+    """Whether its wave is about to enter the layer after the one it gathers."""
     spent: FloatArray | None = None
     """Quality loss of each row of a chunk so far, [count]; None if no stand-in has run."""
 
@@ -81,6 +83,13 @@ class Unit:
     @property
     def positions(self) -> range:
         return range(self.start, self.start + self.count)
+
+    def waits_before(self, first: int, last: int) -> int:
+        """The first of the layers [first, last), all run here, before which it has to wait for
+        tokens ahead of it; `last` if there is none."""
+        return next(
+            (at for at in range(first, last) if not self.seat.is_next(at, self.start)), last
+        )
 
     def states(self) -> Tensor:
         """[count, d] with all parts added, in float32 where there are any."""

@@ -1,0 +1,38 @@
+"""Decoder steps as compiled loops: whole segments of layers without the interpreter between them.
+
+Every sum is taken in one order, whatever it is computed together with: a row's result does not
+depend on its batch, bit for bit. Quantised weights are unpacked in registers.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+_COMPILED = ("attention", "lanes", "product", "step")
+"""Files that hold compiled functions."""
+
+
+def forget_outdated(folder: Path) -> None:
+    """Delete what was compiled from other sources than those in `folder`.
+
+    Numba looks at the file of a function alone, and not at those of what it calls, which is
+    compiled into it.
+    """
+    files = [folder / f"{name}.py" for name in _COMPILED]
+    sources = b"".join(file.read_bytes() for file in files if file.exists())
+    digest = hashlib.sha256(sources).hexdigest()
+    stamp = folder / "__pycache__" / "compiled-from"
+    try:
+        if stamp.exists() and stamp.read_text() == digest:
+            return
+        for file in stamp.parent.glob("*.nb[ic]"):
+            file.unlink(missing_ok=True)
+        stamp.parent.mkdir(exist_ok=True)
+        stamp.write_text(digest)
+    except OSError:
+        # An installation that cannot be written to is not edited either.
+        return
+
+
+forget_outdated(Path(__file__).parent)

@@ -1,0 +1,387 @@
+"""Products of sixteen lanes, written out for the compiler: the order of every sum is fixed.
+
+Weights are stored in *panels*: sixteen rows of a matrix side by side, so that a lane is an output
+and adds up its own products from the first to the last. A tile multiplies R rows of states with P
+panels; whatever R and P are, an output is the same sum in the same order, bit for bit. Addresses
+are passed as integers; whoever calls keeps the arrays alive.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from enum import IntEnum
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic as numba_intrinsic
+
+LANES = 16
+GROUP = 32
+"""Columns that share a scale, where weights are quantised; all columns come in groups."""
+_STRETCH = 512
+"""Columns that are added up by themselves, where weights are not quantised."""
+_UNROLLED = 4
+
+
+class Format(IntEnum):
+    """How weights are stored."""
+
+    F32 = 0
+    BF16 = 1
+    """The upper half of a float32."""
+    Q8 = 2
+    """An int8 per weight; a group is multiplied by its scale."""
+    Q4 = 3
+    """Four bits per weight, a group's first half in the low ones; times scale, plus offset."""
+
+    @property
+    def panel_bytes(self) -> int:
+        """What a column of a panel takes."""
+        return (64, 32, 16, 8)[self]
+
+
+def intrinsic(code: Any) -> Any:
+    """What compiled code calls without the argument that the compiler takes for itself."""
+    return numba_intrinsic(code)
+
+
+_F32, _I64, _I32, _I16, _I8 = (ir.FloatType(), *map(ir.IntType, (64, 32, 16, 8)))
+_WIDE = ir.VectorType(_F32, LANES)
+_INTS = ir.VectorType(_I32, LANES)
+
+
+def _const(value: int) -> Any:
+    return ir.Constant(_I64, value)
+
+
+def _all(kind: Any, value: float) -> Any:
+    return ir.Constant(kind, [value] * LANES)
+
+
+class _Emit:
+    """What tiles are made of, on one IR builder."""
+
+    def __init__(self, builder: Any) -> None:
+        self.builder = builder
+
+    def at(self, address: Any, kind: Any) -> Any:
+        return self.builder.inttoptr(address, kind.as_pointer())
+
+    def load(self, address: Any, kind: Any, align: int) -> Any:
+        return self.builder.load(self.at(address, kind), align=align)
+
+    def store(self, value: Any, address: Any) -> None:
+        self.builder.store(value, self.at(address, value.type), align=4)
+
+    def add(self, address: Any, offset: Any) -> Any:
+        return self.builder.add(address, _const(offset) if isinstance(offset, int) else offset)
+
+    def times(self, value: Any, factor: int) -> Any:
+        return self.builder.mul(value, _const(factor))
+
+    def spread(self, address: Any) -> Any:
+        """A float in all lanes."""
+        scalar = self.load(address, _F32, 4)
+        nothing = ir.Constant(_WIDE, ir.Undefined)
+        one = self.builder.insert_element(nothing, scalar, ir.Constant(_I32, 0))
+        return self.builder.shuffle_vector(one, nothing, _all(_INTS, 0))
+
+    def fused(self, a: Any, b: Any, c: Any) -> Any:
+        """a * b + c, rounded once where the processor can."""
+        name = f"llvm.fmuladd.v{LANES}f32"
+        function = self.builder.module.globals.get(name)
+        if function is None:
+            kind = ir.FunctionType(_WIDE, [_WIDE] * 3)
+            function = ir.Function(self.builder.module, kind, name=name)
+        return self.builder.call(function, [a, b, c])
+
+    def folded(self, vector: Any) -> Any:
+        """The sum of the lanes, in halves."""
+        width = LANES
+        while width > 1:
+            width //= 2
+            undefined = ir.Constant(vector.type, ir.Undefined)
+            kind = ir.VectorType(_I32, width)
+            low = ir.Constant(kind, list(range(width)))
+            high = ir.Constant(kind, list(range(width, 2 * width)))
+            vector = self.builder.fadd(
+                self.builder.shuffle_vector(vector, undefined, low),
+                self.builder.shuffle_vector(vector, undefined, high),
+            )
+        return self.builder.extract_element(vector, ir.Constant(_I32, 0))
+
+    def loop(
+        self, count: Any, starts: list[Any], body: Callable[[Any, list[Any]], list[Any]]
+    ) -> list[Any]:
+        """Run `body` for 0 .. count - 1, at least once, carrying values along."""
+        builder = self.builder
+        before, inside = builder.block, builder.append_basic_block("inside")
+        after = builder.append_basic_block("after")
+        builder.branch(inside)
+        builder.position_at_end(inside)
+        index = builder.phi(_I64)
+        index.add_incoming(_const(0), before)
+        carried = []
+        for start in starts:
+            phi = builder.phi(start.type)
+            phi.add_incoming(start, before)
+            carried.append(phi)
+        results = body(index, carried)
+        following = builder.add(index, _const(1))
+        last = builder.block
+        index.add_incoming(following, last)
+        for phi, result in zip(carried, results, strict=True):
+            phi.add_incoming(result, last)
+        builder.cbranch(builder.icmp_signed("<", following, count), inside, after)
+        builder.position_at_end(after)
+        return results
+
+
+def _column(emit: _Emit, form: Format, address: Any) -> tuple[Any, ...]:
+    """What is stored at an address of a panel as floats: a column, of Q4 the one in the group's
+    second half too."""
+    b = emit.builder
+    if form is Format.F32:
+        return (emit.load(address, _WIDE, 4),)
+    if form is Format.BF16:
+        halves = b.zext(emit.load(address, ir.VectorType(_I16, LANES), 2), _INTS)
+        return (b.bitcast(b.shl(halves, _all(_INTS, 16)), _WIDE),)
+    stored = emit.load(address, ir.VectorType(_I8, LANES), 1)
+    if form is Format.Q8:
+        return (b.sitofp(b.sext(stored, _INTS), _WIDE),)
+    both = b.zext(stored, _INTS)
+    parts = b.and_(both, _all(_INTS, 15)), b.lshr(both, _all(_INTS, 4))
+    return tuple(b.sitofp(part, _WIDE) for part in parts)
+
+
+class _Tile(_Emit):
+    """A tile being written: R rows of states at `xs` times P panels at `ws`."""
+
+    def __init__(self, builder: Any, form: Format, xs: list[Any], ws: list[Any]) -> None:
+        super().__init__(builder)
+        self.form, self.xs, self.ws = form, xs, ws
+        # Of Q4 sixteen bytes hold two columns, so that a group takes half as many.
+        self.halves = 2 if form is Format.Q4 else 1
+
+    def stretch(self, start: Any, stored: Any) -> list[Any]:
+        """Sums over `stored` columns (of Q4: pairs) from `start` on, by row and panel."""
+
+        def body(step: Any, sums: list[Any]) -> list[Any]:
+            sums = list(sums)
+            first = self.times(step, _UNROLLED)
+            for more in range(_UNROLLED):
+                self._one(start, self.add(first, more), sums)
+            return sums
+
+        count = self.builder.udiv(stored, _const(_UNROLLED))
+        return self.loop(count, [_all(_WIDE, 0.0)] * (len(self.xs) * len(self.ws)), body)
+
+    def _one(self, start: Any, at: Any, sums: list[Any]) -> None:
+        offset = self.times(start, self.form.panel_bytes)
+        offset = self.add(offset, self.times(at, self.form.panel_bytes * self.halves))
+        columns = [_column(self, self.form, self.add(w, offset)) for w in self.ws]
+        for half in range(self.halves):
+            state = self.times(self.add(start, at), 4)
+            for r, x in enumerate(self.xs):
+                spread = self.spread(self.add(self.add(x, state), half * GROUP // 2 * 4))
+                for p, column in enumerate(columns):
+                    i = r * len(self.ws) + p
+                    sums[i] = self.fused(spread, column[half], sums[i])
+
+
+def make_tile(form: Format, rows: int, panels: int) -> Any:
+    """An intrinsic: out[r, 16 p + lane] = sum over k of x[r, k] * panel p [k, lane].
+
+    Arguments, int64: address of the first panel and bytes between panels; of its scales, and its
+    offsets, and bytes between those of panels; of x's row 0 and bytes between rows; columns K, a
+    multiple of `GROUP`; of the sums of x's groups (Q4) and bytes between rows; of out and bytes
+    between its rows.
+    """
+
+    @intrinsic
+    def tile(typingctx, w, w_next, s, o, s_next, x, x_next, k, g, g_next, out, out_next):  # pyright: ignore
+        def generate(context, builder, signature, args):
+            w, w_next, s, o, s_next, x, x_next, k, g, g_next, out, out_next = args
+            emit = _Emit(builder)
+
+            def spaced(first: Any, distance: Any, count: int) -> list[Any]:
+                return [emit.add(first, emit.times(distance, i)) for i in range(count)]
+
+            xs, ws = spaced(x, x_next, rows), spaced(w, w_next, panels)
+            tile, outs = _Tile(builder, form, xs, ws), spaced(out, out_next, rows)
+            places = [emit.add(at, p * LANES * 4) for at in outs for p in range(panels)]
+            if form in (Format.Q8, Format.Q4):
+                scales, offsets = spaced(s, s_next, panels), spaced(o, s_next, panels)
+                sums = _grouped(tile, scales, offsets, spaced(g, g_next, rows), k)
+                for place, total in zip(places, sums, strict=True):
+                    emit.store(total, place)
+            else:
+                _stretched(tile, places, k)
+            return context.get_dummy_value()
+
+        return types.void(*[types.int64] * 12), generate
+
+    return tile
+
+
+def _stretched(tile: _Tile, places: list[Any], k: Any) -> None:
+    """Add up stretch by stretch, in the place of the result."""
+    b = tile.builder
+    for place in places:
+        tile.store(_all(_WIDE, 0.0), place)
+
+    def body(block: Any, carried: list[Any]) -> list[Any]:
+        start = tile.times(block, _STRETCH)
+        left = b.sub(k, start)
+        short = b.icmp_signed("<", left, _const(_STRETCH))
+        sums = tile.stretch(start, b.select(short, left, _const(_STRETCH)))
+        for place, total in zip(places, sums, strict=True):
+            tile.store(b.fadd(tile.load(place, _WIDE, 4), total), place)
+        return []
+
+    tile.loop(b.udiv(tile.add(k, _STRETCH - 1), _const(_STRETCH)), [], body)
+
+
+def _grouped(
+    tile: _Tile, scales: list[Any], offsets: list[Any], groups: list[Any], k: Any
+) -> list[Any]:
+    """Add up group by group, each times its scale."""
+    b = tile.builder
+    stored = GROUP // 2 if tile.form is Format.Q4 else GROUP
+
+    def body(group: Any, totals: list[Any]) -> list[Any]:
+        totals, there = list(totals), tile.times(group, LANES * 4)
+        sums = tile.stretch(tile.times(group, GROUP), _const(stored))
+        for p, scale in enumerate(scales):
+            factor = tile.load(tile.add(scale, there), _WIDE, 4)
+            for r in range(len(tile.xs)):
+                i = r * len(scales) + p
+                totals[i] = tile.fused(sums[i], factor, totals[i])
+        if tile.form is Format.Q4:
+            for p, offset in enumerate(offsets):
+                shift = tile.load(tile.add(offset, there), _WIDE, 4)
+                for r, of_row in enumerate(groups):
+                    spread = tile.spread(tile.add(of_row, tile.times(group, 4)))
+                    i = r * len(offsets) + p
+                    totals[i] = tile.fused(spread, shift, totals[i])
+        return totals
+
+    zeros = [_all(_WIDE, 0.0)] * (len(tile.xs) * len(tile.ws))
+    return tile.loop(b.udiv(k, _const(GROUP)), zeros, body)
+
+
+def make_dots(rows: int, columns: int) -> Any:
+    """An intrinsic: out[r, j] = sum over k of x[r, k] * w[j, k], rows as they lie in memory.
+
+    Sums go by lane and are folded in halves at the end. Arguments, int64: address of w's row 0 and
+    bytes between its rows; of x's row 0 and bytes between rows; steps (K over `LANES`); of
+    out[0, 0] and bytes between its rows.
+    """
+
+    @intrinsic
+    def dots(typingctx, w, w_next, x, x_next, steps, out, out_next):  # pyright: ignore
+        def generate(context, builder, signature, args):
+            w, w_next, x, x_next, steps, out, out_next = args
+            emit = _Emit(builder)
+            ws = [emit.add(w, emit.times(w_next, j)) for j in range(columns)]
+            xs = [emit.add(x, emit.times(x_next, r)) for r in range(rows)]
+
+            def body(step: Any, sums: list[Any]) -> list[Any]:
+                sums, there = list(sums), emit.times(step, LANES * 4)
+                columns_here = [emit.load(emit.add(at, there), _WIDE, 4) for at in ws]
+                for r in range(rows):
+                    row = emit.load(emit.add(xs[r], there), _WIDE, 4)
+                    for j, column in enumerate(columns_here):
+                        sums[r * columns + j] = emit.fused(row, column, sums[r * columns + j])
+                return sums
+
+            sums = emit.loop(steps, [_all(_WIDE, 0.0)] * (rows * columns), body)
+            for r in range(rows):
+                for j in range(columns):
+                    to = emit.add(emit.add(out, emit.times(out_next, r)), j * 4)
+                    emit.store(emit.folded(sums[r * columns + j]), to)
+            return context.get_dummy_value()
+
+        return types.void(*[types.int64] * 7), generate
+
+    return dots
+
+
+def make_mix(rows: int, width: int) -> Any:
+    """An intrinsic: out[r, c] = sum over t of p[r, t] * v[t, c], c < width * LANES, in t's order.
+
+    Arguments, int64: address of p's row 0 and bytes between rows; of v's row 0 and bytes between
+    rows; count of t; of out[0, 0] and bytes between its rows.
+    """
+
+    @intrinsic
+    def mix(typingctx, p, p_next, v, v_next, count, out, out_next):  # pyright: ignore
+        def generate(context, builder, signature, args):
+            p, p_next, v, v_next, count, out, out_next = args
+            emit = _Emit(builder)
+            ps = [emit.add(p, emit.times(p_next, r)) for r in range(rows)]
+
+            def body(t: Any, sums: list[Any]) -> list[Any]:
+                sums = list(sums)
+                start = emit.add(v, builder.mul(t, v_next))
+                values = [emit.load(emit.add(start, c * LANES * 4), _WIDE, 4) for c in range(width)]
+                for r in range(rows):
+                    weight = emit.spread(emit.add(ps[r], emit.times(t, 4)))
+                    for c, value in enumerate(values):
+                        sums[r * width + c] = emit.fused(weight, value, sums[r * width + c])
+                return sums
+
+            sums = emit.loop(count, [_all(_WIDE, 0.0)] * (rows * width), body)
+            for r in range(rows):
+                for c in range(width):
+                    to = emit.add(emit.add(out, emit.times(out_next, r)), c * LANES * 4)
+                    emit.store(sums[r * width + c], to)
+            return context.get_dummy_value()
+
+        return types.void(*[types.int64] * 7), generate
+
+    return mix
+
+
+@intrinsic
+def exp_lanes(typingctx, x, out, steps):  # pyright: ignore
+    """out = exp(x) for `steps` times `LANES` floats at two addresses, which may be the same.
+
+    Cephes' polynomial after taking out powers of two: within 2 units in the last place from -87 to
+    88, where it saturates.
+    """
+
+    def generate(context, builder, signature, args):
+        x, out, steps = args
+        emit, b = _Emit(builder), builder
+
+        def all_of(value: float) -> Any:
+            return _all(_WIDE, float(np.float32(value)))
+
+        def body(step: Any, carried: list[Any]) -> list[Any]:
+            there = emit.times(step, LANES * 4)
+            value = emit.load(emit.add(x, there), _WIDE, 4)
+            value = b.select(b.fcmp_ordered("<", value, all_of(-87.0)), all_of(-87.0), value)
+            value = b.select(b.fcmp_ordered(">", value, all_of(88.0)), all_of(88.0), value)
+            scaled = b.fmul(value, all_of(1.44269504088896341))
+            # Adding and taking away 1.5 * 2^23 rounds to the nearest integer.
+            magic = all_of(12582912.0)
+            power = b.fsub(b.fadd(scaled, magic), magic)
+            rest = emit.fused(power, all_of(-0.693359375), value)
+            rest = emit.fused(power, all_of(2.12194440e-4), rest)
+            total = all_of(1.9875691500e-4)
+            for term in (1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 0.5):
+                total = emit.fused(total, rest, all_of(term))
+            total = emit.fused(total, b.fmul(rest, rest), rest)
+            total = b.fadd(total, all_of(1.0))
+            exponent = b.add(b.fptosi(power, _INTS), _all(_INTS, 127))
+            total = b.fmul(total, b.bitcast(b.shl(exponent, _all(_INTS, 23)), _WIDE))
+            emit.store(total, emit.add(out, there))
+            return []
+
+        emit.loop(steps, [], body)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.int64), generate

@@ -1,0 +1,333 @@
+"""Blocks of a decoder for rows of any sequences: one call for as many layers as need no decision.
+
+Shapes: n rows, d the hidden size, E experts of which k are activated. Buffers are `wide`: rows
+padded with zeros to a multiple of `GROUP`. What blocks are made of is in `tables.py`.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from trimmoe.models.compiled.attention import (
+    NORM_HEADS,
+    NORM_NONE,
+    NORM_WHOLE,
+    Shape,
+    address,
+    attention,
+    floats,
+    head_norm,
+    jit,
+    norm,
+    rotate,
+    slabs_of,
+    weigh,
+    whole_panels,
+    wide,
+    write,
+)
+from trimmoe.models.compiled.lanes import LANES, exp_lanes
+from trimmoe.models.compiled.product import DATA, OFFSETS, OUT, RECORD, SCALES, product
+
+__all__ = ["NORM_HEADS", "NORM_NONE", "NORM_WHOLE", "Shape", "norm", "slabs_of", "wide"]
+
+# Columns of a block.
+ATTENTION_NORM, EXPERTS_NORM, QUERY_NORM, KEY_NORM = 0, 1, 2, 3
+QUERY_BIAS, KEY_BIAS, VALUE_BIAS = 4, 5, 6
+WINDOW, LAYER = 7, 8
+_MATRICES = 9
+QUERY, KEY_VALUE, OUTPUT, ROUTER, SHARED_UP, SHARED_DOWN, SHARED_MIX, UP, DOWN = (
+    _MATRICES + RECORD * i for i in range(9)
+)
+"""`KEY_VALUE`: keys, then values; `UP` and `SHARED_UP`: gate projections, then up projections; each
+padded to whole panels."""
+UP_STRIDES = _MATRICES + RECORD * 9
+DOWN_STRIDES = UP_STRIDES + 3
+COLUMNS = DOWN_STRIDES + 3
+
+
+@jit
+def _times(shape, block, column, x, rows, out):
+    product(block[column : column + RECORD], x, rows, out, shape.threads)
+
+
+@jit
+def _biased(x, bias, size):
+    """Add a vector, of which the address is given, to each row."""
+    if bias != 0:
+        values = floats(bias, size)
+        for r in range(x.shape[0]):
+            for i in range(size):
+                x[r, i] += values[i]
+
+
+@jit
+def _clip(x, size, limit):
+    for r in range(x.shape[0]):
+        for i in range(size):
+            x[r, i] = min(max(x[r, i], np.float32(-limit)), np.float32(limit))
+
+
+@jit
+def _shaped(shape, x, heads, weight, rotary, positions):
+    """Norm, clip and turn queries or keys [n, heads * head] in place; `weight` is the norm's."""
+    size = heads * shape.head
+    if shape.qk_norm == NORM_WHOLE:
+        norm(x, weight, size, shape.epsilon, x)
+    if shape.clip < np.inf:
+        _clip(x, size, shape.clip)
+    if shape.qk_norm == NORM_HEADS:
+        head_norm(x, heads, shape.head, weight, shape.epsilon)
+    rotate(x, heads, shape.head, rotary[0], rotary[1], positions)
+
+
+@jit
+def _keys_values(shape, block, normed, rotary, positions):
+    """Keys and values [n, wide(G * head)] of rows [n, wide(d)]."""
+    count, size = normed.shape[0], shape.kv_heads * shape.head
+    padded = whole_panels(size)
+    both = np.empty((count, 2 * padded), dtype=np.float32)
+    _times(shape, block, KEY_VALUE, normed, count, both)
+    key = np.zeros((count, wide(size)), dtype=np.float32)
+    value = np.zeros((count, wide(size)), dtype=np.float32)
+    # Element by element here and elsewhere: slices take the compiler seconds.
+    for r in range(count):
+        for i in range(size):
+            key[r, i], value[r, i] = both[r, i], both[r, padded + i]
+    _biased(key, block[KEY_BIAS], size)
+    _biased(value, block[VALUE_BIAS], size)
+    _shaped(shape, key, shape.kv_heads, block[KEY_NORM], rotary, positions)
+    if shape.clip < np.inf:
+        _clip(value, size, shape.clip)
+    return key, value
+
+
+@jit
+def attend(shape, block, hidden, rotary, places, keys, values, aside):
+    """Attention of one block with its residual, on hidden [n, wide(d)] in place."""
+    count, size = hidden.shape[0], shape.heads * shape.head
+    normed = np.zeros_like(hidden)
+    norm(hidden, block[ATTENTION_NORM], shape.hidden, shape.epsilon, normed)
+    query = np.zeros((count, wide(size)), dtype=np.float32)
+    _times(shape, block, QUERY, normed, count, query)
+    _biased(query, block[QUERY_BIAS], size)
+    _shaped(shape, query, shape.heads, block[QUERY_NORM], rotary, places[1])
+    key, value = _keys_values(shape, block, normed, rotary, places[1])
+    mixed = np.zeros_like(query)
+    attention(shape, block[WINDOW], query, key, value, places, keys, values, aside, mixed)
+    _times(shape, block, OUTPUT, mixed, count, normed)
+    for r in range(count):
+        for i in range(shape.hidden):
+            hidden[r, i] += normed[r, i]
+
+
+@jit
+def leave(shape, block, hidden, rotary, places, keys, values):
+    """Only write the keys and values that hidden [n, wide] has in a block."""
+    normed = np.zeros_like(hidden)
+    norm(hidden, block[ATTENTION_NORM], shape.hidden, shape.epsilon, normed)
+    key, value = _keys_values(shape, block, normed, rotary, places[1])
+    for r in range(hidden.shape[0]):
+        write(shape, key, value, places, r, keys, values)
+
+
+@jit
+def read(shape, block, hidden, normed):
+    """What the router and the experts of a block read of hidden [n, wide], into `normed`."""
+    norm(hidden, block[EXPERTS_NORM], shape.hidden, shape.epsilon, normed)
+
+
+@jit
+def route(shape, block, normed, logits, probabilities, experts, gates):
+    """Router: logits and softmax [n, wide(E)], the k most probable [n, k] with their gates."""
+    count = normed.shape[0]
+    _times(shape, block, ROUTER, normed, count, logits)
+    for r in range(count):
+        for e in range(shape.experts):
+            probabilities[r, e] = logits[r, e]
+    weigh(probabilities, shape.experts, np.zeros(LANES, dtype=np.float32))
+    for r in range(count):
+        for e in range(shape.experts, probabilities.shape[1]):
+            probabilities[r, e] = 0.0
+        _most_probable(shape, probabilities[r], experts[r])
+        total = np.float32(0.0)
+        for j in range(shape.top_k):
+            gates[r, j] = probabilities[r, experts[r, j]]
+            total += gates[r, j]
+        if shape.renormalise:
+            for j in range(shape.top_k):
+                gates[r, j] /= total
+
+
+@jit
+def _most_probable(shape, probabilities, experts):
+    for j in range(shape.top_k):
+        best = -1
+        for e in range(shape.experts):
+            taken = False
+            for i in range(j):
+                taken = taken or experts[i] == e
+            if not taken and (best < 0 or probabilities[e] > probabilities[best]):
+                best = e
+        experts[j] = best
+
+
+@jit
+def _gated(both, rows, size):
+    """silu(gate) * up for rows of both [n, 2 * whole_panels(size)], as [rows, wide(size)]."""
+    inner = np.zeros((rows, wide(size)), dtype=np.float32)
+    room = np.zeros(wide(size), dtype=np.float32)
+    at, steps, up = address(room), (size + LANES - 1) // LANES, whole_panels(size)
+    for r in range(rows):
+        for i in range(size):
+            room[i] = -both[r, i]
+        exp_lanes(at, at, steps)
+        for i in range(size):
+            inner[r, i] = both[r, i] / (np.float32(1.0) + room[i]) * both[r, up + i]
+    return inner
+
+
+@jit
+def dense(shape, block, normed, out):
+    """The shared expert of a block, or its whole MLP where nothing is routed: [n, wide(d)]."""
+    count, size = normed.shape[0], block[SHARED_UP + OUT] // 2
+    both = np.empty((count, 2 * size), dtype=np.float32)
+    _times(shape, block, SHARED_UP, normed, count, both)
+    inner = _gated(both, count, size)
+    _times(shape, block, SHARED_DOWN, inner, count, out)
+    if block[SHARED_MIX + OUT] > 0:
+        share = np.zeros((count, LANES), dtype=np.float32)
+        _times(shape, block, SHARED_MIX, normed, count, share)
+        for r in range(count):
+            share[r, 0] = -share[r, 0]
+            at = address(share) + r * LANES * 4
+            exp_lanes(at, at, 1)
+            factor = np.float32(1.0) / (np.float32(1.0) + share[r, 0])
+            for i in range(shape.hidden):
+                out[r, i] *= factor
+
+
+@jit
+def _one(stack, strides, index):
+    """The matrix of one expert of a stack."""
+    matrix = stack.copy()
+    matrix[DATA] += index * strides[0]
+    matrix[SCALES] += index * strides[1]
+    matrix[OFFSETS] += index * strides[2]
+    return matrix
+
+
+@jit
+def _most_of_one(shape, experts):
+    """Slots of the expert that has most of them."""
+    counts = np.zeros(shape.experts, dtype=np.int64)
+    for r in range(experts.shape[0]):
+        for j in range(experts.shape[1]):
+            if experts[r, j] >= 0:
+                counts[experts[r, j]] += 1
+    return counts.max()
+
+
+@jit
+def routed(shape, block, index, normed, experts, gates, out):
+    """Sum over the slots of gate times expert, [n, wide(d)] of `experts` [n, k], -1 for none.
+
+    `index` [E] says where in the stack an expert is. Rows are grouped by expert, and every row
+    adds up its slots in their order.
+    """
+    count, slots = experts.shape
+    size = shape.routed
+    each = np.empty((count * slots, normed.shape[1]), dtype=np.float32)
+    rows = np.empty(count * slots, dtype=np.int64)
+    # Not as many as there are rows: an expert may run in several slots of one.
+    most = _most_of_one(shape, experts)
+    x = np.empty((most, normed.shape[1]), dtype=np.float32)
+    both = np.empty((most, 2 * whole_panels(size)), dtype=np.float32)
+    given = np.empty((most, normed.shape[1]), dtype=np.float32)
+    ups, downs = block[UP : UP + RECORD], block[DOWN : DOWN + RECORD]
+    up_strides = block[UP_STRIDES : UP_STRIDES + 3]
+    down_strides = block[DOWN_STRIDES : DOWN_STRIDES + 3]
+    for e in range(shape.experts):
+        found = 0
+        for r in range(count):
+            for j in range(slots):
+                if experts[r, j] == e:
+                    rows[found] = r * slots + j
+                    found += 1
+        if found == 0:
+            continue
+        for i in range(found):
+            for c in range(x.shape[1]):
+                x[i, c] = normed[rows[i] // slots, c]
+        product(_one(ups, up_strides, index[e]), x, found, both, shape.threads)
+        inner = _gated(both, found, size)
+        product(_one(downs, down_strides, index[e]), inner, found, given, shape.threads)
+        for i in range(found):
+            for c in range(x.shape[1]):
+                each[rows[i], c] = given[i, c]
+    for r in range(count):
+        for i in range(out.shape[1]):
+            out[r, i] = 0.0
+        for j in range(slots):
+            if experts[r, j] >= 0:
+                gate = gates[r, j]
+                for i in range(shape.hidden):
+                    out[r, i] += gate * each[r * slots + j, i]
+
+
+@jit
+def dense_block(shape, block, hidden, rotary, places, keys, values, aside):
+    """A whole block without routed experts, on hidden [n, wide] in place."""
+    attend(shape, block, hidden, rotary, places, keys, values, aside)
+    normed, given = np.zeros_like(hidden), np.zeros_like(hidden)
+    read(shape, block, hidden, normed)
+    dense(shape, block, normed, given)
+    for r in range(hidden.shape[0]):
+        for i in range(shape.hidden):
+            hidden[r, i] += given[r, i]
+
+
+@jit
+def finish(shape, block, index, hidden, normed, experts, gates):
+    """What a layer's experts give, added to hidden [n, wide] in place."""
+    shared, given = np.zeros_like(hidden), np.zeros_like(hidden)
+    if block[SHARED_UP + OUT] > 0:
+        dense(shape, block, normed, shared)
+    routed(shape, block, index, normed, experts, gates, given)
+    for r in range(hidden.shape[0]):
+        for i in range(shape.hidden):
+            hidden[r, i] += given[r, i] + shared[r, i]
+
+
+@jit
+def segment(shape, blocks, ends, index, settled, hidden, rotary, places, slabs, found):
+    """Take rows through blocks until a layer has to be decided on.
+
+    `ends` are the first block and the one after the last, of `blocks` [B, COLUMNS]. `index`
+    [B, E]: where in the stack an expert is, by block. `settled` [B, E]: experts whose slots run
+    here without a decision. `hidden` [n, wide] is changed in place. `slabs` [B, 4]: addresses of
+    keys and values, their slots, their capacity. `found`: experts [B, n, k] by block and what the
+    router said of the last layer it was asked for: logits, probabilities [n, wide(E)], gates
+    [n, k], normed [n, wide].
+
+    Returns the block it stopped at, `ends[1]` if it passed all. Attention and router of the block
+    it stopped at are done, its experts are not.
+    """
+    experts, logits, probabilities, gates, normed = found
+    for b in range(ends[0], ends[1]):
+        block = blocks[b]
+        keys, values = slabs_of(shape, slabs[b])
+        if block[LAYER] < 0:
+            dense_block(shape, block, hidden, rotary, places, keys, values, False)
+            continue
+        attend(shape, block, hidden, rotary, places, keys, values, False)
+        read(shape, block, hidden, normed)
+        route(shape, block, normed, logits, probabilities, experts[b], gates)
+        free = True
+        for r in range(hidden.shape[0]):
+            for j in range(shape.top_k):
+                free = free and settled[b, experts[b, r, j]]
+        if not free:
+            return b
+        finish(shape, block, index[b], hidden, normed, experts[b], gates)
+    return ends[1]

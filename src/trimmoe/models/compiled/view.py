@@ -1,0 +1,351 @@
+"""The view over decoder-only families in single precision on a processor: compiled blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from trimmoe.core.specs import BoolArray, IntArray, ModelSpec
+from trimmoe.models.base import (
+    DROPPED,
+    BytesRead,
+    ExpertNotLoaded,
+    MoEView,
+    Routing,
+    Segment,
+    TokenBatch,
+)
+from trimmoe.models.batching import describe
+from trimmoe.models.cache import KVCache
+from trimmoe.models.compiled import step
+from trimmoe.models.compiled.product import product
+from trimmoe.models.compiled.tables import Tables
+
+if TYPE_CHECKING:
+    from trimmoe.models.compiled.build import Parts
+
+Floats = NDArray[np.float32]
+
+
+class CompiledView(MoEView):
+    """See `MoEView`; made by `DecoderFamily.open`."""
+
+    def __init__(
+        self, parts: Parts, tables: Tables, spec: ModelSpec, bytes_read: BytesRead
+    ) -> None:
+        self.spec, self.bytes_read = spec, bytes_read
+        self.dtype, self.device = torch.float32, torch.device("cpu")
+        self._parts, self._tables = parts, tables
+        self.precision = parts.precision
+        self._cosine = self._sine = np.empty((0, 0), dtype=np.float32)
+        self._head_record = tables.record(parts.head)
+        self._restored: Tensor | None = None
+        self._settled = np.zeros_like(tables.index, dtype=bool)
+        self._warm_up()
+
+    @property
+    def loaded(self) -> tuple[frozenset[int], ...]:
+        return self._parts.loaded
+
+    def let_go(self) -> None:
+        """Nothing is streamed."""
+
+    def use_threads(self, threads: int) -> None:
+        """How many threads a call may use; what it computes is the same, bit for bit."""
+        self._tables.shape = self._tables.shape._replace(threads=threads)
+
+    def new_cache(self, *, slots: int) -> KVCache:
+        shape = self._tables.shape
+        return KVCache(
+            slots=slots,
+            heads=shape.kv_heads,
+            head_size=shape.head,
+            padded_size=shape.head_wide,
+            context_limit=self.spec.context_length,
+            dtype=self.dtype,
+            device=self.device,
+        )
+
+    def batch(
+        self, cache: KVCache, slots: Sequence[int], positions: Sequence[Sequence[int]]
+    ) -> TokenBatch:
+        described = describe(slots, positions, device=self.device)
+        cache.check(described.length)
+        return described
+
+    def embed(self, token_ids: Tensor, batch: TokenBatch) -> Tensor:
+        rows = torch.from_numpy(self._parts.embeddings.rows(token_ids.reshape(-1).numpy()))
+        return rows.unflatten(0, tuple(token_ids.shape))
+
+    def attend(self, layer: int, hidden: Tensor, batch: TokenBatch, cache: KVCache) -> Tensor:
+        rows = _widened(batch.pack(hidden))
+        first, at = self._blocks_of(layer)
+        self._attended(range(first, at + 1), rows, self._places(batch), cache)
+        return batch.unpack(self._narrowed(rows))
+
+    def attend_whatif(
+        self, layer: int, hidden: Tensor, positions: Tensor, slot: int, cache: KVCache
+    ) -> Tensor:
+        rows, (first, at) = _widened(hidden), self._blocks_of(layer)
+        self._attended(range(first, at + 1), rows, _beside(positions, slot), cache, aside=True)
+        return self._narrowed(rows)
+
+    def tail(self, hidden: Tensor, batch: TokenBatch, cache: KVCache) -> Tensor:
+        if not self._last_blocks:
+            return hidden
+        rows = _widened(batch.pack(hidden))
+        self._attended(self._last_blocks, rows, self._places(batch), cache)
+        return batch.unpack(self._narrowed(rows))
+
+    def tail_whatif(self, hidden: Tensor, positions: Tensor, slot: int, cache: KVCache) -> Tensor:
+        rows = _widened(hidden)
+        self._attended(self._last_blocks, rows, _beside(positions, slot), cache, aside=True)
+        return self._narrowed(rows)
+
+    def route(self, layer: int, hidden: Tensor, *, groups: Tensor | None = None) -> Routing:
+        rows = _widened(hidden)
+        block, shape = self._tables.blocks[self._tables.block_of[layer]], self._tables.shape
+        found = _Found.of(shape, 0, rows.shape[0])
+        step.read(shape, block, rows, found.normed)
+        experts = np.empty((rows.shape[0], shape.top_k), dtype=np.int64)
+        step.route(
+            shape, block, found.normed, found.logits, found.probabilities, experts, found.gates
+        )
+        return self._routing(found, experts)
+
+    def shared(self, layer: int, hidden: Tensor, *, normed: Tensor | None = None) -> Tensor | None:
+        if not self._parts.has_shared:
+            return None
+        block, shape = self._tables.blocks[self._tables.block_of[layer]], self._tables.shape
+        rows = self._read(layer, hidden, normed)
+        given = np.zeros_like(rows)
+        step.dense(shape, block, rows, given)
+        return self._narrowed(given)
+
+    def experts(
+        self,
+        layer: int,
+        hidden: Tensor,
+        experts: Tensor,
+        gates: Tensor,
+        *,
+        normed: Tensor | None = None,
+    ) -> Tensor:
+        at, shape = self._tables.block_of[layer], self._tables.shape
+        chosen = np.ascontiguousarray(experts.numpy(), dtype=np.int64)
+        self._require(layer, chosen)
+        rows = self._read(layer, hidden, normed)
+        given = np.zeros_like(rows)
+        weights = np.ascontiguousarray(gates.numpy(), dtype=np.float32)
+        blocks, index = self._tables.blocks, self._tables.index
+        step.routed(shape, blocks[at], index[at], rows, chosen, weights, given)
+        return self._narrowed(given)
+
+    def finish(
+        self, layer: int, hidden: Tensor, shared: Tensor | None, routed: Tensor | None
+    ) -> Tensor:
+        if routed is None:
+            return hidden if shared is None else hidden + shared
+        return hidden + (routed if shared is None else routed + shared)
+
+    def head(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        if self._restored is None:
+            self._restored = torch.from_numpy(self._parts.head.restored)
+        return self._normed_last(hidden), self._restored
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        rows = _widened(self._normed_last(hidden))
+        vocabulary = self.spec.vocab_size
+        out = np.empty((rows.shape[0], step.wide(vocabulary)), dtype=np.float32)
+        product(self._head_record, rows, rows.shape[0], out, self._tables.shape.threads)
+        return torch.from_numpy(out)[:, :vocabulary]
+
+    def propagate(self, layer: int, hidden: Tensor, batch: TokenBatch, cache: KVCache) -> None:
+        first, at = self._blocks_of(layer)
+        self._propagated(range(first, at + 1), hidden, batch, cache)
+
+    def propagate_tail(self, hidden: Tensor, batch: TokenBatch, cache: KVCache) -> None:
+        self._propagated(self._last_blocks, hidden, batch, cache)
+
+    def run(
+        self,
+        first: int,
+        last: int,
+        hidden: Tensor,
+        batch: TokenBatch,
+        cache: KVCache,
+        settled: BoolArray,
+    ) -> Segment:
+        tables, count = self._tables, hidden.shape[0]
+        begin, _ = self._blocks_of(first)
+        end = tables.block_of[last - 1] + 1
+        found = _Found.of(tables.shape, tables.blocks.shape[0], count)
+        by_block = self._settled
+        by_block[list(tables.block_of)] = settled & (tables.index[list(tables.block_of)] >= 0)
+        rows, places = _widened(hidden), self._places(batch)
+        stopped = step.segment(
+            tables.shape,
+            tables.blocks,
+            (begin, end),
+            tables.index,
+            by_block,
+            rows,
+            self._rotary_tables(batch.length),
+            places,
+            cache.addresses(range(begin, end), batch.length),
+            (found.experts, found.logits, found.probabilities, found.gates, found.normed),
+        )
+        layer = last if stopped == end else int(tables.blocks[stopped, step.LAYER])
+        passed = list(tables.block_of[first:layer])
+        return Segment(
+            layer=layer,
+            hidden=self._narrowed(rows),
+            routing=None if layer == last else self._routing(found, found.experts[stopped]),
+            experts=found.experts[passed].transpose(1, 0, 2),
+        )
+
+    @torch.inference_mode()
+    def _warm_up(self) -> None:
+        """Have everything compiled or read from where it is kept, which the first one who asks for
+        a token should not wait for."""
+        cache = self.new_cache(slots=1)
+        batch = self.batch(cache, [cache.alloc()], [range(1)])
+        hidden = self.embed(batch.pad([[0]]), batch)
+        flat = batch.pack(self.attend(0, hidden, batch, cache))
+        routing = self.route(0, flat)
+        self.experts(0, flat, torch.full_like(routing.experts, DROPPED), routing.gates)
+        self.shared(0, flat)
+        self.propagate(0, hidden, batch, cache)
+        nothing = np.zeros((self.spec.layer_count, self.spec.expert_count), dtype=bool)
+        self.run(0, 1, flat, batch, cache, nothing)
+        self.logits(flat)
+
+    @property
+    def _last_blocks(self) -> range:
+        """Dense ones after the last MoE layer."""
+        return range(self._tables.block_of[-1] + 1, self._tables.blocks.shape[0])
+
+    def _blocks_of(self, layer: int) -> tuple[int, int]:
+        """The first block of a layer's, and the one with its experts."""
+        blocks = self._tables.block_of
+        return (blocks[layer - 1] + 1 if layer else 0), blocks[layer]
+
+    def _attended(
+        self,
+        blocks: range,
+        rows: Floats,
+        places: tuple[IntArray, IntArray],
+        cache: KVCache,
+        *,
+        aside: bool = False,
+    ) -> None:
+        """Dense blocks whole, of the one with routed experts the attention; changes `rows`."""
+        tables, length = self._tables, int(places[1].max()) + 1
+        slabs, rotary = cache.addresses(blocks, length), self._rotary_tables(length)
+        for at in blocks:
+            keys, values = step.slabs_of(tables.shape, slabs[at])
+            is_dense = tables.blocks[at, step.LAYER] < 0
+            run = step.dense_block if is_dense else step.attend
+            run(tables.shape, tables.blocks[at], rows, rotary, places, keys, values, aside)
+
+    def _propagated(self, blocks: range, hidden: Tensor, batch: TokenBatch, cache: KVCache) -> None:
+        tables, rows = self._tables, _widened(batch.pack(hidden))
+        slabs = cache.addresses(blocks, batch.length)
+        rotary, places = self._rotary_tables(batch.length), self._places(batch)
+        for at in blocks:
+            keys, values = step.slabs_of(tables.shape, slabs[at])
+            step.leave(tables.shape, tables.blocks[at], rows, rotary, places, keys, values)
+
+    def _read(self, layer: int, hidden: Tensor, normed: Tensor | None) -> Floats:
+        """What the experts of a layer read, wide."""
+        if normed is not None:
+            return _widened(normed)
+        block = self._tables.blocks[self._tables.block_of[layer]]
+        rows = _widened(hidden)
+        out = np.zeros_like(rows)
+        step.read(self._tables.shape, block, rows, out)
+        return out
+
+    def _require(self, layer: int, chosen: IntArray) -> None:
+        index = self._tables.index[self._tables.block_of[layer]]
+        absent = (chosen != DROPPED) & (index[chosen] < 0)
+        if absent.any():
+            expert = int(chosen[absent][0])
+            raise ExpertNotLoaded(f"expert {expert} of layer {layer} is not loaded here")
+
+    def _normed_last(self, hidden: Tensor) -> Tensor:
+        rows = _widened(hidden)
+        out = np.zeros_like(rows)
+        shape, norm = self._tables.shape, self._parts.last_norm
+        step.norm(rows, norm.ctypes.data, shape.hidden, shape.epsilon, out)
+        return self._narrowed(out)
+
+    def _routing(self, found: _Found, experts: IntArray) -> Routing:
+        count = self._tables.shape.experts
+        return Routing(
+            probabilities=torch.from_numpy(found.probabilities[:, :count]),
+            logits=torch.from_numpy(found.logits[:, :count]),
+            experts=torch.from_numpy(experts),
+            gates=torch.from_numpy(found.gates),
+            normed=self._narrowed(found.normed),
+        )
+
+    def _narrowed(self, rows: Floats) -> Tensor:
+        return torch.from_numpy(rows)[:, : self._tables.shape.hidden]
+
+    def _places(self, batch: TokenBatch) -> tuple[IntArray, IntArray]:
+        return (
+            np.ascontiguousarray(batch.write_slots.numpy()),
+            np.ascontiguousarray(batch.write_positions.numpy()),
+        )
+
+    def _rotary_tables(self, length: int) -> tuple[Floats, Floats]:
+        """Cosine and sine of every position so far, [P, head]."""
+        if self._cosine.shape[0] < length:
+            size = min(max(2 * length, 256), max(self.spec.context_length, length))
+            cosine, sine = self._parts.rotary(torch.arange(size)[None])
+            self._cosine = np.ascontiguousarray(cosine[0].float().numpy())
+            self._sine = np.ascontiguousarray(sine[0].float().numpy())
+        return self._cosine, self._sine
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Found:
+    """Room for what routers say; shapes as `step.segment` has them."""
+
+    experts: IntArray
+    logits: Floats
+    probabilities: Floats
+    gates: Floats
+    normed: Floats
+
+    @staticmethod
+    def of(shape: step.Shape, blocks: int, count: int) -> _Found:
+        wide = step.wide(shape.experts)
+        return _Found(
+            experts=np.empty((blocks, count, shape.top_k), dtype=np.int64),
+            logits=np.zeros((count, wide), dtype=np.float32),
+            probabilities=np.zeros((count, wide), dtype=np.float32),
+            gates=np.zeros((count, shape.top_k), dtype=np.float32),
+            normed=np.zeros((count, step.wide(shape.hidden)), dtype=np.float32),
+        )
+
+
+def _beside(positions: Tensor, slot: int) -> tuple[IntArray, IntArray]:
+    """Places of what-if queries [S] into one slot."""
+    where = np.ascontiguousarray(positions.numpy(), dtype=np.int64)
+    return np.full_like(where, slot), where
+
+
+def _widened(rows: Tensor) -> Floats:
+    """A copy of [n, d] as wide rows."""
+    count, size = rows.shape
+    whole = np.zeros((count, step.wide(size)), dtype=np.float32)
+    whole[:, :size] = rows.numpy()
+    return whole
