@@ -17,6 +17,7 @@ from standin import ECHO
 from trimmoe.api.app import create_app
 from trimmoe.core.errors import UserError
 from trimmoe.core.plan import load_plan
+from trimmoe.core.precision import Precision
 from trimmoe.core.profile import load_profile
 from trimmoe.models.load import model_spec
 from trimmoe.policy.settings import exact
@@ -58,7 +59,10 @@ def specs(files: Files) -> list[ServerSpec]:
         policy=exact(),
         kv_slots=4,
         max_waiting=4,
-        emulate=True,
+        quantise=Precision.NONE,
+        threads=None,
+        emulate_links=True,
+        emulate_machines=True,
         encrypt=False,
         app=partial(create_app),
         node=ECHO,
@@ -73,7 +77,8 @@ def test_a_server_reads_its_own_experts_and_what_all_hold(files: Files) -> None:
         spec = ServerSpec(
             index=index, endpoints=(), model="", served_name="", dtype="float32",
             profile=load_profile(files.profile), plan=plan, policy=exact(), kv_slots=1,
-            max_waiting=0, emulate=False, encrypt=False, app=create_app, node=ECHO,
+            max_waiting=0, quantise=Precision.NONE, threads=1, emulate_links=False,
+            emulate_machines=False, encrypt=False, app=create_app, node=ECHO,
         )  # fmt: skip
         view = open_own_part(spec, str(files.model))
         held = [set(np.flatnonzero(row).tolist()) for row in plan.hosts[index]]

@@ -13,13 +13,14 @@ from torch import Tensor
 
 from checkpoints import DECODERS, Folder, written_once
 from trimmoe.core.errors import UserError
+from trimmoe.core.precision import Precision
 from trimmoe.models.compiled import forget_outdated
 from trimmoe.models.compiled.lanes import Format
 from trimmoe.models.compiled.product import product
 from trimmoe.models.compiled.view import CompiledView
 from trimmoe.models.exact import exact_logits, greedy
 from trimmoe.models.load import model_spec, open_model
-from trimmoe.models.quantise import Packed, Precision, pack, pack_joined
+from trimmoe.models.quantise import Packed, pack, pack_joined
 
 QUANTISED = [Precision.INT8, Precision.INT4]
 ROWS = [[5, 9, 33, 2, 71], [8, 3], [64, 12, 12, 90, 4, 7, 41]]

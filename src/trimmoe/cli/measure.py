@@ -19,6 +19,7 @@ from trimmoe.cli.options import (
     ModelOption,
     PlanOption,
     ProfileOption,
+    Quantise,
     ScoringOption,
     Texts,
     console,
@@ -27,6 +28,7 @@ from trimmoe.cli.options import (
     server_index,
     stop_tokens,
 )
+from trimmoe.core.precision import Precision
 from trimmoe.experiments.opening import open_view, resolved
 
 
@@ -45,6 +47,7 @@ def generate(
     seed: int = 0,
     dtype: Dtype = "auto",
     device: Device = "cpu",
+    quantise: Quantise = Precision.NONE,
 ) -> None:
     """Continue a prompt and show what every token cost."""
     from trimmoe.core.plan import load_plan
@@ -70,7 +73,7 @@ def generate(
     tokenizer = load_tokenizer(path)
     ids = prompt_ids(tokenizer, prompt, chat)
     check_prompt(ids, spec.context_length)
-    view = open_view(path, dtype, device)
+    view = open_view(path, dtype, device, quantise=quantise)
     policy = configured(chosen, budget=budget, confidence=confidence)
     engine = method_engine(chosen, placed, calibrated, view.spec, policy)
     driver = LocalDriver(view, calibrated, engine, slots=1, seed=seed)
@@ -118,6 +121,7 @@ def compare(
     scoring: ScoringOption = "layers",
     dtype: Dtype = "auto",
     device: Device = "cpu",
+    quantise: Quantise = Precision.NONE,
 ) -> None:
     """Run held-out text under several methods and show what was removed, at what quality."""
     from trimmoe.calibrate.text import read_texts, text_hash
@@ -150,7 +154,7 @@ def compare(
         seed=seed,
         scoring=Scoring(scoring),
     )
-    view = open_view(path, dtype, device)
+    view = open_view(path, dtype, device, quantise=quantise)
     cut, outcomes = comparison.compare(view, calibrated, placed, ids, settings)
     content = comparison.comparison_json(
         settings, calibrated, placed, text_hash(texts), cut, outcomes

@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from trimmoe.core.errors import UserError
+from trimmoe.core.precision import Precision
 
 if TYPE_CHECKING:
     pass
@@ -40,6 +41,10 @@ Device = Annotated[str, typer.Option(help="Where the model runs, e.g. `cpu` or `
 Dtype = Annotated[
     Literal["auto", "float32", "bfloat16"],
     typer.Option(help="Arithmetic; `auto`: float32 on a CPU, the checkpoint's own elsewhere."),
+]
+Quantise = Annotated[
+    Precision,
+    typer.Option("--quantise", help="Hold weights in few bits: float32 on a CPU only."),
 ]
 ScoringOption = Annotated[
     Literal["layers", "steps"],

@@ -22,6 +22,7 @@ from trimmoe.cli.options import (
     Output,
     PlanOption,
     ProfileOption,
+    Quantise,
     ScoringOption,
     Texts,
     console,
@@ -29,6 +30,7 @@ from trimmoe.cli.options import (
     show_dry_run,
 )
 from trimmoe.core.errors import UserError
+from trimmoe.core.precision import Precision
 from trimmoe.experiments.opening import must_stream, open_view, resolved
 
 
@@ -215,6 +217,7 @@ def tune(
     scoring: ScoringOption = "layers",
     dtype: Dtype = "auto",
     device: Device = "cpu",
+    quantise: Quantise = Precision.NONE,
 ) -> None:
     """Measure how much more approximations flip together than alone; notes it in the plan."""
     from trimmoe.calibrate.text import read_texts
@@ -228,7 +231,7 @@ def tune(
     require_folder(output)
     calibrated, placed, texts = load_profile(profile), load_plan(plan), read_texts(text)
     path = resolved(model)
-    view = open_view(path, dtype, device)
+    view = open_view(path, dtype, device, quantise=quantise)
     require_fitting(calibrated, placed, view.spec)
     tuned, scores = run(
         view,

@@ -17,11 +17,13 @@ from trimmoe.cli.options import (
     Device,
     Dtype,
     ModelOption,
+    Quantise,
     console,
     say,
     server_index,
 )
 from trimmoe.core.errors import UserError
+from trimmoe.core.precision import Precision
 from trimmoe.experiments.opening import open_view, resolved
 
 
@@ -48,6 +50,10 @@ def serve_local(
     seed: int = 0,
     dtype: Dtype = "auto",
     device: Device = "cpu",
+    quantise: Quantise = Precision.NONE,
+    threads: Annotated[
+        int | None, typer.Option(min=1, help="To compute with; default: one per core.")
+    ] = None,
 ) -> None:
     """Serve a model in this process behind OpenAI's HTTP interface; links are only charged."""
     from trimmoe.api.settings import ApiSettings
@@ -69,7 +75,8 @@ def serve_local(
         tokenizer = load_tokenizer(path)
         calibrated = None if profile is None else load_profile(profile)
         placed = None if plan is None else load_plan(plan)
-        view = open_view(path, dtype, device)
+        view = open_view(path, dtype, device, quantise=quantise)
+        local.use_threads(view, threads)
         if calibrated is None or placed is None:
             decoder = ExactDecoder(view, slots=max_num_seqs)
         else:
@@ -142,6 +149,23 @@ def serve(
             help="Slow links and computing down to the cluster file; default: on one machine.",
         ),
     ] = None,
+    emulate_links: Annotated[
+        bool | None,
+        typer.Option("--emulate-links/--no-emulate-links", help="Only these; default: --emulate."),
+    ] = None,
+    emulate_machines: Annotated[
+        bool | None,
+        typer.Option(
+            "--emulate-machines/--no-emulate-machines", help="Only these; default: --emulate."
+        ),
+    ] = None,
+    quantise: Annotated[
+        Precision | None,
+        typer.Option(help="Hold weights in few bits; float32 on a processor only."),
+    ] = None,
+    threads: Annotated[
+        int | None, typer.Option(help="Of each server; default: its share of its machine's cores.")
+    ] = None,
     encrypt: Annotated[
         bool | None,
         typer.Option("--encrypt/--no-encrypt", help="Links; default: unless all are loopback."),
@@ -190,6 +214,8 @@ def serve(
         "api_keys": api_key or None, "served_name": served_name, "host": host,
         "port_base": port_base, "wire_port_base": wire_port_base, "emulate": emulate,
         "encrypt": encrypt, "kv_slots": kv_slots, "max_waiting": max_waiting,
+        "emulate_links": emulate_links, "emulate_machines": emulate_machines,
+        "quantise": quantise, "threads": threads,
     }  # fmt: skip
     chosen = serve_config(config, given)
     if head:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from trimmoe.core.errors import UserError
+from trimmoe.core.precision import Precision
 from trimmoe.models.base import MoEView
 
 if TYPE_CHECKING:
@@ -24,14 +25,26 @@ def resolved(model: str) -> str:
 
 
 def open_view(
-    path: str, dtype: str, device: str, *, streamed: bool = False, compiled: bool = True
+    path: str,
+    dtype: str,
+    device: str,
+    *,
+    streamed: bool = False,
+    compiled: bool = True,
+    quantise: Precision = Precision.NONE,
 ) -> MoEView:
     """A model with all experts and its hash; `dtype` is `auto` or a name torch knows."""
     from trimmoe.models.load import open_model
 
     wanted = torch_dtype(dtype, device)
     return open_model(
-        path, dtype=wanted, device=device, hashed=True, streamed=streamed, compiled=compiled
+        path,
+        dtype=wanted,
+        device=device,
+        hashed=True,
+        streamed=streamed,
+        compiled=compiled,
+        quantise=quantise,
     )
 
 

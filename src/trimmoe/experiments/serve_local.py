@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import torch
 import uvicorn
 
 from trimmoe.api.app import create_app
@@ -50,6 +52,13 @@ def _stop_ids(folder: Path, tokenizer: Any) -> frozenset[int]:
             raise UserError(f"{file} is not valid JSON; fetch the checkpoint again.") from error
         ids |= set(named if isinstance(named, list) else [] if named is None else [named])
     return frozenset(ids)
+
+
+def use_threads(view: MoEView, threads: int | None) -> None:
+    """Compute with so many threads; None: with one on every core that this process may use."""
+    count = threads or len(os.sched_getaffinity(0))
+    torch.set_num_threads(count)
+    view.use_threads(count)
 
 
 def planned_decoder(

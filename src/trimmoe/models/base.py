@@ -196,6 +196,10 @@ class MoEView(ABC):
     def let_go(self) -> None:
         """Give back the memory of what a streamed view reads again when it is asked for."""
 
+    def use_threads(self, threads: int) -> None:  # noqa: B027
+        """How many threads a call may use, where torch does not decide; what is computed is the
+        same, bit for bit."""
+
     @abstractmethod
     def new_cache(self, *, slots: int) -> KVCache:
         """An empty cache for `slots` sequences; memory is taken as layers are first written."""
@@ -284,9 +288,10 @@ class MoEView(ABC):
         activated, all rows stop behind the router. `tail` is not part of any layer.
         """
         passed: list[IntArray] = []
+        groups = None if batch.shape[1] == 1 else batch.groups
         for layer in range(first, last):
             attended = batch.pack(self.attend(layer, batch.unpack(hidden), batch, cache))
-            routing = self.route(layer, attended)
+            routing = self.route(layer, attended, groups=groups)
             experts = routing.experts.cpu().numpy()
             if not settled[layer][experts].all():
                 return Segment(

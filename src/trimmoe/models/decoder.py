@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from trimmoe.core.precision import Precision
 from trimmoe.core.specs import ModelSpec
 from trimmoe.models.base import BytesRead, MoEView
 from trimmoe.models.checkpoint import Checkpoint
@@ -28,7 +29,6 @@ from trimmoe.models.family import (
     load_experts,
     refuse_quantised,
 )
-from trimmoe.models.quantise import Precision
 
 KeysValues = Callable[[Any, Tensor], tuple[Tensor, Tensor]]
 """Attention module and normed hidden states [B, T, d] to keys and values [B, T, heads, size]."""

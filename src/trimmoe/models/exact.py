@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -13,14 +14,11 @@ from trimmoe.models.cache import KVCache
 
 def full_depth(view: MoEView, hidden: Tensor, batch: TokenBatch, cache: KVCache) -> Tensor:
     """Every layer for every token: embedded [B, T, d] to what `logits` takes, packed [n, d]."""
-    groups = None if batch.shape[1] == 1 else batch.groups
-    for layer in range(view.spec.layer_count):
-        flat = batch.pack(view.attend(layer, hidden, batch, cache))
-        routing = view.route(layer, flat, groups=groups)
-        shared = view.shared(layer, flat, normed=routing.normed)
-        routed = view.experts(layer, flat, routing.experts, routing.gates, normed=routing.normed)
-        hidden = batch.unpack(view.finish(layer, flat, shared, routed))
-    return batch.pack(view.tail(hidden, batch, cache))
+    layers, experts = view.spec.layer_count, view.spec.expert_count
+    everything = np.ones((layers, experts), dtype=bool)
+    ran = view.run(0, layers, batch.pack(hidden), batch, cache, everything)
+    assert ran.layer == layers, "a view that lacks experts has no full depth"
+    return batch.pack(view.tail(batch.unpack(ran.hidden), batch, cache))
 
 
 @torch.inference_mode()

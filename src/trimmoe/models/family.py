@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from trimmoe.core.errors import UserError
+from trimmoe.core.precision import Precision
 from trimmoe.core.specs import ModelSpec
 from trimmoe.models.base import BytesRead, MoEView
 from trimmoe.models.checkpoint import Checkpoint, missing_tensors
 from trimmoe.models.experts import Activation, ExpertStack, ExpertStacks
-from trimmoe.models.quantise import Precision
 
 ExpertChoice = Mapping[int, Collection[int]] | Callable[[int], Collection[int]] | None
 """Experts to load by MoE layer; layers that a mapping lacks get none; None loads all."""

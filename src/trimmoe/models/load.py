@@ -10,12 +10,12 @@ from typing import Any
 import torch
 
 from trimmoe.core.errors import UserError
+from trimmoe.core.precision import Precision
 from trimmoe.core.specs import ModelSpec
 from trimmoe.models.base import MoEView
 from trimmoe.models.checkpoint import Checkpoint, Entry, read_config, resolve, torch_dtype
 from trimmoe.models.family import ExpertChoice, Family, build_spec
 from trimmoe.models.hashing import known_hash, model_hash
-from trimmoe.models.quantise import Precision
 
 __all__ = [
     "FAMILIES",

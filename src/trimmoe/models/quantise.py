@@ -9,30 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from trimmoe.models.compiled.lanes import GROUP, LANES, Format
+from trimmoe.core.precision import GROUP, Precision
+from trimmoe.models.compiled.lanes import LANES, Format
 
 Floats = NDArray[np.float32]
 _NOTHING: Floats = np.empty((0, 0, LANES), np.float32)
-
-
-class Precision(StrEnum):
-    """In what weights are held and served."""
-
-    NONE = "none"
-    """As the dtype says."""
-    INT8 = "int8"
-    INT4 = "int4"
-
-    def size_bytes(self, weights: int, dtype_bytes: int) -> int:
-        """What so many weights take, scales and offsets included."""
-        bits = {"none": 8 * dtype_bytes, "int8": 8 + 32 / GROUP, "int4": 4 + 64 / GROUP}
-        return round(weights * bits[self.value] / 8)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

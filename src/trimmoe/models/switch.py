@@ -21,6 +21,7 @@ from transformers.models.switch_transformers.modeling_switch_transformers import
     SwitchTransformersForConditionalGeneration,
 )
 
+from trimmoe.core.precision import Precision
 from trimmoe.core.specs import ModelSpec
 from trimmoe.models.base import BytesRead
 from trimmoe.models.checkpoint import Checkpoint
@@ -34,7 +35,6 @@ from trimmoe.models.family import (
     load_experts,
     refuse_quantised,
 )
-from trimmoe.models.quantise import Precision
 from trimmoe.models.switch_stack import SwitchEncoder
 from trimmoe.models.switch_view import SwitchView
 

@@ -6,8 +6,12 @@ depend on its batch, bit for bit. Quantised weights are unpacked in registers.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+from collections.abc import Iterator
 from pathlib import Path
+
+from filelock import FileLock
 
 _COMPILED = ("attention", "lanes", "product", "step")
 """Files that hold compiled functions."""
@@ -35,4 +39,24 @@ def forget_outdated(folder: Path) -> None:
         return
 
 
-forget_outdated(Path(__file__).parent)
+@contextlib.contextmanager
+def one_at_a_time() -> Iterator[None]:
+    """Of all processes of this installation: what one compiles the others then find, and compile
+    nothing at the same time."""
+    folder = Path(__file__).parent / "__pycache__"
+    lock = FileLock(folder / "compiling.lock")
+    try:
+        folder.mkdir(exist_ok=True)
+        lock.acquire()
+    except OSError:
+        # Where nothing can be written, each has to compile for itself.
+        yield
+        return
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+with one_at_a_time():
+    forget_outdated(Path(__file__).parent)

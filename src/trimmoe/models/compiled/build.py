@@ -11,12 +11,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from trimmoe.core.precision import Precision
 from trimmoe.models.compiled import step
 from trimmoe.models.compiled.lanes import LANES
 from trimmoe.models.compiled.tables import Tables
 from trimmoe.models.experts import ExpertStack, ExpertStacks
 from trimmoe.models.family import Geometry
-from trimmoe.models.quantise import Packed, Precision, pack_joined
+from trimmoe.models.quantise import Packed, pack_joined
 
 Rotary = Callable[[Tensor], tuple[Tensor, Tensor]]
 _ROTARY = frozenset({"default", "linear", "llama3", "yarn"})

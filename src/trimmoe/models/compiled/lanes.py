@@ -17,9 +17,9 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic as numba_intrinsic
 
+from trimmoe.core.precision import GROUP
+
 LANES = 16
-GROUP = 32
-"""Columns that share a scale, where weights are quantised; all columns come in groups."""
 _STRETCH = 512
 """Columns that are added up by themselves, where weights are not quantised."""
 _UNROLLED = 4

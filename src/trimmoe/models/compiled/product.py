@@ -14,7 +14,8 @@ import numpy as np
 from llvmlite import ir
 from numba import cfunc, njit, prange, types
 
-from trimmoe.models.compiled.lanes import GROUP, LANES, Format, intrinsic, make_tile
+from trimmoe.core.precision import GROUP
+from trimmoe.models.compiled.lanes import LANES, Format, intrinsic, make_tile
 
 RUN, DATA, SCALES, OFFSETS, FORMAT, OUT, IN = range(7)
 """Columns of a matrix: addresses of its product and its parts, its `Format`, its rows, and its

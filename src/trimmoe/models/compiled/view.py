@@ -23,7 +23,7 @@ from trimmoe.models.base import (
 )
 from trimmoe.models.batching import describe
 from trimmoe.models.cache import KVCache
-from trimmoe.models.compiled import step
+from trimmoe.models.compiled import one_at_a_time, step
 from trimmoe.models.compiled.product import product
 from trimmoe.models.compiled.tables import Tables
 
@@ -47,7 +47,8 @@ class CompiledView(MoEView):
         self._head_record = tables.record(parts.head)
         self._restored: Tensor | None = None
         self._settled = np.zeros_like(tables.index, dtype=bool)
-        self._warm_up()
+        with one_at_a_time():
+            self._warm_up()
 
     @property
     def loaded(self) -> tuple[frozenset[int], ...]:
@@ -57,7 +58,6 @@ class CompiledView(MoEView):
         """Nothing is streamed."""
 
     def use_threads(self, threads: int) -> None:
-        """How many threads a call may use; what it computes is the same, bit for bit."""
         self._tables.shape = self._tables.shape._replace(threads=threads)
 
     def new_cache(self, *, slots: int) -> KVCache:

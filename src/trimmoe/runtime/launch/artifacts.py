@@ -21,6 +21,7 @@ from trimmoe.core.artifact import file_hash
 from trimmoe.core.cluster_file import load_cluster
 from trimmoe.core.errors import UserError
 from trimmoe.core.plan import PLAN_FORMAT, Plan, load_plan
+from trimmoe.core.precision import Precision
 from trimmoe.core.profile import PROFILE_FORMAT, Profile, load_profile
 from trimmoe.core.specs import ClusterSpec, ModelSpec
 from trimmoe.models.embedded.materialise import default_cache_dir
@@ -65,7 +66,7 @@ def prepare(
     """
     folder = cache_dir or default_cache_dir()
     path = model_folder(config.model)
-    model = _model_spec(path, config.dtype)
+    model = _model_spec(path, config.dtype, config.quantise)
     profile = _profile(config, path, model, sample, folder, say)
     profile.require_model(model.model_hash, model.name)
     plan = _plan(config, profile, model, folder, say)
@@ -77,7 +78,7 @@ def prepare(
     return Artifacts(profile=profile, plan=plan, model=model)
 
 
-def _model_spec(path: str, dtype: str) -> ModelSpec:
+def _model_spec(path: str, dtype: str, quantise: Precision) -> ModelSpec:
     import torch
 
     from trimmoe.models.load import has_encoder, model_spec
@@ -87,7 +88,7 @@ def _model_spec(path: str, dtype: str) -> ModelSpec:
             f"{path} has an encoder, and such models run on one server only; use "
             "`trimmoe serve-local` or `trimmoe generate`."
         )
-    return model_spec(path, dtype=getattr(torch, dtype), hashed=True)
+    return model_spec(path, dtype=getattr(torch, dtype), hashed=True, quantise=quantise)
 
 
 def _profile(
@@ -147,7 +148,9 @@ def _plan(config: ServeConfig, profile: Profile, model: ModelSpec, folder: Path,
     search = SearchSettings(iterations=config.plan_iterations)
     cluster_hash = file_hash(config.cluster)
     return _kept(
-        folder / "plans" / f"{_plan_key(profile, cluster_hash, settings, search)}.safetensors",
+        folder
+        / "plans"
+        / f"{_plan_key(profile, model, cluster_hash, settings, search)}.safetensors",
         load=load_plan,
         make=lambda: _searched(profile, model, cluster, search, settings, cluster_hash),
         say=say,
@@ -177,12 +180,18 @@ def _searched(
 
 
 def _plan_key(
-    profile: Profile, cluster_hash: str, settings: PlanSettings, search: SearchSettings
+    profile: Profile,
+    model: ModelSpec,
+    cluster_hash: str,
+    settings: PlanSettings,
+    search: SearchSettings,
 ) -> str:
     return _digest(
         {
             "format": PLAN_FORMAT,
             "profile": profile.hash,
+            # As they are held, which is less where weights are quantised.
+            "sizes": [model.dense_bytes, model.total_expert_bytes],
             "cluster": cluster_hash,
             "settings": asdict(settings),
             "search": asdict(search),

@@ -9,6 +9,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from trimmoe.core.errors import UserError
+from trimmoe.core.precision import Precision
 
 _HIGHEST_PORT = 65535
 
@@ -47,6 +48,10 @@ class ServeConfig(BaseModel):
     emulate: bool | None = None
     """Whether links and computing are slowed down to what the cluster file says; None: on one
     machine, yes."""
+    emulate_links: bool | None = None
+    """Whether links are; None: as `emulate`."""
+    emulate_machines: bool | None = None
+    """Whether computing is; None: as `emulate`."""
     encrypt: bool | None = None
     """Whether links are encrypted; None: as soon as any of them leaves its machine."""
     kv_slots: Annotated[int, Field(ge=1, le=4096)] = 16
@@ -55,6 +60,10 @@ class ServeConfig(BaseModel):
     """Requests that may wait for a slot before a server refuses more."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """In bfloat16 the mere shape of a batch may flip a prediction."""
+    quantise: Precision = Precision.NONE
+    """In how many bits weights are held and served: those of float32 on a processor."""
+    threads: Annotated[int, Field(ge=1)] | None = None
+    """That each server computes with; None: its share of the cores of its machine."""
     ready_s: Annotated[float, Field(gt=0)] = 600.0
     """How long starting may take, in seconds."""
 

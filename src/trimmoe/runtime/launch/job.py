@@ -38,6 +38,7 @@ def server_specs(
     emulate, encrypt = config.emulate, config.encrypt
     if emulate is None:
         emulate = one_machine
+    links, machines = config.emulate_links, config.emulate_machines
     if encrypt is None:
         encrypt = not all(is_loopback(each.machine) for each in endpoints)
     return [
@@ -52,7 +53,10 @@ def server_specs(
             policy=pieces.policy,
             kv_slots=config.kv_slots,
             max_waiting=config.max_waiting,
-            emulate=emulate,
+            quantise=config.quantise,
+            threads=config.threads,
+            emulate_links=emulate if links is None else links,
+            emulate_machines=emulate if machines is None else machines,
             encrypt=encrypt,
             app=pieces.app,
             node=pieces.node,

@@ -202,6 +202,8 @@ def _environment(token: str) -> Iterator[None]:
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN": ray_token(token),
         "RAY_USAGE_STATS_ENABLED": "0",
+        # Servers are what the machine is for, no background work: by default they are at 15.
+        "RAY_worker_niceness": "0",
         # The servers end before Ray is told to: there is nothing to wait for.
         "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",
         # A machine short of memory is the operator's to see, not a reason to end a server.

@@ -18,6 +18,7 @@ import uvicorn
 import trimmoe
 from trimmoe.core.errors import UserError
 from trimmoe.core.plan import Plan
+from trimmoe.core.precision import Precision
 from trimmoe.core.profile import Profile
 from trimmoe.models.base import BytesRead, MoEView
 from trimmoe.models.load import load_tokenizer, open_model
@@ -88,7 +89,10 @@ class ServerSpec:
     policy: PolicySettings
     kv_slots: int
     max_waiting: int
-    emulate: bool
+    quantise: Precision
+    threads: int | None
+    emulate_links: bool
+    emulate_machines: bool
     encrypt: bool
     app: Callable[[InferenceService], Any]
     """Makes the ASGI app that starts and closes the service with itself."""
@@ -102,6 +106,15 @@ class ServerSpec:
     @property
     def name(self) -> str:
         return self.endpoint.name
+
+    @property
+    def thread_count(self) -> int:
+        """How many threads this server computes with: unless that is said, its share of the
+        machine that it runs on."""
+        if self.threads is not None:
+            return self.threads
+        neighbours = sum(each.machine == self.endpoint.machine for each in self.endpoints)
+        return max(1, len(os.sched_getaffinity(0)) // neighbours)
 
     @property
     def slowdown(self) -> float:
@@ -176,6 +189,7 @@ def open_own_part(spec: ServerSpec, path: str) -> MoEView:
         path,
         experts={layer: held.nonzero()[0].tolist() for layer, held in enumerate(hosts)},
         dtype=getattr(torch, spec.dtype),
+        quantise=spec.quantise,
         hashed=True,
     )
     spec.profile.require_model(view.spec.model_hash, view.spec.name)
@@ -189,7 +203,7 @@ def _carrier(spec: ServerSpec) -> Carrier:
         names = (each.name for each in spec.endpoints)
         keyring = keyring_from_token(_token(), spec.name, names)
     carrier = ZmqCarrier(endpoint.name, endpoint.wire_address, keyring=keyring)
-    if not spec.emulate:
+    if not spec.emulate_links:
         return carrier
     return EmulatedCarrier(carrier, links_of(spec.plan.cluster, spec.name))
 

@@ -82,7 +82,12 @@ class Node:
         self._names = plan.cluster.server_names
         self._index = {name: index for index, name in enumerate(self._names)}
         assert self._names[settings.server] == transport.name
-        self.pump = Pump(slowdown=settings.slowdown, log_batches=settings.log_events)
+        view.use_threads(settings.threads)
+        self.pump = Pump(
+            threads=settings.threads,
+            slowdown=settings.slowdown,
+            log_batches=settings.log_events,
+        )
         self._planning = ThreadPoolExecutor(1, thread_name_prefix="trimmoe-plan")
         self._tasks: list[asyncio.Task[None]] = []
         self.mail = Mail(

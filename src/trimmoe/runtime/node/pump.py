@@ -24,9 +24,12 @@ Control = Callable[[], None]
 class Pump:
     """The worker thread with what it is to do; `log_batches` keeps a list of all batches."""
 
-    def __init__(self, *, slowdown: float, log_batches: bool) -> None:
+    def __init__(self, *, threads: int, slowdown: float, log_batches: bool) -> None:
         self._pool = ThreadPoolExecutor(
-            1, thread_name_prefix="trimmoe-work", initializer=torch.set_num_threads, initargs=(1,)
+            1,
+            thread_name_prefix="trimmoe-work",
+            initializer=torch.set_num_threads,
+            initargs=(threads,),
         )
         self._slowdown, self._log_batches = slowdown, log_batches
         self._controls: list[Control] = []

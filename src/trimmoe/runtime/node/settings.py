@@ -18,6 +18,8 @@ class NodeSettings:
     """Rows of one batch."""
     prefill_chunk: int = 64
     """Prompt tokens that pass a layer together; what a long prompt delays others by."""
+    threads: int = 1
+    """That a batch is computed with."""
     slowdown: float = 1.0
     """Emulates a machine that computes so many times slower than this one."""
     batch_share: float | None = None
