@@ -178,9 +178,9 @@ def _ours(case: Case, arguments: argparse.Namespace, folder: Path) -> Iterator[C
 
 @contextlib.contextmanager
 def _theirs(case: Case, arguments: argparse.Namespace, folder: Path) -> Iterator[Client]:
-    port, remote, commands = 8700, [], []
+    port, remote, commands = 8800, [], []
     for i, delay_ms in enumerate(ONE_WAY_MS[: case.servers - 1]):
-        at = 8710 + i
+        at = 8810 + i
         commands.append([str(arguments.llama / "ggml-rpc-server"), "-H", "127.0.0.1",
                          "-p", str(at), "-t", "1"])  # fmt: skip
         if case.links:

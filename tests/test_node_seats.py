@@ -113,7 +113,7 @@ class Wire:
         self.refuses: list[str] = []
         self.refused: list[str] = []
 
-    async def send(self, peer: str, message: msgspec.Struct, tensors: tuple[Tensor, ...]) -> None:
+    def post(self, peer: str, message: msgspec.Struct, tensors: tuple[Tensor, ...]) -> None:
         if self.refuses:
             self.refused.append(self.refuses.pop(0))
             raise PeerUnreachable(peer, self.refused[-1])
@@ -133,14 +133,12 @@ class Posted:
         )
 
     async def send(self, message: Message, *tensors: Tensor) -> None:
-        """Post to server 1 and let the mail run until the wire has decided about it."""
+        """Post to server 1 and wait until the wire has decided about it, and word is given."""
         before = len(self.wire.sent) + len(self.wire.refused)
-        task = asyncio.create_task(self.mail.run())
         self.mail.post(Parcel(to=1, message=message, tensors=tensors))
         await until(lambda: not self.wire.refuses)
         await until(lambda: len(self.wire.sent) + len(self.wire.refused) > before)
         await asyncio.sleep(0)
-        task.cancel()
 
 
 PARTIAL = Partial(
@@ -168,11 +166,9 @@ async def test_partial_sums_that_were_sent_are_remembered_until_asked_for() -> N
 async def test_releases_are_repeated_until_a_peer_that_is_up_takes_them() -> None:
     posted = Posted()
     posted.wire.refuses = ["not up", "its queue is full", "its queue is full"]
-    await_all = asyncio.create_task(posted.mail.run())
     for sequence in (3, 4):
         posted.mail.post(Parcel(to=1, message=Release([sequence])))
     await until(lambda: posted.wire.sent)
-    await_all.cancel()
     assert posted.wire.sent == [("s1", Release([4]))]
     assert not posted.delivered
 

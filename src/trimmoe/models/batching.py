@@ -18,6 +18,8 @@ def describe(
     assert len(slots) == len(positions)
     assert all(len(row) for row in positions)
     columns = max(len(row) for row in positions)
+    if columns == 1:
+        return _single(slots, positions, device)
     full = all(len(row) == columns for row in positions)
     padded = [[*row, *[row[-1]] * (columns - len(row))] for row in positions]
     first = slots[0]
@@ -36,6 +38,28 @@ def describe(
         span=_span(positions),
         write_slots=write_index[:, 0],
         write_positions=write_index[:, 1],
+    )
+
+
+def _single(
+    slots: Sequence[int], positions: Sequence[Sequence[int]], device: torch.device
+) -> TokenBatch:
+    """One token of each sequence, which is what decoding does."""
+    at, first, count = [row[0] for row in positions], slots[0], len(slots)
+    slot_ids = torch.tensor(list(slots), device=device)
+    position_ids = torch.tensor(at, device=device)
+    return TokenBatch(
+        slots=tuple(slots),
+        positions=tuple(positions),
+        position_ids=position_ids[:, None],
+        valid=torch.ones((count, 1), dtype=torch.bool, device=device),
+        length=max(at) + 1,
+        packed=None,
+        slot_ids=slot_ids,
+        first_slot=first if list(slots) == list(range(first, first + count)) else None,
+        span=(at[0], at[0] + 1) if count == 1 else None,
+        write_slots=slot_ids,
+        write_positions=position_ids,
     )
 
 

@@ -50,7 +50,7 @@ from trimmoe.runtime.node.rows import Rows
 from trimmoe.runtime.node.segments import Segments
 from trimmoe.runtime.node.shipping import Cargo, Split
 from trimmoe.runtime.node.units import Unit, boarded, epochs_of
-from trimmoe.runtime.observe import Observer
+from trimmoe.runtime.observe import Observer, routed_unseen
 
 _KEPT_BATCHES = 16
 
@@ -206,7 +206,10 @@ class Executor:
         assert ran.routing is not None
         self.pace.dense(ran.layer, len(ordered))
         outcome.written += [(unit, ran.layer) for unit in ordered]
-        routed = self.observer.routed(identity, ran.layer, ran.hidden, ran.routing)
+        if self.segments.in_force:
+            routed = routed_unseen(identity, ran.routing)
+        else:
+            routed = self.observer.routed(identity, ran.layer, ran.hidden, ran.routing)
         for command in self.tell(routed):
             if isinstance(command, Strand):
                 stranded = [ordered[row] for row in command.rows.tolist()]

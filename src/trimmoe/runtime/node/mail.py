@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from trimmoe.runtime.node.messages import ANY_POSITION, Lost, Parcel, Partial, Release, access_of
 from trimmoe.runtime.node.passengers import sealed
 from trimmoe.runtime.node.reports import affected, vectors_of
-from trimmoe.runtime.wire.base import PeerUnreachable, Transport
+from trimmoe.runtime.wire.base import PeerUnreachable, Transport, TransportClosed
 
 REMEMBERED = 4096
 """Units whose partial sums went to a server last, so many are remembered."""
@@ -29,8 +29,6 @@ class Mail:
     ) -> None:
         self._transport, self._names, self._server = transport, names, server
         self._deliver = deliver
-        self._outbox: deque[Parcel] = deque()
-        self._news = asyncio.Event()
         self._returned: dict[int, deque[tuple[int, int]]] = {}
         self.vectors_sent: Counter[int] = Counter()
         """Hidden vectors of generated tokens sent to each server."""
@@ -40,8 +38,7 @@ class Mail:
         if parcel.to == self._server:
             self._deliver(parcel)
         else:
-            self._outbox.append(parcel)
-            self._news.set()
+            self._send(parcel)
 
     def tell_lost(self, sequence: int, position: int) -> None:
         """What was under way for a position of a sequence may be lost."""
@@ -54,25 +51,22 @@ class Mail:
         """
         return set(self._returned.pop(server, ()))
 
-    async def run(self) -> None:
-        """Send what is posted, in order; ends when cancelled."""
-        while True:
-            while self._outbox:
-                await self._send(self._outbox.popleft())
-            self._news.clear()
-            await self._news.wait()
-
-    async def _send(self, parcel: Parcel) -> None:
+    def _send(self, parcel: Parcel) -> None:
         message = parcel.message
         try:
-            await self._transport.send(self._names[parcel.to], sealed(parcel), parcel.tensors)
+            self._transport.post(self._names[parcel.to], sealed(parcel), parcel.tensors)
+        except TransportClosed:
+            # The server is going; whoever listens to the transport ends it.
+            return
         except PeerUnreachable as error:
+            loop = asyncio.get_running_loop()
             if isinstance(message, Release) and error.reason != "not up":
                 # A peer that is up would keep the places for ever; one that is down frees them.
-                asyncio.get_running_loop().call_later(RETRY_S, self.post, parcel)
+                loop.call_later(RETRY_S, self.post, parcel)
                 return
+            # Not at once: whoever posts is in the middle of something.
             for sequence in affected(message):
-                self.tell_lost(sequence, ANY_POSITION)
+                loop.call_soon(self.tell_lost, sequence, ANY_POSITION)
             return
         self.vectors_sent[parcel.to] += vectors_of(parcel)
         if isinstance(message, Partial):

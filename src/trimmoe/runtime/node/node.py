@@ -86,6 +86,7 @@ class Node:
         self.pump = Pump(
             threads=settings.threads,
             slowdown=settings.slowdown,
+            emulated=settings.batch_share is not None,
             log_batches=settings.log_events,
         )
         self._planning = ThreadPoolExecutor(1, thread_name_prefix="trimmoe-plan")
@@ -165,9 +166,9 @@ class Node:
             self.desk.answers.guessed,
             self.reporter.worked,
         )
-        listening, mailing = self._listen(), self.mail.run()
+        listening = self._listen()
         planning, minding = self.planner.run(), self._look_after()
-        loops = (pumping, listening, mailing, planning, minding, self._report())
+        loops = (pumping, listening, planning, minding, self._report())
         for work in loops:
             task = asyncio.create_task(work, name=f"{work.__qualname__} of {self._transport.name}")
             task.add_done_callback(self._task_ended)

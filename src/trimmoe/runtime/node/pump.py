@@ -1,8 +1,14 @@
-"""Hands the worker thread one batch after the other and spreads what comes back."""
+"""Computes one batch after the other and spreads what comes back.
+
+Short ones, as steps of decoding are, are computed where they are handed out: to hand them to a
+thread and take them back costs as much as the interpreter does for a whole segment. What takes
+longer, such as prompts, goes to the worker thread, so that messages are heard meanwhile.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -19,12 +25,21 @@ from trimmoe.runtime.node.perform import perform
 from trimmoe.runtime.node.scheduler import Step, Work
 
 Control = Callable[[], None]
+SHORT_S = 0.03
+"""What messages may be left unheard for: of many rows less than so long, since a batch takes less
+than its rows one by one."""
+_LONG = frozenset({Step.CHUNK, Step.CHUNK_SLOTS, Step.CHUNK_END})
 
 
 class Pump:
     """The worker thread with what it is to do; `log_batches` keeps a list of all batches."""
 
-    def __init__(self, *, threads: int, slowdown: float, log_batches: bool) -> None:
+    def __init__(self, *, threads: int, slowdown: float, emulated: bool, log_batches: bool) -> None:
+        self._threads = threads
+        # Whoever emulates a slower machine sleeps.
+        self._may_be_short = slowdown == 1.0 and not emulated
+        self._took_s: dict[Step, float] = {}
+        """By the last batch of each step, a row."""
         self._pool = ThreadPoolExecutor(
             1,
             thread_name_prefix="trimmoe-work",
@@ -59,16 +74,20 @@ class Pump:
     ) -> None:
         """Work while there is any, and tell what was guessed and how long was worked; ends when
         cancelled."""
-        loop = asyncio.get_running_loop()
+        loop, here = asyncio.get_running_loop(), threading.get_ident()
 
         def send(parcels: list[Parcel]) -> None:
             for parcel in parcels:
                 post(parcel)
 
         def send_early(parcels: list[Parcel]) -> None:
-            loop.call_soon_threadsafe(send, parcels)
+            if threading.get_ident() == here:
+                send(parcels)
+            else:
+                loop.call_soon_threadsafe(send, parcels)
 
         executor.send = send_early
+        torch.set_num_threads(self._threads)
         while True:
             work = floor.scheduler.next()
             controls, self._controls = self._controls, []
@@ -77,9 +96,16 @@ class Pump:
                 await self._to_do.wait()
                 continue
             began_s = loop.time()
-            outcome = await loop.run_in_executor(
-                self._pool, self._compute, controls, executor, passage(), work
-            )
+            if self._is_short(work):
+                outcome = self._compute(controls, executor, passage(), work)
+                # Let what has come meanwhile be heard.
+                await asyncio.sleep(0)
+            else:
+                outcome = await loop.run_in_executor(
+                    self._pool, self._compute, controls, executor, passage(), work
+                )
+            if work is not None:
+                self._took_s[work.step] = (loop.time() - began_s) / len(work.items)
             if work is not None and work.step is not Step.GUESS:
                 # Guesses make way: they are no reason to make fewer.
                 worked(loop.time() - began_s)
@@ -110,6 +136,15 @@ class Pump:
         if work is None:
             return Outcome()
         return perform(executor, passage, work, slowdown=self._slowdown)
+
+    def _is_short(self, work: Work | None) -> bool:
+        """Whether a batch may be expected to be over soon; controls are."""
+        if work is None:
+            return self._may_be_short
+        took_s = self._took_s.get(work.step)
+        if not self._may_be_short or took_s is None or work.step in _LONG:
+            return False
+        return took_s * len(work.items) < SHORT_S
 
     def _count(self, work: Work) -> None:
         self.batch_counts[work.step.name] += 1

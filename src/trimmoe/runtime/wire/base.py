@@ -111,15 +111,19 @@ class Transport(Protocol):
         """Name of this server."""
         ...
 
-    async def send(
-        self, peer: str, message: msgspec.Struct, tensors: Sequence[Tensor] = ()
-    ) -> None:
+    def post(self, peer: str, message: msgspec.Struct, tensors: Sequence[Tensor] = ()) -> None:
         """Hand a message to the link; never waits for the network.
 
         The tensors are copied before it returns. Raises `PeerUnreachable` if the peer is not up
         or its window is full, `ValueError` if the message is beyond the limits of the wire,
         `KeyError` for a peer never connected and `TransportClosed`.
         """
+        ...
+
+    async def send(
+        self, peer: str, message: msgspec.Struct, tensors: Sequence[Tensor] = ()
+    ) -> None:
+        """The same, where one waits for what comes next anyway."""
         ...
 
     async def receive(self) -> Received:

@@ -115,9 +115,7 @@ class LinkTransport:
         self._peers[peer].connected_s = self._now()
         self._beat(self._peers[peer])
 
-    async def send(
-        self, peer: str, message: msgspec.Struct, tensors: Sequence[Tensor] = ()
-    ) -> None:
+    def post(self, peer: str, message: msgspec.Struct, tensors: Sequence[Tensor] = ()) -> None:
         if self._closed:
             raise TransportClosed
         to = self._peers[peer]
@@ -132,6 +130,11 @@ class LinkTransport:
             self._dropped[f"not sent: {error.reason}"] += 1
             raise
         to.count_sent(size_bytes)
+
+    async def send(
+        self, peer: str, message: msgspec.Struct, tensors: Sequence[Tensor] = ()
+    ) -> None:
+        self.post(peer, message, tensors)
 
     async def receive(self) -> Received:
         while True:
