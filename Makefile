@@ -9,7 +9,7 @@ help:
 	@echo "make demo   the main job on a fresh machine: calibrate, plan, generate, compare"
 	@echo "make test   everything CI runs"
 	@echo "make check  lint, format, types, import rules and the fast tests"
-	@echo "make bench  what it costs: calibration, decisions, the model view"
+	@echo "make bench  what it costs: calibration, decisions, the model view; beside llama.cpp with PEERS=DIR"
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
@@ -36,7 +36,7 @@ test: $(STAMP)
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 bench: $(STAMP)
-	$(BIN)/python benchmarks/run_all.py --output bench-output
+	$(BIN)/python benchmarks/run_all.py --output bench-output $(if $(PEERS),--peers $(PEERS))
 
 clean:
 	rm -rf .venv demo-output bench-output

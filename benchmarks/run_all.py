@@ -1,7 +1,10 @@
 """`make bench`: calibration, decisions, hops, serving, the simulator, its validation against real
 servers and the model view, one JSON each.
 
-    python benchmarks/run_all.py --output FOLDER
+    python benchmarks/run_all.py --output FOLDER [--peers DIR]
+
+`DIR` holds llama.cpp's `llama-server` and `ggml-rpc-server` in `bin/`, and F32.gguf and Q8_0.gguf
+in `weights/`; without it nobody is compared with.
 
 Timings depend on the machine; the view is therefore reported as a ratio to transformers' own
 `generate`, both measured in one run.
@@ -25,7 +28,9 @@ HERE = Path(__file__).parent
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--output", type=Path, default=Path("bench-output"))
-    folder: Path = parser.parse_args().output
+    parser.add_argument("--peers", type=Path)
+    arguments = parser.parse_args()
+    folder: Path = arguments.output
     folder.mkdir(parents=True, exist_ok=True)
     model = str(ensure_embedded_model())
     text = folder / "calibration.txt"
@@ -43,6 +48,21 @@ def main() -> None:
     run(
         "bench_calibrate.py", model, "--text", str(text), "--output", str(folder / "calibrate.json")
     )
+    if arguments.peers is not None:
+        _peers(arguments.peers, text, folder)
+
+
+def _peers(peers: Path, text: Path, folder: Path) -> None:
+    """A profile, a plan for four servers, and what is measured with them beside llama.cpp."""
+    profile, plan = folder / "profile.trim", folder / "plan.trim"
+    trimmoe = str(Path(sys.executable).parent / "trimmoe")
+    cluster = str(HERE.parent / "clusters" / "local4.yaml")
+    calibrating = [trimmoe, "calibrate", "embedded", "--text", str(text), "-o", str(profile)]
+    subprocess.run(calibrating, check=True)
+    subprocess.run([trimmoe, "plan", str(profile), cluster, "-o", str(plan)], check=True)
+    folders = "--llama", str(peers / "bin"), "--weights", str(peers / "weights")
+    made = "--profile", str(profile), "--plan", str(plan), "--output", str(folder / "peers")
+    run("bench_peers.py", *folders, *made)
 
 
 def run(script: str, *arguments: str) -> None:

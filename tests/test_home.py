@@ -19,6 +19,7 @@ from trimmoe.runtime.home import (
     StandIns,
     held_here,
     home_layer,
+    home_layers,
     home_pass,
     home_states,
     stand_ins,
@@ -104,6 +105,28 @@ def random_stand_ins(view: MoEView) -> tuple[StandIns, Tensor]:
     return found, torch.einsum(
         "nder,nerf->nedf", torch.from_numpy(read).float(), torch.from_numpy(give).float()
     )
+
+
+@pytest.mark.parametrize("with_maps", [True, False])
+@pytest.mark.parametrize("name", ["qwen2_moe", "olmoe"])
+@torch.inference_mode()
+def test_layers_in_one_go_are_layers_one_by_one(folder: Folder, name: str, with_maps: bool) -> None:
+    view = open_model(folder(name))
+    stands_in = random_stand_ins(view)[0] if with_maps else None
+    held, states = some_held(view, 3), []
+    for one_by_one in (True, False):
+        cache = view.new_cache(slots=2)
+        batch = view.batch(cache, [0, 1], [range(6), range(4)])
+        hidden = view.embed(batch.pad([[5, 6, 7, 8, 9, 3], [90, 2, 4, 4]]), batch)
+        if one_by_one:
+            for layer in range(view.spec.layer_count):
+                hidden = home_layer(view, layer, hidden, batch, cache, held[layer], stands_in)
+        else:
+            hidden = home_layers(
+                view, 0, view.spec.layer_count, hidden, batch, cache, held, stands_in
+            )
+        states.append(batch.pack(hidden))
+    torch.testing.assert_close(*states, atol=TOLERANCE, rtol=0)
 
 
 @pytest.mark.parametrize("name", ["qwen2_moe", "olmoe"])

@@ -40,19 +40,13 @@ def _open(path: Path, **options: object) -> CompiledView:
 def _times(matrix: Packed, x: np.ndarray, threads: int = 1) -> np.ndarray:
     """The product with rows [n, K], [n, J]."""
     from trimmoe.models.compiled.step import wide
-    from trimmoe.models.compiled.tables import Tables
+    from trimmoe.models.compiled.tables import record
 
-    record = Tables.record(_NoTables(), matrix)  # pyright: ignore[reportArgumentType]
     rows = np.zeros((x.shape[0], matrix.padded_columns), dtype=np.float32)
     rows[:, : x.shape[1]] = x
     out = np.empty((x.shape[0], wide(matrix.shape[0])), dtype=np.float32)
-    product(record, rows, x.shape[0], out, threads)
+    product(record(matrix), rows, x.shape[0], out, threads)
     return out[:, : matrix.shape[0]]
-
-
-class _NoTables:
-    def __init__(self) -> None:
-        self.kept: list[object] = []
 
 
 def _random(*shape: int, seed: int = 0) -> np.ndarray:

@@ -20,6 +20,7 @@ from torch import Tensor
 from trimmoe.core.profile import Profile
 from trimmoe.models.base import DROPPED, MoEView, Routing, TokenBatch
 from trimmoe.models.cache import KVCache
+from trimmoe.models.compiled.view import CompiledView, Maps
 
 ROWS_AT_ONCE = 4096
 """Tokens that pass the layers together."""
@@ -51,6 +52,8 @@ class StandIns:
     """[N, d, E * r]."""
     give: Tensor
     """[N, E * r, d]."""
+    maps: Maps | None = None
+    """The same for a compiled view."""
 
     def add(self, layer: int, routing: Routing, here: Tensor) -> Tensor:
         """What those of the activated experts that are not `here`, bool [n, k], are taken to add,
@@ -69,7 +72,9 @@ def stand_ins(view: MoEView, profile: Profile) -> StandIns | None:
         torch.from_numpy(part).to(device=view.device, dtype=view.dtype)
         for part in (profile.stand_in_read, profile.stand_in_give)
     )
-    return StandIns(read=read.flatten(2), give=give.flatten(1, 2))
+    read, give = read.flatten(2), give.flatten(1, 2)
+    maps = view.maps(read.numpy(), give.numpy()) if isinstance(view, CompiledView) else None
+    return StandIns(read=read, give=give, maps=maps)
 
 
 def home_layer(
@@ -101,6 +106,27 @@ def home_layer(
     return batch.unpack(view.finish(layer, flat, shared, routed))
 
 
+def home_layers(
+    view: MoEView,
+    first: int,
+    last: int,
+    hidden: Tensor,
+    batch: TokenBatch,
+    cache: KVCache,
+    held: Tensor,
+    stands_in: StandIns | None = None,
+) -> Tensor:
+    """The layers [first, last), one by one or, where that is compiled, in one go; `held` is bool
+    [N, E]. Else as `home_layer`."""
+    if isinstance(view, CompiledView) and (stands_in is None or stands_in.maps):
+        flat = batch.pack(hidden)
+        maps = None if stands_in is None else stands_in.maps
+        return batch.unpack(view.run_home(first, last, flat, batch, cache, held.numpy(), maps))
+    for layer in range(first, last):
+        hidden = home_layer(view, layer, hidden, batch, cache, held[layer], stands_in)
+    return hidden
+
+
 @torch.inference_mode()
 def home_states(
     view: MoEView,
@@ -115,9 +141,12 @@ def home_states(
     `token_ids` are the batch's rows; `held` is bool [N, E], or [n, N, E] as in `home_layer`. The
     cache is written.
     """
-    hidden = view.embed(batch.pad(token_ids), batch)
-    for layer in range(view.spec.layer_count):
-        hidden = home_layer(view, layer, hidden, batch, cache, held[..., layer, :], stands_in)
+    hidden, layers = view.embed(batch.pad(token_ids), batch), view.spec.layer_count
+    if held.ndim == 2:
+        hidden = home_layers(view, 0, layers, hidden, batch, cache, held, stands_in)
+    else:
+        for layer in range(layers):
+            hidden = home_layer(view, layer, hidden, batch, cache, held[:, layer], stands_in)
     return batch.pack(view.tail(hidden, batch, cache))
 
 

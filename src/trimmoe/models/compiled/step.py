@@ -331,3 +331,58 @@ def segment(shape, blocks, ends, index, settled, hidden, rotary, places, slabs, 
             return b
         finish(shape, block, index[b], hidden, normed, experts[b], gates)
     return ends[1]
+
+
+@jit
+def _stood_in(shape, stands, rank, normed, experts, gates, held, out):
+    """What stands in for the activated experts that are not `held` [E], [n, wide(d)].
+
+    `stands`: records of what all experts' maps read, [E * rank, d], and of what they give.
+    """
+    count = normed.shape[0]
+    inner = np.empty((count, wide(shape.experts * rank)), dtype=np.float32)
+    product(stands[:RECORD], normed, count, inner, shape.threads)
+    kept = np.zeros_like(inner)
+    for r in range(count):
+        for j in range(experts.shape[1]):
+            expert = experts[r, j]
+            if not held[expert]:
+                for i in range(expert * rank, (expert + 1) * rank):
+                    kept[r, i] = inner[r, i] * gates[r, j]
+    product(stands[RECORD:], kept, count, out, shape.threads)
+
+
+@jit
+def home_segment(shape, blocks, ends, index, held, stands, rank, hidden, rotary, places, slabs):
+    """Take rows through blocks with the experts `held` [B, E] and what stands in for the others.
+
+    `stands` [B, 2 * RECORD], unless `rank` is 0: see `_stood_in`. The rest as in `segment`.
+    """
+    count = hidden.shape[0]
+    logits = np.zeros((count, wide(shape.experts)), dtype=np.float32)
+    probabilities = np.zeros_like(logits)
+    gates = np.zeros((count, shape.top_k), dtype=np.float32)
+    experts = np.empty((count, shape.top_k), dtype=np.int64)
+    here = np.empty_like(experts)
+    normed, rest = np.zeros_like(hidden), np.zeros_like(hidden)
+    for b in range(ends[0], ends[1]):
+        block = blocks[b]
+        keys, values = slabs_of(shape, slabs[b])
+        if block[LAYER] < 0:
+            dense_block(shape, block, hidden, rotary, places, keys, values, False)
+            continue
+        attend(shape, block, hidden, rotary, places, keys, values, False)
+        read(shape, block, hidden, normed)
+        route(shape, block, normed, logits, probabilities, experts, gates)
+        lacking = False
+        for r in range(count):
+            for j in range(shape.top_k):
+                is_held = held[b, experts[r, j]]
+                here[r, j] = experts[r, j] if is_held else -1
+                lacking = lacking or not is_held
+        finish(shape, block, index[b], hidden, normed, here, gates)
+        if lacking and rank > 0:
+            _stood_in(shape, stands[b], rank, normed, experts, gates, held[b], rest)
+            for r in range(count):
+                for i in range(shape.hidden):
+                    hidden[r, i] += rest[r, i]

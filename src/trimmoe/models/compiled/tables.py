@@ -61,27 +61,29 @@ class Tables:
 
     def matrix(self, block: int, column: int, matrix: Packed) -> None:
         """Note a matrix."""
-        self.blocks[block, column : column + RECORD] = self.record(matrix)
-
-    def record(self, matrix: Packed) -> NDArray[np.int64]:
-        """A matrix as `product` reads it; what it points to is kept."""
-        record = np.zeros(RECORD, dtype=np.int64)
-        arrays = matrix.data, matrix.scales, matrix.offsets
-        record[[DATA, SCALES, OFFSETS]] = [array.ctypes.data for array in arrays]
-        record[FORMAT], record[OUT] = matrix.form, matrix.shape[0]
-        record[RUN] = product_of(matrix.form).address
-        record[IN] = matrix.padded_columns
         self.kept.append(matrix)
-        return record
+        self.blocks[block, column : column + RECORD] = record(matrix)
 
     def stack(self, block: int, column: int, strides: int, matrix: Packed, count: int) -> None:
         """Note the matrices of a block's `count` experts, stored one below the other."""
-        record = self.record(matrix)
-        record[OUT] //= count
-        self.blocks[block, column : column + RECORD] = record
+        self.kept.append(matrix)
+        one = record(matrix)
+        one[OUT] //= count
+        self.blocks[block, column : column + RECORD] = one
         sizes = [each.nbytes // count for each in (matrix.data, matrix.scales, matrix.offsets)]
         self.blocks[block, strides : strides + len(sizes)] = sizes
 
     def experts(self, block: int, ids: Sequence[int]) -> None:
         """Say which experts a block's stacks hold."""
         self.index[block, list(ids)] = np.arange(len(ids))
+
+
+def record(matrix: Packed) -> NDArray[np.int64]:
+    """A matrix as `product` reads it; whoever asks keeps what it points to."""
+    columns = np.zeros(RECORD, dtype=np.int64)
+    arrays = matrix.data, matrix.scales, matrix.offsets
+    columns[[DATA, SCALES, OFFSETS]] = [array.ctypes.data for array in arrays]
+    columns[FORMAT], columns[OUT] = matrix.form, matrix.shape[0]
+    columns[RUN] = product_of(matrix.form).address
+    columns[IN] = matrix.padded_columns
+    return columns

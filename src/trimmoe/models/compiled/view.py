@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from trimmoe.core.precision import Precision
 from trimmoe.core.specs import BoolArray, IntArray, ModelSpec
 from trimmoe.models.base import (
     DROPPED,
@@ -24,13 +25,26 @@ from trimmoe.models.base import (
 from trimmoe.models.batching import describe
 from trimmoe.models.cache import KVCache
 from trimmoe.models.compiled import one_at_a_time, step
-from trimmoe.models.compiled.product import product
-from trimmoe.models.compiled.tables import Tables
+from trimmoe.models.compiled.product import RECORD, product
+from trimmoe.models.compiled.tables import Tables, record
+from trimmoe.models.quantise import Packed, pack
 
 if TYPE_CHECKING:
     from trimmoe.models.compiled.build import Parts
 
 Floats = NDArray[np.float32]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Maps:
+    """Linear maps of low rank as the compiled blocks read them."""
+
+    table: IntArray
+    """Records of what the maps of all experts of a block read, and of what they give,
+    [B, 2 * RECORD]."""
+    rank: int
+    kept: list[Packed] = field(default_factory=list)
+    """What the records point to."""
 
 
 class CompiledView(MoEView):
@@ -44,8 +58,10 @@ class CompiledView(MoEView):
         self._parts, self._tables = parts, tables
         self.precision = parts.precision
         self._cosine = self._sine = np.empty((0, 0), dtype=np.float32)
-        self._head_record = tables.record(parts.head)
+        self._head_record = record(parts.head)
         self._restored: Tensor | None = None
+        nothing = np.zeros((tables.blocks.shape[0], 2 * RECORD), dtype=np.int64)
+        self._no_maps = Maps(table=nothing, rank=0)
         self._settled = np.zeros_like(tables.index, dtype=bool)
         with one_at_a_time():
             self._warm_up()
@@ -224,7 +240,53 @@ class CompiledView(MoEView):
         self.propagate(0, hidden, batch, cache)
         nothing = np.zeros((self.spec.layer_count, self.spec.expert_count), dtype=bool)
         self.run(0, 1, flat, batch, cache, nothing)
+        self.run_home(0, 1, flat, batch, cache, nothing)
         self.logits(flat)
+
+    def maps(self, read: Floats, give: Floats) -> Maps:
+        """Maps of low rank in place of experts: read [N, d, E * r], give [N, E * r, d]."""
+        tables = self._tables
+        found = Maps(
+            table=np.zeros((tables.blocks.shape[0], 2 * RECORD), dtype=np.int64),
+            rank=read.shape[2] // self.spec.expert_count,
+        )
+        for layer, block in enumerate(tables.block_of):
+            both = [pack(part[layer].T, Precision.NONE) for part in (read, give)]
+            found.table[block] = np.concatenate([record(part) for part in both])
+            found.kept.extend(both)
+        return found
+
+    def run_home(
+        self,
+        first: int,
+        last: int,
+        hidden: Tensor,
+        batch: TokenBatch,
+        cache: KVCache,
+        held: BoolArray,
+        maps: Maps | None = None,
+    ) -> Tensor:
+        """Rows [n, d] through the layers [first, last) with the experts `held` [N, E], all of which
+        are loaded, and `maps` in place of the others; without those they add nothing."""
+        tables, rows = self._tables, _widened(hidden)
+        maps = maps or self._no_maps
+        begin, end = self._blocks_of(first)[0], tables.block_of[last - 1] + 1
+        by_block = np.zeros_like(tables.index, dtype=bool)
+        by_block[list(tables.block_of)] = held
+        step.home_segment(
+            tables.shape,
+            tables.blocks,
+            (begin, end),
+            tables.index,
+            by_block,
+            maps.table,
+            maps.rank,
+            rows,
+            self._rotary_tables(batch.length),
+            self._places(batch),
+            cache.addresses(range(begin, end), batch.length),
+        )
+        return self._narrowed(rows)
 
     @property
     def _last_blocks(self) -> range:
