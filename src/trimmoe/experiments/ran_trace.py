@@ -41,14 +41,16 @@ def trace_of_run(
 
     `nodes` have kept their events, and answered nothing else; `access` [R]. `view` is the whole
     model. With `hosts` [M, N, E] the trace knows what servers would have guessed. Where something
-    set out early the tokens are those of full depth, which confirmed them.
+    set out early the tokens are those of full depth, which confirmed them; so they are where
+    nothing is decided.
     """
     fed = [
         [*prompt, *(event.token for event in one.events[:-1])]
         for prompt, one in zip(prompts, answers, strict=True)
     ]
     trace = _at_full_depth(view, profile, np.array(fed), hosts)
-    if any(node.executor.engine.settings.withdraws for node in nodes):
+    engines = [node.executor.engine for node in nodes]
+    if any(one.settings.withdraws or one.settled is not None for one in engines):
         return trace
     said = _said(nodes)
     for request, sequence in enumerate(_sequences(nodes, answers, access)):
