@@ -63,6 +63,8 @@ def _peers(peers: Path, text: Path, folder: Path) -> None:
     folders = "--llama", str(peers / "bin"), "--weights", str(peers / "weights")
     made = "--profile", str(profile), "--plan", str(plan), "--output", str(folder / "peers")
     run("bench_peers.py", *folders, *made)
+    to = str(folder / "interpreter.json")
+    run("bench_interpreter.py", "--profile", str(profile), "--plan", str(plan), "--output", to)
 
 
 def run(script: str, *arguments: str) -> None:

@@ -17,8 +17,8 @@ from trimmoe.models.load import open_model
 from trimmoe.policy.settings import PRESETS
 from trimmoe.runtime.launch.artifacts import Artifacts
 from trimmoe.runtime.launch.kernels import compile_decisions
-from trimmoe.runtime.node.deployments import Basis, Conditions, build, prepared
-from trimmoe.runtime.node.executor import Executor
+from trimmoe.runtime.node.compute.executor import Executor
+from trimmoe.runtime.node.watch.deployments import Basis, Conditions, build, prepared
 
 
 def signatures() -> set[str]:

@@ -22,8 +22,8 @@ from trimmoe.core.specs import IntArray
 from trimmoe.models.base import MoEView
 from trimmoe.models.load import open_model
 from trimmoe.policy.settings import PRESETS, PolicySettings
-from trimmoe.runtime.node.messages import MESSAGE_TYPES
 from trimmoe.runtime.node.node import Node
+from trimmoe.runtime.node.records.messages import MESSAGE_TYPES
 from trimmoe.runtime.node.settings import NodeSettings
 from trimmoe.runtime.service import GenerationRequest, TokenEvent, TokenStream
 from trimmoe.runtime.wire.base import Carrier, Frame

@@ -50,6 +50,22 @@ def test_pairs_hold_both_ways_unless_the_reverse_is_given(tmp_path: Path) -> Non
     assert cluster.bandwidth_bytes_per_s[1, 0] == 2e9 / 8
 
 
+def test_a_server_computes_on_its_best_device_unless_the_file_says_which(tmp_path: Path) -> None:
+    two = """
+name: two
+servers:
+  - {name: a, tflops: 1, memory_gb: 1, device: "cuda:1"}
+  - {name: b, tflops: 1, memory_gb: 1}
+links: {default: {gbps: 1, ms: 1}}
+"""
+    (tmp_path / "two.yaml").write_text(two)
+    cluster = load_cluster(tmp_path / "two.yaml")
+    assert [cluster.device(server) for server in range(2)] == ["cuda:1", "auto"]
+    (tmp_path / "two.yaml").write_text(two.replace("cuda:1", "teapot"))
+    with pytest.raises(UserError, match=r"servers\[0\].device.*write auto, cpu, cuda"):
+        load_cluster(tmp_path / "two.yaml")
+
+
 def test_a_lone_server_needs_no_links(tmp_path: Path) -> None:
     text = "name: one\nservers:\n  - {name: a, tflops: 20, memory_gb: 12}\n"
     cluster = load_cluster(written(tmp_path, text))

@@ -22,6 +22,7 @@ from trimmoe.evaluate.harness import DriverLM, cut_at
 from trimmoe.evaluate.jobs import Forced
 from trimmoe.evaluate.reference import ExactReference
 from trimmoe.models.base import EncoderDecoderView, MoEView
+from trimmoe.models.cache import CACHE_ARGUMENT
 from trimmoe.models.load import open_model
 from trimmoe.policy.settings import exact, trimmoe
 
@@ -89,9 +90,9 @@ def reference_logits(
         for token in [view.start_token, *answer[:-1]]:
             output = reference(
                 encoder_outputs=read, decoder_input_ids=torch.tensor([[token]]),
-                past_key_values=cache, use_cache=True,
+                use_cache=True, **{CACHE_ARGUMENT: cache},
             )  # fmt: skip
-            cache = output.past_key_values
+            cache = output[CACHE_ARGUMENT]
             rows.append(output.logits[0, -1])
         return torch.stack(rows)
 

@@ -53,6 +53,7 @@ def specs(files: Files) -> list[ServerSpec]:
         endpoints=where,
         model=str(files.model),
         served_name="tiny",
+        device="cpu",
         dtype="float32",
         profile=load_profile(files.profile),
         plan=load_plan(files.plan),
@@ -75,7 +76,7 @@ def test_a_server_reads_its_own_experts_and_what_all_hold(files: Files) -> None:
     read = []
     for index in range(len(NAMES)):
         spec = ServerSpec(
-            index=index, endpoints=(), model="", served_name="", dtype="float32",
+            index=index, endpoints=(), model="", served_name="", device="cpu", dtype="float32",
             profile=load_profile(files.profile), plan=plan, policy=exact(), kv_slots=1,
             max_waiting=0, quantise=Precision.NONE, threads=1, emulate_links=False,
             emulate_machines=False, encrypt=False, app=create_app, node=ECHO,

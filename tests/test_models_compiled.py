@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -69,7 +72,10 @@ def test_a_product_is_that_of_what_the_matrix_stands_for(
     matrix = pack(_random(outs, columns), precision)
     x = _random(count, columns, seed=1)
     expected = x.astype(np.float64) @ matrix.restored.astype(np.float64).T
-    np.testing.assert_allclose(_times(matrix, x), expected, atol=2e-4)
+    # States meet weights of eight bits as whole numbers of sixteen.
+    step = np.abs(x).max() / 65534 if precision is Precision.INT8 else 0.0
+    room = 2e-4 + step * np.abs(matrix.restored).sum(1).max()
+    np.testing.assert_allclose(_times(matrix, x), expected, atol=room)
 
 
 @given(count=st.integers(1, 60), seed=st.integers(0, 5), form=st.sampled_from(list(Format)))
@@ -87,6 +93,43 @@ def test_a_row_of_a_product_does_not_depend_on_the_others(
     together = _times(matrix, x)
     alone = np.concatenate([_times(matrix, row[None]) for row in x])
     assert np.array_equal(together, alone)
+
+
+def test_states_of_any_size_are_rounded_alike_group_by_group() -> None:
+    matrix, x = pack(_random(40, 96), Precision.INT8), _random(3, 96, seed=1)
+    x[1], x[2, 32:64] = 0.0, 0.0
+    plain, larger = _times(matrix, x), _times(matrix, x * np.float32(2.0**40))
+    assert np.array_equal(plain * np.float32(2.0**40), larger)
+    assert not plain[1].any()
+
+
+WRITTEN_OUT = """
+import sys
+import numpy as np
+from trimmoe.models.compiled import lanes
+lanes._PAIRS_AT_ONCE = ""
+from trimmoe.core.precision import Precision
+from trimmoe.models.compiled.product import product
+from trimmoe.models.compiled.tables import record
+from trimmoe.models.quantise import pack
+weights, x = np.load(sys.argv[1]), np.load(sys.argv[2])
+out = np.empty((x.shape[0], weights.shape[0]), dtype=np.float32)
+matrix = pack(weights, Precision.INT8)
+product(record(matrix), x, x.shape[0], out, 1)
+np.save(sys.argv[3], out)
+"""
+
+
+@pytest.mark.slow
+def test_processors_without_the_instruction_give_the_same_bits(tmp_path: Path) -> None:
+    weights, x = _random(64, 96), _random(9, 96, seed=1)
+    paths = [str(tmp_path / name) for name in ("weights.npy", "x.npy", "out.npy")]
+    np.save(paths[0], weights)
+    np.save(paths[1], x)
+    # A process of its own that compiles anew.
+    elsewhere = os.environ | {"NUMBA_CACHE_DIR": str(tmp_path)}
+    subprocess.run([sys.executable, "-c", WRITTEN_OUT, *paths], check=True, env=elsewhere)
+    assert np.array_equal(np.load(paths[2]), _times(pack(weights, Precision.INT8), x))
 
 
 def test_threads_change_no_bit() -> None:

@@ -24,8 +24,9 @@ from nodes import (
 )
 from serving import Tiny
 from trimmoe.policy.settings import PRESETS
-from trimmoe.runtime.node.reports import Reporter
-from trimmoe.runtime.node.scheduler import PATIENCE, Scheduler, Step
+from trimmoe.runtime.node.records.work import Step
+from trimmoe.runtime.node.schedule.scheduler import PATIENCE, Scheduler
+from trimmoe.runtime.node.watch.reports import Reporter
 from trimmoe.runtime.service import Overloaded
 from wires import soon, until
 

@@ -26,10 +26,10 @@ from nodes import (
 from questions import Questions
 from serving import Tiny
 from trimmoe.core.ledger import Ledger
-from trimmoe.runtime.node.drafts import Pending
-from trimmoe.runtime.node.messages import After, Followed, Token
-from trimmoe.runtime.node.passengers import pack_ledger
-from trimmoe.runtime.node.reports import affected
+from trimmoe.runtime.node.front.drafts import Pending
+from trimmoe.runtime.node.records.contents import affected
+from trimmoe.runtime.node.records.messages import After, Followed, Token
+from trimmoe.runtime.node.records.passengers import pack_ledger
 
 
 @pytest.fixture(scope="module")

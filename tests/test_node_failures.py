@@ -22,7 +22,7 @@ from trimmoe.runtime.sampling import Sampling
 from trimmoe.runtime.service import TokenEvent, TokenStream, Unavailable
 from wires import soon, until
 
-LONG = 60
+LONG = 150
 ROUTES = [[0, 1, 1, 0], [1, 1, 1, 1], [2, 2, 3, 3], [3, 3, 2, 3]]
 """Server 1 is on the routes of servers 0 and 1 only."""
 
@@ -97,7 +97,7 @@ async def test_a_server_that_fails_inside_is_as_good_as_dead(
         def breaks(*_: object) -> None:
             raise RuntimeError("broken on purpose")
 
-        bad.executor.attend = breaks  # type: ignore[method-assign]
+        bad.executor.states = breaks  # type: ignore[method-assign]
         with pytest.raises(Unavailable, match="failed"):
             await soon(read(own))
         assert not bad.service.health().ok

@@ -29,10 +29,11 @@ from nodes import (
 from questions import Questions
 from serving import Tiny
 from trimmoe.policy.settings import PRESETS, PolicySettings
-from trimmoe.runtime.node import guesses as guesses_module
-from trimmoe.runtime.node.drafts import Pending
-from trimmoe.runtime.node.messages import Token
-from trimmoe.runtime.node.scheduler import Scheduler, Step
+from trimmoe.runtime.node.compute import guesses as guesses_module
+from trimmoe.runtime.node.front.drafts import Pending
+from trimmoe.runtime.node.records.messages import Token
+from trimmoe.runtime.node.records.work import Step
+from trimmoe.runtime.node.schedule.scheduler import Scheduler
 from trimmoe.runtime.service import Unavailable
 from wires import soon, until
 

@@ -12,9 +12,9 @@ import pytest
 from nodes import answers, read, request, running, tokens_of, world
 from serving import Tiny
 from trimmoe.cost.batching import batch_s
-from trimmoe.runtime.node import pace as pace_module
-from trimmoe.runtime.node.messages import Dispatch, Onward, Parcel
-from trimmoe.runtime.node.pace import EmulatedPace, Pace
+from trimmoe.runtime.node.compute import pace as pace_module
+from trimmoe.runtime.node.compute.pace import EmulatedPace, Pace
+from trimmoe.runtime.node.records.messages import Dispatch, Onward, Parcel
 from wires import until
 
 

@@ -24,8 +24,9 @@ from trimmoe.cost.model import cost_model
 from trimmoe.engine.exits import ExitRules
 from trimmoe.policy.settings import PRESETS
 from trimmoe.policy.trim import TrimPolicy, rounded_weight
-from trimmoe.runtime.node import planner as planner_module
-from trimmoe.runtime.node.deployments import (
+from trimmoe.runtime.node.records.messages import Weather
+from trimmoe.runtime.node.watch import planner as planner_module
+from trimmoe.runtime.node.watch.deployments import (
     CUT_DELAY_S,
     Basis,
     Conditions,
@@ -34,8 +35,7 @@ from trimmoe.runtime.node.deployments import (
     detours,
     measured_cost,
 )
-from trimmoe.runtime.node.messages import Weather
-from trimmoe.runtime.node.planner import Planner
+from trimmoe.runtime.node.watch.planner import Planner
 from wires import soon, until
 
 SERVERS = 4

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from trimmoe.models.cache import KVCache
-from trimmoe.runtime.node import perform as perform_module
+from trimmoe.runtime.node.compute import perform as perform_module
+from trimmoe.runtime.node.compute.pace import Pace
 from trimmoe.runtime.node.mail import Mail
-from trimmoe.runtime.node.messages import (
+from trimmoe.runtime.node.records.messages import (
     ANY_POSITION,
     Lost,
     Message,
@@ -23,11 +24,10 @@ from trimmoe.runtime.node.messages import (
     SamplingSpec,
     first_sequence,
 )
-from trimmoe.runtime.node.outcome import Outcome
-from trimmoe.runtime.node.pace import Pace
-from trimmoe.runtime.node.rows import Rows
-from trimmoe.runtime.node.scheduler import Step, Work
-from trimmoe.runtime.node.sequences import Seats
+from trimmoe.runtime.node.records.outcome import Outcome
+from trimmoe.runtime.node.records.rows import Rows
+from trimmoe.runtime.node.records.sequences import Seats
+from trimmoe.runtime.node.records.work import Step, Work
 from trimmoe.runtime.wire.base import PeerUnreachable
 from wires import until
 

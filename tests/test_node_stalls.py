@@ -11,9 +11,9 @@ import pytest
 from nodes import Servers, read, request, running, tokens_of, world
 from serving import Tiny
 from trimmoe.models.exact import greedy
-from trimmoe.runtime.node.jobs import Attempt
-from trimmoe.runtime.node.messages import Granted, Message, Onward
-from trimmoe.runtime.node.stalls import stalled
+from trimmoe.runtime.node.front.jobs import Attempt
+from trimmoe.runtime.node.front.stalls import stalled
+from trimmoe.runtime.node.records.messages import Granted, Message, Onward
 from trimmoe.runtime.service import Unavailable
 from wires import soon
 
@@ -77,13 +77,13 @@ async def test_slow_servers_and_full_ones_are_no_stall(tiny: Tiny) -> None:
     slow = {"stall_s": STALL_S, "kv_slots": 1}
     async with running(tiny, profile=profile, plan=plan, **slow) as cluster:
         worker = cluster.nodes[1].executor
-        attend = worker.attend
+        states = worker.states
 
         def slowly(*args: Any) -> Any:
             time.sleep(3 * STALL_S)
-            return attend(*args)
+            return states(*args)
 
-        worker.attend = slowly  # type: ignore[method-assign]
+        worker.states = slowly  # type: ignore[method-assign]
         streams = [cluster.nodes[0].service.submit(request([3, 4, i], 4)) for i in range(3)]
         made = [await soon(read(stream)) for stream in streams]
         assert cluster.nodes[0].desk.stalls == 0

@@ -21,9 +21,10 @@ from trimmoe.core.plan import Plan
 from trimmoe.core.profile import ExitState, Profile
 from trimmoe.experiments.methods import make_engine
 from trimmoe.models.base import MoEView
+from trimmoe.models.cache import CACHE_ARGUMENT
 from trimmoe.models.exact import exact_logits, greedy
 from trimmoe.models.load import open_model
-from trimmoe.policy.base import Decision, Observation
+from trimmoe.policy.base import Decision, Observation, Policy
 from trimmoe.policy.settings import PRESETS, PolicySettings
 from trimmoe.runtime.local import Decoded, LocalDriver
 
@@ -122,7 +123,7 @@ def test_drafts_change_nothing_in_what_is_predicted(world: World) -> None:
     assert driver.state.feedback.false_exits == wrong
 
 
-class Scripted:
+class Scripted(Policy):
     """A policy that skips the given layers and otherwise runs everything at home."""
 
     def __init__(self, skipped: set[int]) -> None:
@@ -154,10 +155,12 @@ def test_a_skipped_layer_takes_the_residual_and_the_shared_expert(world: World) 
     made, steps = run(scripted(world, {skipped}), budget=0.0, confidence=2.0, new=4)
     reference: Any = Qwen2MoeForCausalLM.from_pretrained(world.folder)
     for sequence, (prompt, tokens) in enumerate(zip(PROMPTS, made, strict=True)):
-        cache = reference(torch.tensor([prompt]), use_cache=True).past_key_values
+        cache = reference(torch.tensor([prompt]), use_cache=True)[CACHE_ARGUMENT]
         with _silenced(reference.model.layers[skipped].mlp.experts):
             for step, token in enumerate(tokens):
-                output = reference(torch.tensor([[token]]), past_key_values=cache, use_cache=True)
+                output = reference(
+                    torch.tensor([[token]]), use_cache=True, **{CACHE_ARGUMENT: cache}
+                )
                 logits = steps[step][sequence].logits
                 assert torch.allclose(output.logits[0, -1], logits, atol=1e-4)
     kinds = steps[0][0].ledger.kinds

@@ -14,12 +14,15 @@ from synthetic import random_plan
 from trimmoe.core.events import (
     Attend,
     Complete,
+    Depart,
     Execute,
     Executed,
     Routed,
     SegmentRan,
     SequenceOpened,
     TokensArrived,
+    TokensExported,
+    TokensImported,
 )
 from trimmoe.core.profile import Profile
 from trimmoe.core.specs import ClusterSpec, ModelSpec
@@ -27,7 +30,7 @@ from trimmoe.engine.step import Engine
 from trimmoe.experiments.methods import make_engine
 from trimmoe.policy.settings import PRESETS, PolicySettings
 from trimmoe.runtime.counters import ExpertCounter
-from trimmoe.runtime.node.segments import Segments
+from trimmoe.runtime.node.compute.segments import Segments
 
 DECIDES_NOTHING = ["exact", "speculative"]
 
@@ -54,13 +57,18 @@ class Walk:
         self.counter = ExpertCounter(self.profile.layer_count, self.profile.expert_count)
         self.state = engine.start()
         self.passed = 0
+        self.rng = np.random.default_rng(seed)
 
     def experts(self, layer: int) -> np.ndarray:
         return np.argsort(-self.logits[layer])[: self.profile.top_k][None]
 
-    def tell(self, event):  # type: ignore[no-untyped-def]
+    def step(self, event):  # type: ignore[no-untyped-def]
         self.state, commands = self.engine.step(self.state, event)
         self.counter.absorb([(event, commands)])
+        return commands
+
+    def tell(self, event):  # type: ignore[no-untyped-def]
+        commands = self.step(event)
         return commands[0] if commands else None
 
     def run(self, access: int) -> Complete:
@@ -84,9 +92,24 @@ class Walk:
             ran.append(experts)
             layer += 1
         self.passed += len(ran)
+        settled = len(ran)
+        if layer < len(route) and (layer == until or self.rng.random() < 0.5):
+            ran.append(self.experts(layer))
         if not ran:
             return self.one(attend)
-        return self.tell(SegmentRan(wave=0, experts=np.stack(ran, axis=1)))
+        (depart,) = self.step(TokensExported(wave=0, rows=attend.rows))
+        assert isinstance(depart, Depart)
+        passed = np.stack(ran, axis=1)
+        ran_so_far = SegmentRan(wave=1, tokens=depart.tokens, experts=passed, settled=settled)
+        *_, last = self.step(ran_so_far)
+        if isinstance(last, Complete):
+            return last
+        if isinstance(last, Execute):
+            nothing = np.full(1, -np.inf)
+            executed = Executed(wave=1, confidence=nothing, exit_at=np.ones(1, dtype=np.int64))
+            return self.tell(executed)
+        assert isinstance(last, Depart)
+        return self.tell(TokensImported(wave=0, tokens=last.tokens, executing=False))
 
     def one(self, attend: Attend):  # type: ignore[no-untyped-def]
         experts = self.experts(attend.layer)

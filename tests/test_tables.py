@@ -15,7 +15,7 @@ from trimmoe.policy import tables as tables_module
 from trimmoe.policy.settings import PRESETS
 from trimmoe.policy.tables import TableBank
 from trimmoe.policy.trim import WEIGHT_GRID, TrimPolicy, rounded_weight
-from trimmoe.runtime.node.deployments import prepared
+from trimmoe.runtime.node.watch.deployments import prepared
 
 WEIGHTS = [round(step * WEIGHT_GRID, 6) for step in range(4, 12)]
 

@@ -27,7 +27,7 @@ from trimmoe.evaluate.teacher import cut_passages, score
 from trimmoe.experiments.methods import configured, find_method, make_engine, method_engine
 from trimmoe.models.base import MoEView
 from trimmoe.models.load import open_model
-from trimmoe.policy.base import Decision, Observation
+from trimmoe.policy.base import Decision, Observation, Policy
 from trimmoe.policy.settings import PolicySettings, WeightRule, final_exits, speculative
 from trimmoe.runtime.layerwise import Layerwise
 from trimmoe.runtime.local import LocalDriver
@@ -380,7 +380,7 @@ def test_other_policies_are_scored_alike(worlds: dict[str, World], name: str) ->
 
 
 @dataclass(frozen=True)
-class Fickle:
+class Fickle(Policy):
     """Skips by how many thousandths may still be spent, and charges some."""
 
     def decide(self, observation: Observation) -> Decision:

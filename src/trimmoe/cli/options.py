@@ -19,10 +19,12 @@ console = Console()
 
 Model = Annotated[
     str,
-    typer.Argument(help="A checkpoint folder, a hub id, or `embedded` for the model that ships."),
+    typer.Argument(
+        help="A checkpoint folder, hub id or GGUF file, or `embedded` for the model that ships."
+    ),
 ]
 ModelOption = Annotated[
-    str, typer.Option("--model", help="A checkpoint folder, a hub id, or `embedded`.")
+    str, typer.Option("--model", help="A checkpoint folder, hub id or GGUF file, or `embedded`.")
 ]
 Texts = Annotated[
     list[Path],

@@ -107,7 +107,8 @@ def serve(
         Path | None, typer.Option(help="YAML with these options as keys; options given win.")
     ] = None,
     model: Annotated[
-        str | None, typer.Option(help="A checkpoint folder, a hub id, or `embedded` (default).")
+        str | None,
+        typer.Option(help="A checkpoint folder, hub id or GGUF file, or `embedded` (default)."),
     ] = None,
     profile: Annotated[
         Path | None, typer.Option(help="Made by `trimmoe calibrate`; without it, made and kept.")
@@ -163,6 +164,10 @@ def serve(
         Precision | None,
         typer.Option(help="Hold weights in few bits; float32 on a processor only."),
     ] = None,
+    device: Annotated[
+        str | None,
+        typer.Option(help="auto, cpu, cuda, cuda:0 or mps; default: as the cluster file says."),
+    ] = None,
     threads: Annotated[
         int | None, typer.Option(help="Of each server; default: its share of its machine's cores.")
     ] = None,
@@ -215,7 +220,7 @@ def serve(
         "port_base": port_base, "wire_port_base": wire_port_base, "emulate": emulate,
         "encrypt": encrypt, "kv_slots": kv_slots, "max_waiting": max_waiting,
         "emulate_links": emulate_links, "emulate_machines": emulate_machines,
-        "quantise": quantise, "threads": threads,
+        "quantise": quantise, "threads": threads, "device": device,
     }  # fmt: skip
     chosen = serve_config(config, given)
     if head:

@@ -4,15 +4,17 @@
     memory_ratio: 2.0            # optional; then only the proportions of memory_gb matter
     servers:
       - {name: desk, tflops: 80, memory_gb: 24, users: 3}
-      - {name: attic, tflops: 18, memory_gb: 12, users: 1}
+      - {name: attic, tflops: 18, memory_gb: 12, users: 1, device: "cuda:1"}
     links:
       default: {gbps: 1, ms: 0.5}                         # for every pair not listed
       pairs:
         - {between: [desk, attic], gbps: 0.8, ms: 3}      # both ways, unless [attic, desk] is given
 
 Units are decimal: 1 GB is 10^9 bytes, 1 Gbps 10^9 bits per second, 1 TFLOPS 10^12 operations per
-second. `users` are weights of where requests enter, 1 if left out. Whatever is wrong is reported
-as one `UserError` that names the file, the place and what to do.
+second. `users` are weights of where requests enter, 1 if left out. `device` is what a server
+computes on: `auto` (the best that its machine has; if left out), `cpu`, `cuda`, `cuda:0` and so on,
+or `mps`; two accelerators of a machine are two servers. Whatever is wrong is reported as one
+`UserError` that names the file, the place and what to do.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from trimmoe.core.errors import UserError
-from trimmoe.core.specs import ClusterSpec, FloatArray
+from trimmoe.core.specs import DEVICE, ClusterSpec, FloatArray
 
 _BYTES_PER_GB = 1e9
 _BYTES_PER_S_PER_GBPS = 1e9 / 8
@@ -49,6 +51,7 @@ class _Server(_Section):
     tflops: Positive
     memory_gb: Memory
     users: NotNegative = 1.0
+    device: Annotated[str, Field(pattern=f"^({DEVICE})$", strict=True)] = "auto"
 
 
 class _Link(_Section):
@@ -92,6 +95,7 @@ def load_cluster(path: Path) -> ClusterSpec:
         access_share=_access_share(path, parsed),
         bandwidth_bytes_per_s=bandwidth,
         delay_s=delay,
+        devices=tuple(server.device for server in parsed.servers),
     )
 
 
@@ -150,6 +154,8 @@ def _sentence(error: ValidationError, content: Any) -> str:
             return f"`{place}` is {given}; give a finite number."
         case "float_type" | "float_parsing":
             return f"`{place}` is {given!r}; give a plain number such as 10 or 0.8."
+        case "string_pattern_mismatch" if place.partition(" ")[0].endswith(".device"):
+            return f"`{place}` is {given!r}; write auto, cpu, cuda, cuda:0 and so on, or mps."
         case "string_too_short" | "string_pattern_mismatch":
             return f"`{place}` is empty; give a name."
         case "too_short" if place == "servers":

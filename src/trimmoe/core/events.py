@@ -47,6 +47,8 @@ class TokensArrived:
     guessed: BoolArray | None = None
     """Which set out on a guess, before those ahead of them have told what they spend: they may
     spend what they are credited themselves and nothing that was left, [n]. None: no token does."""
+    departing: bool = False
+    """Whether they enter it elsewhere, or with others: answered with `Depart`, not `Attend`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -97,12 +99,20 @@ class Executed:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SegmentRan:
-    """The rows of an `Attend` went through some layers in one go: every activated expert was
-    `settled` to run where they are, so that there was nothing to decide."""
+    """Tokens that came went through layers from `tokens.layer` on in one go, where no token exits.
+
+    Of the first `settled` of these layers every activated expert ran where the tokens are, so that
+    there was nothing to decide. Of the one after them, if `experts` has one more, attention and
+    router ran; answered with `Execute`. After that all rows depart, about to enter the next layer,
+    unless it was the last one.
+    """
 
     wave: int
+    tokens: Wave
     experts: IntArray
     """Activated sets, first expert first, [n, L, k], L > 0."""
+    settled: int
+    """L or L - 1."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

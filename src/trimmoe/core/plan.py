@@ -77,6 +77,7 @@ def load_plan(path: Path) -> Plan:
         access_share=arrays["cluster.access_share"],
         bandwidth_bytes_per_s=arrays["cluster.bandwidth_bytes_per_s"],
         delay_s=arrays["cluster.delay_s"],
+        devices=tuple(header.extra.get("devices", ())),
     )
     return Plan(
         header=header,
@@ -101,6 +102,7 @@ def plan_header(
         extra={
             "cluster_name": cluster.name,
             "server_names": list(cluster.server_names),
+            "devices": list(cluster.devices),
             "memory_ratio": cluster.memory_ratio,
         },
     )

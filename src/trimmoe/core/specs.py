@@ -16,6 +16,10 @@ IntArray = NDArray[np.int64]
 BoolArray = NDArray[np.bool_]
 
 
+DEVICE = r"auto|cpu|mps|cuda(:\d+)?"
+"""Names of what a server may compute on."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelSpec:
     """Geometry and costs of one MoE model, N MoE layers of E experts.
@@ -83,9 +87,12 @@ class ClusterSpec:
     """B_{m,n} of (14), shape [M, M]; infinite on the diagonal."""
     delay_s: FloatArray
     """tau_{m,n} of (14), shape [M, M]; zero on the diagonal."""
+    devices: tuple[str, ...] = ()
+    """What each server computes on, as `DEVICE` has it; empty: each its best one."""
 
     def __post_init__(self) -> None:
         count = len(self.server_names)
+        assert len(self.devices) in (0, count)
         assert self.bandwidth_bytes_per_s.shape == self.delay_s.shape == (count, count)
         assert self.memory_bytes.shape == self.flops_per_s.shape == (count,)
         assert self.access_share.shape == (count,)
@@ -93,6 +100,10 @@ class ClusterSpec:
     @property
     def server_count(self) -> int:
         return len(self.server_names)
+
+    def device(self, server: int) -> str:
+        """What a server computes on; `auto`: the best that its machine has."""
+        return self.devices[server] if self.devices else "auto"
 
     def transfer_s(self, size_bytes: float) -> FloatArray:
         """Seconds to move one message of `size_bytes` over every link (14), shape [M, M].

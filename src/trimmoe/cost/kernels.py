@@ -103,22 +103,28 @@ def add_messages(messages, rows, source, destination, experts, servers, migrates
     """Add what n tokens send in a layer to their `rows` of `messages` [.., M, M]; see
     `cost.model.layer_messages`."""
     for i in range(rows.shape[0]):
-        sent, here, there = messages[rows[i]], source[i], destination[i]
-        at_source, at_destination = False, False
-        for j in range(experts.shape[1]):
-            if experts[i, j] < 0 or _seen_before(experts[i], servers[i], j):
-                continue
-            server = servers[i, j]
-            at_source = at_source or server == here
-            at_destination = at_destination or server == there
-            if server != here:
-                sent[here, server] += 1
-                # What ran at the source travels with the residual, not as a return of its own.
-                if server != there:
-                    sent[server, there] += 1
-        merged = at_destination and (migrates or not at_source)
-        if here != there and not merged:
-            sent[here, there] += 1
+        sent = messages[rows[i]]
+        add_sent(sent, source[i], destination[i], experts[i], servers[i], migrates)
+
+
+@bare
+def add_sent(sent, here, there, experts, servers, migrates):
+    """The same of one token, from server `here` to `there`: `sent` [M, M], slots [k]."""
+    at_source, at_destination = False, False
+    for j in range(experts.shape[0]):
+        if experts[j] < 0 or _seen_before(experts, servers, j):
+            continue
+        server = servers[j]
+        at_source = at_source or server == here
+        at_destination = at_destination or server == there
+        if server != here:
+            sent[here, server] += 1
+            # What ran at the source travels with the residual, not as a return of its own.
+            if server != there:
+                sent[server, there] += 1
+    merged = at_destination and (migrates or not at_source)
+    if here != there and not merged:
+        sent[here, there] += 1
 
 
 @bare

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from functools import cached_property
 
 import numpy as np
 
@@ -42,7 +43,7 @@ class Accounting(StrEnum):
     free of charge. Not physical; kept to compare with the paper."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class CostModel:
     """Seconds and bytes of every elementary step, M servers, N layers, E experts."""
 
@@ -70,13 +71,13 @@ class CostModel:
     def layer_count(self) -> int:
         return self.expert_s.shape[1]
 
-    @property
+    @cached_property
     def links(self) -> kernels.Links:
         """The same arrays in the form that the compiled loops read."""
         arrays = (self.transfer_s, self.arrival_wait_s, self.expert_s)
         return kernels.Links(*(np.ascontiguousarray(array) for array in arrays))
 
-    @property
+    @cached_property
     def arrival_wait_s(self) -> FloatArray:
         """Expected wait of slots that a source, row, has run by a server, column, [M, M].
 

@@ -7,13 +7,13 @@ from dataclasses import replace
 
 import numpy as np
 
-from trimmoe.core.changed import changed
 from trimmoe.core.events import Receipt, Trailed
 from trimmoe.core.ledger import Kind, Ledger, layer_kinds
 from trimmoe.core.profile import ExitState
 from trimmoe.core.specs import FloatArray, IntArray
 from trimmoe.core.wave import NOT_PROBED, Wave
 from trimmoe.cost.model import Accounting, CostModel, add_layer_messages
+from trimmoe.cost.nearest import Nearest, pass_layers
 from trimmoe.policy.base import Decision
 
 
@@ -21,14 +21,13 @@ def entered(cost: CostModel, wave: Wave, experts: IntArray, decision: Decision) 
     """What was decided for the rows alive in one layer, whose activated sets are `experts`
     [n, k]."""
     rows, server = wave.alive, wave.server[wave.alive]
-    where = (decision.slot_expert, decision.slot_server)
-    messages, kinds = wave.messages.copy(), wave.kinds.copy()
-    add_layer_messages(cost, messages, rows, server, decision.destination, *where)
-    kinds[rows, wave.layer] = layer_kinds(*where, experts, server)
+    where, made = (decision.slot_expert, decision.slot_server), wave.copy()
+    add_layer_messages(cost, made.messages, rows, server, decision.destination, *where)
+    made.kinds[rows, wave.layer] = layer_kinds(*where, experts, server)
     run = (decision.slot_expert >= 0).sum(-1)
     dropped = np.where(run > 0, decision.slot_expert.shape[1] - run, 0)
     spent_s = decision.delay_s + cost.dense_s[server, wave.layer]
-    columns = wave.columns(
+    made.put(
         rows,
         allowance=np.maximum(wave.allowance[rows] - decision.loss, 0.0),
         loss=wave.loss[rows] + decision.loss,
@@ -38,27 +37,26 @@ def entered(cost: CostModel, wave: Wave, experts: IntArray, decision: Decision) 
         slots_dropped=wave.slots_dropped[rows] + dropped,
         server=decision.destination,
     )
-    return changed(wave, kinds=kinds, messages=messages, **columns)
+    return made
 
 
-def passed(cost: CostModel, wave: Wave, experts: IntArray) -> Wave:
-    """What layers cost the rows alive in which every activated expert, [n, L, k], ran where the
-    rows are: the same as `entered` says of each of them, one after another."""
-    rows, server = wave.alive, wave.server[wave.alive]
-    count = experts.shape[1]
-    layers = np.arange(wave.layer, wave.layer + count)
-    kinds = wave.kinds.copy()
-    kinds[rows[:, None], layers] = Kind.LOCAL_EXACT
-    here = server[:, None], layers
-    slots_s = cost.expert_s[(*(at[..., None] for at in here), experts)]
-    work_s = np.add.accumulate(slots_s, axis=2)[..., -1] + cost.dense_s[here]
-    together = np.concatenate([wave.delay_s[rows][:, None], work_s], axis=1)
-    columns = wave.columns(
-        rows,
-        delay_s=np.add.accumulate(together, axis=1)[:, -1],
-        slots_run=wave.slots_run[rows] + count * experts.shape[2],
-    )
-    return changed(wave, layer=wave.layer + count, kinds=kinds, **columns)
+def passed(
+    nearest: Nearest, wave: Wave, experts: IntArray, settled: int
+) -> tuple[Wave, IntArray, IntArray]:
+    """What layers cost a wave's rows, all alive, in which nothing was decided: the same as
+    `entered` says of each of them, one after another.
+
+    `experts` [n, L, k] and `settled` as in `SegmentRan`. If L is one more, the servers of that
+    layer's slots, [n, k], and where it gathers, [n], -1 for rows that nobody can serve.
+    """
+    made = wave.copy(layer=wave.layer + settled)
+    count, _, slots = experts.shape
+    server, destination = np.zeros((count, slots), dtype=np.int64), np.zeros(count, dtype=np.int64)
+    words = made.words
+    rows = words, words.view(np.float64), made.messages
+    chosen = np.ascontiguousarray(experts)
+    pass_layers(nearest, wave.layer, *rows, chosen, settled, server, destination)
+    return made, server, destination
 
 
 def closed(
@@ -84,7 +82,8 @@ def closed(
     )
     if cost.accounting is Accounting.MIGRATE or exit_state is ExitState.WHOLE:
         return wave
-    messages, server = wave.messages.copy(), wave.server[rows]
+    made, server = wave.copy(), wave.server[rows]
+    messages = made.messages
     later = routes[wave.route[rows], wave.layer :]
     if exit_state is ExitState.FROZEN:
         told, one = np.zeros((rows.size, cost.server_count), dtype=bool), np.arange(rows.size)
@@ -95,7 +94,7 @@ def closed(
         source = np.concatenate([server[:, None], later[:, :-1]], axis=1)
         row, at = np.nonzero(source != later)
         np.add.at(messages, (rows[row], source[row, at], later[row, at]), 1)
-    return changed(wave, messages=messages)
+    return made
 
 
 def following(cost: CostModel, wave: Wave, rows: IntArray) -> Wave:

@@ -39,6 +39,7 @@ from trimmoe.core.profile import ExitState, Profile
 from trimmoe.core.specs import BoolArray, FloatArray, IntArray
 from trimmoe.core.wave import NOT_PROBED, Wave
 from trimmoe.cost.model import Accounting, CostModel
+from trimmoe.cost.nearest import Nearest
 from trimmoe.engine.books import (
     afterwards,
     closed,
@@ -103,7 +104,12 @@ class Engine:
     def settled(self) -> BoolArray | None:
         """Experts whose slots run where a token is without a decision, as long as it stays there,
         [M, N, E]; None where every layer is decided upon. Where there are any, no token exits."""
-        return getattr(self.policy, "settled", None)
+        return None if self.nearest is None else self.nearest.here
+
+    @cached_property
+    def nearest(self) -> Nearest | None:
+        """Of the policy; there if it decides nothing."""
+        return self.policy.nearest
 
     def start(self) -> EngineState:
         """The state before the first event."""
@@ -185,6 +191,8 @@ class Engine:
             layer_count=self.cost.layer_count,
             server_count=self.cost.server_count,
         )
+        if event.departing:
+            return state, (Depart(wave=event.wave, tokens=wave),)
         attend = Attend(wave=event.wave, layer=0, rows=wave.alive, server=wave.server)
         return state.with_wave(event.wave, wave), (attend,)
 
@@ -204,7 +212,11 @@ class Engine:
         return state, (Depart(wave=event.wave, tokens=wave.take(event.rows)),)
 
     def _routed(self, state: EngineState, event: Routed) -> Step:
-        wave = state.waves[event.wave]
+        wave, commands = self._decided(state.waves[event.wave], event)
+        return state.with_wave(event.wave, wave if wave.alive.size else None), commands
+
+    def _decided(self, wave: Wave, event: Routed) -> tuple[Wave, tuple[Command, ...]]:
+        """What the rows alive of a wave are charged for a layer, and how it is executed."""
         rows = wave.alive
         audited = wave.probed[rows] != NOT_PROBED
         # What checks an exit must itself be the full-depth model.
@@ -227,7 +239,7 @@ class Engine:
         assert (decision.loss <= allowance).all(), "a policy overspent the quality budget"
         stranded = ~np.isfinite(decision.delay_s)
         if stranded.any():
-            return self._stranded(state, event, stranded)
+            return self._stranded(wave, event, stranded)
         wave = entered(self.cost, wave, event.experts, decision)
         execute = Execute(
             wave=event.wave,
@@ -237,17 +249,17 @@ class Engine:
             slot_server=decision.slot_server,
             destination=decision.destination,
         )
-        return state.with_wave(event.wave, wave), (execute,)
+        return wave, (execute,)
 
-    def _stranded(self, state: EngineState, event: Routed, stranded: BoolArray) -> Step:
+    def _stranded(
+        self, wave: Wave, event: Routed, stranded: BoolArray
+    ) -> tuple[Wave, tuple[Command, ...]]:
         """Give up the rows that nobody can serve and decide again for the others."""
-        wave = state.waves[event.wave]
         lost, kept = wave.alive[stranded], ~stranded
         wave = wave.without(lost)
         commands: tuple[Command, ...] = (Strand(wave=event.wave, rows=lost),)
-        state = state.with_wave(event.wave, wave if wave.alive.size else None)
         if not wave.alive.size:
-            return state, commands
+            return wave, commands
         others = Routed(
             wave=event.wave,
             experts=event.experts[kept],
@@ -256,16 +268,16 @@ class Engine:
             steadiness=event.steadiness[kept],
             probabilities=None if event.probabilities is None else event.probabilities[kept],
         )
-        state, more = self._routed(state, others)
-        return state, commands + more
+        wave, more = self._decided(wave, others)
+        return wave, commands + more
 
     def _executed(self, state: EngineState, event: Executed) -> Step:
         wave = state.waves[event.wave]
         rows, done = wave.alive, wave.layer + 1
         skipped = wave.kinds[rows, wave.layer] == Kind.SKIPPED
         confidence = np.where(skipped, -np.inf, event.confidence)
-        columns = wave.columns(rows, confidence=confidence, exit_at=event.exit_at)
-        wave = changed(wave, layer=done, **columns)
+        wave = wave.copy(layer=done)
+        wave.put(rows, confidence=confidence, exit_at=event.exit_at)
         if done == self.cost.layer_count:
             return self._ended(state, event.wave, wave)
         due = self.exits.due(wave, rows)
@@ -284,13 +296,33 @@ class Engine:
         return state, commands + completions
 
     def _segment_ran(self, state: EngineState, event: SegmentRan) -> Step:
-        assert self.settled is not None, "a layer that is decided upon ran without a decision"
-        wave = passed(self.cost, state.waves[event.wave], event.experts)
-        if wave.layer == self.cost.layer_count:
-            return self._ended(state, event.wave, wave)
-        rows = wave.alive
-        attend = Attend(wave=event.wave, layer=wave.layer, rows=rows, server=wave.server[rows])
-        return state.with_wave(event.wave, wave), (attend,)
+        assert self.nearest is not None, "a layer that is decided upon ran without a decision"
+        experts, count = event.experts, len(event.tokens.sequences)
+        wave, server, destination = passed(self.nearest, event.tokens, experts, event.settled)
+        if event.settled == experts.shape[1]:
+            if wave.layer == self.cost.layer_count:
+                return self._ended(state, event.wave, wave)
+            return state, (Depart(wave=event.wave, tokens=wave),)
+        rows, commands = np.arange(count), ()
+        if (destination < 0).any():
+            lost, rows = np.flatnonzero(destination < 0), np.flatnonzero(destination >= 0)
+            wave, commands = wave.without(lost), (Strand(wave=event.wave, rows=lost),)
+            if not rows.size:
+                return state, commands
+        execute = Execute(
+            wave=event.wave,
+            layer=wave.layer,
+            rows=rows,
+            slot_expert=experts[rows, -1],
+            slot_server=server[rows],
+            destination=destination[rows],
+        )
+        if wave.layer + 1 == self.cost.layer_count:
+            return state.with_wave(event.wave, wave), (*commands, execute)
+        # Nothing hangs on what comes out of the layer.
+        wave = changed(wave, layer=wave.layer + 1)
+        tokens = wave if rows.size == count else wave.take(rows)
+        return state, (*commands, execute, Depart(wave=event.wave, tokens=tokens))
 
     def _ended(self, state: EngineState, identity: int, wave: Wave) -> Step:
         """All rows have passed the last layer."""

@@ -22,7 +22,7 @@ app.command("all")(all_figures)
 ProfileOption = Annotated[Path, typer.Option("--profile", help="Made by `trimmoe calibrate`.")]
 PlanOption = Annotated[Path, typer.Option("--plan", help="Made by `trimmoe plan`.")]
 ModelOption = Annotated[
-    str, typer.Option("--model", help="A checkpoint folder, a hub id, or `embedded`.")
+    str, typer.Option("--model", help="A checkpoint folder, hub id or GGUF file, or `embedded`.")
 ]
 ScoringOption = Annotated[
     Literal["layers", "steps"],

@@ -22,8 +22,8 @@ from trimmoe.core.profile import Profile
 from trimmoe.core.specs import ClusterSpec, FloatArray, ModelSpec
 from trimmoe.models.load import open_model
 from trimmoe.policy.settings import PolicySettings
-from trimmoe.runtime.node.messages import MESSAGE_TYPES
 from trimmoe.runtime.node.node import Node
+from trimmoe.runtime.node.records.messages import MESSAGE_TYPES
 from trimmoe.runtime.node.settings import NodeSettings
 from trimmoe.runtime.service import GenerationRequest, ServedModel, TokenEvent
 from trimmoe.runtime.wire.emulation import EmulatedCarrier, links_of

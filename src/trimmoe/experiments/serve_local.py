@@ -21,6 +21,7 @@ from trimmoe.core.profile import Profile
 from trimmoe.experiments.methods import make_engine, require_fitting
 from trimmoe.models.base import MoEView
 from trimmoe.models.checkpoint import resolve
+from trimmoe.models.formats.choose import folder_of
 from trimmoe.policy.settings import PolicySettings
 from trimmoe.runtime.decoder import PlannedDecoder
 from trimmoe.runtime.service import InferenceService, ServedModel
@@ -37,7 +38,7 @@ def served_model(path: str, view: MoEView, tokenizer: Any, name: str | None) -> 
         context_length=view.spec.context_length,
         vocab_size=view.spec.vocab_size,
         created=int(time.time()),
-        stop_ids=_stop_ids(resolve(path), tokenizer),
+        stop_ids=_stop_ids(folder_of(resolve(path)), tokenizer),
     )
 
 

@@ -80,6 +80,8 @@ class Segment:
     """Of that layer, if it was asked for."""
     experts: IntArray
     """Activated in the layers before it, [n, L, k]."""
+    kept: Tensor | None = None
+    """What entered the layer that was to be kept, [n, d], if they came so far."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -269,6 +271,24 @@ class MoEView(ABC):
     ) -> Tensor:
         """The layer's output: the residual plus what the experts gave."""
 
+    def give(
+        self,
+        layer: int,
+        hidden: Tensor,
+        experts: IntArray,
+        gates: Tensor,
+        *,
+        normed: Tensor | None = None,
+    ) -> Tensor:
+        """The layer's output, [n, d], as far as the experts [n, k] give it, all of them loaded, and
+        the shared one; -1 in place of an expert adds nothing."""
+        shared = self.shared(layer, hidden, normed=normed)
+        routed = None
+        if (experts >= 0).any():
+            chosen = torch.from_numpy(experts).to(hidden.device)
+            routed = self.experts(layer, hidden, chosen, gates, normed=normed)
+        return self.finish(layer, hidden, shared, routed)
+
     def skip(self, layer: int, hidden: Tensor) -> Tensor:
         """The layer's output where none of its routed experts runs, [n, d] to [n, d]."""
         return self.finish(layer, hidden, self.shared(layer, hidden), None)
@@ -281,21 +301,29 @@ class MoEView(ABC):
         batch: TokenBatch,
         cache: KVCache,
         settled: BoolArray,
+        kept_at: int | None = None,
     ) -> Segment:
         """Take rows [n, d] from before layer `first` through the layers up to `last`, exclusive.
 
         `settled` [N, E] says which experts run here without a decision; where another one is
-        activated, all rows stop behind the router. `tail` is not part of any layer.
+        activated, all rows stop behind the router. `tail` is not part of any layer. What enters
+        the layer `kept_at` is given back too.
         """
         passed: list[IntArray] = []
+        kept: Tensor | None = None
         groups = None if batch.shape[1] == 1 else batch.groups
         for layer in range(first, last):
+            kept = hidden if layer == kept_at else kept
             attended = batch.pack(self.attend(layer, batch.unpack(hidden), batch, cache))
             routing = self.route(layer, attended, groups=groups)
             experts = routing.experts.cpu().numpy()
             if not settled[layer][experts].all():
                 return Segment(
-                    layer=layer, hidden=attended, routing=routing, experts=_by_row(passed, experts)
+                    layer=layer,
+                    hidden=attended,
+                    routing=routing,
+                    experts=_by_row(passed, experts),
+                    kept=kept,
                 )
             normed = routing.normed
             shared = self.shared(layer, attended, normed=normed)
@@ -303,7 +331,8 @@ class MoEView(ABC):
             hidden = self.finish(layer, attended, shared, routed)
             passed.append(experts)
         like = np.empty((hidden.shape[0], self.spec.top_k), dtype=np.int64)
-        return Segment(layer=last, hidden=hidden, routing=None, experts=_by_row(passed, like))
+        ran = _by_row(passed, like)
+        return Segment(layer=last, hidden=hidden, routing=None, experts=ran, kept=kept)
 
     @abstractmethod
     def propagate(self, layer: int, hidden: Tensor, batch: TokenBatch, cache: KVCache) -> None:

@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+import inspect
+from typing import Final
 
 import numpy as np
 import torch
 from torch import Tensor
+from transformers.models.mixtral.modeling_mixtral import MixtralAttention
 
 from trimmoe.core.errors import UserError
 from trimmoe.core.specs import IntArray
 from trimmoe.models.base import TokenBatch
 
 _FIRST_CAPACITY = 64
+# transformers renamed this argument of every block and model within its fifth series.
+CACHE_ARGUMENT: Final = (
+    "cache"
+    if "cache" in inspect.signature(MixtralAttention.forward).parameters
+    else "past_key_values"
+)
 
 
 class KVCache:
@@ -75,13 +83,15 @@ class KVCache:
         self._slabs.clear()
         self._addresses[:] = 0
 
-    def addresses(self, blocks: Sequence[int], length: int) -> IntArray:
+    def addresses(self, blocks: range, length: int) -> IntArray:
         """Where the slabs of all blocks are: of keys and of values, slots, capacity, [B, 4].
 
         Those of `blocks` have room for `length` positions; others may not be there.
         """
-        for block in blocks:
-            self._reserve(block, length)
+        room = self._addresses[blocks.start : blocks.stop, 3]
+        if room.size < len(blocks) or (room < length).any():
+            for block in blocks:
+                self._reserve(block, length)
         return self._addresses
 
     def write(self, block: int, keys: Tensor, values: Tensor, batch: TokenBatch) -> None:

@@ -1,14 +1,15 @@
-"""The files of a Hugging Face checkpoint: found, checked, and read tensor by tensor."""
+"""The files of a checkpoint: found, checked, and read tensor by tensor."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Self
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -17,17 +18,19 @@ from torch import Tensor
 from trimmoe.core.errors import UserError
 
 INDEX = "model.safetensors.index.json"
+GGUF_SUFFIX = ".gguf"
 _FETCHED = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Entry:
-    """One tensor as the file's header describes it."""
+    """One tensor as the file's header describes it; of a quantised one, what it stands for."""
 
     file: Path
     dtype: str
     shape: tuple[int, ...]
     nbytes: int
+    """As stored."""
 
     @property
     def numel(self) -> int:
@@ -35,16 +38,18 @@ class Entry:
 
 
 def resolve(path_or_hub_id: str | Path) -> Path:
-    """The checkpoint's directory, fetched from the hub (or its local cache) if it is an id.
+    """The checkpoint's directory or GGUF file, fetched from the hub (or its cache) if it is an id.
 
-    Raises UserError where there is neither.
+    Raises UserError where there is none of them.
     """
     path = Path(path_or_hub_id).expanduser()
-    if path.is_dir():
+    if path.is_dir() or (path.is_file() and path.suffix == GGUF_SUFFIX):
         return path
     name = str(path_or_hub_id)
     if path.exists():
-        raise UserError(f"{path} is a file; give the directory that holds the checkpoint.")
+        raise UserError(
+            f"{path} is a file but no GGUF; give the directory that holds the checkpoint."
+        )
     if path.is_absolute() or name.startswith((".", "~")) or name.count("/") != 1:
         raise UserError(
             f"There is no directory {path}; give a checkpoint's directory or a hub id such as "
@@ -82,23 +87,32 @@ def read_config(folder: Path) -> dict[str, Any]:
     return config
 
 
-class Checkpoint:
-    """The safetensors files of one checkpoint, single or sharded.
+class Listing:
+    """Names and shapes of a model's tensors."""
+
+    def __init__(self, folder: Path, entries: Mapping[str, Entry]) -> None:
+        self.folder = folder
+        self.entries = dict(entries)
+
+    def entry(self, name: str) -> Entry:
+        """What is known of a tensor. Raises UserError if the checkpoint lacks it."""
+        if name not in self.entries:
+            raise missing_tensors(self.folder, [name])
+        return self.entries[name]
+
+
+class Checkpoint(Listing, ABC):
+    """The weights of one model, whatever they are stored as.
 
     Opening it reads the headers only. Used as a context manager, any number of times, it hands out
-    tensors and counts the bytes of those it has handed out.
+    tensors and counts the bytes, as stored, of those it has handed out.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.files = _weight_files(folder)
-        self.entries: dict[str, Entry] = {}
-        for file in self.files:
-            self.entries.update(_read_header(file))
+    def __init__(self, folder: Path, entries: Mapping[str, Entry]) -> None:
+        super().__init__(folder, entries)
         self.bytes_read = 0
-        self._handles: dict[Path, Any] = {}
 
-    def __enter__(self) -> Checkpoint:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(
@@ -107,25 +121,54 @@ class Checkpoint:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._handles.clear()
+        self.close()
 
-    def entry(self, name: str) -> Entry:
-        """A tensor's header entry. Raises UserError if the checkpoint lacks it."""
-        if name not in self.entries:
-            raise missing_tensors(self.folder, [name])
-        return self.entries[name]
+    @property
+    @abstractmethod
+    def dtype(self) -> torch.dtype:
+        """What to hold the weights in unless somebody asks for another. Raises UserError."""
 
+    @abstractmethod
     def tensor(self, name: str) -> Tensor:
-        """A whole tensor, on the CPU in its own dtype; it may map the file."""
-        entry = self.entry(name)
-        self.bytes_read += entry.nbytes
-        return self._handle(entry.file).get_tensor(name)
+        """A whole tensor, on the CPU; it may map the file. Raises UserError."""
 
+    @abstractmethod
     def row(self, name: str, index: int) -> Tensor:
         """Row `index` of a tensor's first dimension; only its bytes are read."""
+
+    def close(self) -> None:
+        """Let go of files; the next tensor opens them again."""
+
+
+class SafetensorsCheckpoint(Checkpoint):
+    """Tensors as safetensors files hold them, single or sharded."""
+
+    def __init__(self, folder: Path) -> None:
+        entries: dict[str, Entry] = {}
+        for file in _weight_files(folder):
+            entries.update(_read_header(file))
+        super().__init__(folder, entries)
+        self._handles: dict[Path, Any] = {}
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch_dtype(max(self.entries.values(), key=lambda entry: entry.numel))
+
+    def tensor(self, name: str) -> Tensor:
+        self.bytes_read += self.entry(name).nbytes
+        return self.glance(name)
+
+    def glance(self, name: str) -> Tensor:
+        """A tensor that is not counted, since it says how others are to be read."""
+        return self._handle(self.entry(name).file).get_tensor(name)
+
+    def row(self, name: str, index: int) -> Tensor:
         entry = self.entry(name)
         self.bytes_read += entry.nbytes // entry.shape[0]
         return self._handle(entry.file).get_slice(name)[index]
+
+    def close(self) -> None:
+        self._handles.clear()
 
     def _handle(self, file: Path) -> Any:
         if file not in self._handles:
@@ -165,8 +208,8 @@ def weight_file_names(folder: Path) -> list[str]:
         return [single]
     if not names:
         raise UserError(
-            f"{folder} has no safetensors weights; convert the checkpoint with transformers' "
-            f"save_pretrained."
+            f"{folder} has no safetensors weights and no GGUF file; convert the checkpoint with "
+            f"transformers' save_pretrained."
         )
     return names
 
@@ -206,14 +249,15 @@ def _read_header(file: Path) -> dict[str, Entry]:
     return entries
 
 
-_HEADER_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+PLAIN_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+"""Floating point as safetensors headers call it."""
 
 
 def torch_dtype(entry: Entry) -> torch.dtype:
     """The entry's dtype. Raises UserError for weights that are not plain floating point."""
-    if entry.dtype not in _HEADER_DTYPES:
+    if entry.dtype not in PLAIN_DTYPES:
         raise UserError(
             f"{entry.file} stores weights as {entry.dtype}; use a checkpoint in float32 or "
             f"bfloat16."
         )
-    return _HEADER_DTYPES[entry.dtype]
+    return PLAIN_DTYPES[entry.dtype]

@@ -13,7 +13,7 @@ from torch import Tensor
 from trimmoe.core.specs import ModelSpec
 from trimmoe.models.base import BytesRead, MoEView, Routing, TokenBatch
 from trimmoe.models.batching import describe, masks
-from trimmoe.models.cache import KVCache
+from trimmoe.models.cache import CACHE_ARGUMENT, KVCache
 from trimmoe.models.experts import ExpertStacks
 from trimmoe.models.family import Geometry
 
@@ -233,7 +233,7 @@ class DecoderView(MoEView):
             hidden_states=block.input_layernorm(hidden),
             position_embeddings=step.rotary,
             attention_mask=self._mask(block, step),
-            past_key_values=step.through,
+            **{CACHE_ARGUMENT: step.through},
         )
         return hidden + attended
 
@@ -244,7 +244,7 @@ class DecoderView(MoEView):
                 hidden,
                 attention_mask=self._mask(block, step),
                 position_embeddings=step.rotary,
-                past_key_values=step.through,
+                **{CACHE_ARGUMENT: step.through},
             )
         return hidden
 

@@ -15,7 +15,7 @@ from trimmoe.core.errors import UserError
 from trimmoe.core.precision import Precision
 from trimmoe.core.specs import ModelSpec
 from trimmoe.models.base import BytesRead, MoEView
-from trimmoe.models.checkpoint import Checkpoint, missing_tensors
+from trimmoe.models.checkpoint import Checkpoint, Listing, missing_tensors
 from trimmoe.models.experts import Activation, ExpertStack, ExpertStacks
 
 ExpertChoice = Mapping[int, Collection[int]] | Callable[[int], Collection[int]] | None
@@ -35,7 +35,7 @@ class ExpertNames:
     fused_up: str | None = None
     fused_down: str | None = None
 
-    def is_fused(self, checkpoint: Checkpoint, block: int) -> bool:
+    def is_fused(self, checkpoint: Listing, block: int) -> bool:
         return self.fused_up is not None and (
             self.fused_up.format(block=block) in checkpoint.entries
         )
@@ -116,7 +116,7 @@ def refuse_quantised(name: str, precision: Precision) -> None:
 
 def build_spec(
     geometry: Geometry,
-    checkpoint: Checkpoint,
+    checkpoint: Listing,
     *,
     name: str,
     model_hash: str,
@@ -163,7 +163,7 @@ def _sizes(parameters: np.ndarray, precision: Precision, dtype: torch.dtype) -> 
     return np.array(sizes, dtype=np.int64).reshape(parameters.shape)
 
 
-def _expert_parameters(geometry: Geometry, checkpoint: Checkpoint, block: int) -> int:
+def _expert_parameters(geometry: Geometry, checkpoint: Listing, block: int) -> int:
     names = geometry.expert_names
     if names.is_fused(checkpoint, block):
         fused = (names.fused_up or "", names.fused_down or "")

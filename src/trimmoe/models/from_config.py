@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 from trimmoe.core.errors import UserError
 from trimmoe.core.specs import ModelSpec
-from trimmoe.models.checkpoint import Checkpoint, Entry
+from trimmoe.models.checkpoint import Entry, Listing
 from trimmoe.models.family import Family, build_spec
 from trimmoe.models.load import FAMILIES
 
@@ -33,27 +33,25 @@ class ModelSizes:
     """Without a hash: no weights were seen."""
     dtype: str
     stored_bytes: int
-    """All weights once, as on disk."""
+    """All weights once, in that dtype; a quantised checkpoint takes less on disk."""
     encoder_expert_bytes: int
     """Routed experts of an encoder, which a plan does not place; 0 without one."""
     kv_bytes_per_token: int
     """Keys and values of one position in all blocks."""
 
 
-class _Described(Checkpoint):
-    """A checkpoint that has names and shapes but no files."""
-
-    def __init__(self, path: Path, model: Any, dtype: torch.dtype) -> None:
-        self.folder, self.files, self.bytes_read, self._handles = path.parent, (), 0, {}
-        self.entries = {
-            name: Entry(
-                file=path,
-                dtype=_STORED[dtype],
-                shape=tuple(parameter.shape),
-                nbytes=parameter.numel() * dtype.itemsize,
-            )
-            for name, parameter in model.named_parameters()
-        }
+def _described(path: Path, model: Any, dtype: torch.dtype) -> Listing:
+    """What the headers would say if there were files."""
+    entries = {
+        name: Entry(
+            file=path,
+            dtype=_STORED[dtype],
+            shape=tuple(parameter.shape),
+            nbytes=parameter.numel() * dtype.itemsize,
+        )
+        for name, parameter in model.named_parameters()
+    }
+    return Listing(path.parent, entries)
 
 
 def sizes_from_config(path: Path) -> ModelSizes:
@@ -76,7 +74,7 @@ def sizes_from_config(path: Path) -> ModelSizes:
             f"{path} is not a valid {raw['model_type']} configuration "
             f"({str(error).splitlines()[0]}); fetch it again."
         ) from error
-    described = _Described(path, model, dtype)
+    described = _described(path, model, dtype)
     name = raw.get("_name_or_path") or path.resolve().parent.name
     spec = build_spec(family.geometry(config), described, name=name, model_hash="", dtype=dtype)
     experts = sum(

@@ -11,7 +11,8 @@ from typing import Any
 
 from trimmoe.core.artifact import written_whole
 from trimmoe.core.errors import UserError
-from trimmoe.models.checkpoint import read_config, resolve, weight_file_names
+from trimmoe.models.checkpoint import resolve
+from trimmoe.models.formats.choose import weight_files
 
 _CHUNK = 16 << 20
 _LONG = 1 << 30
@@ -19,12 +20,12 @@ _LONG = 1 << 30
 
 
 def model_hash(path_or_hub_id: str | Path) -> str:
-    """SHA-256 over config.json and the contents of the weight files, in hexadecimal.
+    """SHA-256 over config.json and the contents of the weight files as stored, in hexadecimal.
 
     File digests are kept in the user's cache by size and modification time. Raises UserError.
     """
     folder = resolve(path_or_hub_id)
-    files = _hashed_files(folder)
+    files = weight_files(folder)
     known = _read_sidecar(folder)
     stale = [file for file in files if _stamp(file) != known.get(file.name, {}).get("stamp")]
     if stale:
@@ -37,20 +38,11 @@ def model_hash(path_or_hub_id: str | Path) -> str:
 
 def known_hash(folder: Path) -> str | None:
     """`model_hash` if it can be told without reading the weights."""
-    files = _hashed_files(folder)
+    files = weight_files(folder)
     known = _read_sidecar(folder)
     if any(_stamp(file) != known.get(file.name, {}).get("stamp") for file in files):
         return None
     return _combined(files, known)
-
-
-def _hashed_files(folder: Path) -> list[Path]:
-    read_config(folder)
-    files = [folder / name for name in ("config.json", *weight_file_names(folder))]
-    for file in files:
-        if not file.is_file():
-            raise UserError(f"{file} is missing; fetch the checkpoint again.")
-    return files
 
 
 def _combined(files: list[Path], known: dict[str, Any]) -> str:

@@ -13,8 +13,15 @@ from trimmoe.core.errors import UserError
 from trimmoe.core.precision import Precision
 from trimmoe.core.specs import ModelSpec
 from trimmoe.models.base import MoEView
-from trimmoe.models.checkpoint import Checkpoint, Entry, read_config, resolve, torch_dtype
+from trimmoe.models.checkpoint import Checkpoint, resolve
 from trimmoe.models.family import ExpertChoice, Family, build_spec
+from trimmoe.models.formats.choose import (
+    folder_of,
+    gguf_files,
+    model_name,
+    open_checkpoint,
+    read_settings,
+)
 from trimmoe.models.hashing import known_hash, model_hash
 
 __all__ = [
@@ -38,6 +45,8 @@ FAMILIES = {
 """Adapter module of each `model_type`; imported when first needed."""
 
 _DTYPES = (torch.float32, torch.bfloat16)
+_QUANTISATION = ("quantization_config", "compression_config")
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,7 +54,8 @@ class _Opened:
     """A checkpoint of which config.json and the headers have been read."""
 
     name: str
-    folder: Path
+    path: Path
+    """A directory or a GGUF file."""
     family: Family
     config: Any
     checkpoint: Checkpoint
@@ -53,7 +63,7 @@ class _Opened:
     def spec(
         self, dtype: torch.dtype, *, hashed: bool, quantise: Precision = Precision.NONE
     ) -> ModelSpec:
-        digest = model_hash(self.folder) if hashed else known_hash(self.folder)
+        digest = model_hash(self.path) if hashed else known_hash(self.path)
         return build_spec(
             self.family.geometry(self.config),
             self.checkpoint,
@@ -65,17 +75,13 @@ class _Opened:
 
     def dtype(self, wanted: torch.dtype | None) -> torch.dtype:
         """The dtype to serve in. Raises UserError if it is not one of those supported."""
-        dtype = wanted or self._stored_dtype()
+        dtype = wanted or self.checkpoint.dtype
         if dtype not in _DTYPES:
             raise UserError(
                 f"{self.name} would run in {str(dtype).removeprefix('torch.')}; choose float32 or "
                 f"bfloat16 as the dtype."
             )
         return dtype
-
-    def _stored_dtype(self) -> torch.dtype:
-        largest: Entry = max(self.checkpoint.entries.values(), key=lambda entry: entry.numel)
-        return torch_dtype(largest)
 
 
 def open_model(
@@ -164,57 +170,84 @@ def memory_needs(path_or_hub_id: str | Path, *, dtype: torch.dtype | None = None
 
 
 def load_tokenizer(path_or_hub_id: str | Path) -> Any:
-    """The checkpoint's tokenizer. Raises UserError if it has none."""
+    """The tokenizer beside the weights, else a GGUF file's own. Raises UserError if neither is."""
     from transformers import AutoTokenizer
 
-    folder = resolve(path_or_hub_id)
+    path = resolve(path_or_hub_id)
+    folder = folder_of(path)
+    inside: dict[str, Any] = {}
+    if (files := gguf_files(path)) and not any((folder / n).is_file() for n in _TOKENIZER_FILES):
+        inside = {"gguf_file": files[0].name}
     try:
-        return AutoTokenizer.from_pretrained(folder)
+        return AutoTokenizer.from_pretrained(folder, **inside)
     except Exception as error:  # Tokenizer classes raise many kinds, none of them ours.
         raise UserError(
-            f"{folder} has no tokenizer that transformers can load; copy the model's tokenizer "
+            f"{path} has no tokenizer that transformers can load; copy the model's tokenizer "
             f"files there."
         ) from error
 
 
 def _open(path_or_hub_id: str | Path) -> _Opened:
-    folder = resolve(path_or_hub_id)
-    raw = read_config(folder)
-    family = _family(folder, raw)
+    path = resolve(path_or_hub_id)
+    raw = read_settings(path)
+    family = _family(path, raw)
+    settings = {key: value for key, value in raw.items() if key not in _QUANTISATION}
     try:
-        config = family.config(raw)
+        config = family.config(settings)
+        names = family.geometry(config).expert_names
     except Exception as error:  # Config classes validate in many ways.
         raise UserError(
-            f"{folder / 'config.json'} is not a valid {raw['model_type']} configuration "
+            f"{folder_of(path) / 'config.json'} is not a valid {raw['model_type']} configuration "
             f"({str(error).splitlines()[0]}); fetch the checkpoint again."
         ) from error
-    is_local = Path(path_or_hub_id).expanduser().is_dir()
-    name = folder.resolve().name if is_local else str(path_or_hub_id)
     return _Opened(
-        name=name, folder=folder, family=family, config=config, checkpoint=Checkpoint(folder)
+        name=_name(path_or_hub_id, path),
+        path=path,
+        family=family,
+        config=config,
+        checkpoint=open_checkpoint(path, raw, names),
     )
 
 
-def _family(folder: Path, raw: dict[str, Any]) -> Family:
+def _name(path_or_hub_id: str | Path, path: Path) -> str:
+    if not path.is_dir():
+        return model_name(path)
+    is_local = Path(path_or_hub_id).expanduser().is_dir()
+    return path.resolve().name if is_local else str(path_or_hub_id)
+
+
+def _family(path: Path, raw: dict[str, Any]) -> Family:
     model_type = raw.get("model_type")
     if model_type not in FAMILIES:
         raise UserError(
-            f"{folder} holds a model of type {model_type!r}, which TrimMoE does not know; use one "
+            f"{path} holds a model of type {model_type!r}, which TrimMoE does not know; use one "
             f"of {', '.join(FAMILIES)}."
-        )
-    if raw.get("quantization_config"):
-        raise UserError(
-            f"{folder} holds quantised weights; use the same model's float32 or bfloat16 weights."
         )
     return importlib.import_module(FAMILIES[model_type]).FAMILY
 
 
 def known_device(device: str | torch.device) -> torch.device:
-    """The device of this name. Raises UserError if it is none, or not here."""
+    """The device of this name; `auto` is the best one here. Raises UserError if it is none, or not
+    here."""
+    if device == "auto":
+        return _best_device()
     try:
         device = torch.device(device)
     except RuntimeError as error:
-        raise UserError(f"{device} is not a device; use cpu or cuda.") from error
+        raise UserError(f"{device} is not a device; use auto, cpu, cuda or mps.") from error
     if device.type == "cuda" and not torch.cuda.is_available():
         raise UserError("PyTorch sees no CUDA device here; use the device cpu.")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise UserError(
+            f"PyTorch sees {torch.cuda.device_count()} CUDA devices here and no {device}; use one "
+            f"of cuda:0 to cuda:{torch.cuda.device_count() - 1}."
+        )
+    if device.type == "mps" and not torch.backends.mps.is_available():
+        raise UserError("PyTorch sees no Apple GPU here; use the device cpu.")
     return device
+
+
+def _best_device() -> torch.device:
+    if torch.cuda.is_available():
+        return torch.device("cuda")
+    return torch.device("mps" if torch.backends.mps.is_available() else "cpu")

@@ -27,7 +27,8 @@ class Packed:
 
     form: Format
     data: NDArray[Any]
-    """[P, K', LANES]; of Q4 bytes [P, K' / 2, LANES], a group's first half in the low bits."""
+    """[P, K', LANES]; of Q8 [P, K' / 2, LANES, 2]; of Q4 bytes [P, K' / 2, LANES], a group's first
+    half in the low bits."""
     scales: Floats
     """[P, K' / GROUP, LANES]; empty where there are none."""
     offsets: Floats
@@ -41,7 +42,7 @@ class Packed:
 
     @property
     def padded_columns(self) -> int:
-        return self.data.shape[1] * (2 if self.form is Format.Q4 else 1)
+        return self.data.shape[1] * (2 if self.form in (Format.Q8, Format.Q4) else 1)
 
     def rows(self, which: NDArray[np.int64]) -> Floats:
         """What some rows stand for, [n, K]."""
@@ -78,7 +79,7 @@ def pack(weights: Floats, precision: Precision) -> Packed:
         numbers = np.rint(_over(groups, scales)).astype(np.int8).reshape(padded.shape)
         return Packed(
             form=Format.Q8,
-            data=_panels(numbers),
+            data=_paired(numbers),
             scales=_panels(scales),
             offsets=_NOTHING,
             shape=weights.shape,
@@ -144,6 +145,12 @@ def _widened(part: Packed) -> Packed:
 def _panels(rows: NDArray[Any]) -> NDArray[Any]:
     """[P * LANES, X] to [P, X, LANES]."""
     return np.ascontiguousarray(rows.reshape(-1, LANES, rows.shape[1]).transpose(0, 2, 1))
+
+
+def _paired(rows: NDArray[Any]) -> NDArray[Any]:
+    """[P * LANES, X] to [P, X / 2, LANES, 2]."""
+    pairs = rows.reshape(-1, LANES, rows.shape[1] // 2, 2)
+    return np.ascontiguousarray(pairs.transpose(0, 2, 1, 3))
 
 
 def _over(groups: NDArray[Any], scales: NDArray[Any]) -> NDArray[Any]:

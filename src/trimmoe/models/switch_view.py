@@ -12,7 +12,7 @@ from transformers import EncoderDecoderCache
 
 from trimmoe.models.base import EncoderDecoderView, TokenBatch
 from trimmoe.models.batching import describe
-from trimmoe.models.cache import KVCache
+from trimmoe.models.cache import CACHE_ARGUMENT, KVCache
 from trimmoe.models.exact import full_depth
 from trimmoe.models.switch_stack import SwitchEncoder, SwitchStack
 
@@ -158,15 +158,15 @@ class SwitchView(SwitchStack, EncoderDecoderView):
         through = self._through(cache, batch)
         hidden = self._run(self._dense[layer], hidden, batch, through)
         block = self._moe[layer]
-        hidden = block.layer[0](hidden, position_bias=batch.position_bias, past_key_values=through)[
-            0
-        ]
+        hidden = block.layer[0](
+            hidden, position_bias=batch.position_bias, **{CACHE_ARGUMENT: through}
+        )[0]
         return block.layer[1](
             hidden,
             key_value_states=hidden,  # Unused: the cache has them.
             attention_mask=batch.source_mask,
             position_bias=self._no_bias,
-            past_key_values=through,
+            **{CACHE_ARGUMENT: through},
         )[0]
 
     def tail(self, hidden: Tensor, batch: TokenBatch, cache: KVCache) -> Tensor:
@@ -216,7 +216,7 @@ class SwitchView(SwitchStack, EncoderDecoderView):
                 encoder_hidden_states=hidden,  # Unused: the cache has them.
                 encoder_attention_mask=batch.source_mask,
                 encoder_decoder_position_bias=self._no_bias,
-                past_key_values=through,
+                **{CACHE_ARGUMENT: through},
             )[0]
         return hidden
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from trimmoe.core.specs import FloatArray, IntArray
+from trimmoe.cost.nearest import Nearest
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,3 +62,9 @@ class Policy(Protocol):
     def decide(self, observation: Observation) -> Decision:
         """Choose one feasible action per token (34, 40)."""
         ...
+
+    @property
+    def nearest(self) -> Nearest | None:
+        """Where slots run whatever else is known of a token, if the policy looks at nothing but
+        activated sets and no token exits; None where every layer is decided upon."""
+        return None

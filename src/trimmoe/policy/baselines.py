@@ -16,12 +16,12 @@ from trimmoe.core.specs import BoolArray, FloatArray, IntArray
 from trimmoe.cost.actions import DROPPED, ActionSpace
 from trimmoe.cost.kernels import curve_at
 from trimmoe.cost.model import Accounting, CostModel, layer_delay_s
-from trimmoe.policy.base import Decision, Observation
+from trimmoe.policy.base import Decision, Observation, Policy
 from trimmoe.policy.nearest import exact_decision, placed
 
 
 @dataclass(frozen=True, kw_only=True)
-class MixtureOfDepths:
+class MixtureOfDepths(Policy):
     """Skip the layers where a token's router mass is lowest, wherever they run.
 
     After Mixture-of-Depths (Raposo et al., 2024), without its training: its learned router is
@@ -67,7 +67,7 @@ def skip_thresholds(importance_quantiles: FloatArray, rate: float) -> FloatArray
 
 
 @dataclass(frozen=True, kw_only=True)
-class LocalPrior:
+class LocalPrior(Policy):
     """Route to experts that are near: the router's probabilities plus a bias for local experts.
 
     The activated set becomes the k experts of largest biased probability; an expert that was
@@ -92,7 +92,7 @@ class LocalPrior:
 
 
 @dataclass(frozen=True, kw_only=True)
-class MaskedGating:
+class MaskedGating(Policy):
     """Gate over the experts of chosen servers only, by the router's own order.
 
     An adaptation of MoE^2 (Jin et al., 2025): it selects a subset of servers under latency and

@@ -16,6 +16,7 @@ from trimmoe.cost.lookahead import LookAhead, Weights
 from trimmoe.cost.model import Accounting, CostModel, cost_model
 from trimmoe.cost.thresholds import theta_at, thresholds
 from trimmoe.cost.values import allowance_levels
+from trimmoe.policy.nearest import nothing_to_choose
 from trimmoe.policy.patterns import PatternIndex
 from trimmoe.policy.price import meeting_weights
 from trimmoe.policy.settings import BUDGET_USE_TARGET, PolicySettings
@@ -60,10 +61,9 @@ def make_policy(deployment: Deployment, profile: Profile, settings: PolicySettin
         budget=settings.budget,
     )
     exits = exit_forecast(profile, settings)
-    tables, levers = None, settings.levers
-    migrates = settings.accounting is Accounting.MIGRATE
-    looks_up = migrates or levers.exit or not levers.lossless
-    if looks_up and not settings.literal_lookahead:
+    tables = None
+    settled = nothing_to_choose(settings.levers, settings.accounting)
+    if not settled and not settings.literal_lookahead:
         tables = TableBank(
             space=space,
             profile=profile,

@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import numpy as np
 
-from trimmoe.core.specs import BoolArray, IntArray
-from trimmoe.cost.actions import ActionSpace
+from trimmoe.core.specs import IntArray
+from trimmoe.cost.actions import ActionSpace, Levers
 from trimmoe.cost.model import Accounting, layer_delay_s
+from trimmoe.cost.nearest import Nearest
 from trimmoe.policy.base import Decision, Observation
+
+
+def nothing_to_choose(levers: Levers, accounting: Accounting) -> bool:
+    """Whether there is one action only, and no exit that asks what comes after it."""
+    return levers.lossless and not levers.exit and accounting is not Accounting.MIGRATE
 
 
 def exact_decision(space: ActionSpace, routes: IntArray, observation: Observation) -> Decision:
@@ -46,8 +52,15 @@ def placed(
     return destination, server
 
 
-def settled_here(space: ActionSpace) -> BoolArray:
-    """Experts that exact execution runs where a token is, as long as that stays, [M, N, E]."""
-    servers = np.arange(space.hosts.shape[0])
-    nearest = space.menu.best_server[:, servers, servers]
-    return space.hosts & (nearest == servers[None, :, None]).transpose(1, 0, 2)
+def nearest_of(space: ActionSpace, routes: IntArray) -> Nearest:
+    """What exact execution on routes [R, N] does, as tables."""
+    servers, menu = np.arange(space.hosts.shape[0]), space.menu
+    staying = menu.best_server[:, servers, servers]
+    return Nearest(
+        links=space.cost.links,
+        dense_s=np.ascontiguousarray(space.cost.dense_s),
+        routes=np.ascontiguousarray(routes),
+        server=menu.best_server,
+        delay_s=menu.best_s,
+        here=space.hosts & (staying == servers[None, :, None]).transpose(1, 0, 2),
+    )

@@ -9,19 +9,19 @@ literal recursion (39), for a finite horizon.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 
 import numpy as np
 
 from trimmoe.core.changed import changed
-from trimmoe.core.specs import BoolArray, FloatArray, IntArray
+from trimmoe.core.specs import FloatArray, IntArray
 from trimmoe.cost import deciding
 from trimmoe.cost.actions import Candidates, as_batch
 from trimmoe.cost.lookahead import LookAhead, Place, Weights
 from trimmoe.cost.model import Accounting
+from trimmoe.cost.nearest import Nearest
 from trimmoe.cost.values import ValueTables
-from trimmoe.policy.base import Decision, Observation
-from trimmoe.policy.nearest import exact_decision, settled_here
+from trimmoe.policy.base import Decision, Observation, Policy
+from trimmoe.policy.nearest import exact_decision, nearest_of, nothing_to_choose
 from trimmoe.policy.patterns import PatternIndex
 from trimmoe.policy.tables import TableBank
 
@@ -30,7 +30,7 @@ WEIGHT_GRID = 0.025
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrimPolicy:
+class TrimPolicy(Policy):
     """Chooses among the feasible actions by step cost plus look-ahead."""
 
     lookahead: LookAhead
@@ -43,17 +43,14 @@ class TrimPolicy:
     """None: the literal recursion, which needs a horizon, or nothing to look up."""
     _by_weight: dict[float, LookAhead] = field(default_factory=dict)
 
-    @cached_property
-    def settled(self) -> BoolArray | None:
-        """Experts whose slots run where the token is whatever else is known of it, as long as it
-        stays there, [M, N, E]; None where every layer is decided upon."""
-        return settled_here(self.lookahead.space) if self._is_exact else None
+    @property
+    def nearest(self) -> Nearest | None:
+        return nearest_of(self.lookahead.space, self.routes) if self._is_exact else None
 
     @property
     def _is_exact(self) -> bool:
-        """Whether there is one action only, and no exit that asks what comes after it."""
-        levers = self.lookahead.space.levers
-        return levers.lossless and not levers.exit and not self._migrates
+        space = self.lookahead.space
+        return nothing_to_choose(space.levers, space.cost.accounting)
 
     def decide(self, observation: Observation) -> Decision:
         """One action per token, argmin over the feasible set of f + Phi (40)."""

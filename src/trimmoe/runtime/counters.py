@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from enum import IntEnum
+from threading import Lock
 
 import numpy as np
 
@@ -21,37 +22,66 @@ class ExpertUse(IntEnum):
     DROPPED = 4
 
 
+KEPT = 1024
+"""Segments that are counted together at the latest."""
+
+
 class ExpertCounter:
     """Sums of `ExpertUse` by layer and activated expert."""
 
     def __init__(self, layer_count: int, expert_count: int) -> None:
-        self.counts: IntArray = np.zeros(
-            (layer_count, expert_count, len(ExpertUse)), dtype=np.int64
-        )
+        shape = (layer_count, expert_count, len(ExpertUse))
+        self._counts: IntArray = np.zeros(shape, dtype=np.int64)
+        self._catching_up = Lock()
+        """Whoever reads may be another thread than the one that works."""
+        self._uncounted: list[tuple[SegmentRan, tuple[Command, ...]]] = []
         self._attending: dict[int, Attend] = {}
         """The last `Attend` of each wave."""
+
+    @property
+    def counts(self) -> IntArray:
+        """[N, E, uses]."""
+        self._catch_up()
+        return self._counts
+
+    def _catch_up(self) -> None:
+        with self._catching_up:
+            uncounted, self._uncounted = self._uncounted, []
+            for segment, commands in uncounted:
+                self._count_segment(segment, commands)
 
     def absorb(self, log: Iterable[tuple[Event, tuple[Command, ...]]]) -> None:
         """Count what a driver's log says was executed."""
         for event, commands in log:
             if isinstance(event, SegmentRan):
-                self._count_segment(self._attending.pop(event.wave), event)
+                # Later: a token waits for this.
+                self._uncounted.append((event, commands))
+                if len(self._uncounted) >= KEPT:
+                    self._catch_up()
+                continue
             for command in commands:
                 if isinstance(command, Attend):
                     self._attending[command.wave] = command
                 elif isinstance(command, Execute) and isinstance(event, Routed):
-                    self._count(self._attending.pop(command.wave), event, command)
+                    attend = self._attending.pop(command.wave)
+                    self._count(attend.rows, attend.server, event.experts, command)
 
-    def _count_segment(self, attend: Attend, ran: SegmentRan) -> None:
-        layers = attend.layer + np.arange(ran.experts.shape[1])
-        np.add.at(self.counts[..., ExpertUse.LOCAL_EXACT], (layers[:, None], ran.experts), 1)
+    def _count_segment(self, ran: SegmentRan, commands: tuple[Command, ...]) -> None:
+        first, rows = ran.tokens.layer, np.arange(ran.experts.shape[0])
+        layers = first + np.arange(ran.settled)
+        settled = layers[:, None], ran.experts[:, : ran.settled]
+        np.add.at(self._counts[..., ExpertUse.LOCAL_EXACT], settled, 1)
+        for command in commands:
+            if isinstance(command, Execute):
+                self._count(rows, ran.tokens.server, ran.experts[:, -1], command)
 
-    def _count(self, attend: Attend, routed: Routed, execute: Execute) -> None:
+    def _count(self, rows: IntArray, server: IntArray, experts: IntArray, execute: Execute) -> None:
         # Rows that nobody can serve were given up in between.
-        kept = np.isin(attend.rows, execute.rows)
-        experts, server = routed.experts[kept], attend.server[kept]
+        if execute.rows.size < rows.size:
+            kept = np.isin(rows, execute.rows)
+            experts, server = experts[kept], server[kept]
         runs = execute.slot_expert >= 0
         substitute = execute.slot_expert != experts
         remote = execute.slot_server != server[:, None]
         use = np.where(runs, substitute + 2 * remote, int(ExpertUse.DROPPED))
-        np.add.at(self.counts[execute.layer], (experts, use), 1)
+        np.add.at(self._counts[execute.layer], (experts, use), 1)

@@ -55,18 +55,5 @@ class Observer:
         )
 
 
-def routed_unseen(wave: int, routing: Routing) -> Routed:
-    """For policies that look at nothing but the activated sets."""
-    experts, gates = routing.experts.cpu().numpy(), _doubles(routing.gates)
-    count = experts.shape[0]
-    return Routed(
-        wave=wave,
-        experts=experts,
-        masses=gates,
-        importance=np.ones(count),
-        steadiness=np.zeros(count, dtype=np.int64),
-    )
-
-
 def _doubles(tensor: Tensor) -> FloatArray:
     return tensor.double().cpu().numpy()

@@ -2,8 +2,10 @@
 
 Weights are stored in *panels*: sixteen rows of a matrix side by side, so that a lane is an output
 and adds up its own products from the first to the last. A tile multiplies R rows of states with P
-panels; whatever R and P are, an output is the same sum in the same order, bit for bit. Addresses
-are passed as integers; whoever calls keeps the arrays alive.
+panels; whatever R and P are, an output is the same sum in the same order, bit for bit. Weights of
+eight bits are multiplied as whole numbers with states of sixteen, which is three times as quick as
+in floats and, within 1/65534 of the largest state of a group, the same. Addresses are passed as
+integers; whoever calls keeps the arrays alive.
 """
 
 from __future__ import annotations
@@ -14,7 +16,9 @@ from typing import Any
 
 import numpy as np
 from llvmlite import ir
+from llvmlite.binding import get_host_cpu_features
 from numba import types
+from numba.core.errors import RequireLiteralValue
 from numba.extending import intrinsic as numba_intrinsic
 
 from trimmoe.core.precision import GROUP
@@ -32,7 +36,7 @@ class Format(IntEnum):
     BF16 = 1
     """The upper half of a float32."""
     Q8 = 2
-    """An int8 per weight; a group is multiplied by its scale."""
+    """An int8 per weight, two columns side by side; a group is multiplied by its scale."""
     Q4 = 3
     """Four bits per weight, a group's first half in the low ones; times scale, plus offset."""
 
@@ -50,6 +54,9 @@ def intrinsic(code: Any) -> Any:
 _F32, _I64, _I32, _I16, _I8 = (ir.FloatType(), *map(ir.IntType, (64, 32, 16, 8)))
 _WIDE = ir.VectorType(_F32, LANES)
 _INTS = ir.VectorType(_I32, LANES)
+_SHORTS, _BYTES = ir.VectorType(_I16, 2 * LANES), ir.VectorType(_I8, 2 * LANES)
+# Elsewhere the same products and sums are written out: whole numbers come out alike.
+_PAIRS_AT_ONCE = "llvm.x86.avx512.pmaddw.d.512" if get_host_cpu_features().get("avx512bw") else ""
 
 
 def _const(value: int) -> Any:
@@ -82,23 +89,64 @@ class _Emit:
         return self.builder.mul(value, _const(factor))
 
     def spread(self, address: Any) -> Any:
-        """A float in all lanes."""
-        scalar = self.load(address, _F32, 4)
-        nothing = ir.Constant(_WIDE, ir.Undefined)
+        """The float at an address in all lanes."""
+        return self.everywhere(self.load(address, _F32, 4))
+
+    def everywhere(self, scalar: Any) -> Any:
+        """A scalar in all lanes."""
+        nothing = ir.Constant(ir.VectorType(scalar.type, LANES), ir.Undefined)
         one = self.builder.insert_element(nothing, scalar, ir.Constant(_I32, 0))
         return self.builder.shuffle_vector(one, nothing, _all(_INTS, 0))
 
+    def pair(self, address: Any) -> Any:
+        """The two int16 at an address in all pairs of lanes."""
+        return self.builder.bitcast(self.everywhere(self.load(address, _I32, 4)), _SHORTS)
+
+    def multiplied(self, a: Any, b: Any) -> Any:
+        """Products of int16, pairs of neighbours added up."""
+        if _PAIRS_AT_ONCE:
+            return self._called(_PAIRS_AT_ONCE, ir.FunctionType(_INTS, [_SHORTS] * 2), [a, b])
+        long = ir.VectorType(_I32, 2 * LANES)
+        products = self.builder.mul(self.builder.sext(a, long), self.builder.sext(b, long))
+        nothing = ir.Constant(long, ir.Undefined)
+        even, odd = (
+            self.builder.shuffle_vector(
+                products, nothing, ir.Constant(_INTS, list(range(first, 2 * LANES, 2)))
+            )
+            for first in (0, 1)
+        )
+        return self.builder.add(even, odd)
+
+    def magnitude(self, value: Any) -> Any:
+        """Floats without their signs."""
+        bits = self.builder.and_(self.builder.bitcast(value, _INTS), _all(_INTS, 0x7FFFFFFF))
+        return self.builder.bitcast(bits, _WIDE)
+
+    def larger(self, a: Any, b: Any) -> Any:
+        """The larger one in each lane."""
+        return self.builder.select(self.builder.fcmp_ordered(">", a, b), a, b)
+
+    def largest(self, vector: Any) -> Any:
+        """The largest lane."""
+        return self._halved(vector, self.larger)
+
     def fused(self, a: Any, b: Any, c: Any) -> Any:
         """a * b + c, rounded once where the processor can."""
-        name = f"llvm.fmuladd.v{LANES}f32"
+        kind = ir.FunctionType(_WIDE, [_WIDE] * 3)
+        return self._called(f"llvm.fmuladd.v{LANES}f32", kind, [a, b, c])
+
+    def _called(self, name: str, kind: Any, values: list[Any]) -> Any:
         function = self.builder.module.globals.get(name)
         if function is None:
-            kind = ir.FunctionType(_WIDE, [_WIDE] * 3)
             function = ir.Function(self.builder.module, kind, name=name)
-        return self.builder.call(function, [a, b, c])
+        return self.builder.call(function, values)
 
     def folded(self, vector: Any) -> Any:
         """The sum of the lanes, in halves."""
+        return self._halved(vector, self.builder.fadd)
+
+    def _halved(self, vector: Any, joined: Callable[[Any, Any], Any]) -> Any:
+        """All lanes joined, half with half."""
         width = LANES
         while width > 1:
             width //= 2
@@ -106,7 +154,7 @@ class _Emit:
             kind = ir.VectorType(_I32, width)
             low = ir.Constant(kind, list(range(width)))
             high = ir.Constant(kind, list(range(width, 2 * width)))
-            vector = self.builder.fadd(
+            vector = joined(
                 self.builder.shuffle_vector(vector, undefined, low),
                 self.builder.shuffle_vector(vector, undefined, high),
             )
@@ -148,10 +196,7 @@ def _column(emit: _Emit, form: Format, address: Any) -> tuple[Any, ...]:
     if form is Format.BF16:
         halves = b.zext(emit.load(address, ir.VectorType(_I16, LANES), 2), _INTS)
         return (b.bitcast(b.shl(halves, _all(_INTS, 16)), _WIDE),)
-    stored = emit.load(address, ir.VectorType(_I8, LANES), 1)
-    if form is Format.Q8:
-        return (b.sitofp(b.sext(stored, _INTS), _WIDE),)
-    both = b.zext(stored, _INTS)
+    both = b.zext(emit.load(address, ir.VectorType(_I8, LANES), 1), _INTS)
     parts = b.and_(both, _all(_INTS, 15)), b.lshr(both, _all(_INTS, 4))
     return tuple(b.sitofp(part, _WIDE) for part in parts)
 
@@ -191,39 +236,50 @@ class _Tile(_Emit):
                     sums[i] = self.fused(spread, column[half], sums[i])
 
 
-def make_tile(form: Format, rows: int, panels: int) -> Any:
-    """An intrinsic: out[r, 16 p + lane] = sum over k of x[r, k] * panel p [k, lane].
+@intrinsic
+def tile(
+    typingctx, form, rows, panels, w, w_next, s, o, s_next, x, x_next, k, g, g_next, out, out_next
+):  # pyright: ignore
+    """out[r, 16 p + lane] = sum over k of x[r, k] * panel p [k, lane].
 
-    Arguments, int64: address of the first panel and bytes between panels; of its scales, and its
-    offsets, and bytes between those of panels; of x's row 0 and bytes between rows; columns K, a
-    multiple of `GROUP`; of the sums of x's groups (Q4) and bytes between rows; of out and bytes
-    between its rows.
+    Arguments, int64: the format, how many rows and panels, all three literal; address of the first
+    panel and bytes between panels; of its scales, and its offsets, and bytes between those of
+    panels; of x's row 0 and bytes between rows; columns K, a multiple of `GROUP`; of what is known
+    of x's groups (Q4: their sums, Q8: their scales) and bytes between rows; of out and bytes
+    between its rows. Of Q8 x is int16, as `round_lanes` gives it.
     """
+    if not all(isinstance(each, types.IntegerLiteral) for each in (form, rows, panels)):
+        raise RequireLiteralValue("a tile's format and size")
+    made = Format(form.literal_value), rows.literal_value, panels.literal_value
 
-    @intrinsic
-    def tile(typingctx, w, w_next, s, o, s_next, x, x_next, k, g, g_next, out, out_next):  # pyright: ignore
-        def generate(context, builder, signature, args):
-            w, w_next, s, o, s_next, x, x_next, k, g, g_next, out, out_next = args
-            emit = _Emit(builder)
+    def generate(context, builder, signature, args):
+        _tiled(_Emit(builder), *made, *args[3:])
+        return context.get_dummy_value()
 
-            def spaced(first: Any, distance: Any, count: int) -> list[Any]:
-                return [emit.add(first, emit.times(distance, i)) for i in range(count)]
+    return types.void(form, rows, panels, *[types.int64] * 12), generate
 
-            xs, ws = spaced(x, x_next, rows), spaced(w, w_next, panels)
-            tile, outs = _Tile(builder, form, xs, ws), spaced(out, out_next, rows)
-            places = [emit.add(at, p * LANES * 4) for at in outs for p in range(panels)]
-            if form in (Format.Q8, Format.Q4):
-                scales, offsets = spaced(s, s_next, panels), spaced(o, s_next, panels)
-                sums = _grouped(tile, scales, offsets, spaced(g, g_next, rows), k)
-                for place, total in zip(places, sums, strict=True):
-                    emit.store(total, place)
-            else:
-                _stretched(tile, places, k)
-            return context.get_dummy_value()
 
-        return types.void(*[types.int64] * 12), generate
+def _tiled(
+    emit: _Emit, form: Format, rows: int, panels: int,
+    w: Any, w_next: Any, s: Any, o: Any, s_next: Any, x: Any, x_next: Any, k: Any,
+    g: Any, g_next: Any, out: Any, out_next: Any,
+) -> None:  # fmt: skip
+    def spaced(first: Any, distance: Any, count: int) -> list[Any]:
+        return [emit.add(first, emit.times(distance, i)) for i in range(count)]
 
-    return tile
+    xs, ws = spaced(x, x_next, rows), spaced(w, w_next, panels)
+    tile, outs = _Tile(emit.builder, form, xs, ws), spaced(out, out_next, rows)
+    places = [emit.add(at, p * LANES * 4) for at in outs for p in range(panels)]
+    if form in (Format.F32, Format.BF16):
+        _stretched(tile, places, k)
+        return
+    scales, groups = spaced(s, s_next, panels), spaced(g, g_next, rows)
+    if form is Format.Q8:
+        sums = _integers(tile, scales, groups, k)
+    else:
+        sums = _grouped(tile, scales, spaced(o, s_next, panels), groups, k)
+    for place, total in zip(places, sums, strict=True):
+        emit.store(total, place)
 
 
 def _stretched(tile: _Tile, places: list[Any], k: Any) -> None:
@@ -247,29 +303,88 @@ def _stretched(tile: _Tile, places: list[Any], k: Any) -> None:
 def _grouped(
     tile: _Tile, scales: list[Any], offsets: list[Any], groups: list[Any], k: Any
 ) -> list[Any]:
-    """Add up group by group, each times its scale."""
-    b = tile.builder
-    stored = GROUP // 2 if tile.form is Format.Q4 else GROUP
+    """Q4: add up group by group, each times its scale, and the group's sum times its offset."""
 
     def body(group: Any, totals: list[Any]) -> list[Any]:
         totals, there = list(totals), tile.times(group, LANES * 4)
-        sums = tile.stretch(tile.times(group, GROUP), _const(stored))
+        sums = tile.stretch(tile.times(group, GROUP), _const(GROUP // 2))
+        for p, (scale, offset) in enumerate(zip(scales, offsets, strict=True)):
+            factor = tile.load(tile.add(scale, there), _WIDE, 4)
+            shift = tile.load(tile.add(offset, there), _WIDE, 4)
+            for r, of_row in enumerate(groups):
+                i = r * len(scales) + p
+                spread = tile.spread(tile.add(of_row, tile.times(group, 4)))
+                totals[i] = tile.fused(sums[i], factor, totals[i])
+                totals[i] = tile.fused(spread, shift, totals[i])
+        return totals
+
+    zeros = [_all(_WIDE, 0.0)] * (len(tile.xs) * len(tile.ws))
+    return tile.loop(tile.builder.udiv(k, _const(GROUP)), zeros, body)
+
+
+def _integers(tile: _Tile, scales: list[Any], groups: list[Any], k: Any) -> list[Any]:
+    """Q8: whole numbers within a group, then times the scales of weights and states."""
+    b, pairs = tile.builder, GROUP // 2
+
+    def body(group: Any, totals: list[Any]) -> list[Any]:
+        totals, there = list(totals), tile.times(group, LANES * 4)
+        sums: list[Any] = [_all(_INTS, 0)] * (len(tile.xs) * len(tile.ws))
+        for pair in range(pairs):
+            at = tile.add(tile.times(group, pairs), pair)
+            stored, halves = tile.times(at, 2 * LANES), tile.times(at, 4)
+            columns = [b.sext(tile.load(tile.add(w, stored), _BYTES, 1), _SHORTS) for w in tile.ws]
+            for r, x in enumerate(tile.xs):
+                states = tile.pair(tile.add(x, halves))
+                for p, column in enumerate(columns):
+                    i = r * len(columns) + p
+                    sums[i] = b.add(sums[i], tile.multiplied(column, states))
         for p, scale in enumerate(scales):
             factor = tile.load(tile.add(scale, there), _WIDE, 4)
-            for r in range(len(tile.xs)):
+            for r, of_row in enumerate(groups):
                 i = r * len(scales) + p
-                totals[i] = tile.fused(sums[i], factor, totals[i])
-        if tile.form is Format.Q4:
-            for p, offset in enumerate(offsets):
-                shift = tile.load(tile.add(offset, there), _WIDE, 4)
-                for r, of_row in enumerate(groups):
-                    spread = tile.spread(tile.add(of_row, tile.times(group, 4)))
-                    i = r * len(offsets) + p
-                    totals[i] = tile.fused(spread, shift, totals[i])
+                spread = tile.spread(tile.add(of_row, tile.times(group, 4)))
+                both = b.fmul(factor, spread)
+                totals[i] = tile.fused(b.sitofp(sums[i], _WIDE), both, totals[i])
         return totals
 
     zeros = [_all(_WIDE, 0.0)] * (len(tile.xs) * len(tile.ws))
     return tile.loop(b.udiv(k, _const(GROUP)), zeros, body)
+
+
+@intrinsic
+def round_lanes(typingctx, x, out, scales, groups):  # pyright: ignore
+    """Floats as whole numbers of sixteen bits, group by group: x is out times the group's scale.
+
+    Addresses of floats, of int16 and of a float for each of `groups` groups.
+    """
+
+    def generate(context, builder, signature, args):
+        x, out, scales, groups = args
+        emit, b = _Emit(builder), builder
+        half = LANES * 4
+        assert GROUP == 2 * LANES
+
+        def body(group: Any, carried: list[Any]) -> list[Any]:
+            there = emit.add(x, emit.times(group, 2 * half))
+            values = [emit.load(emit.add(there, i * half), _WIDE, 4) for i in range(2)]
+            largest = emit.largest(emit.larger(*[emit.magnitude(value) for value in values]))
+            scale = b.fdiv(largest, ir.Constant(_F32, 32767.0))
+            emit.store(scale, emit.add(scales, emit.times(group, 4)))
+            is_zero = b.fcmp_ordered("==", largest, ir.Constant(_F32, 0.0))
+            over = b.fdiv(ir.Constant(_F32, 32767.0), largest)
+            factor = emit.everywhere(b.select(is_zero, ir.Constant(_F32, 0.0), over))
+            for i, value in enumerate(values):
+                # Adding 1.5 * 2^23 rounds to the nearest integer, which its low bits then are.
+                rounded = b.fadd(b.fmul(value, factor), _all(_WIDE, 12582912.0))
+                whole = b.trunc(b.bitcast(rounded, _INTS), ir.VectorType(_I16, LANES))
+                to = emit.add(emit.times(group, 2 * LANES * 2), i * LANES * 2)
+                emit.store(whole, emit.add(out, to))
+            return []
+
+        emit.loop(groups, [], body)
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 4), generate
 
 
 def make_dots(rows: int, columns: int) -> Any:

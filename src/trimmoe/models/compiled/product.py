@@ -13,9 +13,10 @@ from typing import Any
 import numpy as np
 from llvmlite import ir
 from numba import cfunc, njit, prange, types
+from numba.misc.special import literally
 
 from trimmoe.core.precision import GROUP
-from trimmoe.models.compiled.lanes import LANES, Format, intrinsic, make_tile
+from trimmoe.models.compiled.lanes import LANES, Format, intrinsic, round_lanes, tile
 
 RUN, DATA, SCALES, OFFSETS, FORMAT, OUT, IN = range(7)
 """Columns of a matrix: addresses of its product and its parts, its `Format`, its rows, and its
@@ -26,65 +27,84 @@ _WORTH_THREADS = 1 << 17
 _BLOCK = 48
 """Rows that stay in the cache while the weights go by."""
 _ARGUMENTS = 13
-_Q4 = int(Format.Q4)
+_Q8, _Q4 = int(Format.Q8), int(Format.Q4)
+
+
+@njit(nogil=True, error_model="numpy", cache=True)
+def _run(form, size, w, s, o, k, first, last, x, xn, rows, g, gn, out, on):
+    # Distances: wn from panel to panel, sn of their scales, xn, gn and on from row to row.
+    form, wn = literally(form), k * size
+    sn = k // GROUP * LANES * 4 if form >= _Q8 else 0
+    for start in range(0, rows, _BLOCK):
+        r, stop = start, min(rows, start + _BLOCK)
+        sixes = start + (stop - start) // 6 * 6
+        p = first
+        while p < last and sixes > start:
+            at, a, b = w + p * wn, s + p * sn, o + p * sn
+            for r in range(start, sixes, 6):
+                xr, gr, to = x + r * xn, g + r * gn, out + r * on + p * 64
+                if last - p >= 2:
+                    tile(form, 6, 2, at, wn, a, b, sn, xr, xn, k, gr, gn, to, on)
+                else:
+                    tile(form, 6, 1, at, wn, a, b, sn, xr, xn, k, gr, gn, to, on)
+            p += 2
+        r = sixes
+        while r < stop:
+            pair = stop - r >= 2
+            xr, gr = x + r * xn, g + r * gn
+            p = first
+            while p < last:
+                at, a, b = w + p * wn, s + p * sn, o + p * sn
+                to = out + r * on + p * 64
+                left = last - p
+                if pair and left >= 4:
+                    tile(form, 2, 4, at, wn, a, b, sn, xr, xn, k, gr, gn, to, on)
+                    p += 4
+                elif pair:
+                    tile(form, 2, 1, at, wn, a, b, sn, xr, xn, k, gr, gn, to, on)
+                    p += 1
+                elif left >= 8:
+                    tile(form, 1, 8, at, wn, a, b, sn, xr, xn, k, gr, gn, to, on)
+                    p += 8
+                elif left >= 4:
+                    tile(form, 1, 4, at, wn, a, b, sn, xr, xn, k, gr, gn, to, on)
+                    p += 4
+                elif left >= 2:
+                    tile(form, 1, 2, at, wn, a, b, sn, xr, xn, k, gr, gn, to, on)
+                    p += 2
+                else:
+                    tile(form, 1, 1, at, wn, a, b, sn, xr, xn, k, gr, gn, to, on)
+                    p += 1
+            r += 2 if pair else 1
+
+
+def _f32(w, s, o, k, first, last, x, x_next, rows, g, g_next, out, out_next):
+    _run(0, 64, w, s, o, k, first, last, x, x_next, rows, g, g_next, out, out_next)
+
+
+def _bf16(w, s, o, k, first, last, x, x_next, rows, g, g_next, out, out_next):
+    _run(1, 32, w, s, o, k, first, last, x, x_next, rows, g, g_next, out, out_next)
+
+
+def _q8(w, s, o, k, first, last, x, x_next, rows, g, g_next, out, out_next):
+    _run(2, 16, w, s, o, k, first, last, x, x_next, rows, g, g_next, out, out_next)
+
+
+def _q4(w, s, o, k, first, last, x, x_next, rows, g, g_next, out, out_next):
+    _run(3, 8, w, s, o, k, first, last, x, x_next, rows, g, g_next, out, out_next)
+
+
+_PRODUCTS = {Format.F32: _f32, Format.BF16: _bf16, Format.Q8: _q8, Format.Q4: _q4}
 
 
 @cache
 def product_of(form: Format) -> Any:
     """The compiled product of a format: panels [first, last) times rows.
 
-    The tiles that it is made of all give the same bits.
+    The tiles that it is made of all give the same bits. What is compiled is kept for the next
+    process, which functions that close over something would not be.
     """
-    size, grouped = form.panel_bytes, form in (Format.Q8, Format.Q4)
-    one8, one4, one2, one1 = (make_tile(form, 1, panels) for panels in (8, 4, 2, 1))
-    two4, two1 = make_tile(form, 2, 4), make_tile(form, 2, 1)
-    six2, six1 = make_tile(form, 6, 2), make_tile(form, 6, 1)
-
-    def run(w, s, o, k, first, last, x, x_next, rows, g, g_next, out, out_next):
-        w_next, s_next = k * size, k // GROUP * LANES * 4 if grouped else 0
-        for start in range(0, rows, _BLOCK):
-            r, stop = start, min(rows, start + _BLOCK)
-            sixes = start + (stop - start) // 6 * 6
-            p = first
-            while p < last and sixes > start:
-                at, a, b = w + p * w_next, s + p * s_next, o + p * s_next
-                for r in range(start, sixes, 6):
-                    xr, gr, to = x + r * x_next, g + r * g_next, out + r * out_next + p * 64
-                    if last - p >= 2:
-                        six2(at, w_next, a, b, s_next, xr, x_next, k, gr, g_next, to, out_next)
-                    else:
-                        six1(at, w_next, a, b, s_next, xr, x_next, k, gr, g_next, to, out_next)
-                p += 2
-            r = sixes
-            while r < stop:
-                pair = stop - r >= 2
-                xr, gr = x + r * x_next, g + r * g_next
-                p = first
-                while p < last:
-                    at, a, b = w + p * w_next, s + p * s_next, o + p * s_next
-                    to = out + r * out_next + p * 64
-                    left = last - p
-                    if pair and left >= 4:
-                        two4(at, w_next, a, b, s_next, xr, x_next, k, gr, g_next, to, out_next)
-                        p += 4
-                    elif pair:
-                        two1(at, w_next, a, b, s_next, xr, x_next, k, gr, g_next, to, out_next)
-                        p += 1
-                    elif left >= 8:
-                        one8(at, w_next, a, b, s_next, xr, x_next, k, gr, g_next, to, out_next)
-                        p += 8
-                    elif left >= 4:
-                        one4(at, w_next, a, b, s_next, xr, x_next, k, gr, g_next, to, out_next)
-                        p += 4
-                    elif left >= 2:
-                        one2(at, w_next, a, b, s_next, xr, x_next, k, gr, g_next, to, out_next)
-                        p += 2
-                    else:
-                        one1(at, w_next, a, b, s_next, xr, x_next, k, gr, g_next, to, out_next)
-                        p += 1
-                r += 2 if pair else 1
-
-    return cfunc(types.void(*[types.int64] * _ARGUMENTS), cache=True)(run)
+    return cfunc(types.void(*[types.int64] * _ARGUMENTS), cache=True)(_PRODUCTS[form])
 
 
 @intrinsic
@@ -122,6 +142,10 @@ def product(matrix, x, rows, out, threads):
         groups = _group_sums(x, rows, matrix[IN])
     panels = (matrix[OUT] + LANES - 1) // LANES
     x_at, x_next = np.int64(x.ctypes.data), x.shape[1] * 4
+    whole = np.zeros((1, 1), dtype=np.int16)
+    if matrix[FORMAT] == _Q8:
+        whole, groups = _rounded(x, rows, matrix[IN])
+        x_at, x_next = np.int64(whole.ctypes.data), whole.shape[1] * 2
     g_at, g_next = np.int64(groups.ctypes.data), groups.shape[1] * 4
     out_at, out_next = np.int64(out.ctypes.data), out.shape[1] * 4
     if threads > 1 and panels > threads and rows * panels * matrix[IN] > _WORTH_THREADS:
@@ -131,6 +155,22 @@ def product(matrix, x, rows, out, threads):
             matrix[RUN], matrix[DATA], matrix[SCALES], matrix[OFFSETS], matrix[IN],
             0, panels, x_at, x_next, rows, g_at, g_next, out_at, out_next,
         )  # fmt: skip
+    # Only their addresses went into the call: without a use after it they would be freed before.
+    if whole.size < 0 or groups.size < 0:
+        out[0, 0] = 0.0
+
+
+@njit(nogil=True, error_model="numpy", cache=True)
+def _rounded(x, rows, k):
+    """Rows as whole numbers [rows, K], and the scales of their groups [rows, K / GROUP]."""
+    whole = np.empty((rows, k), dtype=np.int16)
+    scales = np.empty((rows, k // GROUP), dtype=np.float32)
+    for r in range(rows):
+        x_at = np.int64(x.ctypes.data) + r * x.shape[1] * 4
+        whole_at = np.int64(whole.ctypes.data) + r * k * 2
+        scales_at = np.int64(scales.ctypes.data) + r * scales.shape[1] * 4
+        round_lanes(x_at, whole_at, scales_at, k // GROUP)
+    return whole, scales
 
 
 @njit(nogil=True, error_model="numpy", cache=True)

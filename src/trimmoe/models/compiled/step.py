@@ -300,7 +300,9 @@ def finish(shape, block, index, hidden, normed, experts, gates):
 
 
 @jit
-def segment(shape, blocks, ends, index, settled, hidden, rotary, places, slabs, found):
+def segment(
+    shape, blocks, ends, index, settled, hidden, rotary, places, slabs, found, kept_at, kept
+):
     """Take rows through blocks until a layer has to be decided on.
 
     `ends` are the first block and the one after the last, of `blocks` [B, COLUMNS]. `index`
@@ -308,7 +310,7 @@ def segment(shape, blocks, ends, index, settled, hidden, rotary, places, slabs, 
     here without a decision. `hidden` [n, wide] is changed in place. `slabs` [B, 4]: addresses of
     keys and values, their slots, their capacity. `found`: experts [B, n, k] by block and what the
     router said of the last layer it was asked for: logits, probabilities [n, wide(E)], gates
-    [n, k], normed [n, wide].
+    [n, k], normed [n, wide]. Into `kept` [n, wide] go the rows as they enter block `kept_at`.
 
     Returns the block it stopped at, `ends[1]` if it passed all. Attention and router of the block
     it stopped at are done, its experts are not.
@@ -316,6 +318,10 @@ def segment(shape, blocks, ends, index, settled, hidden, rotary, places, slabs, 
     experts, logits, probabilities, gates, normed = found
     for b in range(ends[0], ends[1]):
         block = blocks[b]
+        if b == kept_at:
+            for r in range(hidden.shape[0]):
+                for i in range(hidden.shape[1]):
+                    kept[r, i] = hidden[r, i]
         keys, values = slabs_of(shape, slabs[b])
         if block[LAYER] < 0:
             dense_block(shape, block, hidden, rotary, places, keys, values, False)

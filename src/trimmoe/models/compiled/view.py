@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from trimmoe.models.compiled.build import Parts
 
 Floats = NDArray[np.float32]
+_KEPT_LAYOUTS = 64
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,7 +63,10 @@ class CompiledView(MoEView):
         self._restored: Tensor | None = None
         nothing = np.zeros((tables.blocks.shape[0], 2 * RECORD), dtype=np.int64)
         self._no_maps = Maps(table=nothing, rank=0)
-        self._settled = np.zeros_like(tables.index, dtype=bool)
+        self._moe_blocks = np.array(tables.block_of)
+        self._layouts: dict[int, tuple[BoolArray, BoolArray]] = {}
+        """Tables of experts by block, by the identity of those by layer, which are kept with them.
+        """
         with one_at_a_time():
             self._warm_up()
 
@@ -153,15 +157,25 @@ class CompiledView(MoEView):
         *,
         normed: Tensor | None = None,
     ) -> Tensor:
-        at, shape = self._tables.block_of[layer], self._tables.shape
-        chosen = np.ascontiguousarray(experts.numpy(), dtype=np.int64)
-        self._require(layer, chosen)
         rows = self._read(layer, hidden, normed)
         given = np.zeros_like(rows)
-        weights = np.ascontiguousarray(gates.numpy(), dtype=np.float32)
-        blocks, index = self._tables.blocks, self._tables.index
-        step.routed(shape, blocks[at], index[at], rows, chosen, weights, given)
+        chosen, weights = self._slots(layer, experts.numpy(), gates)
+        step.routed(*self._stack(layer), rows, chosen, weights, given)
         return self._narrowed(given)
+
+    def give(
+        self,
+        layer: int,
+        hidden: Tensor,
+        experts: IntArray,
+        gates: Tensor,
+        *,
+        normed: Tensor | None = None,
+    ) -> Tensor:
+        rows, read = _widened(hidden), self._read(layer, hidden, normed)
+        chosen, weights = self._slots(layer, experts, gates)
+        step.finish(*self._stack(layer), rows, read, chosen, weights)
+        return self._narrowed(rows)
 
     def finish(
         self, layer: int, hidden: Tensor, shared: Tensor | None, routed: Tensor | None
@@ -197,13 +211,16 @@ class CompiledView(MoEView):
         batch: TokenBatch,
         cache: KVCache,
         settled: BoolArray,
+        kept_at: int | None = None,
     ) -> Segment:
         tables, count = self._tables, hidden.shape[0]
         begin, _ = self._blocks_of(first)
+        wanted = kept_at if kept_at is not None and first <= kept_at < last else None
+        wide = step.wide(tables.shape.hidden)
+        kept = np.empty((0 if wanted is None else count, wide), dtype=np.float32)
         end = tables.block_of[last - 1] + 1
         found = _Found.of(tables.shape, tables.blocks.shape[0], count)
-        by_block = self._settled
-        by_block[list(tables.block_of)] = settled & (tables.index[list(tables.block_of)] >= 0)
+        by_block = self._by_block(settled)
         rows, places = _widened(hidden), self._places(batch)
         stopped = step.segment(
             tables.shape,
@@ -216,14 +233,17 @@ class CompiledView(MoEView):
             places,
             cache.addresses(range(begin, end), batch.length),
             (found.experts, found.logits, found.probabilities, found.gates, found.normed),
+            -1 if wanted is None else self._blocks_of(wanted)[0],
+            kept,
         )
         layer = last if stopped == end else int(tables.blocks[stopped, step.LAYER])
-        passed = list(tables.block_of[first:layer])
+        passed = self._moe_blocks[first:layer]
         return Segment(
             layer=layer,
             hidden=self._narrowed(rows),
             routing=None if layer == last else self._routing(found, found.experts[stopped]),
             experts=found.experts[passed].transpose(1, 0, 2),
+            kept=None if wanted is None or wanted > layer else self._narrowed(kept),
         )
 
     @torch.inference_mode()
@@ -235,7 +255,9 @@ class CompiledView(MoEView):
         hidden = self.embed(batch.pad([[0]]), batch)
         flat = batch.pack(self.attend(0, hidden, batch, cache))
         routing = self.route(0, flat)
-        self.experts(0, flat, torch.full_like(routing.experts, DROPPED), routing.gates)
+        none = torch.full_like(routing.experts, DROPPED)
+        self.experts(0, flat, none, routing.gates)
+        self.give(0, flat, none.numpy(), routing.gates)
         self.shared(0, flat)
         self.propagate(0, hidden, batch, cache)
         nothing = np.zeros((self.spec.layer_count, self.spec.expert_count), dtype=bool)
@@ -271,8 +293,7 @@ class CompiledView(MoEView):
         tables, rows = self._tables, _widened(hidden)
         maps = maps or self._no_maps
         begin, end = self._blocks_of(first)[0], tables.block_of[last - 1] + 1
-        by_block = np.zeros_like(tables.index, dtype=bool)
-        by_block[list(tables.block_of)] = held
+        by_block = self._by_block(held)
         step.home_segment(
             tables.shape,
             tables.blocks,
@@ -287,6 +308,19 @@ class CompiledView(MoEView):
             cache.addresses(range(begin, end), batch.length),
         )
         return self._narrowed(rows)
+
+    def _by_block(self, experts: BoolArray) -> BoolArray:
+        """Which of these experts [N, E] are here, by block, [B, E]; whoever asks does not change
+        the table afterwards."""
+        kept = self._layouts.get(id(experts))
+        if kept is None or kept[0] is not experts:
+            if len(self._layouts) >= _KEPT_LAYOUTS:
+                self._layouts.clear()
+            index = self._tables.index
+            by_block = np.zeros_like(index, dtype=bool)
+            by_block[self._moe_blocks] = experts & (index[self._moe_blocks] >= 0)
+            kept = self._layouts[id(experts)] = experts, by_block
+        return kept[1]
 
     @property
     def _last_blocks(self) -> range:
@@ -334,12 +368,20 @@ class CompiledView(MoEView):
         step.read(self._tables.shape, block, rows, out)
         return out
 
-    def _require(self, layer: int, chosen: IntArray) -> None:
+    def _stack(self, layer: int) -> tuple[step.Shape, IntArray, IntArray]:
+        """The block with a layer's experts, and where in it each of them is."""
+        tables, at = self._tables, self._tables.block_of[layer]
+        return tables.shape, tables.blocks[at], tables.index[at]
+
+    def _slots(self, layer: int, experts: IntArray, gates: Tensor) -> tuple[IntArray, Floats]:
+        """Experts [n, k] and gates as the compiled blocks read them; raises `ExpertNotLoaded`."""
+        chosen = np.ascontiguousarray(experts, dtype=np.int64)
         index = self._tables.index[self._tables.block_of[layer]]
         absent = (chosen != DROPPED) & (index[chosen] < 0)
         if absent.any():
             expert = int(chosen[absent][0])
             raise ExpertNotLoaded(f"expert {expert} of layer {layer} is not loaded here")
+        return chosen, np.ascontiguousarray(gates.numpy(), dtype=np.float32)
 
     def _normed_last(self, hidden: Tensor) -> Tensor:
         rows = _widened(hidden)
@@ -392,9 +434,9 @@ class _Found:
         wide = step.wide(shape.experts)
         return _Found(
             experts=np.empty((blocks, count, shape.top_k), dtype=np.int64),
-            logits=np.zeros((count, wide), dtype=np.float32),
-            probabilities=np.zeros((count, wide), dtype=np.float32),
-            gates=np.zeros((count, shape.top_k), dtype=np.float32),
+            logits=np.empty((count, wide), dtype=np.float32),
+            probabilities=np.empty((count, wide), dtype=np.float32),
+            gates=np.empty((count, shape.top_k), dtype=np.float32),
             normed=np.zeros((count, step.wide(shape.hidden)), dtype=np.float32),
         )
 

@@ -66,7 +66,7 @@ def prepare(
     """
     folder = cache_dir or default_cache_dir()
     path = model_folder(config.model)
-    model = _model_spec(path, config.dtype, config.quantise)
+    model = _model_spec(path, config.planned_dtype, config.quantise)
     profile = _profile(config, path, model, sample, folder, say)
     profile.require_model(model.model_hash, model.name)
     plan = _plan(config, profile, model, folder, say)
@@ -114,12 +114,12 @@ def _profile(
         "model": model.model_hash,
         "text": text_hash(texts),
         "settings": settings.as_json(),
-        "dtype": config.dtype,
+        "dtype": config.planned_dtype,
     }
     return _kept(
         folder / "profiles" / f"{_digest(key)}.safetensors",
         load=load_profile,
-        make=lambda: _calibrated(path, config.dtype, texts, settings),
+        make=lambda: _calibrated(path, config.planned_dtype, texts, settings),
         say=say,
         what=f"Calibrating {model.name} (once; this takes minutes)",
     )

@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from trimmoe.core.errors import UserError
 from trimmoe.core.precision import Precision
+from trimmoe.core.specs import DEVICE
 
 _HIGHEST_PORT = 65535
 
@@ -58,14 +59,22 @@ class ServeConfig(BaseModel):
     """Sequences a server admits at once; each may fill the model's context."""
     max_waiting: Annotated[int, Field(ge=0)] = 64
     """Requests that may wait for a slot before a server refuses more."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """In bfloat16 the mere shape of a batch may flip a prediction."""
+    device: Annotated[str, Field(pattern=f"^({DEVICE})$")] | None = None
+    """What all servers compute on; None: each what the cluster file says of it."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """`auto`: float32 on processors, bfloat16 on accelerators, where the mere shape of a batch may
+    flip a prediction."""
     quantise: Precision = Precision.NONE
     """In how many bits weights are held and served: those of float32 on a processor."""
     threads: Annotated[int, Field(ge=1)] | None = None
     """That each server computes with; None: its share of the cores of its machine."""
     ready_s: Annotated[float, Field(gt=0)] = 600.0
     """How long starting may take, in seconds."""
+
+    @property
+    def planned_dtype(self) -> str:
+        """What is calibrated and planned with."""
+        return "float32" if self.dtype == "auto" else self.dtype
 
     @property
     def first_wire_port(self) -> int:

@@ -47,6 +47,7 @@ def server_specs(
             endpoints=tuple(endpoints),
             model=config.model,
             served_name=config.served_name or served_name(config.model),
+            device=config.device or artifacts.plan.cluster.device(index),
             dtype=config.dtype,
             profile=artifacts.profile,
             plan=artifacts.plan,

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 
-from trimmoe.core.events import Event, Routed, SequenceOpened, TokensArrived
+from trimmoe.core.events import Depart, Routed, SegmentRan, SequenceOpened, TokensArrived
 from trimmoe.core.specs import ModelSpec
+from trimmoe.engine.step import Engine
 from trimmoe.policy.settings import PolicySettings
 from trimmoe.progress import track
 from trimmoe.runtime.launch.artifacts import Artifacts
-from trimmoe.runtime.node.deployments import Basis, Conditions, build, prepared
+from trimmoe.runtime.node.watch.deployments import Basis, Conditions, build, prepared
 
 
 def compile_decisions(artifacts: Artifacts, settings: PolicySettings) -> None:
@@ -25,26 +26,36 @@ def compile_decisions(artifacts: Artifacts, settings: PolicySettings) -> None:
     engine = build(basis, Conditions.planned(plan.cluster.server_count), ()).engine
     engine = prepared(engine, engine.start().feedback)
     next(steps)
-    state = engine.start()
-    for event in _one_token(model, settings):
-        state, _ = engine.step(state, event)
+    # Arrays of one row and of several are of two kinds to the compiler.
+    for count in (1, 2):
+        _decide(engine, model, settings, count)
     steps.close()
 
 
-def _one_token(model: ModelSpec, settings: PolicySettings) -> tuple[Event, ...]:
-    """A token up to the decision of its first layer; arrays of the types that servers give."""
+def _decide(engine: Engine, model: ModelSpec, settings: PolicySettings, count: int) -> None:
+    """So many tokens up to the decision of their first layer; arrays of the types that servers
+    give."""
     slots, experts = model.top_k, model.expert_count
-    return (
-        SequenceOpened(
-            sequence=0, access=0, budget=settings.budget, confidence=settings.confidence
-        ),
-        TokensArrived(wave=0, sequences=(0,), draws=np.zeros(1)),
-        Routed(
-            wave=0,
-            experts=np.arange(slots)[None],
-            masses=np.full((1, slots), 1.0 / experts),
-            importance=np.full(1, slots / experts),
-            steadiness=np.zeros(1, dtype=np.int64),
-            probabilities=np.full((1, experts), 1.0 / experts),
-        ),
+    state, sequences = engine.start(), tuple(range(count))
+    for sequence in sequences:
+        opened = SequenceOpened(
+            sequence=sequence, access=0, budget=settings.budget, confidence=settings.confidence
+        )
+        state, _ = engine.step(state, opened)
+    departing = engine.settled is not None
+    arrived = TokensArrived(wave=0, sequences=sequences, draws=np.zeros(count), departing=departing)
+    state, (command,) = engine.step(state, arrived)
+    chosen = np.tile(np.arange(slots), (count, 1))
+    if isinstance(command, Depart):
+        ran = SegmentRan(wave=0, tokens=command.tokens, experts=chosen[:, None], settled=0)
+        engine.step(state, ran)
+        return
+    routed = Routed(
+        wave=0,
+        experts=chosen,
+        masses=np.full((count, slots), 1.0 / experts),
+        importance=np.full(count, slots / experts),
+        steadiness=np.zeros(count, dtype=np.int64),
+        probabilities=np.full((count, experts), 1.0 / experts),
     )
+    engine.step(state, routed)

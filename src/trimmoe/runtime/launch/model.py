@@ -17,6 +17,11 @@ def model_folder(model: str) -> str:
 
 
 def served_name(model: str) -> str:
-    """The last part of a folder's path; a hub id or `embedded` as it is."""
+    """The last part of a folder's path, a file's without its ending; a hub id or `embedded` as it
+    is."""
     folder = Path(model).expanduser()
+    if folder.is_file():
+        from trimmoe.models.formats.choose import model_name
+
+        return model_name(folder)
     return folder.resolve().name if folder.is_dir() else model

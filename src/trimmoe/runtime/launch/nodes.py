@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from trimmoe.runtime.launch.server import NodeFactory, NodeParts, RunningNode
-from trimmoe.runtime.node.messages import MESSAGE_TYPES
 from trimmoe.runtime.node.node import Node
+from trimmoe.runtime.node.records.messages import MESSAGE_TYPES
 from trimmoe.runtime.node.settings import NodeSettings
 from trimmoe.runtime.wire.codec import MessageTypes
 

@@ -204,6 +204,8 @@ def _environment(token: str) -> Iterator[None]:
         "RAY_USAGE_STATS_ENABLED": "0",
         # Servers are what the machine is for, no background work: by default they are at 15.
         "RAY_worker_niceness": "0",
+        # Ray would hide accelerators from servers that it does not count them for.
+        "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
         # The servers end before Ray is told to: there is nothing to wait for.
         "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",
         # A machine short of memory is the operator's to see, not a reason to end a server.

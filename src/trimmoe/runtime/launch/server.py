@@ -21,7 +21,7 @@ from trimmoe.core.plan import Plan
 from trimmoe.core.precision import Precision
 from trimmoe.core.profile import Profile
 from trimmoe.models.base import BytesRead, MoEView
-from trimmoe.models.load import load_tokenizer, open_model
+from trimmoe.models.load import known_device, load_tokenizer, open_model
 from trimmoe.policy.settings import PolicySettings
 from trimmoe.runtime.launch.addresses import Endpoint, listener
 from trimmoe.runtime.launch.model import model_folder
@@ -83,7 +83,10 @@ class ServerSpec:
     model: str
     """As in `ServeConfig`; found on the server's own machine."""
     served_name: str
+    device: str
+    """`auto` is the best one that its machine has."""
     dtype: str
+    """`auto` follows the device."""
     profile: Profile
     plan: Plan
     policy: PolicySettings
@@ -184,16 +187,23 @@ def open_own_part(spec: ServerSpec, path: str) -> MoEView:
 
     Raises `UserError` if the checkpoint on this machine is not the calibrated one.
     """
-    hosts = spec.plan.hosts[spec.index]
+    hosts, device = spec.plan.hosts[spec.index], known_device(spec.device)
     view = open_model(
         path,
         experts={layer: held.nonzero()[0].tolist() for layer, held in enumerate(hosts)},
-        dtype=getattr(torch, spec.dtype),
+        dtype=_dtype(spec.dtype, device),
+        device=device,
         quantise=spec.quantise,
         hashed=True,
     )
     spec.profile.require_model(view.spec.model_hash, view.spec.name)
     return view
+
+
+def _dtype(wanted: str, device: torch.device) -> torch.dtype:
+    if wanted == "auto":
+        return torch.float32 if device.type == "cpu" else torch.bfloat16
+    return getattr(torch, wanted)
 
 
 def _carrier(spec: ServerSpec) -> Carrier:

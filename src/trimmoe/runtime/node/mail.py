@@ -6,9 +6,16 @@ import asyncio
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 
-from trimmoe.runtime.node.messages import ANY_POSITION, Lost, Parcel, Partial, Release, access_of
-from trimmoe.runtime.node.passengers import sealed
-from trimmoe.runtime.node.reports import affected, vectors_of
+from trimmoe.runtime.node.records.contents import affected, vectors_of
+from trimmoe.runtime.node.records.messages import (
+    ANY_POSITION,
+    Lost,
+    Parcel,
+    Partial,
+    Release,
+    access_of,
+)
+from trimmoe.runtime.node.records.passengers import sealed
 from trimmoe.runtime.wire.base import PeerUnreachable, Transport, TransportClosed
 
 REMEMBERED = 4096

@@ -19,35 +19,37 @@ from trimmoe.core.profile import Profile
 from trimmoe.engine.guesses import guess_times_s
 from trimmoe.models.base import EncoderDecoderView, MoEView
 from trimmoe.policy.settings import PolicySettings
-from trimmoe.runtime.node.access import Backroom, Desk
-from trimmoe.runtime.node.checks import Geometry
-from trimmoe.runtime.node.completion import withdrawn
-from trimmoe.runtime.node.deployments import Basis, Built
-from trimmoe.runtime.node.entrance import Entrance
-from trimmoe.runtime.node.executor import Executor
-from trimmoe.runtime.node.floor import Floor
-from trimmoe.runtime.node.homes import Reading
+from trimmoe.runtime.node.compute.completion import withdrawn
+from trimmoe.runtime.node.compute.executor import Executor
+from trimmoe.runtime.node.compute.pace import EmulatedPace, Pace
+from trimmoe.runtime.node.front.access import Backroom, Desk
+from trimmoe.runtime.node.front.entrance import Entrance
 from trimmoe.runtime.node.mail import Mail
-from trimmoe.runtime.node.messages import (
+from trimmoe.runtime.node.records.checks import Geometry
+from trimmoe.runtime.node.records.messages import (
     Ask,
     Message,
     Parcel,
     first_sequence,
 )
-from trimmoe.runtime.node.outcome import Arrival
-from trimmoe.runtime.node.pace import EmulatedPace, Pace
-from trimmoe.runtime.node.planner import Planner
-from trimmoe.runtime.node.pump import Pump
-from trimmoe.runtime.node.reports import NodeSnapshot, Reporter
-from trimmoe.runtime.node.scheduler import Scheduler, Step
-from trimmoe.runtime.node.sequences import Seats
+from trimmoe.runtime.node.records.outcome import Arrival
+from trimmoe.runtime.node.records.readings import Reading
+from trimmoe.runtime.node.records.sequences import Seats
+from trimmoe.runtime.node.records.units import Unit
+from trimmoe.runtime.node.records.work import Step
+from trimmoe.runtime.node.schedule.floor import Floor
+from trimmoe.runtime.node.schedule.pump import Hands, Pump
+from trimmoe.runtime.node.schedule.scheduler import Scheduler
 from trimmoe.runtime.node.settings import NodeSettings
 from trimmoe.runtime.node.switchboard import Switchboard
-from trimmoe.runtime.node.units import Unit
+from trimmoe.runtime.node.watch.deployments import Basis, Built
+from trimmoe.runtime.node.watch.planner import Planner
+from trimmoe.runtime.node.watch.reports import NodeSnapshot, Reporter
 from trimmoe.runtime.service import Health, InferenceService, ServedModel
 from trimmoe.runtime.wire.base import (
     PeerChange,
     PeerDown,
+    Received,
     Transport,
     TransportClosed,
 )
@@ -131,7 +133,6 @@ class Node:
             server_count=len(self._names),
             hidden_size=spec.hidden_size,
             top_k=spec.top_k,
-            dtype=self._view.dtype,
             loaded=self._view.loaded,
         )
         self.floor = Floor(
@@ -159,14 +160,16 @@ class Node:
         )
         self._failure = ""
         pumping = self.pump.run(
-            self.floor,
-            self.executor,
-            lambda: self.planner.in_force.passage,
-            self.mail.post,
-            self.desk.answers.guessed,
-            self.reporter.worked,
+            Hands(
+                floor=self.floor,
+                executor=self.executor,
+                passage=lambda: self.planner.in_force.passage,
+                post=self.mail.post,
+                guessed=self.desk.answers.guessed,
+                worked=self.reporter.worked,
+            )
         )
-        listening = self._listen()
+        listening = self._transport.hand_to(self._heard)
         planning, minding = self.planner.run(), self._look_after()
         loops = (pumping, listening, planning, minding, self._report())
         for work in loops:
@@ -210,6 +213,7 @@ class Node:
             post=self.mail.post,
             control=self.pump.control,
             open_account=worker.open,
+            begin_anew=worker.begin_anew,
             close_account=worker.close,
             settle=worker.settle,
             arrive=self._arrive,
@@ -281,13 +285,11 @@ class Node:
 
     # Messages.
 
-    async def _listen(self) -> None:
-        while True:
-            received = await self._transport.receive()
-            message = received.message
-            assert isinstance(message, Message)
-            parcel = Parcel(to=self.settings.server, message=message, tensors=received.tensors)
-            self._deliver(self._index[received.peer], parcel)
+    def _heard(self, received: Received) -> None:
+        message = received.message
+        assert isinstance(message, Message)
+        parcel = Parcel(to=self.settings.server, message=message, tensors=received.tensors)
+        self._deliver(self._index[received.peer], parcel)
 
     def _deliver(self, sender: int, parcel: Parcel) -> None:
         self.switchboard.deliver(sender, parcel)

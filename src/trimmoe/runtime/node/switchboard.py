@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
-from trimmoe.runtime.node.access import Desk
-from trimmoe.runtime.node.checks import Geometry, check
-from trimmoe.runtime.node.entrance import Entrance
-from trimmoe.runtime.node.floor import Floor
+from trimmoe.runtime.node.front.access import Desk
+from trimmoe.runtime.node.front.entrance import Entrance
 from trimmoe.runtime.node.mail import Mail
-from trimmoe.runtime.node.messages import (
+from trimmoe.runtime.node.records.checks import Geometry, check
+from trimmoe.runtime.node.records.messages import (
     ANY_POSITION,
     Ask,
     Followed,
@@ -25,10 +24,10 @@ from trimmoe.runtime.node.messages import (
     Weather,
     Withdraw,
 )
-from trimmoe.runtime.node.passengers import MalformedPassengers
-from trimmoe.runtime.node.planner import Planner
-from trimmoe.runtime.node.reports import Reporter
-from trimmoe.runtime.node.stalls import in_hand
+from trimmoe.runtime.node.records.passengers import MalformedPassengers
+from trimmoe.runtime.node.schedule.floor import Floor
+from trimmoe.runtime.node.watch.planner import Planner
+from trimmoe.runtime.node.watch.reports import Reporter
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,7 +83,7 @@ class Switchboard:
                 self.floor.take(sender, message, parcel.tensors, parcel.wave)
 
     def _asked(self, access: int, sequence: int) -> None:
-        if self.entrance.keeps(sequence) or in_hand(self.floor, sequence, self.recent_s):
+        if self.entrance.keeps(sequence) or self.floor.has_in_hand(sequence, self.recent_s):
             self.mail.post(Parcel(to=access, message=InHand(sequence)))
 
     def _release(self, sequences: list[int]) -> None:

@@ -130,6 +130,12 @@ class Transport(Protocol):
         """The next message of any peer, in order per peer; raises `TransportClosed`."""
         ...
 
+    async def hand_to(self, listener: Callable[[Received], None]) -> None:
+        """Hand every message to `listener` as it arrives, in the event loop, instead of keeping it
+        for `receive`, which takes turns of the loop. Ends by what the listener raises, or by
+        `TransportClosed`; when it is cancelled nobody listens any more."""
+        ...
+
     def peers_up(self) -> frozenset[str]:
         """Peers that can be sent to now."""
         ...

@@ -74,6 +74,9 @@ class LinkTransport:
         """Something arrived, changed or closed since the last look."""
         self._changed = asyncio.Event()
         self._callbacks: list[Callable[[PeerChange], None]] = []
+        self._listener: Callable[[Received], None] | None = None
+        self._ended: asyncio.Future[None]
+        """Of who listens."""
         self._beating: asyncio.Task[None] | None = None
         self._closed = False
 
@@ -148,6 +151,29 @@ class LinkTransport:
             self._news.clear()
             await self._news.wait()
 
+    async def hand_to(self, listener: Callable[[Received], None]) -> None:
+        assert self._listener is None, "somebody listens already"
+        self._ended = asyncio.get_running_loop().create_future()
+        self._listener = listener
+        try:
+            while self._inbox and not self._closed:
+                self._hand_over(self._inbox.popleft(), listener)
+            if self._closed:
+                raise TransportClosed
+            await self._ended
+        finally:
+            self._listener = None
+
+    def _hand_over(self, waiting: _Waiting, listener: Callable[[Received], None]) -> None:
+        waiting.peer.link.consume(waiting.size_bytes)
+        try:
+            listener(waiting.received)
+        except Exception as error:
+            # The carrier that calls is not to blame.
+            self._listener = None
+            if not self._ended.done():
+                self._ended.set_exception(error)
+
     def peers_up(self) -> frozenset[str]:
         return frozenset(name for name, peer in self._peers.items() if peer.link.up)
 
@@ -187,6 +213,8 @@ class LinkTransport:
                 await self._beating
         await self.carrier.close()
         self._inbox.clear()
+        if self._listener is not None and not self._ended.done():
+            self._ended.set_exception(TransportClosed())
         self._news.set()
         self._changed.set()
 
@@ -227,8 +255,12 @@ class LinkTransport:
             message, tensors = decode(frames[1:], self._types, self._limits)
             received = Received(peer=envelope.sender, message=message, tensors=tensors)
             peer.count_received(size_bytes)
-            self._inbox.append(_Waiting(peer, size_bytes, received))
-            self._news.set()
+            waiting = _Waiting(peer, size_bytes, received)
+            if self._listener is not None:
+                self._hand_over(waiting, self._listener)
+            else:
+                self._inbox.append(waiting)
+                self._news.set()
         peer.meter.arrived(size_bytes=size_bytes, sent_s=envelope.sent_s, now_s=now_s)
 
     def _settle(self, peer: Peer) -> None:

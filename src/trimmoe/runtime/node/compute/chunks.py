@@ -1,0 +1,141 @@
+"""Work without decisions: prompts, and experts for others."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from trimmoe.runtime.node.compute.completion import to_users, token_of
+from trimmoe.runtime.node.compute.executor import Executor
+from trimmoe.runtime.node.compute.shipping import Cargo, Split, dispatched, onward
+from trimmoe.runtime.node.compute.states import entering, states_of
+from trimmoe.runtime.node.records.messages import ChargeSpec, Parcel, Partial
+from trimmoe.runtime.node.records.outcome import Outcome
+from trimmoe.runtime.node.records.passage import Passage
+from trimmoe.runtime.node.records.slots import Slots
+from trimmoe.runtime.node.records.units import Unit
+
+
+@torch.inference_mode()
+def pass_layer(worker: Executor, passage: Passage, layer: int, unit: Unit) -> Outcome:
+    """One chunk through a layer, every expert exact, at the hosts of least delay.
+
+    Stand-ins run for experts without a live host, where the request's budget allows them: a token
+    of the prompt is credited what a generated one is, and what it does not spend lapses.
+    """
+    view, here = worker.view, worker.server
+    batch = worker.batch([unit])
+    outcome = Outcome(written=[(unit, range(layer, layer + 1))])
+    if layer == 0:
+        hidden = view.embed(batch.pad([unit.tokens]), batch)
+    else:
+        hidden = batch.unpack(states_of(view, unit))
+        if worker.kept_at(unit) == layer:
+            worker.keep(unit, batch.pack(hidden), outcome)
+    attended = batch.pack(view.attend(layer, hidden, batch, worker.cache))
+    routing = view.route(layer, attended)
+    worker.pace.dense(layer, unit.count)
+    destination = unit.seat.route[min(layer + 1, len(unit.seat.route) - 1)]
+    experts = routing.experts.cpu().numpy()
+    if passage.orphans[layer][experts].any():
+        classes = worker.observer.steadiness(layer, attended)
+        spent = np.zeros(unit.count) if unit.spent is None else unit.spent
+        found = passage.stood_in(layer, experts, classes, unit.seat.budget - spent)
+        if found is None:
+            outcome.stranded.append(unit)
+            return outcome
+        experts, loss = found
+        unit.spent = spent + loss
+    split = Split.of(
+        experts,
+        passage.server[layer, here, destination][experts],
+        np.full(unit.count, destination),
+        here=here,
+        server_count=passage.server.shape[1],
+    )
+    cargo = Cargo(
+        layer=layer,
+        units=[unit],
+        unit_of=np.zeros(unit.count, dtype=np.int64),
+        offset=np.arange(unit.count),
+        attended=attended,
+        output=torch.empty_like(attended),
+        gates=routing.gates,
+    )
+    rows, leaves = np.arange(unit.count), bool(split.leaves.any())
+    if leaves:
+        worker.emit(dispatched(cargo, split, rows), outcome)
+    at = split.at(here)
+    cargo.output[:] = view.give(layer, attended, at, routing.gates, normed=routing.normed)
+    worker.pace.experts(layer, at)
+    if leaves:
+        outcome.parcels += onward(cargo, split, rows, None)
+    else:
+        unit.hidden, unit.parts, unit.layer = cargo.output, (), layer + 1
+        outcome.ready.append(unit)
+    return outcome
+
+
+@torch.inference_mode()
+def end_chunk(worker: Executor, unit: Unit) -> Outcome:
+    """After the last layer: dense blocks, and the first token if this was the last chunk."""
+    batch, view = worker.batch([unit]), worker.view
+    hidden = view.tail(batch.unpack(states_of(view, unit)), batch, worker.cache)
+    end = view.spec.layer_count
+    outcome = Outcome(written=[(unit, range(end, end + 1))])
+    seat = unit.seat
+    if unit.spent is not None:
+        seat.charged_tokens += int(np.count_nonzero(unit.spent))
+        seat.charged_loss += float(unit.spent.sum())
+    if unit.last:
+        logits = view.logits(batch.last(hidden))[0]
+        charge = ChargeSpec(seat.charged_tokens, seat.charged_loss) if seat.charged_tokens else None
+        outcome.parcels = to_users([unit], [token_of(unit, logits, charge=charge)])
+    return outcome
+
+
+@torch.inference_mode()
+def run_slots(worker: Executor, layer: int, items: Sequence[Slots]) -> Outcome:
+    """Experts that live here for rows from anywhere; partial sums to where they gather."""
+    view = worker.view
+    hidden = entering(view, torch.cat([item.hidden.to(view.dtype) for item in items]))
+    experts = torch.cat([item.experts.cpu() for item in items]).long()
+    gates = entering(view, torch.cat([item.gates.cpu() for item in items]), torch.float32)
+    sums = view.experts(layer, hidden, experts.to(view.device), gates)
+    worker.pace.experts(layer, experts.numpy())
+    outcome, at = Outcome(), 0
+    for item in items:
+        own = hidden[at : at + item.rows.total]
+        part = sums[at : at + item.rows.total]
+        if item.raw:
+            shared = view.shared(layer, own)
+            part = part if shared is None else part + shared
+        at += item.rows.total
+        outcome.parcels += _returned(layer, item, part)
+    return outcome
+
+
+def _returned(layer: int, item: Slots, part: Tensor) -> list[Parcel]:
+    """One message to each destination of the item's units."""
+    rows, pieces = item.rows, [where for _, where in item.rows.split()]
+    parcels = []
+    for destination in dict.fromkeys(item.destinations):
+        units = [u for u, to in enumerate(item.destinations) if to == destination]
+        kept = [row for u in units for row in range(pieces[u].start, pieces[u].stop)]
+        message = Partial(
+            layer=layer,
+            rows=rows.chosen(
+                units,
+                [rows.counts[u] for u in units],
+                [rows.offsets[row] for row in kept] if rows.offsets else [],
+            ),
+            decoding=item.decoding,
+            raw=item.raw,
+        )
+        whole = len(kept) == rows.total
+        states = part if whole else part[torch.tensor(kept)]
+        parcels.append(Parcel(to=destination, message=message, tensors=(states,)))
+    return parcels

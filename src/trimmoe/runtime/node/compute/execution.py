@@ -1,0 +1,65 @@
+"""Doing what the engine decided for generated tokens of one layer.
+
+What needs nothing that is computed here does not wait for what does: dispatches leave, and tokens
+without slots on this server go on, before this server's own slots are run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from trimmoe.core.specs import IntArray
+from trimmoe.core.wave import Wave
+from trimmoe.runtime.node.compute.shipping import Cargo, Split, dispatched, onward
+from trimmoe.runtime.node.records.messages import Parcel
+
+if TYPE_CHECKING:
+    from trimmoe.runtime.node.compute.executor import Executor
+    from trimmoe.runtime.node.records.outcome import Outcome
+
+
+def run_and_ship(
+    worker: Executor,
+    depart: Callable[[IntArray], Wave],
+    cargo: Cargo,
+    split: Split,
+    normed: Tensor,
+    outcome: Outcome,
+    *,
+    entering: bool,
+) -> None:
+    """Fill in the cargo's output, [n, d], and send the rows that leave; `normed` [n, d].
+
+    `depart` gives what the engine has of some of the rows; `entering`: whether it has them about
+    to enter the next layer already.
+    """
+    experts = split.at(worker.server)
+
+    def run(which: IntArray) -> None:
+        if which.size:
+            at = torch.from_numpy(which)
+            rows = cargo.attended[at], experts[which], cargo.gates[at]
+            cargo.output[at] = worker.view.give(cargo.layer, *rows, normed=normed[at])
+
+    def ship(which: IntArray) -> list[Parcel]:
+        if not which.size:
+            return []
+        return onward(cargo, split, which, depart(which), entering=entering)
+
+    leaves, works = split.leaves, split.used[:, worker.server]
+    light, rest = np.flatnonzero(leaves & ~works), np.flatnonzero(works | ~leaves)
+    # Of raw rows the shared expert runs where they gather.
+    run(light[~split.raw[light]])
+    parcels = dispatched(cargo, split, np.flatnonzero(leaves)) + ship(light)
+    if not rest.size:
+        outcome.parcels += parcels
+        return
+    worker.emit(parcels, outcome)
+    run(rest)
+    worker.pace.experts(cargo.layer, experts)
+    outcome.parcels += ship(np.flatnonzero(leaves & works))

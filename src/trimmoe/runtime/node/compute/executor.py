@@ -1,0 +1,366 @@
+"""The worker's side of a server: the only code that touches the model, the cache and the engine.
+
+It runs in one thread, one batch at a time. Between two batches no wave is in the engine: every
+row has left it as a `Wave` row of its own, so that the engine can be exchanged there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from trimmoe.core.events import (
+    Attend,
+    Audited,
+    Command,
+    Complete,
+    Depart,
+    Event,
+    Execute,
+    Executed,
+    Probe,
+    Receipt,
+    SequenceClosed,
+    SequenceOpened,
+    Settled,
+    TokensArrived,
+    TokensExported,
+    TokensImported,
+    Trailed,
+)
+from trimmoe.core.profile import Profile
+from trimmoe.core.specs import IntArray
+from trimmoe.core.wave import Wave
+from trimmoe.engine.step import Engine
+from trimmoe.models.base import MoEView, Routing, TokenBatch
+from trimmoe.runtime.counters import ExpertCounter
+from trimmoe.runtime.node.compute.completion import completed, trailed
+from trimmoe.runtime.node.compute.execution import run_and_ship
+from trimmoe.runtime.node.compute.homes import Homes
+from trimmoe.runtime.node.compute.pace import Pace
+from trimmoe.runtime.node.compute.segments import Segments
+from trimmoe.runtime.node.compute.shipping import Cargo, Split
+from trimmoe.runtime.node.compute.states import entering, leaving, states_of
+from trimmoe.runtime.node.records.messages import Parcel, Start
+from trimmoe.runtime.node.records.outcome import Arrival, LogEntry, Outcome
+from trimmoe.runtime.node.records.rows import Rows
+from trimmoe.runtime.node.records.units import Unit, boarded, epochs_of
+from trimmoe.runtime.observe import Observer
+
+_KEPT_BATCHES = 16
+
+
+class Executor:
+    """See the module's docstring. `server` is this server's index."""
+
+    def __init__(
+        self,
+        view: MoEView,
+        profile: Profile,
+        engine: Engine,
+        *,
+        server: int,
+        slots: int,
+        seed: int = 0,
+        pace: Pace | None = None,
+        log_events: bool = False,
+    ) -> None:
+        self.view, self.server = view, server
+        self.pace = pace or Pace()
+        self.send: Callable[[list[Parcel]], None] | None = None
+        """Sends what can leave before its batch is through; without it nothing does."""
+        self.cache = view.new_cache(slots=slots)
+        self.homes = Homes.of(view, slots, profile if engine.settings.guesses else None)
+        self.engines = [engine]
+        self.state = engine.start()
+        self.segments = Segments.of(engine, server)
+        self.log: list[LogEntry] | None = [] if log_events else None
+        self.counter = ExpertCounter(view.spec.layer_count, view.spec.expert_count)
+        self.observer = Observer(profile, view.device)
+        self.route_rows: dict[tuple[int, ...], int] = {}
+        self._reads_from: dict[tuple[int, ...], int] = {}
+        self._end = range(view.spec.layer_count, view.spec.layer_count + 1)
+        """What follows the last layer."""
+        self._draws = np.random.default_rng(seed)
+        self._wave = 0
+        self._batches: dict[tuple[tuple[int, ...], tuple[int, ...]], TokenBatch] = {}
+        self.index_routes()
+
+    @property
+    def engine(self) -> Engine:
+        """The one in force."""
+        return self.engines[-1]
+
+    def swap(self, engine: Engine) -> None:
+        """Decide with another engine from now on; rows of routes keep their meaning."""
+        assert not self.state.waves
+        if self.log is None:
+            self.engines[-1] = engine
+        else:
+            self.engines.append(engine)
+        self.segments = Segments.of(engine, self.server)
+        self.index_routes()
+
+    @property
+    def loss_weights(self) -> list[float]:
+        """omega_D that tokens of this server's users set out with."""
+        state = self.state
+        rows = {self.server, *(account.route for account in state.accounts.values())}
+        # A route that was added has its weight once a token sets out on it, if routes have any.
+        known = rows & set(range(len(state.feedback.route_weights))) or rows
+        return np.unique(state.feedback.weights_of(np.array(list(known)))).tolist()
+
+    def index_routes(self) -> None:
+        """Look up rows of the engine's routes by route."""
+        rows = enumerate(self.engine.routes.tolist())
+        self.route_rows = {tuple(route): row for row, route in reversed(list(rows))}
+
+    def tell(self, event: Event) -> tuple[Command, ...]:
+        """One step of the engine."""
+        self.state, commands = self.engine.step(self.state, event)
+        self.counter.absorb([(event, commands)])
+        if self.log is not None:
+            entry = LogEntry(engine=len(self.engines) - 1, event=event, commands=commands)
+            self.log.append(entry)
+        return commands
+
+    def open(self, opened: SequenceOpened, route: tuple[int, ...]) -> None:
+        """Open the account of a sequence on a route."""
+        self.tell(replace(opened, route=self.route_rows[route]))
+
+    def begin_anew(self, opened: SequenceOpened, route: tuple[int, ...], start: int) -> None:
+        """Open an account again, whose tokens from a position on were withdrawn."""
+        self.homes.forget(opened.sequence, start)
+        self.open(opened, route)
+
+    def reads_from(self, route: tuple[int, ...]) -> int:
+        """The layer that this server's own readings of sequences on a route begin with."""
+        if not (self.segments.in_force and self.engine.settings.guesses):
+            return 0
+        if route not in self._reads_from:
+            self._reads_from[route] = self.homes.first_layer(route, self.server)
+        return self._reads_from[route]
+
+    def kept_at(self, unit: Unit) -> int | None:
+        """The layer before which a unit's states are kept for readings, if it is of one that is
+        read here."""
+        if unit.seat.access != self.server or unit.trailing:
+            return None
+        return self.reads_from(unit.seat.route) or None
+
+    def keep(self, unit: Unit, states: Tensor, outcome: Outcome) -> None:
+        """These states [n, d] of a unit are what readings begin with."""
+        if unit.seat.sequence in self.state.accounts and not unit.is_void:
+            reading = self.homes.keep(unit.seat.sequence, unit.start, states)
+            if reading is not None:
+                outcome.reading.append(reading)
+
+    def close(self, sequence: int) -> None:
+        """Close an account if there is one."""
+        self.homes.close(sequence)
+        if sequence in self.state.accounts:
+            self.tell(SequenceClosed(sequence=sequence))
+
+    def settle(self, receipts: tuple[Receipt, ...], agrees: list[bool]) -> None:
+        """Tokens of this server's users finished elsewhere, or were audited anywhere."""
+        if receipts:
+            self.tell(Settled(receipts=receipts))
+        if agrees:
+            self.tell(Audited(wave=self.new_wave(), agrees=np.array(agrees)))
+
+    def arrive(self, arrivals: Sequence[Arrival]) -> Outcome:
+        """The next tokens of this server's users set out."""
+        going = [one for one in arrivals if one.sequence in self.state.accounts]
+        if not going:
+            return Outcome()
+        arrived = TokensArrived(
+            wave=self.new_wave(),
+            sequences=tuple(one.sequence for one in going),
+            draws=self._draws.random(len(going)),
+            guessed=np.array([one.guessed for one in going]),
+            departing=True,
+        )
+        (depart,) = self.tell(arrived)
+        assert isinstance(depart, Depart)
+        tokens = depart.tokens
+        parcels = []
+        for first in np.unique(tokens.server).tolist():
+            which = np.flatnonzero(tokens.server == first)
+            chosen = [going[i] for i in which.tolist()]
+            rows = Rows(
+                [one.sequence for one in chosen],
+                [one.position for one in chosen],
+                [1] * len(chosen),
+                [],
+                epochs_of(chosen),
+            )
+            start = Start(rows=rows, tokens=[one.token for one in chosen])
+            parcels.append(Parcel(to=first, message=start, wave=tokens.take(which)))
+        return Outcome(parcels=parcels)
+
+    def states(self, layer: int, units: Sequence[Unit], batch: TokenBatch) -> Tensor:
+        """What the rows of units about to enter a layer are, [n, d]."""
+        if layer == 0:
+            return batch.pack(self.view.embed(batch.pad([u.tokens for u in units]), batch))
+        states = [states_of(self.view, unit) for unit in units]
+        hidden = states[0] if len(states) == 1 else torch.cat(states)
+        owing = [row for row, unit in enumerate(units) if unit.own is not None]
+        if owing:
+            owed = [units[row].own for row in owing]
+            experts = torch.cat([own.experts for own in owed if own]).numpy()
+            gates = torch.cat([own.gates for own in owed if own])
+            gates = entering(self.view, gates, torch.float32)
+            hidden = hidden.clone()
+            hidden[owing] = self.view.give(layer - 1, hidden[owing], experts, gates)
+            self.pace.experts(layer - 1, experts)
+        return hidden
+
+    @torch.inference_mode()
+    def finish(self, layer: int, units: Sequence[Unit]) -> Outcome:
+        """A layer gathered here: exits are due, or the next layer."""
+        ordered, wave = self.boarded(units)
+        identity = self.new_wave()
+        self.tell(TokensImported(wave=identity, tokens=wave, executing=True))
+        outcome = Outcome()
+        output = torch.cat([states_of(self.view, unit) for unit in ordered])
+        self._executed(identity, layer, np.arange(len(ordered)), output, ordered, outcome)
+        return outcome
+
+    def batch(self, units: Sequence[Unit]) -> TokenBatch:
+        """The units' rows as one step; the same units pass many layers together."""
+        slots = tuple(unit.seat.slot for unit in units)
+        key = (slots, tuple(unit.start for unit in units))
+        if any(unit.count > 1 for unit in units):
+            return self.view.batch(self.cache, slots, [unit.positions for unit in units])
+        if key not in self._batches:
+            if len(self._batches) >= _KEPT_BATCHES:
+                self._batches.clear()
+            self._batches[key] = self.view.batch(
+                self.cache, slots, [unit.positions for unit in units]
+            )
+        return self._batches[key]
+
+    def execute(
+        self,
+        command: Execute,
+        tokens: Wave | None,
+        units: Sequence[Unit],
+        attended: Tensor,
+        routing: Routing,
+        outcome: Outcome,
+    ) -> None:
+        """Run and send what was decided for rows of which attention and router gave these.
+
+        `tokens`: the rows of the command, about to enter the next layer, if the engine has let
+        them go already.
+        """
+        layer, rows = command.layer, command.rows
+        split = Split.of(
+            command.slot_expert,
+            command.slot_server,
+            command.destination,
+            here=self.server,
+            server_count=self.engine.cost.server_count,
+        )
+        which, at = [units[row] for row in rows.tolist()], torch.from_numpy(rows)
+        cargo = Cargo.of_tokens(layer, which, attended[at], routing.gates[at])
+
+        def depart(chosen: IntArray) -> Wave:
+            if tokens is None:
+                return self.departed(command.wave, rows[chosen])
+            return tokens if chosen.size == rows.size else tokens.take(chosen)
+
+        entering = tokens is not None
+        run_and_ship(self, depart, cargo, split, routing.normed[at], outcome, entering=entering)
+        staying = np.flatnonzero(~split.leaves)
+        if not staying.size:
+            return
+        kept = cargo.output[torch.from_numpy(staying)]
+        if entering:
+            self.go_on([which[row] for row in staying.tolist()], depart(staying), kept, outcome)
+        else:
+            self._executed(command.wave, layer, rows[staying], kept, units, outcome)
+
+    def emit(self, parcels: list[Parcel], outcome: Outcome) -> None:
+        """Send parcels now if that is possible, or with the rest of the outcome."""
+        if self.send is None:
+            outcome.parcels += parcels
+        elif parcels:
+            self.send(leaving(parcels))
+
+    def _executed(
+        self,
+        wave: int,
+        layer: int,
+        rows: IntArray,
+        output: Tensor,
+        units: Sequence[Unit],
+        outcome: Outcome,
+    ) -> None:
+        """Tell the engine what came out, [rows, d], and do what it says."""
+        if self.segments.in_force:
+            # No token exits, so that nothing is looked at.
+            last = np.full(rows.size, self.view.spec.layer_count)
+            event = Executed(wave=wave, confidence=np.full(rows.size, -np.inf), exit_at=last)
+        else:
+            event = self.observer.executed(wave, layer, output)
+        self.obey(self.tell(event), wave, rows, output, units, outcome)
+
+    def obey(
+        self,
+        commands: Sequence[Command],
+        wave: int,
+        rows: IntArray,
+        output: Tensor,
+        units: Sequence[Unit],
+        outcome: Outcome,
+    ) -> None:
+        """Do what the engine says of `rows` of whom a layer's output is there, [rows, d]."""
+        at = {row: index for index, row in enumerate(rows.tolist())}
+        for command in commands:
+            assert isinstance(command, (Probe, Complete, Trailed, Attend))
+            which = [units[row] for row in command.rows.tolist()]
+            hidden = output[torch.tensor([at[row] for row in command.rows.tolist()])]
+            if isinstance(command, Probe):
+                predicted = self.view.logits(hidden).argmax(-1).tolist()
+                for unit, token in zip(which, predicted, strict=True):
+                    unit.probe = token
+            elif isinstance(command, Complete):
+                outcome.parcels += completed(self, command, which, hidden)
+                if command.layer == self.view.spec.layer_count:
+                    outcome.written += [(unit, self._end) for unit in which]
+            elif isinstance(command, Trailed):
+                outcome.parcels += trailed(self, command, which, hidden)
+                outcome.written += [(unit, self._end) for unit in which]
+            else:
+                self.go_on(which, self.departed(wave, command.rows), hidden, outcome)
+
+    def go_on(self, units: Sequence[Unit], tokens: Wave, hidden: Tensor, outcome: Outcome) -> None:
+        """Units are about to enter a layer here, with these states [n, d]."""
+        for row, unit in enumerate(units):
+            unit.layer, unit.wave, unit.row = tokens.layer, tokens, row
+            unit.hidden, unit.parts, unit.own = hidden[row : row + 1], (), None
+            outcome.ready.append(unit)
+
+    def boarded(self, units: Sequence[Unit]) -> tuple[list[Unit], Wave]:
+        """One wave, with this server's numbers of their routes, and the units by its rows."""
+        ordered, wave = boarded(units)
+        route = np.array([self.route_rows[unit.seat.route] for unit in ordered], dtype=np.int64)
+        # What was boarded is a copy that nobody else has seen.
+        wave.put(slice(None), route=route)
+        return ordered, wave
+
+    def departed(self, wave: int, rows: IntArray) -> Wave:
+        """Take rows out of the engine."""
+        (depart,) = self.tell(TokensExported(wave=wave, rows=rows))
+        assert isinstance(depart, Depart)
+        return depart.tokens
+
+    def new_wave(self) -> int:
+        """A number that no wave has had."""
+        self._wave += 1
+        return self._wave

@@ -1,0 +1,109 @@
+"""What a server makes of its users' sequences by itself, with the experts that it has.
+
+The worker's part: a cache of its own, apart from that of the sequences that cross this server. It
+holds what the home pass has read of each sequence; where tokens were withdrawn, what comes next is
+written over them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from trimmoe.core.profile import Profile
+from trimmoe.models.base import MoEView
+from trimmoe.models.cache import KVCache
+from trimmoe.runtime.home import StandIns, held_here, stand_ins
+from trimmoe.runtime.node.records.readings import Reading
+
+
+@dataclass(kw_only=True, slots=True)
+class Homes:
+    """Sequences that this server reads by itself."""
+
+    view: MoEView
+    slots: int
+    held: Tensor
+    """Experts at hand, bool [N, E]."""
+    stands_in: StandIns | None
+    """For the others."""
+    states: dict[int, dict[int, Tensor]] = field(default_factory=dict)
+    """By sequence and position, what entered the layer that readings begin with, [d]."""
+    waiting: dict[int, Reading] = field(default_factory=dict)
+    """Readings whose states are still to come, by sequence."""
+    _cache: KVCache | None = None
+    _slot_of: dict[int, int] = field(default_factory=dict)
+
+    @staticmethod
+    def of(view: MoEView, slots: int, profile: Profile | None) -> Homes:
+        """With room for so many sequences, and what the profile has for experts elsewhere."""
+        others = None if profile is None else stand_ins(view, profile)
+        return Homes(view=view, slots=slots, held=held_here(view), stands_in=others)
+
+    @property
+    def cache(self) -> KVCache:
+        """Made when it is needed first."""
+        if self._cache is None:
+            self._cache = self.view.new_cache(slots=self.slots)
+        return self._cache
+
+    @property
+    def free(self) -> int:
+        """Places left."""
+        return self.slots - len(self._slot_of)
+
+    def seated(self, readings: Sequence[Reading]) -> list[Reading]:
+        """Those of them that have a place, or get one now."""
+        for one in readings:
+            begins = one.start == 0
+            if begins and one.sequence not in self._slot_of and self.cache.free_slots:
+                self._slot_of[one.sequence] = self.cache.alloc()
+        return [one for one in readings if one.sequence in self._slot_of]
+
+    def slots_of(self, readings: Sequence[Reading]) -> tuple[int, ...]:
+        return tuple(self._slot_of[one.sequence] for one in readings)
+
+    def first_layer(self, route: tuple[int, ...], server: int) -> int:
+        """The layer that readings begin with: before it the sequence itself passes this server,
+        which has all experts of the layers, so that there is nothing to read anew."""
+        own = next((at for at, to in enumerate(route) if to != server), len(route))
+        lacking = torch.nonzero(~self.held.all(1)).flatten().tolist()
+        return max(min([*lacking, own - 1]), 0)
+
+    def keep(self, sequence: int, start: int, rows: Tensor) -> Reading | None:
+        """States [n, d] of a sequence came; the reading that waited for them, if it may begin."""
+        store = self.states.setdefault(sequence, {})
+        store.update(enumerate(rows, start))
+        reading = self.waiting.get(sequence)
+        if reading is None or not self.found(reading):
+            return None
+        del self.waiting[sequence]
+        return reading
+
+    def found(self, reading: Reading) -> bool:
+        """Give a reading its states if all of them are there."""
+        store = self.states.get(reading.sequence, {})
+        if not all(position in store for position in reading.positions):
+            return False
+        reading.hidden = torch.stack([store[position] for position in reading.positions])
+        # It may be begun anew; what is before it has been read for good.
+        self.states[reading.sequence] = {
+            at: state for at, state in store.items() if at >= reading.start
+        }
+        return True
+
+    def forget(self, sequence: int, start: int = 0) -> None:
+        """Tokens from a position on were withdrawn."""
+        store = self.states.get(sequence, {})
+        self.states[sequence] = {at: state for at, state in store.items() if at < start}
+        self.waiting.pop(sequence, None)
+
+    def close(self, sequence: int) -> None:
+        """Give its place back if it has one."""
+        self.states.pop(sequence, None)
+        self.waiting.pop(sequence, None)
+        if sequence in self._slot_of:
+            self.cache.free(self._slot_of.pop(sequence))

@@ -1,0 +1,196 @@
+"""Generated tokens through several layers in one batch.
+
+Under a policy that decides nothing these are segments, of one call and one event. Where every layer
+is decided upon they are layers one after another, without waiting for a turn in between while
+nobody else has one.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from trimmoe.core.events import (
+    Attend,
+    Command,
+    Complete,
+    Depart,
+    Execute,
+    SegmentRan,
+    Strand,
+    TokensImported,
+    Trailed,
+)
+from trimmoe.models.base import Routing, Segment, TokenBatch
+from trimmoe.runtime.node.compute.executor import Executor
+from trimmoe.runtime.node.records.outcome import Outcome
+from trimmoe.runtime.node.records.units import Unit
+
+SLICE_S = 0.005
+"""After which whatever has come meanwhile gets its turn."""
+
+
+@torch.inference_mode()
+def pass_segment(worker: Executor, layer: int, units: Sequence[Unit]) -> Outcome:
+    """Units pass the layers from `layer` on that leave nothing to decide, if there are any, and
+    attention, router and own slots of the one after them."""
+    ordered, tokens = worker.boarded(units)
+    batch, identity = worker.batch(ordered), worker.new_wave()
+    hidden = worker.states(layer, ordered, batch)
+    last, table = _reach(worker, layer, ordered)
+    last, kept_at = _kept_at(worker, layer, last, ordered)
+    ran = worker.view.run(layer, last, hidden, batch, worker.cache, table, kept_at)
+    worker.pace.segment(layer, ran.experts)
+    written = range(layer, ran.layer + (ran.routing is not None))
+    outcome = Outcome(written=[(unit, written) for unit in ordered])
+    if ran.kept is not None:
+        for row, unit in enumerate(ordered):
+            if worker.kept_at(unit) == kept_at:
+                worker.keep(unit, ran.kept[row : row + 1], outcome)
+    experts = ran.experts
+    if ran.routing is not None:
+        worker.pace.dense(ran.layer, len(ordered))
+        experts = np.concatenate([experts, ran.routing.experts.cpu().numpy()[:, None]], axis=1)
+    event = SegmentRan(wave=identity, tokens=tokens, experts=experts, settled=ran.experts.shape[1])
+    _follow(worker, worker.tell(event), ordered, ran, outcome)
+    return outcome
+
+
+@torch.inference_mode()
+def pass_layers(worker: Executor, layer: int, units: Sequence[Unit], *, alone: bool) -> Outcome:
+    """Units pass attention, router, decision and own slots of a layer; if they are alone, and all
+    of them stay, of the next ones too, for as long as what comes meanwhile may wait."""
+    until_s = time.perf_counter() + (SLICE_S if alone else 0.0)
+    ordered, wave = worker.boarded(units)
+    batch, identity, rows = worker.batch(ordered), worker.new_wave(), _all(ordered)
+    hidden, outcome = worker.states(layer, ordered, batch), Outcome()
+    worker.tell(TokensImported(wave=identity, tokens=wave, executing=False))
+    while True:
+        attended, routing, commands = _decided(worker, identity, layer, ordered, hidden, batch)
+        outcome.written += [(unit, range(layer, layer + 1)) for unit in ordered]
+        execute = commands[0]
+        if len(commands) > 1 or not _runs_here(worker, execute):
+            for unit in ordered:
+                unit.layer = layer
+            _carry_out(worker, commands, ordered, attended, routing, outcome)
+            return outcome
+        assert isinstance(execute, Execute)
+        experts = execute.slot_expert
+        hidden = worker.view.give(layer, attended, experts, routing.gates, normed=routing.normed)
+        worker.pace.experts(layer, experts)
+        commands = worker.tell(worker.observer.executed(identity, layer, hidden))
+        layer += 1
+        goes_on = len(commands) == 1 and isinstance(commands[0], Attend)
+        if not goes_on or time.perf_counter() >= until_s or not _may_enter(worker, layer, ordered):
+            worker.obey(commands, identity, rows, hidden, ordered, outcome)
+            return outcome
+
+
+def _decided(
+    worker: Executor,
+    wave: int,
+    layer: int,
+    units: Sequence[Unit],
+    hidden: Tensor,
+    batch: TokenBatch,
+) -> tuple[Tensor, Routing, tuple[Command, ...]]:
+    """What attention and router of a layer give, and what the engine says to that."""
+    view = worker.view
+    attended = batch.pack(view.attend(layer, batch.unpack(hidden), batch, worker.cache))
+    routing = view.route(layer, attended)
+    worker.pace.dense(layer, len(units))
+    return attended, routing, worker.tell(worker.observer.routed(wave, layer, attended, routing))
+
+
+def _runs_here(worker: Executor, command: Command) -> bool:
+    """Whether all rows of a batch stay and nobody else has to do with them."""
+    if not isinstance(command, Execute):
+        return False
+    away = (command.slot_server != worker.server) & (command.slot_expert >= 0)
+    return not away.any() and bool((command.destination == worker.server).all())
+
+
+def _carry_out(
+    worker: Executor,
+    commands: Sequence[Command],
+    units: Sequence[Unit],
+    attended: Tensor,
+    routing: Routing,
+    outcome: Outcome,
+) -> None:
+    """Execute a layer of which some rows leave, or that some rows cannot pass."""
+    for command in commands:
+        if isinstance(command, Strand):
+            outcome.stranded += [units[row] for row in command.rows.tolist()]
+        else:
+            assert isinstance(command, Execute)
+            worker.execute(command, None, units, attended, routing, outcome)
+
+
+def _may_enter(worker: Executor, layer: int, units: Sequence[Unit]) -> bool:
+    """Whether units need not wait for anybody to enter a layer here."""
+    count = worker.view.spec.layer_count
+    return all(
+        layer in unit.seat.written
+        and unit.seat.open
+        and not unit.is_void
+        and unit.seat.is_next(unit.behind(layer, count), unit.start)
+        for unit in units
+    )
+
+
+def _reach(worker: Executor, layer: int, units: Sequence[Unit]) -> tuple[int, np.ndarray]:
+    """The layer before which the units stop at the latest, and what is settled before it."""
+    segments = worker.segments
+    until = min(segments.end(unit.seat.route, layer) for unit in units)
+    last = min(until + 1, worker.view.spec.layer_count)
+    return min(unit.waits_before(layer + 1, last) for unit in units), segments.settled(until)
+
+
+def _kept_at(
+    worker: Executor, layer: int, last: int, units: Sequence[Unit]
+) -> tuple[int, int | None]:
+    """The first layer of those before `last` whose states are kept, and `last`, or the next such
+    layer if there is one before it."""
+    wanted = {worker.kept_at(unit) for unit in units}
+    first, *more = [*sorted(at for at in wanted if at and layer <= at < last), None]
+    return (more[0] or last) if more else last, first
+
+
+def _follow(
+    worker: Executor,
+    commands: Sequence[Command],
+    units: Sequence[Unit],
+    ran: Segment,
+    outcome: Outcome,
+) -> None:
+    """Do what the engine says of rows that have come so far."""
+    execute: Execute | None = None
+    tokens = None
+    for command in commands:
+        match command:
+            case Strand(rows=rows):
+                for unit in (units[row] for row in rows.tolist()):
+                    unit.layer = ran.layer
+                    outcome.stranded.append(unit)
+            case Execute():
+                execute = command
+            case Depart():
+                tokens = command.tokens
+            case Complete() | Trailed():
+                worker.obey([command], command.wave, _all(units), ran.hidden, units, outcome)
+            case _:
+                raise AssertionError(command)
+    if execute is not None:
+        assert ran.routing is not None
+        worker.execute(execute, tokens, units, ran.hidden, ran.routing, outcome)
+    elif tokens is not None:
+        worker.go_on(units, tokens, ran.hidden, outcome)
+
+
+def _all(units: Sequence[Unit]) -> np.ndarray:
+    return np.arange(len(units))

@@ -1,0 +1,68 @@
+"""States between messages and the device that a server computes on.
+
+What comes from other servers is on the processor, in the dtype that its sender computes in; what
+this server keeps for itself stays on the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from trimmoe.models.base import MoEView
+from trimmoe.runtime.node.records.messages import Parcel
+from trimmoe.runtime.node.records.units import Unit
+
+
+def entering(view: MoEView, states: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """States where the view computes, in its dtype or another; pinned and asynchronously where
+    they have to be copied to an accelerator."""
+    dtype = dtype or view.dtype
+    if states.device == view.device and states.dtype == dtype:
+        return states
+    if view.device.type == "cuda" and states.is_cpu:
+        states = states.pin_memory()
+    return states.to(device=view.device, dtype=dtype, non_blocking=True)
+
+
+def leaving(parcels: list[Parcel]) -> list[Parcel]:
+    """The parcels with their tensors on the processor: all are copied at once, and waited for
+    together."""
+    devices = {tensor.device for parcel in parcels for tensor in parcel.tensors}
+    away = [device for device in devices if device.type != "cpu"]
+    if not away:
+        return parcels
+    copied = [replace(parcel, tensors=_copied(parcel.tensors)) for parcel in parcels]
+    for device in away:
+        if device.type == "cuda":
+            torch.cuda.current_stream(device).synchronize()
+    return copied
+
+
+def _copied(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """On the processor, or on their way there."""
+    made = []
+    for tensor in tensors:
+        pinned = tensor.is_cuda
+        there = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pinned)
+        made.append(there.copy_(tensor, non_blocking=pinned))
+    return tuple(made)
+
+
+def states_of(view: MoEView, unit: Unit) -> Tensor:
+    """A unit's states [count, d] with all parts added, in float32 where there are any."""
+    assert unit.hidden is not None
+    hidden = entering(view, unit.hidden)
+    if not unit.parts:
+        return hidden
+    total = hidden.to(torch.float32, copy=True)
+    for part in unit.parts:
+        states = entering(view, part.states, torch.float32)
+        if part.offsets:
+            total.index_add_(0, torch.tensor(part.offsets, device=view.device), states)
+        else:
+            total += states
+    return total.to(view.dtype)

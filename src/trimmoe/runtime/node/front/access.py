@@ -1,0 +1,282 @@
+"""The users' side of a server: admission, streaming, and going on elsewhere when servers die.
+
+A request is answered in *attempts*. Each has a sequence number, a route and a place on every
+server of it. When an attempt is lost the next one begins from the prompt and the tokens that were
+already sent: sampling depends on the position only and the credit is what those tokens left, so
+the answer goes on as if nothing had happened.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+from functools import partial
+
+from trimmoe.engine.guesses import Lead
+from trimmoe.runtime.node.front.answers import Answers
+from trimmoe.runtime.node.front.jobs import NO_EXPERT, Attempt, Backroom, Job
+from trimmoe.runtime.node.front.stalls import stalled
+from trimmoe.runtime.node.records.checks import prompt
+from trimmoe.runtime.node.records.messages import (
+    ANY_POSITION,
+    Message,
+    Parcel,
+    Release,
+    Reserve,
+    SamplingSpec,
+)
+from trimmoe.runtime.service import (
+    GenerationRequest,
+    Health,
+    Overloaded,
+    ServedModel,
+    ServiceStats,
+    TokenStream,
+    Unavailable,
+    check_length,
+)
+from trimmoe.runtime.streams import QueueStream
+
+_log = logging.getLogger(__name__)
+RETRY_AFTER_S = 1.0
+MOST_RESTARTS = 12
+"""Attempts in a row without a new token, after which a request is given up."""
+STALL_COUNTS = 4
+"""A stall takes so long that it counts as so many."""
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.02, 1.0
+STRANDED = (
+    "An expert that this request needs is on a server that cannot be reached, and no substitute "
+    "is within its quality budget; try again when the server is back."
+)
+GIVEN_UP = "Servers were lost again and again while this request was answered; try again shortly."
+STOPPING = "The server is stopping."
+LOST, STALLED = "lost", "stalled"
+
+
+class Desk:
+    """An `InferenceService` on one server of a cluster."""
+
+    def __init__(self, model: ServedModel, backroom: Backroom, first_sequence: int) -> None:
+        self.model = model
+        self._room = backroom
+        self._sequences = itertools.count(first_sequence)
+        self._jobs: set[Job] = set()
+        self._by_sequence: dict[int, Job] = {}
+        self._turn = asyncio.Lock()
+        """Places are asked for by one request at a time, in order."""
+        self.blocked = False
+        """Whether the one whose turn it is had to queue for a place."""
+        self.answers = Answers(backroom, self._by_sequence.get, lambda job: self._end(job, None))
+        self.restarts = 0
+        """Attempts that were lost."""
+        self.stalls = 0
+        """Of which nobody knew anything any more."""
+        self._closing = False
+
+    async def start(self) -> None:
+        """The node starts its desk; nothing is left to do."""
+
+    async def close(self) -> None:
+        """End all streams and take no more requests."""
+        self._closing = True
+        for job in list(self._jobs):
+            self._end(job, Unavailable(self.health().reason or STOPPING))
+
+    def submit(self, request: GenerationRequest) -> TokenStream:
+        check_length(request, self.model.context_length)
+        if not (health := self.health()).ok:
+            raise Unavailable(health.reason)
+        waiting, room = self._waiting, self._room
+        if len(self._jobs) >= room.kv_slots + room.max_waiting or (
+            self.blocked and waiting > room.max_waiting
+        ):
+            raise Overloaded(RETRY_AFTER_S)
+        job = Job(request=request)
+        self._jobs.add(job)
+        job.task = asyncio.create_task(self._serve(job), name=f"request {request.request_id}")
+        return QueueStream(job.out, partial(self.cancel, job))
+
+    def health(self) -> Health:
+        health = self._room.health()
+        return Health(ok=False, reason=STOPPING) if health.ok and self._closing else health
+
+    def stats(self) -> ServiceStats:
+        waiting = self._waiting
+        return self._room.stats(len(self._jobs) - waiting, waiting)
+
+    def cancel(self, job: Job) -> None:
+        """Its reader went away: free everything now."""
+        self._end(job, None)
+
+    def granted(self, server: int, sequence: int, ok: bool) -> None:
+        """A server answered a reservation."""
+        attempt = self._attempt(sequence)
+        self.in_hand(sequence)
+        grant = attempt.grants.get(server) if attempt else None
+        if grant is not None and not grant.done():
+            grant.set_result(ok)
+
+    def in_hand(self, sequence: int) -> None:
+        """Some server works at a sequence."""
+        if attempt := self._attempt(sequence):
+            attempt.news = True
+
+    def look_after(self) -> None:
+        """Begin anew what nobody has in hand; called now and then, see `stalls`."""
+        attempts = [job.attempt for job in self._by_sequence.values() if job.attempt]
+        for attempt in stalled(attempts, self._room.ask):
+            _log.warning("Sequence %d on route %s stalled.", attempt.sequence, attempt.route)
+            self.stalls += 1
+            attempt.fail(STALLED)
+
+    def lost(self, sequence: int, position: int) -> None:
+        """Work for a position may be lost; old news if that token has come."""
+        attempt = self._attempt(sequence)
+        if attempt and (position == ANY_POSITION or position >= attempt.fed):
+            attempt.fail(LOST)
+
+    def stranded(self, sequence: int, start: int, epoch: int) -> None:
+        """An expert has no host for what is at a position of a sequence; old news if that was
+        withdrawn."""
+        if (attempt := self._attempt(sequence)) and epoch == attempt.epoch:
+            attempt.stranded = start
+            attempt.strand()
+
+    def server_lost(self, server: int) -> None:
+        """What crosses a server cannot go on as it is."""
+        for job in self._by_sequence.values():
+            if job.attempt and server in job.attempt.route:
+                job.attempt.fail(LOST)
+
+    @property
+    def _waiting(self) -> int:
+        return sum(not job.seated for job in self._jobs)
+
+    def _attempt(self, sequence: int) -> Attempt | None:
+        job = self._by_sequence.get(sequence)
+        return job.attempt if job else None
+
+    async def _serve(self, job: Job) -> None:
+        """One attempt after the other until one ends well."""
+        made, restarts = -1, 0
+        while True:
+            trouble = await self._attempted(job)
+            if not trouble:
+                return
+            self._forget(job)
+            self.restarts += 1
+            counts = STALL_COUNTS if trouble == STALLED else 1
+            restarts = 0 if len(job.tokens) > made else restarts + counts
+            made = len(job.tokens)
+            if trouble == NO_EXPERT and not await self._help_comes():
+                self._end(job, Unavailable(STRANDED))
+            elif restarts > MOST_RESTARTS:
+                self._end(job, Unavailable(GIVEN_UP))
+            await asyncio.sleep(min(FIRST_PAUSE_S * 2**restarts, LONGEST_PAUSE_S))
+
+    async def _help_comes(self) -> bool:
+        """Whether, within the patience there is, the cluster changes while servers are lost."""
+        planner = self._room.planner
+        if not planner.lost:
+            return False
+        try:
+            await asyncio.wait_for(planner.next_change(), self._room.patience_s)
+        except TimeoutError:
+            return False
+        return True
+
+    async def _attempted(self, job: Job) -> str:
+        """Run one attempt; why it ended."""
+        planner = self._room.planner
+        async with self._turn:
+            await planner.until_settled()
+            route = planner.in_force.route_of(self._room.server)
+            attempt = Attempt(
+                sequence=next(self._sequences),
+                route=route,
+                trouble=asyncio.get_running_loop().create_future(),
+            )
+            job.attempt = attempt
+            self._by_sequence[attempt.sequence] = job
+            if not await self._seat(job, attempt):
+                return attempt.trouble.result() if attempt.trouble.done() else LOST
+        job.seated = True
+        self._send_off(job, attempt)
+        return await attempt.trouble
+
+    async def _seat(self, job: Job, attempt: Attempt) -> bool:
+        """Get a place on every server of the route; False if one of them is lost meanwhile."""
+        grants = [self._reserve(job, attempt, server, waits=False) for server in attempt.servers]
+        if all(await asyncio.gather(*grants)):
+            return not attempt.trouble.done()
+        if attempt.trouble.done():
+            return False
+        self.blocked = True
+        try:
+            self._release(attempt)
+            # Released under the old number, asked for under a new one: no answer is mistaken.
+            del self._by_sequence[attempt.sequence]
+            attempt.sequence = next(self._sequences)
+            self._by_sequence[attempt.sequence] = job
+            for server in attempt.servers:
+                if not await self._reserve(job, attempt, server, waits=True):
+                    return False
+            return not attempt.trouble.done()
+        finally:
+            self.blocked = False
+
+    def _reserve(
+        self, job: Job, attempt: Attempt, server: int, *, waits: bool
+    ) -> asyncio.Future[bool]:
+        grant: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        attempt.grants[server] = grant
+        sampling = job.request.sampling
+        spec = SamplingSpec(
+            sampling.temperature, sampling.top_p, sampling.seed, sampling.stream, sampling.logprobs
+        )
+        budget, _ = self.answers.quality_of(job)
+        reserve = Reserve(attempt.sequence, list(attempt.route), spec, budget, waits)
+        self._post(server, reserve)
+        return grant
+
+    def _send_off(self, job: Job, attempt: Attempt) -> None:
+        """The prompt, with what was made of the answer, enters the route."""
+        request, room = job.request, self._room
+        opened = self.answers.opened(job, attempt)
+        room.control(lambda: room.open_account(opened, attempt.route))
+        ids = [*request.prompt_ids, *job.tokens]
+        attempt.position = attempt.prompt = len(ids)
+        guesses = room.planner.settings.guesses
+        if guesses:
+            attempt.lead = Lead(guesses=guesses, guess_s=room.guess_s())
+        room.post(prompt(attempt.route[0], attempt.sequence, ids))
+        self.answers.guess(job, attempt)
+
+    def _post(self, server: int, message: Message) -> None:
+        self._room.post(Parcel(to=server, message=message))
+
+    def _release(self, attempt: Attempt) -> None:
+        for server in attempt.servers:
+            self._post(server, Release([attempt.sequence]))
+
+    def _forget(self, job: Job) -> None:
+        """Free what the job's attempt holds on every server."""
+        attempt, job.attempt, job.seated = job.attempt, None, False
+        if attempt is None:
+            return
+        sequence = attempt.sequence
+        self._by_sequence.pop(sequence, None)
+        self._release(attempt)
+        self._room.control(lambda: self._room.close_account(sequence))
+
+    def _end(self, job: Job, error: Unavailable | None) -> None:
+        """The job is over: complete, cancelled or failed."""
+        if job not in self._jobs:
+            return
+        self._jobs.remove(job)
+        self._forget(job)
+        if error is not None:
+            job.out.put_nowait(error)
+        if job.task is not None:
+            job.task.cancel()

@@ -1,0 +1,266 @@
+"""How answers grow at their access server: what comes in, what is shown, what sets out next.
+
+Tokens may be predicted before full depth has spoken, on their way (drafts) or by this server itself
+(guesses). The next one sets out on that at once, nobody is shown what is not confirmed, and where
+it is wrong what followed is withdrawn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from trimmoe.core.events import SequenceOpened
+from trimmoe.core.ledger import Ledger
+from trimmoe.policy.settings import BudgetRule
+from trimmoe.runtime.node.front.drafts import Guessing
+from trimmoe.runtime.node.front.jobs import Attempt, Backroom, Job
+from trimmoe.runtime.node.records.messages import After, Parcel, Token, Withdraw
+from trimmoe.runtime.node.records.outcome import Arrival
+from trimmoe.runtime.node.records.passengers import unpack_charge, unpack_ledger, unpack_receipt
+from trimmoe.runtime.node.records.readings import Guessed, Reading
+from trimmoe.runtime.service import FinishReason, TokenEvent, quality
+
+
+class Answers:
+    """Of all attempts under way at one desk; `job_of` finds a sequence's request, `end` is told of
+    those that are complete."""
+
+    def __init__(
+        self, room: Backroom, job_of: Callable[[int], Job | None], end: Callable[[Job], None]
+    ) -> None:
+        self._room, self._job_of, self._end = room, job_of, end
+        self.guessing = Guessing()
+
+    def received(self, tokens: list[Token]) -> None:
+        """Tokens of this server's users came."""
+        known = [
+            (job, job.attempt, token)
+            for token in tokens
+            if (job := self._job_of(token.sequence)) and job.attempt
+        ]
+        receipts = tuple(
+            unpack_receipt(token.receipt, token.sequence)
+            for _, attempt, token in known
+            if token.receipt is not None and token.epoch == attempt.epoch
+        )
+        agrees = [token.agrees for token in tokens if token.agrees is not None]
+        if receipts or agrees:
+            self._room.control(lambda: self._room.settle(receipts, agrees))
+        for job, attempt, token in known:
+            if job.attempt is not attempt:
+                continue
+            if token.epoch < attempt.epoch and token.ledger is not None:
+                self._in_vain(job, unpack_ledger(token.ledger, **self._room.ledger_shape))
+            elif (token.epoch, token.position) == (attempt.epoch, attempt.position):
+                self._advance(job, attempt, token)
+            elif token.epoch == attempt.epoch and token.position > attempt.position:
+                attempt.early[token.position] = token
+
+    def followed(self, after: list[After]) -> None:
+        """Word of tokens after their exits; what they cost is told with the next one that is
+        shown, unless it is their own."""
+        agrees = [one.agrees for one in after if one.agrees is not None]
+        if agrees:
+            self._room.control(lambda: self._room.settle((), agrees))
+        for one in after:
+            ledger = unpack_ledger(one.ledger, **self._room.ledger_shape)
+            job = self._job_of(one.sequence)
+            if job is None or job.attempt is None:
+                continue
+            if one.token is None:
+                job.owe(ledger)
+            elif one.token.epoch == job.attempt.epoch:
+                self._checked(job, job.attempt, one.token, ledger)
+            else:
+                self._in_vain(job, ledger)
+
+    def guessed(self, guesses: Sequence[Guessed]) -> None:
+        """This server has guessed what follows tokens; what is probable is followed at once."""
+        for one in guesses:
+            asked, job = one.reading, self._job_of(one.reading.sequence)
+            if job is None or (attempt := job.attempt) is None:
+                continue
+            if attempt.reading is not asked:
+                continue
+            attempt.reading = None
+            following = len(job.request.prompt_ids) + len(job.tokens) + len(attempt.pending)
+            if asked.position == following > attempt.prompt:
+                if not one.wanted:
+                    continue
+                token = Token(
+                    sequence=attempt.sequence,
+                    position=asked.position,
+                    token=one.token,
+                    logprob=0.0,
+                    top=[],
+                    ledger=None,
+                    receipt=None,
+                    agrees=None,
+                    epoch=attempt.epoch,
+                    draft=True,
+                )
+                if self._ends(job, token):
+                    continue
+                attempt.pending.add(token, None)
+                self._feed(attempt, token)
+            self.guess(job, attempt)
+
+    def _advance(self, job: Job, attempt: Attempt, token: Token) -> None:
+        """A token came, perhaps one that this server has guessed; the next one is predicted from it
+        unless it is the last."""
+        attempt.news = True
+        ledger: Ledger | None = None
+        if token.ledger is not None:
+            ledger = unpack_ledger(token.ledger, **self._room.ledger_shape)
+        elif token.charge is not None:
+            ledger = unpack_charge(token.charge, self.quality_of(job)[0], **self._room.ledger_shape)
+        guess = attempt.pending.token_at(token.position)
+        if attempt.lead is not None and ledger is not None and token.charge is None:
+            right = guess is not None and guess.token == token.token
+            passed = attempt.lead.after(ledger.delay_s, guessed=guess is not None, right=right)
+            # What is sent in vain tells itself when it is withdrawn.
+            ledger = replace(ledger, delay_s=passed.interval_s)
+        if guess is not None:
+            attempt.position += 1
+            self.guessing.checked(right=guess.token == token.token)
+            self._checked(job, attempt, token, ledger)
+        else:
+            token = attempt.pending.add(token, ledger)
+            last = self._ends(job, token) is not None
+            self._show(job, attempt)
+            if not last:
+                attempt.unfed = token
+                self._feed_in_turn(attempt)
+        if job.attempt is not attempt:
+            return
+        self.guess(job, attempt)
+        if (following := attempt.early.pop(attempt.position, None)) is not None:
+            self._advance(job, attempt, following)
+
+    def guess(self, job: Job, attempt: Attempt) -> None:
+        """Have this server read what it has not read yet, and guess what follows."""
+        lead, request, room = attempt.lead, job.request, self._room
+        if lead is None or attempt.reading or attempt.pending.drafts >= lead.guesses:
+            return
+        ids = [*request.prompt_ids, *job.tokens, *attempt.pending.tokens]
+        tokens = tuple(ids[attempt.read : attempt.read + room.chunk])
+        if not tokens:
+            return
+        attempt.reading = Reading(
+            sequence=attempt.sequence,
+            start=attempt.read,
+            tokens=tokens,
+            route=attempt.route,
+            sampling=request.sampling,
+        )
+        room.guess(attempt.reading)
+        attempt.read += len(tokens)
+
+    def _feed_in_turn(self, attempt: Attempt) -> None:
+        """Follow the last token, unless that is a guess upon a guess: most of those would be in
+        vain, and where full depth is nearly through they hardly save anything."""
+        token = attempt.unfed
+        if token is not None and attempt.pending.unconfirmed in (None, token.position):
+            self._feed(attempt, token)
+
+    def _checked(self, job: Job, attempt: Attempt, token: Token, ledger: Ledger | None) -> None:
+        """Full depth has predicted a token of which there was a draft."""
+        attempt.news = True
+        wrong = attempt.pending.check(token, ledger)
+        self._show(job, attempt)
+        if job.attempt is not attempt:
+            return
+        if wrong is None:
+            attempt.strand()
+            self._feed_in_turn(attempt)
+            return
+        for entry in wrong:
+            if entry.ledger is not None:
+                self._in_vain(job, entry.ledger)
+        attempt.epoch, attempt.stranded = attempt.epoch + 1, None
+        attempt.read = min(attempt.read, token.position)
+        if attempt.reading is not None:
+            attempt.read = min(attempt.read, attempt.reading.start)
+            attempt.reading.void, attempt.reading = True, None
+        for early in attempt.early.values():
+            if early.ledger is not None:
+                self._in_vain(job, unpack_ledger(early.ledger, **self._room.ledger_shape))
+        attempt.early.clear()
+        opened = self.opened(job, attempt)
+        route, start = attempt.route, token.position
+        self._room.control(lambda: self._room.begin_anew(opened, route, start))
+        # Here as well, whether or not the route comes by: what is to set out is dropped.
+        for server in {*attempt.servers, self._room.server}:
+            withdraw = Withdraw(attempt.sequence, token.position, attempt.epoch)
+            self._room.post(Parcel(to=server, message=withdraw))
+        self._feed(attempt, token)
+
+    def _feed(self, attempt: Attempt, token: Token) -> None:
+        """Predict what follows a token."""
+        first = attempt.pending.unconfirmed
+        attempt.position, attempt.unfed = token.position + 1, None
+        guessed = False
+        if attempt.lead is not None and first is not None:
+            # What is guessed is awaited nevertheless.
+            attempt.position, guessed = first, True
+        attempt.fed = token.position if first is None else first - 1
+        self._room.arrive(
+            Arrival(
+                sequence=attempt.sequence,
+                position=token.position,
+                token=token.token,
+                epoch=attempt.epoch,
+                guessed=guessed,
+            )
+        )
+
+    def _ends(self, job: Job, token: Token) -> FinishReason | None:
+        """Why the answer ends with this token, if it does."""
+        if token.token in job.request.stop_ids:
+            return "stop"
+        count = token.position - len(job.request.prompt_ids) + 1
+        return "length" if count == job.request.max_new_tokens else None
+
+    def _in_vain(self, job: Job, ledger: Ledger) -> None:
+        """A token was withdrawn; what it sent was sent all the same."""
+        job.owe(replace(Ledger.empty(**self._room.ledger_shape), messages=ledger.messages))
+
+    def _show(self, job: Job, attempt: Attempt) -> None:
+        """Hand out what nothing can change any more."""
+        for entry in attempt.pending.shown():
+            token, ledger = entry.token, entry.ledger
+            if ledger is not None and token.charge is None:
+                job.credit += ledger.budget - ledger.loss
+                if job.after is not None:
+                    ledger, job.after = ledger + job.after, None
+            job.tokens.append(token.token)
+            reason = self._ends(job, token)
+            event = TokenEvent(
+                token=token.token,
+                logprob=token.logprob,
+                top_logprobs=tuple((each, value) for each, value in token.top),
+                ledger=ledger,
+                finish_reason=reason,
+            )
+            job.out.put_nowait(event)
+            if reason is not None:
+                attempt.trouble.set_result("") if not attempt.trouble.done() else None
+                self._end(job)
+                return
+
+    def opened(self, job: Job, attempt: Attempt) -> SequenceOpened:
+        """Its account, with what the tokens shown so far left."""
+        bucket = self._room.planner.settings.budget_rule is BudgetRule.BUCKET
+        budget, confidence = self.quality_of(job)
+        return SequenceOpened(
+            sequence=attempt.sequence,
+            access=self._room.server,
+            budget=budget,
+            confidence=confidence,
+            balance=max(job.credit, 0.0) if bucket else 0.0,
+        )
+
+    def quality_of(self, job: Job) -> tuple[float, float]:
+        planner = self._room.planner
+        return quality(job.request, planner.settings, planner.profile)

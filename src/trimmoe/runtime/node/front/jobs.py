@@ -1,0 +1,126 @@
+"""Requests on their way, as the access server keeps them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from trimmoe.core.events import Receipt, SequenceOpened
+from trimmoe.core.ledger import Ledger
+from trimmoe.engine.guesses import Lead
+from trimmoe.runtime.node.front.drafts import Pending
+from trimmoe.runtime.node.records.messages import Parcel, Token
+from trimmoe.runtime.node.records.outcome import Arrival
+from trimmoe.runtime.node.records.readings import Reading
+from trimmoe.runtime.node.watch.planner import Planner
+from trimmoe.runtime.service import GenerationRequest, Health, ServiceStats
+from trimmoe.runtime.streams import Item
+
+NO_EXPERT = "no expert"
+
+
+@dataclass(eq=False, kw_only=True, slots=True)
+class Attempt:
+    """One sequence under way."""
+
+    sequence: int
+    route: tuple[int, ...]
+    trouble: asyncio.Future[str]
+    """Why it is over; empty if the answer is complete."""
+    grants: dict[int, asyncio.Future[bool]] = field(default_factory=dict)
+    prompt: int = 0
+    """Tokens that it began with."""
+    position: int = 0
+    """Of the token that is awaited."""
+    fed: int = 0
+    """First position of what is under way."""
+    epoch: int = 0
+    """How often tokens of it were withdrawn."""
+    pending: Pending = field(default_factory=Pending)
+    """Tokens that came and are not shown yet."""
+    unfed: Token | None = None
+    """One of them that nothing follows before the drafts ahead of it are confirmed."""
+    lead: Lead | None = None
+    """Where this server guesses ahead: how long its tokens take by that."""
+    early: dict[int, Token] = field(default_factory=dict)
+    """Tokens that overtook the one that is awaited, by position."""
+    read: int = 0
+    """Up to where this server has read the sequence by itself, or is about to."""
+    reading: Reading | None = None
+    """What it is about to."""
+    stranded: int | None = None
+    """Position of a token under way that nobody can serve."""
+    news: bool = True
+    """Whether anything was heard of it since it was last looked at."""
+    asked: bool = False
+    """Whether everybody was asked for it since."""
+
+    @property
+    def servers(self) -> list[int]:
+        return sorted(set(self.route))
+
+    def strand(self) -> None:
+        """It cannot go on if a stranded token is one of the answer; a draft may yet be wrong."""
+        first = self.pending.unconfirmed
+        if self.stranded is not None and (first is None or self.stranded < first):
+            self.fail(NO_EXPERT)
+
+    def fail(self, reason: str) -> None:
+        """It cannot go on."""
+        if not self.trouble.done():
+            self.trouble.set_result(reason)
+        for grant in self.grants.values():
+            if not grant.done():
+                grant.set_result(False)
+
+
+@dataclass(eq=False, kw_only=True, slots=True)
+class Job:
+    """A request on its way."""
+
+    request: GenerationRequest
+    out: asyncio.Queue[Item] = field(default_factory=asyncio.Queue)
+    tokens: list[int] = field(default_factory=list)
+    """Made and handed out so far."""
+    credit: float = 0.0
+    """What those tokens left of their budget."""
+    after: Ledger | None = None
+    """What they cost after their answers, as far as it is known and was not handed out."""
+    attempt: Attempt | None = None
+    seated: bool = False
+    task: asyncio.Task[None] | None = None
+
+    def owe(self, ledger: Ledger) -> None:
+        """This too is to be told with the next token."""
+        self.after = ledger if self.after is None else self.after + ledger
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Backroom:
+    """What the desk needs of its server."""
+
+    server: int
+    kv_slots: int
+    max_waiting: int
+    patience_s: float
+    ask: Callable[[int], None]
+    """Ask all servers whether they work at a sequence."""
+    planner: Planner
+    post: Callable[[Parcel], None]
+    control: Callable[[Callable[[], None]], None]
+    """Run something in the worker, before its next batch."""
+    open_account: Callable[[SequenceOpened, tuple[int, ...]], None]
+    begin_anew: Callable[[SequenceOpened, tuple[int, ...], int], None]
+    """Open an account again of which tokens from a position on were withdrawn."""
+    close_account: Callable[[int], None]
+    settle: Callable[[tuple[Receipt, ...], list[bool]], None]
+    arrive: Callable[[Arrival], None]
+    guess: Callable[[Reading], None]
+    guess_s: Callable[[], float]
+    """What a guess takes this server."""
+    chunk: int
+    """Tokens of a prompt that are read at a time."""
+    health: Callable[[], Health]
+    stats: Callable[[int, int], ServiceStats]
+    ledger_shape: dict[str, int]

@@ -1,0 +1,146 @@
+"""What a message about rows must be like before anything is done with it.
+
+Peers are authenticated, not trusted to be of the same mind: a wrong plan or version on one server
+must not take the others down.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from trimmoe.runtime.node.records.messages import (
+    Dispatch,
+    Message,
+    Onward,
+    Parcel,
+    Partial,
+    Prompt,
+    Propagate,
+    Reserve,
+    SamplingSpec,
+    Start,
+    Weather,
+)
+from trimmoe.runtime.node.records.passengers import MalformedPassengers
+
+_STATES = (torch.float32, torch.bfloat16, torch.float16)
+"""What states may be: servers on other devices compute in other dtypes."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Geometry:
+    """What messages are checked against."""
+
+    layer_count: int
+    server_count: int
+    hidden_size: int
+    top_k: int
+    loaded: tuple[frozenset[int], ...]
+    """Experts that this server can run, by layer."""
+
+    def is_server(self, *servers: int) -> bool:
+        return all(0 <= server < self.server_count for server in servers)
+
+
+def check(geometry: Geometry, message: Message, tensors: Sequence[Tensor]) -> None:
+    """Raise `MalformedPassengers` unless the message can be acted upon."""
+    match message:
+        case Prompt():
+            good = _is_prompt(tensors)
+        case Start():
+            good = message.rows.well_formed() and len(message.tokens) == message.rows.total
+            good = good and set(message.rows.counts) == {1}
+        case Dispatch() | Partial() | Onward() | Propagate():
+            good = _are_rows(geometry, message, tensors)
+        case Reserve():
+            good = len(message.route) == geometry.layer_count
+            good = good and geometry.is_server(*message.route) and _can_sample(message.sampling)
+        case Weather():
+            counts = {len(message.delay_s), len(message.bandwidth_bytes_per_s)}
+            good = counts == {geometry.server_count} and geometry.is_server(*message.unreachable)
+            good = good and all(0.0 <= weight <= 1.0 for weight in message.loss_weights)
+        case _:
+            good = True
+    if not good:
+        raise MalformedPassengers(type(message).__name__)
+
+
+def _is_prompt(tensors: Sequence[Tensor]) -> bool:
+    if len(tensors) != 1:
+        return False
+    (ids,) = tensors
+    return ids.ndim == 1 and ids.dtype == torch.int32 and ids.numel() > 0
+
+
+def prompt(to: int, sequence: int, ids: Sequence[int]) -> Parcel:
+    """The tokens that a sequence begins with, to the server of its first layer."""
+    tokens = (torch.tensor(ids, dtype=torch.int32),)
+    return Parcel(to=to, message=Prompt(sequence), tensors=tokens)
+
+
+def _can_sample(sampling: SamplingSpec) -> bool:
+    return (
+        sampling.temperature >= 0
+        and 0 < sampling.top_p <= 1
+        and (sampling.logprobs is None or sampling.logprobs >= 0)
+    )
+
+
+def _are_rows(
+    geometry: Geometry,
+    message: Dispatch | Partial | Onward | Propagate,
+    tensors: Sequence[Tensor],
+) -> bool:
+    """Whether rows, states and what else comes with them agree."""
+    if not message.rows.well_formed() or not 0 <= message.layer < geometry.layer_count:
+        return False
+    shape = (message.rows.total, geometry.hidden_size)
+    if not tensors or tensors[0].shape != shape or tensors[0].dtype not in _STATES:
+        return False
+    units, slots = len(message.rows.sequences), 0
+    if isinstance(message, Dispatch):
+        slots = message.rows.total
+        if len(message.destinations) != units or not geometry.is_server(*message.destinations):
+            return False
+    elif isinstance(message, Onward):
+        slots = len(message.raw)
+        if not _is_onward(geometry, message):
+            return False
+    elif isinstance(message, Propagate) and set(message.rows.counts) != {1}:
+        return False
+    return _are_slots(geometry, message.layer, slots, tensors[1:])
+
+
+def _is_onward(geometry: Geometry, message: Onward) -> bool:
+    units = len(message.rows.sequences)
+    raw = message.raw
+    return (
+        len(message.awaited) == len(message.probes) == units
+        and all(geometry.is_server(*servers) for servers in message.awaited)
+        and raw == sorted(set(raw))
+        and all(0 <= row < message.rows.total for row in raw)
+        and not message.rows.offsets
+        and len(message.spent) in (0, message.rows.total)
+        and all(0.0 <= loss < math.inf for loss in message.spent)
+        and (not message.decoding or set(message.rows.counts) == {1})
+        and (not message.entering or message.layer + 1 < geometry.layer_count)
+    )
+
+
+def _are_slots(geometry: Geometry, layer: int, count: int, tensors: Sequence[Tensor]) -> bool:
+    """Whether these are experts that run here, and gates, of so many rows."""
+    if not count:
+        return not tensors
+    if len(tensors) != 2 or any(each.shape != (count, geometry.top_k) for each in tensors):
+        return False
+    experts, gates = tensors
+    if experts.dtype != torch.int32 or gates.dtype != torch.float32:
+        return False
+    asked = set(experts.reshape(-1).tolist())
+    asked.discard(-1)
+    return geometry.loaded[layer] >= asked

@@ -1,0 +1,316 @@
+"""Everything servers tell each other about sequences and the rows of their tokens.
+
+Hidden states travel as tensors beside the message; how many rows of which unit they are, `Rows`
+says.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from trimmoe.core.wave import Wave
+from trimmoe.runtime.node.records.rows import Rows
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+ANY_POSITION = -1
+NO_TOKEN = -1
+NO_KIND = 255
+_ACCESS_SHIFT = 48
+
+
+def access_of(sequence: int) -> int:
+    """The server whose user a sequence belongs to: part of its number."""
+    return sequence >> _ACCESS_SHIFT
+
+
+def first_sequence(access: int, incarnation: int) -> int:
+    """Where an access server's sequence numbers begin; `incarnation` tells its lives apart."""
+    return (access << _ACCESS_SHIFT) + ((incarnation & 0xFFFF_FFFF) << 16)
+
+
+class SamplingSpec(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """`runtime.sampling.Sampling` on the wire."""
+
+    temperature: float
+    top_p: float
+    seed: int
+    stream: int
+    logprobs: int | None
+
+
+class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
+    """Any of the messages below."""
+
+
+class Reserve(Message, frozen=True, tag="reserve"):
+    """Access server to every server of a route: keep a place for this sequence."""
+
+    sequence: int
+    route: list[int]
+    """Server of each layer."""
+    sampling: SamplingSpec
+    budget: float
+    """Quality loss that a token of it may incur."""
+    waits: bool
+    """Whether to wait for a place or to be refused if there is none."""
+
+
+class Granted(Message, frozen=True, tag="granted"):
+    """The answer, to the access server."""
+
+    sequence: int
+    ok: bool
+
+
+class Release(Message, frozen=True, tag="release"):
+    """Access server to every server of a route: these sequences are over."""
+
+    sequences: list[int]
+
+
+class Withdraw(Message, frozen=True, tag="withdraw"):
+    """Access server to every server of a route: what set out before this `epoch`-th time is void
+    from a position on."""
+
+    sequence: int
+    start: int
+    epoch: int
+
+
+class Prompt(Message, frozen=True, tag="prompt"):
+    """Access server to kappa(0); beside it the token ids, int32 [T]."""
+
+    sequence: int
+
+
+class Start(Message, frozen=True, tag="start"):
+    """Access server to kappa(0): generated tokens enter the first layer."""
+
+    rows: Rows
+    tokens: list[int]
+    wave: bytes = b""
+
+
+class Dispatch(Message, frozen=True, tag="dispatch"):
+    """To a server of some slots; beside it the states before the experts [n, d], the experts
+    int32 [n, k], -1 where a slot runs elsewhere, and the gates float32 [n, k]."""
+
+    layer: int
+    rows: Rows
+    destinations: list[int]
+    """Where each unit gathers."""
+    decoding: bool
+
+
+class Partial(Message, frozen=True, tag="partial"):
+    """A server's slots' sum, to where the layer gathers; beside it [n, d]."""
+
+    layer: int
+    rows: Rows
+    decoding: bool
+    raw: bool = False
+    """Whether it is the server's own share of rows that came raw, which never travels."""
+
+
+class Onward(Message, frozen=True, tag="onward"):
+    """kappa(l) to kappa(l+1); beside it one vector per row, [n, d].
+
+    For most rows that is the residual with the shared expert and the slots that ran at kappa(l).
+    For those in `raw` it is the state before the experts: the receiver runs the shared expert and
+    its own slots, whose experts and gates are the second and third tensor.
+    """
+
+    layer: int
+    rows: Rows
+    awaited: list[list[int]]
+    """Servers whose partial sums each unit has to wait for."""
+    raw: list[int]
+    """Rows, ascending."""
+    probes: list[int]
+    """Token each unit would have exited with, being audited; NO_TOKEN otherwise."""
+    decoding: bool
+    """Whether these are generated tokens; otherwise one chunk of a prompt."""
+    last: bool
+    """Whether the chunk is the prompt's last."""
+    spent: list[float] = []
+    """Quality loss of each row of a chunk so far, where stand-ins ran; empty if none did."""
+    wave: bytes = b""
+    entering: bool = False
+    """Whether nothing is decided where these rows gather: for the engine they are about to enter
+    the next layer."""
+
+
+class Propagate(Message, frozen=True, tag="propagate"):
+    """Exited tokens' states [n, d], for the layers from `layer` on."""
+
+    layer: int
+    rows: Rows
+    frozen: bool
+    """Whether the states stand still; otherwise the receiver's layers change them, and it passes
+    them on."""
+
+
+class LedgerSpec(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """A one-token ledger, or what a token cost after its answer."""
+
+    kinds: bytes
+    """One `Kind` per layer; empty after the answer. Where it `corrects`, NO_KIND in layers that are
+    as they were told."""
+    slots_run: int
+    slots_dropped: int
+    messages: bytes
+    """uint16 [M, M]."""
+    delay_s: float
+    loss: float
+    budget: float
+    audits: int
+    corrects: bool = False
+    """Whether it turns the ledger of a token that was taken to exit into that of one that did not.
+    """
+
+
+class ReceiptSpec(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """`core.events.Receipt` on the wire, without what the message says anyway."""
+
+    budget: float
+    loss: float
+    delay_s: float
+    exit_confidence: float | None
+
+
+class ChargeSpec(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """What stand-ins for experts without a live host cost a prompt."""
+
+    tokens: int
+    """Of the prompt, that any of them ran for."""
+    loss: float
+    """Summed over those tokens."""
+
+
+class Token(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """The token that goes to `position` of a sequence."""
+
+    sequence: int
+    position: int
+    token: int
+    logprob: float | None
+    top: list[tuple[int, float]]
+    ledger: LedgerSpec | None
+    receipt: ReceiptSpec | None
+    """None if the account was settled where it is kept."""
+    agrees: bool | None
+    """Whether full depth agreed with an audited exit."""
+    charge: ChargeSpec | None = None
+    """Of the prompt that this token follows, if there is any."""
+    epoch: int = 0
+    """Of the unit that predicts it."""
+    draft: bool = False
+    """Whether full depth has not confirmed it yet."""
+
+
+class Tokens(Message, frozen=True, tag="tokens"):
+    """To the access server: tokens of its users."""
+
+    tokens: list[Token]
+
+
+class After(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """What became of a token that was answered before it had passed all layers."""
+
+    sequence: int
+    ledger: LedgerSpec
+    agrees: bool | None
+    """Whether full depth predicts what its exit did; None if it was withdrawn before."""
+    token: Token | None = None
+    """What full depth predicts, if its exit was a draft."""
+
+
+class Followed(Message, frozen=True, tag="followed"):
+    """To the access server: tokens of its users that had exited passed the last layer, or what
+    tokens cost that were withdrawn."""
+
+    after: list[After]
+
+
+class Lost(Message, frozen=True, tag="lost"):
+    """To the access server: what was under way for a position may have been lost."""
+
+    sequence: int
+    position: int
+    """ANY_POSITION: cached states may be lost too."""
+
+
+class Stranded(Message, frozen=True, tag="stranded"):
+    """To the access server: an expert has no live host and no substitute within budget."""
+
+    sequence: int
+    layer: int
+    start: int
+    """Position of the first row that needs it."""
+    epoch: int = 0
+    """As of `Rows`."""
+
+
+class Ask(Message, frozen=True, tag="ask"):
+    """Access server to everybody: does anyone work at this sequence?"""
+
+    sequence: int
+
+
+class InHand(Message, frozen=True, tag="in_hand"):
+    """To the access server: this server does."""
+
+    sequence: int
+
+
+class Weather(Message, frozen=True, tag="weather"):
+    """What a server measures, told to all now and then."""
+
+    delay_s: list[float | None]
+    """To each server."""
+    bandwidth_bytes_per_s: list[float | None]
+    waiting_s: float
+    kv_usage: float
+    unreachable: list[int]
+    busy: float = 0.0
+    """Share of the time that it computed for tokens and prompts."""
+    loss_weights: list[float] = []
+    """omega_D that its users' tokens set out with."""
+
+
+MESSAGE_TYPES: tuple[type[msgspec.Struct], ...] = (
+    Reserve,
+    Granted,
+    Release,
+    Withdraw,
+    Prompt,
+    Start,
+    Dispatch,
+    Partial,
+    Onward,
+    Propagate,
+    Tokens,
+    Followed,
+    Lost,
+    Stranded,
+    Ask,
+    InHand,
+    Weather,
+)
+"""What a node's transport has to be made for."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Parcel:
+    """A message on its way to a server, perhaps this one."""
+
+    to: int
+    message: Message
+    tensors: tuple[Tensor, ...] = ()
+    wave: Wave | None = None
+    """What `message.wave` holds, not packed yet."""

@@ -1,0 +1,207 @@
+"""Units of rows on one server: what is known of each, and what it still waits for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from trimmoe.core.specs import FloatArray
+from trimmoe.core.wave import Wave, join_waves
+from trimmoe.runtime.node.records.messages import NO_TOKEN
+from trimmoe.runtime.node.records.rows import Rows, UnitName
+from trimmoe.runtime.node.records.sequences import Seat
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from trimmoe.runtime.node.records.outcome import Arrival
+
+OWN_RAW = -1
+"""In place of a server: this one's slots and shared expert for rows that came raw."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Part:
+    """A partial sum of some rows of a unit."""
+
+    offsets: tuple[int, ...]
+    """Empty: all rows."""
+    states: Tensor
+    """[rows, d]."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Own:
+    """This server's slots of one row, of the layer before the one it is about to enter; the shared
+    expert runs with them."""
+
+    experts: Tensor
+    """int32 [1, k], -1 where a slot is dropped."""
+    gates: Tensor
+    """float32 [1, k]."""
+
+
+@dataclass(eq=False, kw_only=True, slots=True)
+class Unit:
+    """The row of one generated token, or the rows of a chunk of a prompt."""
+
+    seat: Seat
+    layer: int
+    """The layer it is about to enter, or whose results it gathers."""
+    start: int
+    """Position of the first row."""
+    epoch: int = 0
+    """How often tokens of its sequence had been withdrawn when it set out."""
+    count: int = 1
+    tokens: tuple[int, ...] = ()
+    """Before the first layer, in place of states."""
+    hidden: Tensor | None = None
+    """[count, d], without `parts`."""
+    parts: tuple[Part, ...] = ()
+    own: Own | None = None
+    """What this server still owes a row that came raw and waits for nobody else."""
+    wave: Wave | None = None
+    """Where the engine's row of a generated token is; None for a chunk, and after an exit."""
+    row: int = 0
+    """Its index in `wave`, which it may share with others."""
+    probe: int = NO_TOKEN
+    last: bool = False
+    trailing: bool = False
+    """Whether it exited and its state goes on without routed experts."""
+    entering: bool = False
+    """Whether its wave is about to enter the layer after the one it gathers."""
+    spent: FloatArray | None = None
+    """Quality loss of each row of a chunk so far, [count]; None if no stand-in has run."""
+
+    @property
+    def sequences(self) -> tuple[int, ...]:
+        return (self.seat.sequence,)
+
+    @property
+    def name(self) -> UnitName:
+        return UnitName(self.seat.sequence, self.start, self.epoch)
+
+    @property
+    def is_void(self) -> bool:
+        """Whether it was withdrawn."""
+        return self.seat.is_void(self.start, self.epoch)
+
+    @property
+    def decoding(self) -> bool:
+        return self.wave is not None
+
+    @property
+    def positions(self) -> range:
+        return range(self.start, self.start + self.count)
+
+    def behind(self, layer: int, layer_count: int) -> int:
+        """The layer that everything before it has to be written in until it may enter `layer`:
+        that one itself, but for the last. Once it has passed that a generated token ends without
+        waiting for anybody."""
+        return layer_count if self.decoding and layer == layer_count - 1 else layer
+
+    def waits_before(self, first: int, last: int) -> int:
+        """The first of the layers [first, last), all run here, before which it has to wait for
+        tokens ahead of it; `last` if there is none."""
+        return next(
+            (at for at in range(first, last) if not self.seat.is_next(at, self.start)), last
+        )
+
+
+@dataclass(eq=False, kw_only=True, slots=True)
+class _Gathering:
+    """A unit on its way here, or its parts that were quicker."""
+
+    seat: Seat
+    unit: Unit | None = None
+    awaited: set[int] = field(default_factory=set)
+    arrived: dict[int, Part] = field(default_factory=dict)
+
+    @property
+    def complete(self) -> bool:
+        return self.unit is not None and self.awaited <= self.arrived.keys()
+
+
+Key = tuple[UnitName, int]
+"""A unit and a layer."""
+
+
+class Gather:
+    """Units whose partial sums are still to come."""
+
+    def __init__(self) -> None:
+        self._under_way: dict[Key, _Gathering] = {}
+
+    def __len__(self) -> int:
+        return len(self._under_way)
+
+    def expect(self, unit: Unit, awaited: Iterable[int]) -> Unit | None:
+        """The unit came; it is given back once nothing is awaited any more."""
+        key = (unit.name, unit.layer)
+        gathering = self._under_way.setdefault(key, _Gathering(seat=unit.seat))
+        gathering.unit, gathering.awaited = unit, set(awaited)
+        return self._done(key, gathering)
+
+    def add(self, seat: Seat, name: UnitName, layer: int, server: int, part: Part) -> Unit | None:
+        """A server's partial sum came; the unit if it was the last that was awaited."""
+        key = (name, layer)
+        gathering = self._under_way.setdefault(key, _Gathering(seat=seat))
+        gathering.arrived[server] = part
+        return self._done(key, gathering)
+
+    def drop(self, sequences: Iterable[int]) -> None:
+        """Forget all of these sequences."""
+        gone = set(sequences)
+        self._under_way = {k: v for k, v in self._under_way.items() if k[0].sequence not in gone}
+
+    def awaiting(self, server: int) -> list[tuple[int, int]]:
+        """(sequence, start) of what cannot complete without a server."""
+        return [
+            (name.sequence, name.start)
+            for (name, _), gathering in self._under_way.items()
+            if server in gathering.awaited and server not in gathering.arrived
+        ]
+
+    def _done(self, key: Key, gathering: _Gathering) -> Unit | None:
+        if not gathering.complete:
+            return None
+        del self._under_way[key]
+        unit = gathering.unit
+        assert unit is not None
+        # In the servers' order, so that sums do not depend on who was quicker.
+        unit.parts = tuple(gathering.arrived[server] for server in sorted(gathering.arrived))
+        return unit
+
+
+def boarded(units: Sequence[Unit]) -> tuple[list[Unit], Wave]:
+    """One wave of all units, and the units in the order of its rows."""
+    groups: dict[int, list[Unit]] = {}
+    for unit in units:
+        groups.setdefault(id(unit.wave), []).append(unit)
+    waves, ordered = [], []
+    for group in groups.values():
+        wave = group[0].wave
+        assert wave is not None
+        waves.append(wave.take(np.array([unit.row for unit in group])))
+        ordered += group
+    return ordered, join_waves(waves)
+
+
+def rows_of(units: Sequence[Unit]) -> Rows:
+    """All rows of these units."""
+    return Rows(
+        [unit.seat.sequence for unit in units],
+        [unit.start for unit in units],
+        [unit.count for unit in units],
+        [],
+        epochs_of(units),
+    )
+
+
+def epochs_of(setting_out: Sequence[Unit] | Sequence[Arrival]) -> list[int]:
+    """As in `Rows`."""
+    epochs = [one.epoch for one in setting_out]
+    return epochs if any(epochs) else []

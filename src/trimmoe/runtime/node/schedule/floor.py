@@ -1,0 +1,322 @@
+"""Where rows wait: what comes in from other servers becomes work, in the order it can be done."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from trimmoe.core.wave import Wave
+from trimmoe.runtime.node.records.checks import Geometry
+from trimmoe.runtime.node.records.messages import (
+    Dispatch,
+    Message,
+    Onward,
+    Partial,
+    Prompt,
+    Propagate,
+    Start,
+)
+from trimmoe.runtime.node.records.outcome import Arrival, Outcome
+from trimmoe.runtime.node.records.passengers import MalformedPassengers, unpack_wave
+from trimmoe.runtime.node.records.readings import Reading
+from trimmoe.runtime.node.records.rows import Rows
+from trimmoe.runtime.node.records.sequences import Seat, Seats
+from trimmoe.runtime.node.records.slots import Slots
+from trimmoe.runtime.node.records.units import OWN_RAW, Gather, Own, Part, Unit
+from trimmoe.runtime.node.records.work import Step, Work
+from trimmoe.runtime.node.schedule.scheduler import Scheduler
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class Floor:
+    """Turns messages about rows into scheduled work; used by the event loop only.
+
+    Rows of sequences without a seat here are dropped: their request is over. So are those that were
+    withdrawn, of which `withdrawn` is told.
+    """
+
+    def __init__(
+        self,
+        geometry: Geometry,
+        seats: Seats,
+        scheduler: Scheduler,
+        *,
+        server: int,
+        chunk: int,
+        withdrawn: Callable[[Sequence[Unit]], None],
+    ) -> None:
+        self._withdrawn = withdrawn
+        self.seats, self.scheduler = seats, scheduler
+        self.gather = Gather()
+        self._geometry, self._server, self._chunk = geometry, server, chunk
+        self._take: dict[type, Callable[..., None]] = {
+            Prompt: self._prompt,
+            Start: self._start,
+            Dispatch: self._dispatch,
+            Partial: self._partial,
+            Onward: self._onward,
+            Propagate: self._propagate,
+        }
+
+    def take(
+        self, sender: int, message: Message, tensors: Sequence[Tensor], wave: Wave | None = None
+    ) -> None:
+        """A message came that `checks.check` lets pass; raises `MalformedPassengers` if it makes
+        no sense all the same."""
+        self._take[type(message)](sender, message, tuple(tensors), wave)
+
+    def absorb(self, outcome: Outcome) -> None:
+        """A batch ran: more may be ready now."""
+        for unit, layers in outcome.written:
+            seat = unit.seat
+            if unit.is_void:
+                continue
+            for layer in layers:
+                seat.written[layer].mark(unit.start, unit.count)
+                if seat.parked:
+                    self._wake(seat, layer)
+        for unit in outcome.ready:
+            self.enter(unit)
+
+    def worked(self, work: Work) -> None:
+        """These were computed just now."""
+        for item in work.items:
+            for sequence in item.sequences:
+                if (seat := self.seats.get(sequence)) is not None:
+                    seat.worked_s = self.scheduler.now()
+
+    def has_in_hand(self, sequence: int, recent_s: float) -> bool:
+        """Whether this server has work of a sequence to do, has it wait for a place, or worked at
+        it less than `recent_s` ago: its rows may be on their way."""
+        if self.seats.is_waiting(sequence) or self.scheduler.any(
+            lambda item: sequence in item.sequences
+        ):
+            return True
+        seat = self.seats.get(sequence)
+        return seat is not None and self.scheduler.now() - seat.worked_s < recent_s
+
+    def enter(self, unit: Unit) -> None:
+        """A unit is about to enter a layer; it waits for the states that it attends to."""
+        seat, layer = unit.seat, unit.layer
+        if not seat.open or self._ends_here(unit):
+            return
+        if layer not in seat.written:
+            raise MalformedPassengers("a layer of another server")
+        behind = unit.behind(layer, self._geometry.layer_count)
+        if not seat.is_next(behind, unit.start):
+            seat.parked.setdefault(behind, []).append(unit)
+            return
+        self.scheduler.put(self._step(unit), layer, unit, rows=unit.count)
+
+    def _step(self, unit: Unit) -> Step:
+        if unit.trailing:
+            return Step.TRAIL
+        if unit.layer == self._geometry.layer_count:
+            return Step.CHUNK_END
+        return Step.ATTEND if unit.decoding else Step.CHUNK
+
+    def read_on(self, readings: Iterable[Reading]) -> None:
+        """This server's own readings of its users' sequences pass further layers."""
+        for one in readings:
+            if not one.void:
+                rows = len(one.tokens)
+                self.scheduler.put(Step.GUESS, one.layer, one, rows=rows)
+
+    def release(self, sequences: Iterable[int]) -> None:
+        """These sequences are over: free their places and forget their work."""
+        gone = set(sequences)
+        self.seats.release(gone)
+        self.gather.drop(gone)
+        self.scheduler.drop(lambda item: gone.issuperset(item.sequences))
+
+    def withdraw(self, sequence: int, start: int, epoch: int) -> None:
+        """Tokens of a sequence from position `start` on are void, unless they set out after this
+        `epoch`-th time that any were."""
+        seat = self.seats.get(sequence)
+        if seat is not None and not seat.withdraw(start, epoch):
+            return
+
+        def void(item: Any) -> bool:
+            if isinstance(item, Arrival):
+                return item.sequence == sequence and item.epoch < epoch
+            return isinstance(item, Unit) and item.seat is seat and item.is_void
+
+        dropped = [item for item in self.scheduler.drop(void) if isinstance(item, Unit)]
+        if seat is not None:
+            for layer, units in seat.parked.items():
+                dropped += [unit for unit in units if unit.is_void]
+                seat.parked[layer] = [unit for unit in units if not unit.is_void]
+        self._withdrawn(dropped)
+
+    def _ends_here(self, unit: Unit) -> bool:
+        """Whether a unit was withdrawn, of which word is given if so."""
+        if unit.is_void:
+            self._withdrawn([unit])
+        return unit.is_void
+
+    def _wake(self, seat: Seat, layer: int) -> None:
+        parked = seat.parked.pop(layer, [])
+        for unit in parked:
+            self.enter(unit)
+
+    def _prompt(self, sender: int, message: Prompt, tensors: tuple[Tensor], wave: None) -> None:
+        seat = self.seats.get(message.sequence)
+        if seat is None:
+            return
+        ids = tensors[0].tolist()
+        for start in range(0, len(ids), self._chunk):
+            tokens = tuple(ids[start : start + self._chunk])
+            self.enter(
+                Unit(
+                    seat=seat,
+                    layer=0,
+                    start=start,
+                    count=len(tokens),
+                    tokens=tokens,
+                    last=start + len(tokens) == len(ids),
+                )
+            )
+
+    def _start(self, sender: int, message: Start, tensors: tuple, wave: Wave | None) -> None:
+        wave = wave or self._unpacked(message.wave, 0, message.rows)
+        for row, ((sequence, start, epoch), _) in enumerate(message.rows.split()):
+            if (seat := self.seats.get(sequence)) is not None:
+                self.withdraw(sequence, start, epoch)
+                self.enter(
+                    Unit(
+                        seat=seat,
+                        layer=0,
+                        start=start,
+                        epoch=epoch,
+                        tokens=(message.tokens[row],),
+                        wave=wave,
+                        row=row,
+                    )
+                )
+
+    def _dispatch(self, sender: int, message: Dispatch, tensors: tuple, wave: None) -> None:
+        hidden, experts, gates = tensors
+        self._put_slots(
+            message.layer,
+            Slots(
+                rows=message.rows,
+                destinations=tuple(message.destinations),
+                hidden=hidden,
+                experts=experts,
+                gates=gates,
+                raw=False,
+                decoding=message.decoding,
+            ),
+        )
+
+    def _put_slots(self, layer: int, slots: Slots) -> None:
+        step = Step.SLOTS if slots.decoding else Step.CHUNK_SLOTS
+        self.scheduler.put(step, layer, slots, rows=slots.rows.total)
+
+    def _partial(self, sender: int, message: Partial, tensors: tuple[Tensor], wave: None) -> None:
+        rows, server = message.rows, OWN_RAW if message.raw else sender
+        for name, where in rows.split():
+            seat = self.seats.get(name.sequence)
+            if seat is not None:
+                part = Part(offsets=tuple(rows.offsets[where]), states=tensors[0][where])
+                self._gathered(self.gather.add(seat, name, message.layer, server, part))
+
+    def _onward(
+        self, sender: int, message: Onward, tensors: tuple[Tensor, ...], wave: Wave | None
+    ) -> None:
+        rows = message.rows
+        if message.decoding and wave is None:
+            wave = self._unpacked(message.wave, message.layer + message.entering, rows)
+        raw = {row: at for at, row in enumerate(message.raw)}
+        owed: list[int] = []
+        for index, ((sequence, start, epoch), where) in enumerate(rows.split()):
+            seat = self.seats.get(sequence)
+            if seat is None:
+                continue
+            self.withdraw(sequence, start, epoch)
+            unit = Unit(
+                seat=seat,
+                layer=message.layer,
+                start=start,
+                epoch=epoch,
+                count=rows.counts[index],
+                hidden=tensors[0][where],
+                wave=wave,
+                row=index,
+                probe=message.probes[index],
+                last=message.last,
+                entering=message.entering,
+                spent=np.array(message.spent[where]) if message.spent else None,
+            )
+            mine = [row for row in range(where.start, where.stop) if row in raw]
+            awaited = message.awaited[index]
+            if mine and message.entering and not awaited:
+                # Nobody else is waited for: it runs its slots on its way into the next layer.
+                at = slice(raw[mine[0]], raw[mine[0]] + 1)
+                unit.own = Own(experts=tensors[1][at], gates=tensors[2][at])
+                self._gathered(unit)
+                continue
+            owed += mine
+            own = {OWN_RAW} if mine else set()
+            self._gathered(self.gather.expect(unit, own.union(awaited)))
+        if owed:
+            at = [raw[row] for row in owed]
+            slots = tuple(each[at] for each in tensors[1:])
+            self._put_slots(message.layer, self._raw_slots(message, owed, tensors[0], *slots))
+
+    def _raw_slots(
+        self, message: Onward, raw: list[int], hidden: Tensor, experts: Tensor, gates: Tensor
+    ) -> Slots:
+        rows, which = message.rows, np.array(raw)
+        unit_of = np.repeat(np.arange(len(rows.counts)), rows.counts)[which]
+        first = np.cumsum([0, *rows.counts])[unit_of]
+        units, counts = np.unique(unit_of, return_counts=True)
+        whole = message.decoding or which.size == rows.total
+        return Slots(
+            rows=rows.chosen(
+                units.tolist(), counts.tolist(), [] if whole else (which - first).tolist()
+            ),
+            destinations=(self._server,) * units.size,
+            hidden=hidden[raw],
+            experts=experts,
+            gates=gates,
+            raw=True,
+            decoding=message.decoding,
+        )
+
+    def _propagate(self, sender: int, message: Propagate, tensors: tuple, wave: None) -> None:
+        for (sequence, start, _), where in message.rows.split():
+            if (seat := self.seats.get(sequence)) is not None:
+                unit = Unit(
+                    seat=seat,
+                    layer=message.layer,
+                    start=start,
+                    hidden=tensors[0][where],
+                    trailing=not message.frozen,
+                )
+                if message.frozen:
+                    self.scheduler.put(Step.PROPAGATE, message.layer, unit)
+                else:
+                    self.enter(unit)
+
+    def _gathered(self, unit: Unit | None) -> None:
+        if unit is None or self._ends_here(unit):
+            return
+        if unit.decoding and not unit.entering:
+            self.scheduler.put(Step.FINISH, unit.layer, unit)
+        else:
+            unit.layer, unit.entering = unit.layer + 1, False
+            self.enter(unit)
+
+    def _unpacked(self, packed: bytes, layer: int, rows: Rows) -> Wave:
+        return unpack_wave(
+            packed,
+            layer=layer,
+            sequences=rows.sequences,
+            layer_count=self._geometry.layer_count,
+            server_count=self._geometry.server_count,
+        )

@@ -1,0 +1,202 @@
+"""Computes one batch after the other and spreads what comes back.
+
+Short ones, as steps of decoding are, are computed where they are handed out: to hand them to a
+thread and take them back costs as much as the interpreter does for a whole segment. What takes
+longer, such as prompts, goes to the worker thread, so that messages are heard meanwhile.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import Counter
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+
+from trimmoe.runtime.node.compute.executor import Executor
+from trimmoe.runtime.node.compute.perform import perform, use_threads
+from trimmoe.runtime.node.records.messages import Parcel, Stranded
+from trimmoe.runtime.node.records.outcome import Outcome
+from trimmoe.runtime.node.records.passage import Passage
+from trimmoe.runtime.node.records.readings import Guessed
+from trimmoe.runtime.node.records.work import Step, Work
+from trimmoe.runtime.node.schedule.floor import Floor
+
+Control = Callable[[], None]
+SHORT_S = 0.03
+"""What messages may be left unheard for: of many rows less than so long, since a batch takes less
+than its rows one by one."""
+_LONG = frozenset({Step.CHUNK, Step.CHUNK_SLOTS, Step.CHUNK_END})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Hands:
+    """What a pump works with, and whom it tells."""
+
+    floor: Floor
+    executor: Executor
+    passage: Callable[[], Passage]
+    post: Callable[[Parcel], None]
+    guessed: Callable[[Sequence[Guessed]], None]
+    worked: Callable[[float], None]
+    """Told how long was worked, seconds."""
+
+
+class Pump:
+    """The worker thread with what it is to do; `log_batches` keeps a list of all batches."""
+
+    def __init__(self, *, threads: int, slowdown: float, emulated: bool, log_batches: bool) -> None:
+        self._threads = threads
+        # Whoever emulates a slower machine sleeps.
+        self._may_be_short = slowdown == 1.0 and not emulated
+        self._took_s: dict[Step, float] = {}
+        """By the last batch of each step, a row."""
+        self._pool = ThreadPoolExecutor(
+            1,
+            thread_name_prefix="trimmoe-work",
+            initializer=use_threads,
+            initargs=(threads,),
+        )
+        self._slowdown, self._log_batches = slowdown, log_batches
+        self._controls: list[Control] = []
+        self._hands: Hands | None = None
+        """None while it does not run."""
+        self._due = self._busy = False
+        """Whether it is about to look for work; whether the worker thread has some."""
+        self.batches: list[tuple[str, int, int]] = []
+        """Step, layer and items of every batch, if they are kept."""
+        self.batch_counts: Counter[str] = Counter()
+        self.item_counts: Counter[str] = Counter()
+
+    def control(self, control: Control) -> None:
+        """Run something in the worker before its next batch."""
+        self._controls.append(control)
+        self.wake()
+
+    def wake(self) -> None:
+        """There may be work."""
+        if self._hands is not None and not (self._due or self._busy):
+            self._due = True
+            self._loop.call_soon(self._turn)
+
+    async def run(self, hands: Hands) -> None:
+        """Work while there is any; ends when cancelled, or by what goes wrong."""
+        loop, here = asyncio.get_running_loop(), threading.get_ident()
+
+        def send_early(parcels: list[Parcel]) -> None:
+            if threading.get_ident() == here:
+                self._send(parcels)
+            else:
+                loop.call_soon_threadsafe(self._send, parcels)
+
+        hands.executor.send = send_early
+        use_threads(self._threads)
+        self._loop, self._hands = loop, hands
+        self._ended: asyncio.Future[None] = loop.create_future()
+        self.wake()
+        try:
+            await self._ended
+        finally:
+            self._hands = None
+
+    async def close(self) -> None:
+        """Wait until the worker has stopped."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        await asyncio.to_thread(self._pool.shutdown)
+
+    def _turn(self) -> None:
+        """One batch, and what had to come before it."""
+        self._due = False
+        if self._hands is None or self._busy:
+            return
+        try:
+            self._work(self._hands)
+        except BaseException as error:  # As of a task: whoever awaits `run` hears of it.
+            self._fail(error)
+
+    def _work(self, hands: Hands) -> None:
+        quick = True
+        while quick:
+            work = hands.floor.scheduler.next()
+            controls, self._controls = self._controls, []
+            if work is None and not controls:
+                return
+            began_s = self._loop.time()
+            if not self._is_short(work):
+                self._busy = True
+                running = self._loop.run_in_executor(self._pool, self._compute, controls, work)
+                running.add_done_callback(partial(self._computed, work, began_s))
+                return
+            self._finish(hands, work, self._compute(controls, work), began_s)
+            # What arrived sets out at once; after all else what has come meanwhile is heard first.
+            quick = work is None or work.step is Step.ARRIVE
+        self.wake()
+
+    def _computed(self, work: Work | None, began_s: float, done: asyncio.Future[Outcome]) -> None:
+        """The worker thread is through with a batch."""
+        self._busy = False
+        if self._hands is None or done.cancelled():
+            return
+        try:
+            self._finish(self._hands, work, done.result(), began_s)
+        except BaseException as error:
+            self._fail(error)
+        else:
+            self.wake()
+
+    def _finish(self, hands: Hands, work: Work | None, outcome: Outcome, began_s: float) -> None:
+        """Spread what came of a batch."""
+        self._send(outcome.parcels)
+        floor = hands.floor
+        if work is not None:
+            took_s = self._loop.time() - began_s
+            self._took_s[work.step] = took_s / len(work.items)
+            if work.step is not Step.GUESS:
+                # Guesses make way: they are no reason to make fewer.
+                hands.worked(took_s)
+            self._count(work)
+            floor.worked(work)
+        floor.absorb(outcome)
+        floor.read_on(outcome.reading)
+        if outcome.guessed:
+            hands.guessed(outcome.guessed)
+        for unit in outcome.stranded:
+            name = unit.name
+            message = Stranded(name.sequence, unit.layer, name.start, name.epoch)
+            hands.post(Parcel(to=unit.seat.access, message=message))
+
+    def _send(self, parcels: list[Parcel]) -> None:
+        if self._hands is not None:
+            for parcel in parcels:
+                self._hands.post(parcel)
+
+    def _fail(self, error: BaseException) -> None:
+        self._hands = None
+        if not self._ended.done():
+            self._ended.set_exception(error)
+
+    def _compute(self, controls: list[Control], work: Work | None) -> Outcome:
+        """In the worker."""
+        hands = self._hands
+        for control in controls:
+            control()
+        if work is None or hands is None:
+            return Outcome()
+        return perform(hands.executor, hands.passage(), work, slowdown=self._slowdown)
+
+    def _is_short(self, work: Work | None) -> bool:
+        """Whether a batch may be expected to be over soon; controls are."""
+        if work is None:
+            return self._may_be_short
+        took_s = self._took_s.get(work.step)
+        if not self._may_be_short or took_s is None or work.step in _LONG:
+            return False
+        return took_s * len(work.items) < SHORT_S
+
+    def _count(self, work: Work) -> None:
+        self.batch_counts[work.step.name] += 1
+        self.item_counts[work.step.name] += len(work.items)
+        if self._log_batches:
+            self.batches.append((work.step.name, work.layer, len(work.items)))

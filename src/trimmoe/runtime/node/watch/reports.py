@@ -1,0 +1,153 @@
+"""What a server measures and says about itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from trimmoe.runtime.node.records.messages import (
+    Weather,
+)
+from trimmoe.runtime.service import LinkStats, ServiceStats
+from trimmoe.runtime.wire.base import Counters, Transport
+from trimmoe.runtime.wire.estimates import RunningAverage
+
+if TYPE_CHECKING:
+    from trimmoe.runtime.node.node import Node
+
+WAITING_HALF_LIFE_S = 5.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NodeSnapshot:
+    """One server at one moment."""
+
+    server: str
+    ok: bool
+    reason: str
+    peers_up: tuple[str, ...]
+    sequences: int
+    """Whose routes cross this server."""
+    kv_cache_usage: float
+    queued: int
+    """Items that are ready to be computed."""
+    gathering: int
+    """Units whose partial sums are still to come."""
+    batches: Mapping[str, int]
+    """By kind of step."""
+    items: Mapping[str, int]
+    """Items in those batches."""
+    waiting_s: float
+    """Mean time that slots of generated tokens wait here before they are begun."""
+    restarts: int
+    """Attempts of this server's users that were lost."""
+    engines_built: int
+    malformed: Mapping[str, int]
+    """Messages that made no sense, by type."""
+    traffic: Counters
+
+
+@dataclass(kw_only=True, slots=True)
+class _Waits:
+    average: RunningAverage
+    since_last: int = 0
+
+
+class Reporter:
+    """Measurements of one server."""
+
+    def __init__(
+        self, transport: Transport, names: tuple[str, ...], now: Callable[[], float]
+    ) -> None:
+        self._transport, self._names, self._now = transport, names, now
+        self._waits = _Waits(average=RunningAverage(half_life_s=WAITING_HALF_LIFE_S))
+        self._busy = RunningAverage(half_life_s=WAITING_HALF_LIFE_S)
+        self._worked_s, self._told_s = 0.0, now()
+        self.kv_usage: dict[int, float] = {}
+        """Of the other servers."""
+
+    def worked(self, seconds: float) -> None:
+        """The worker was busy for so long."""
+        self._worked_s += seconds
+
+    def waited(self, waited_s: float) -> None:
+        """Slots of generated tokens waited so long after they were read before they were begun."""
+        self._waits.average.add(waited_s, self._now())
+        self._waits.since_last += 1
+
+    @property
+    def waiting_s(self) -> float:
+        """Mean time from the arrival of slots of generated tokens until they are begun."""
+        return self._transport.reading_wait_s() + (self._waits.average.mean or 0.0)
+
+    def weather(self, kv_usage: float, lost: frozenset[int], loss_weights: list[float]) -> Weather:
+        """What to tell the others."""
+        if not self._waits.since_last:
+            # Nobody came, so nobody would have waited: otherwise a bad name would last for ever.
+            self._waits.average.add(0.0, self._now())
+        self._waits.since_last = 0
+        now_s = self._now()
+        if now_s > self._told_s:
+            share = min(self._worked_s / (now_s - self._told_s), 1.0)
+            self._busy.add(share, now_s)
+            self._worked_s, self._told_s = 0.0, now_s
+        links = self._transport.link_estimates()
+        estimates = [links.get(name) for name in self._names]
+        return Weather(
+            delay_s=[None if one is None else one.delay_s for one in estimates],
+            bandwidth_bytes_per_s=[
+                None if one is None else one.bandwidth_bytes_per_s for one in estimates
+            ],
+            waiting_s=self.waiting_s,
+            kv_usage=kv_usage,
+            unreachable=sorted(lost),
+            busy=self._busy.mean or 0.0,
+            loss_weights=loss_weights,
+        )
+
+    def stats(self, node: Node, running: int, waiting: int) -> ServiceStats:
+        """For `/metrics`."""
+        links, sent = self._transport.link_estimates(), self._transport.counters.sent
+        feedback = node.executor.state.feedback
+        return ServiceStats(
+            running=running,
+            waiting=waiting,
+            kv_cache_usage=max([node.floor.seats.usage, *self.kv_usage.values()]),
+            links=tuple(
+                LinkStats(
+                    source=self._transport.name,
+                    destination=peer,
+                    size_bytes=sent[peer].size_bytes if peer in sent else 0,
+                    round_trip_s=links[peer].round_trip_s if peer in links else None,
+                )
+                for peer in self._names
+                if peer != self._transport.name
+            ),
+            expert_executions=node.executor.counter.counts.copy(),
+            audits=feedback.audits,
+            false_exits=feedback.false_exits,
+            guesses=node.desk.answers.guessing.made,
+            right_guesses=node.desk.answers.guessing.right,
+        )
+
+    def snapshot(self, node: Node) -> NodeSnapshot:
+        """See the fields."""
+        health = node.health()
+        return NodeSnapshot(
+            server=self._transport.name,
+            ok=health.ok,
+            reason=health.reason,
+            peers_up=tuple(sorted(self._transport.peers_up())),
+            sequences=len(node.floor.seats),
+            kv_cache_usage=node.floor.seats.usage,
+            queued=len(node.floor.scheduler),
+            gathering=len(node.floor.gather),
+            batches=dict(node.pump.batch_counts),
+            items=dict(node.pump.item_counts),
+            waiting_s=self.waiting_s,
+            restarts=node.desk.restarts,
+            engines_built=node.planner.builds,
+            malformed=dict(node.malformed),
+            traffic=self._transport.counters,
+        )
