@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import socket
 import time
 from contextlib import suppress
@@ -15,6 +14,7 @@ import uvicorn
 
 from trimmoe.api.app import create_app
 from trimmoe.api.settings import ApiSettings
+from trimmoe.core.cores import available_cores
 from trimmoe.core.errors import UserError
 from trimmoe.core.plan import Plan
 from trimmoe.core.profile import Profile
@@ -57,7 +57,7 @@ def _stop_ids(folder: Path, tokenizer: Any) -> frozenset[int]:
 
 def use_threads(view: MoEView, threads: int | None) -> None:
     """Compute with so many threads; None: with one on every core that this process may use."""
-    count = threads or len(os.sched_getaffinity(0))
+    count = threads or available_cores()
     torch.set_num_threads(count)
     view.use_threads(count)
 

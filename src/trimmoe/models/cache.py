@@ -174,10 +174,14 @@ class KVCache:
         # inference mode, because a slab made inside it could not be written outside it.
         shape = (self.slots, self._heads, capacity, self._padded_size)
         with torch.inference_mode(False):
-            return (
-                torch.zeros(shape, dtype=self._dtype, device=self._device),
-                torch.zeros(shape, dtype=self._dtype, device=self._device),
-            )
+            return self._zeros(shape), self._zeros(shape)
+
+    def _zeros(self, shape: tuple[int, ...]) -> Tensor:
+        if self._device.type == "cpu" and self._dtype is torch.float32:
+            # NumPy's are the system's empty pages: most of them belong to slots and positions that
+            # are never written, and torch would fill them all while a token waits.
+            return torch.from_numpy(np.zeros(shape, dtype=np.float32))
+        return torch.zeros(shape, dtype=self._dtype, device=self._device)
 
 
 def _by_token(states: Tensor, batch: TokenBatch) -> Tensor:

@@ -121,7 +121,8 @@ def _run(
 ) -> dict[str, Content]:
     from functools import partial
 
-    from trimmoe.experiments.figures.side_by_side import cores, run_side_by_side
+    from trimmoe.core.cores import available_cores
+    from trimmoe.experiments.figures.side_by_side import run_side_by_side
     from trimmoe.experiments.figures.suite import find_figures
     from trimmoe.experiments.figures.wanted import make_bench, make_world
     from trimmoe.progress import bars_around
@@ -138,7 +139,7 @@ def _run(
             partial(make_bench, wanted, make_world(wanted, announce)),
             numbers,
             output,
-            processes=processes or cores(),
+            processes=processes or available_cores(),
             announce=announce,
             done=lambda _: progress.advance(bar),
         )

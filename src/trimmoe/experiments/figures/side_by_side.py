@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import multiprocessing
-import os
 import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -26,11 +25,6 @@ MakeBench = Callable[[Announce], Bench]
 
 _TOGETHER = (("4", "5"), ("11",), ("S",), ("6", "7", "8", "E"), ("9",), ("10",))
 """Figures that share most of their runs; what takes longest first."""
-
-
-def cores() -> int:
-    """How many this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def run_side_by_side(

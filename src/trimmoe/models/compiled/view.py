@@ -64,9 +64,9 @@ class CompiledView(MoEView):
         nothing = np.zeros((tables.blocks.shape[0], 2 * RECORD), dtype=np.int64)
         self._no_maps = Maps(table=nothing, rank=0)
         self._moe_blocks = np.array(tables.block_of)
-        self._layouts: dict[int, tuple[BoolArray, BoolArray]] = {}
-        """Tables of experts by block, by the identity of those by layer, which are kept with them.
-        """
+        self._layouts: dict[object, tuple[BoolArray, BoolArray]] = {}
+        """Tables of experts by layer and by block, by where the former are in memory, which they
+        keep."""
         with one_at_a_time():
             self._warm_up()
 
@@ -312,14 +312,15 @@ class CompiledView(MoEView):
     def _by_block(self, experts: BoolArray) -> BoolArray:
         """Which of these experts [N, E] are here, by block, [B, E]; whoever asks does not change
         the table afterwards."""
-        kept = self._layouts.get(id(experts))
-        if kept is None or kept[0] is not experts:
+        where = experts.ctypes.data, experts.shape, experts.strides
+        kept = self._layouts.get(where)
+        if kept is None:
             if len(self._layouts) >= _KEPT_LAYOUTS:
                 self._layouts.clear()
             index = self._tables.index
             by_block = np.zeros_like(index, dtype=bool)
             by_block[self._moe_blocks] = experts & (index[self._moe_blocks] >= 0)
-            kept = self._layouts[id(experts)] = experts, by_block
+            kept = self._layouts[where] = experts, by_block
         return kept[1]
 
     @property

@@ -16,6 +16,7 @@ import torch
 import uvicorn
 
 import trimmoe
+from trimmoe.core.cores import available_cores
 from trimmoe.core.errors import UserError
 from trimmoe.core.plan import Plan
 from trimmoe.core.precision import Precision
@@ -117,7 +118,7 @@ class ServerSpec:
         if self.threads is not None:
             return self.threads
         neighbours = sum(each.machine == self.endpoint.machine for each in self.endpoints)
-        return max(1, len(os.sched_getaffinity(0)) // neighbours)
+        return max(1, available_cores() // neighbours)
 
     @property
     def slowdown(self) -> float:

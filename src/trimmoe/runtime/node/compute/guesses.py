@@ -50,6 +50,8 @@ def guess(worker: Executor, layer: int, readings: Sequence[Reading]) -> Outcome:
         for _ in range(layer, last):
             worker.pace.guess(rows)
         layer = last
+        if all(one.void for one in going):
+            return Outcome(reading=others)
         if time.perf_counter() - began_s >= SLICE_S:
             break
     if layer == layers:
