@@ -30,7 +30,7 @@ from forked import forked
 from trimmoe.api.app import create_app
 from trimmoe.core.artifact import written_whole
 from trimmoe.experiments.compare import CompareSettings, access_servers, compare
-from trimmoe.experiments.methods import configured, find_method, plan_for
+from trimmoe.experiments.methods import find_method, plan_for, served
 from trimmoe.experiments.sample_text import sample_text
 from trimmoe.experiments.serve_bench import Load, Sent, run_load
 from trimmoe.models.load import load_tokenizer, open_model
@@ -116,7 +116,7 @@ def method_row(
 ) -> dict[str, Any]:
     """One method's servers, asked one request after the other."""
     method = find_method(name)
-    policy = configured(method, budget=arguments.budget, confidence=CONFIDENCE)
+    policy = served(name, budget=arguments.budget, confidence=CONFIDENCE)
     plan = plan_for(method, made.plan, made.profile, made.model)
     pieces = Pieces(policy=policy, app=partial(create_app), node=this_machines_node)
     with forked(arguments.model, made.profile, plan, made.model, pieces, emulate=True) as urls:
@@ -174,7 +174,7 @@ def measured_flips(arguments: argparse.Namespace, made: Artifacts) -> dict[str, 
 
 def throughput(arguments: argparse.Namespace, made: Artifacts, name: str) -> dict[str, Any]:
     """Tokens per second of so many streams on local4, spread over its servers."""
-    policy = configured(find_method(name), budget=arguments.budget, confidence=CONFIDENCE)
+    policy = served(name, budget=arguments.budget, confidence=CONFIDENCE)
     print(f"{name}:", flush=True)
     pieces = Pieces(policy=policy, app=partial(create_app), node=this_machines_node)
     rows = []

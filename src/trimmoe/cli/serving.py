@@ -33,7 +33,10 @@ def serve_local(
         Path | None, typer.Option(help="Made by `trimmoe calibrate`; without it, exact.")
     ] = None,
     plan: Annotated[Path | None, typer.Option(help="Made by `trimmoe plan`.")] = None,
-    method: Annotated[str, typer.Option(help="The policy: see `trimmoe compare`.")] = "trimmoe",
+    method: Annotated[
+        str | None,
+        typer.Option(help="As in `trimmoe compare`; default: trimmoe, without a plan exact."),
+    ] = None,
     budget: Budget = 0.02,
     confidence: Confidence = 0.9,
     access: Annotated[str | None, typer.Option(help="The server the users talk to.")] = None,
@@ -60,14 +63,19 @@ def serve_local(
     from trimmoe.core.plan import load_plan
     from trimmoe.core.profile import load_profile
     from trimmoe.experiments import serve_local as local
-    from trimmoe.experiments.methods import configured, find_method, plan_for
+    from trimmoe.experiments.methods import find_method
     from trimmoe.models.load import load_tokenizer
     from trimmoe.runtime.decoder import ExactDecoder
     from trimmoe.runtime.local_service import LocalService
 
-    chosen = find_method(method)
+    chosen = find_method(method or "trimmoe")
     if (profile is None) != (plan is None):
         raise UserError("Give --profile and --plan together, or neither to serve the exact model.")
+    if profile is None and method not in (None, "exact"):
+        raise UserError(
+            f"The method {method} needs a profile and a plan; give --profile and --plan, or leave "
+            "out --method to serve the exact model."
+        )
     if any(not key for key in api_key or ()):
         raise UserError("An empty --api-key would let everybody in; leave it out or give a key.")
     with local.listen(host, port) as listener:
@@ -83,8 +91,10 @@ def serve_local(
             decoder = local.planned_decoder(
                 view,
                 calibrated,
-                plan_for(chosen, placed, calibrated, view.spec),
-                configured(chosen, budget=budget, confidence=confidence),
+                placed,
+                chosen,
+                budget=budget,
+                confidence=confidence,
                 slots=max_num_seqs,
                 access=server_index(placed.cluster.server_names, access),
                 seed=seed,

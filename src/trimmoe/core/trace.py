@@ -84,6 +84,14 @@ class Trace:
                 "The trace was recorded with another profile; run `trimmoe record` with this one."
             )
 
+    def require_probabilities(self) -> None:
+        """Raise `UserError` unless the trace holds the router's whole output."""
+        if self.probabilities is None:
+            raise UserError(
+                "The trace does not hold the router's whole output; record it anew with "
+                "`trimmoe record`, or leave out methods that route anew."
+            )
+
     def require_home(self, servers: int) -> None:
         """Raise `UserError` unless the trace says what each of so many servers would guess."""
         if self.home_wrong is None or self.home_confidence is None:

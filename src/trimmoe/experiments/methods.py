@@ -10,6 +10,7 @@ from trimmoe.core.plan import Plan, plan_header
 from trimmoe.core.profile import Profile
 from trimmoe.core.specs import ModelSpec
 from trimmoe.cost.actions import ActionSpace
+from trimmoe.cost.model import Accounting
 from trimmoe.engine.step import Engine
 from trimmoe.placement.make import PlanSettings, make_planner
 from trimmoe.placement.routes import home_routes
@@ -57,6 +58,8 @@ class Method:
     """Run the placement expert by expert from home, not along its own routes."""
     policy: PolicyMaker | None = None
     """Instead of the policy of `settings`; it knows no budget, see `policy.baselines`."""
+    reroutes: bool = False
+    """Whether its policy routes anew over all experts, and needs the router's whole output."""
 
 
 def _unbudgeted() -> PolicySettings:
@@ -117,8 +120,12 @@ METHODS = {
     "mixture-of-depths": Method(
         title="Mixture-of-Depths", settings=_unbudgeted, policy=_mixture_of_depths
     ),
-    "local-prior": Method(title="Local-Prior", settings=_unbudgeted, policy=_local_prior),
-    "moe2": Method(title="MoE^2 (adapted)", settings=_unbudgeted, policy=_masked_gating),
+    "local-prior": Method(
+        title="Local-Prior", settings=_unbudgeted, policy=_local_prior, reroutes=True
+    ),
+    "moe2": Method(
+        title="MoE^2 (adapted)", settings=_unbudgeted, policy=_masked_gating, reroutes=True
+    ),
     "substitute-only": Method(title="substitute only", settings=substitute_only),
     "substitute-only-1": Method(
         title="substitute only, H = 1", settings=lambda: replace(substitute_only(), horizon=1)
@@ -162,6 +169,20 @@ def configured(method: Method, *, budget: float, confidence: float) -> PolicySet
         return settings  # Of an exact method, or of one that knows no budget.
     exit_risk = None if settings.exit_risk is None else budget / 2
     return replace(settings, budget=budget, confidence=confidence, exit_risk=exit_risk)
+
+
+def served(name: str, *, budget: float, confidence: float) -> PolicySettings:
+    """`configured`, of a method that real servers can run; raises `UserError` for others.
+
+    A policy reaches servers as settings, and nothing moves KV caches along with tokens.
+    """
+    method = find_method(name)
+    settings = configured(method, budget=budget, confidence=confidence)
+    if method.policy is not None or settings.accounting is Accounting.MIGRATE:
+        raise UserError(
+            f"Servers cannot run the method {name}; leave it out, or see `trimmoe simulate`."
+        )
+    return settings
 
 
 def possible_methods(plan: Plan, profile: Profile, model: ModelSpec) -> tuple[str, ...]:

@@ -18,11 +18,10 @@ from trimmoe.core.cores import available_cores
 from trimmoe.core.errors import UserError
 from trimmoe.core.plan import Plan
 from trimmoe.core.profile import Profile
-from trimmoe.experiments.methods import make_engine, require_fitting
+from trimmoe.experiments.methods import Method, configured, method_engine, require_fitting
 from trimmoe.models.base import MoEView
 from trimmoe.models.checkpoint import resolve
 from trimmoe.models.formats.choose import folder_of
-from trimmoe.policy.settings import PolicySettings
 from trimmoe.runtime.decoder import PlannedDecoder
 from trimmoe.runtime.service import InferenceService, ServedModel
 
@@ -66,18 +65,22 @@ def planned_decoder(
     view: MoEView,
     profile: Profile,
     plan: Plan,
-    settings: PolicySettings,
+    method: Method,
     *,
+    budget: float,
+    confidence: float,
     slots: int,
     access: int,
     seed: int,
 ) -> PlannedDecoder:
-    """The plan under the policy; raises `UserError` if profile, plan and model do not fit."""
+    """The method beside a plan; raises `UserError` if profile, plan and model do not fit, or the
+    method's own placement cannot serve the model."""
     require_fitting(profile, plan, view.spec)
+    settings = configured(method, budget=budget, confidence=confidence)
     return PlannedDecoder(
         view,
         profile,
-        make_engine(plan, profile, view.spec, settings),
+        method_engine(method, plan, profile, view.spec, settings),
         slots=slots,
         server_names=plan.cluster.server_names,
         access=access,

@@ -69,12 +69,14 @@ def simulate_methods(
     """Run every method under the same load; `accounting` overrides the methods' own.
 
     Under `migrate` prompts are left out, as that accounting has none. Raises `UserError` if the
-    trace was not recorded with the profile.
+    trace was not recorded with the profile, or does not hold what a method looks at.
     """
     trace.require_profile(profile.hash)
     found = []
     for name in methods:
         method = find_method(name)
+        if method.reroutes:
+            trace.require_probabilities()
         policy = configured(method, budget=settings.budget, confidence=settings.confidence)
         if accounting is not None:
             policy = policy.under(accounting)

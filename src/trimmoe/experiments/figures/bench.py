@@ -103,9 +103,9 @@ class Bench:
         return kept, left_out
 
     def _impossible(self, contender: Contender) -> str | None:
-        if contender.probabilities and self.world.trace.probabilities is None:
-            return "the trace does not hold the router's whole output; record it anew."
         try:
+            if contender.method.reroutes:
+                self.world.trace.require_probabilities()
             plan = self.plan(contender)
             if contender.method.settings().guesses:
                 self.world.trace.require_home(plan.cluster.server_count)

@@ -38,8 +38,6 @@ class Contender:
     """Applied last, so that it overrides the method's settings."""
     of: str = ""
     """The paper's name for it, by which claims are looked up."""
-    probabilities: bool = False
-    """Whether it routes anew over all experts, and needs to know the router's whole output."""
 
     @property
     def lossless(self) -> bool:
@@ -64,8 +62,7 @@ def _row(
     method = METHODS[name]
     key = f"{arena}/{name}"
     shown = method.title if title is None else title
-    whole = name in ("local-prior", "moe2")
-    return Contender(key=key, title=shown, method=method, of=of, probabilities=whole, **settings)  # type: ignore[arg-type]
+    return Contender(key=key, title=shown, method=method, of=of, **settings)  # type: ignore[arg-type]
 
 
 def letter() -> tuple[Contender, ...]:

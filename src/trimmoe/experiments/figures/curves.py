@@ -50,7 +50,6 @@ def _turned(name: str, knob: float, maker: PolicyMaker) -> Contender:
         key=f"curves/{name}/{knob:g}",
         title=f"{method.title} {knob:g}",
         method=replace(method, policy=maker),
-        probabilities=name == "local-prior",
     )
 
 
