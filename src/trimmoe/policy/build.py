@@ -13,6 +13,7 @@ from trimmoe.cost.actions import ActionSpace
 from trimmoe.cost.exits import ExitForecast, calibrated, certain, never
 from trimmoe.cost.expected import expected_layer_delay_s, reference_layer_delay_s
 from trimmoe.cost.lookahead import LookAhead, Weights
+from trimmoe.cost.migrating import migrating_reference_s
 from trimmoe.cost.model import Accounting, CostModel, cost_model
 from trimmoe.cost.thresholds import theta_at, thresholds
 from trimmoe.cost.values import allowance_levels
@@ -32,7 +33,8 @@ class Deployment:
     routes: IntArray
     """kappa per access server, [M, N]."""
     reference_s: float
-    """d_ref: mean delay of one exact nearest-replica layer on this deployment, without load."""
+    """d_ref: mean delay of one exact nearest-replica layer on this deployment, without load; under
+    `migrate` tokens move to what they activate, as they do under its policies."""
     plan: Plan
 
 
@@ -42,14 +44,13 @@ def deploy(plan: Plan, profile: Profile, model: ModelSpec, accounting: Accountin
     servers = np.arange(plan.cluster.server_count)
     home = np.repeat(servers[:, None], model.layer_count, axis=1)
     routes = plan.routes if accounting is Accounting.PINNED else home
-    return Deployment(
-        cost=cost,
-        routes=routes,
-        reference_s=reference_layer_delay_s(
-            expected_layer_delay_s(cost, plan.hosts, profile), routes, plan.cluster.access_share
-        ),
-        plan=plan,
-    )
+    share = plan.cluster.access_share
+    if accounting is Accounting.MIGRATE:
+        reference_s = migrating_reference_s(cost, plan.hosts, profile, share)
+    else:
+        delay_s = expected_layer_delay_s(cost, plan.hosts, profile)
+        reference_s = reference_layer_delay_s(delay_s, routes, share)
+    return Deployment(cost=cost, routes=routes, reference_s=reference_s, plan=plan)
 
 
 def make_policy(deployment: Deployment, profile: Profile, settings: PolicySettings) -> TrimPolicy:
