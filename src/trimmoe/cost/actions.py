@@ -18,7 +18,7 @@ from functools import cached_property
 
 import numpy as np
 
-from trimmoe.core.profile import LossCurves, slot_ranks
+from trimmoe.core.profile import LossCurves
 from trimmoe.core.specs import BoolArray, FloatArray, IntArray
 from trimmoe.cost import enumerating, kernels
 from trimmoe.cost.enumerating import DROPPED, Actions, Batch, Menu
@@ -116,23 +116,13 @@ class ActionSpace:
         usable = np.isfinite(np.take_along_axis(loss, order, axis=-1))
         return np.where(usable, order, -1)
 
-    @cached_property
-    def local_loss(self) -> FloatArray:
-        """Least loss of serving a target on a given server, inf if impossible, [M, N, B, R, E]."""
-        experts = np.arange(self.hosts.shape[2])
-        allowed = self.feasible if self.levers.substitute else np.zeros_like(self.feasible)
-        loss = np.where(allowed[:, None, None], self.substitution_loss, np.inf)
-        loss[..., experts, experts] = 0.0
-        held = self.hosts[:, :, None, None, None, :]
-        return np.where(held, loss[None], np.inf).min(-1)
-
     def served_locally(
         self, layer: int, source: int | IntArray, experts: IntArray, steadiness: IntArray
     ) -> FloatArray:
         """Least loss of running all slots of the activated sets [n, k] on their source, [n]."""
-        rank = slot_ranks(experts.shape[1], self.substitution_loss.shape[2])
-        here = np.broadcast_to(source, steadiness.shape)[:, None]
-        return self.local_loss[here, layer, steadiness[:, None], rank, experts].sum(-1)
+        rows = np.broadcast_to(source, steadiness.shape), experts, steadiness
+        whole = (np.ascontiguousarray(each, dtype=np.int64) for each in rows)
+        return enumerating.local_losses(self.menu, layer, *whole)
 
     @cached_property
     def menu(self) -> Menu:
@@ -144,7 +134,7 @@ class ActionSpace:
             "best_s": delay_s,
             "substitutes": self.substitutes,
             "substitution_loss": self.substitution_loss,
-            "local_loss": self.local_loss,
+            "feasible": self.feasible & self.levers.substitute,
             "drop_edges": self.drop.edges,
             "drop_upper": self.drop.upper,
             "skip_edges": self.skip.edges,

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trimmoe.core.specs import FloatArray
-from trimmoe.cost.enumerating import Actions, make_room, token_actions
+from trimmoe.cost.enumerating import Actions, local_loss_of, make_room, token_actions
 from trimmoe.cost.kernels import bare, njit
 
 _HAIR = 1e-9
@@ -31,15 +31,6 @@ class Values(NamedTuple):
     """Of one layer: probability that a token does not exit right after executing, [Q]."""
     members: NDArray[np.uint8]
     """Of one layer: whether an expert is in a pattern, [E, P]."""
-
-
-@bare
-def local_loss_of(menu, layer, source, experts, steady):
-    """Least loss of running all slots on the source, infinite if it cannot."""
-    total, last_rank = 0.0, menu.local_loss.shape[3] - 1
-    for j in range(experts.shape[0]):
-        total += menu.local_loss[source, layer, steady, min(j, last_rank), experts[j]]
-    return total
 
 
 @bare

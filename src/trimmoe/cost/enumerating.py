@@ -31,8 +31,8 @@ class Menu(NamedTuple):
     """Least lossy first, -1 padded, [N, B, E, S]."""
     substitution_loss: FloatArray
     """[N, B, R, E, E]."""
-    local_loss: FloatArray
-    """Least loss of serving a target on a server, [M, N, B, R, E]."""
+    feasible: BoolArray
+    """Which experts may run for a target, [N, E, E]; none where nothing is substituted."""
     drop_edges: FloatArray
     """[N, B, G]; the same for the other three."""
     drop_upper: FloatArray
@@ -78,6 +78,42 @@ class Actions(NamedTuple):
 
 
 @bare
+def _activated(experts, expert):
+    """Whether a token's slots [k] have activated an expert, which then stands in for no other."""
+    found = False
+    for j in range(experts.shape[0]):
+        found = found or experts[j] == expert
+    return found
+
+
+@bare
+def local_loss_of(menu, layer, source, experts, steady):
+    """Least loss of running all slots [k] on the source, infinite if it cannot: whether there is an
+    action without transmission (35)."""
+    total, last_rank = 0.0, menu.substitution_loss.shape[2] - 1
+    for j in range(experts.shape[0]):
+        target, least = experts[j], np.inf
+        if menu.hosts[source, layer, target]:
+            continue
+        losses = menu.substitution_loss[layer, steady, min(j, last_rank), target]
+        for runs in range(losses.shape[0]):
+            possible = menu.hosts[source, layer, runs] and menu.feasible[layer, target, runs]
+            if possible and losses[runs] < least and not _activated(experts, runs):
+                least = losses[runs]
+        total += least
+    return total
+
+
+@njit
+def local_losses(menu, layer, source, experts, steadiness):
+    """`local_loss_of` n tokens, [n]."""
+    loss = np.empty(source.shape[0])
+    for i in range(loss.shape[0]):
+        loss[i] = local_loss_of(menu, layer, source[i], experts[i], steadiness[i])
+    return loss
+
+
+@bare
 def _slot_options(menu, layer, tokens, i, source, destination, first_at, limit, room):
     """Fill `room` with the choices of every slot: target, substitutes, nothing.
 
@@ -91,11 +127,8 @@ def _slot_options(menu, layer, tokens, i, source, destination, first_at, limit, 
         target = experts[j]
         for o in range(1 + stand_ins):
             runs = target if o == 0 else menu.substitutes[layer, steady, target, o - 1]
-            if o > 0 and runs >= 0:
-                for other in range(slots):
-                    if experts[other] == runs:
-                        runs = -1
-                        break
+            if o > 0 and runs >= 0 and _activated(experts, runs):
+                runs = -1
             expert[j, o], loss[j, o], delay[j, o] = runs, 0.0, np.inf
             server[j, o] = source
             if runs < 0:
