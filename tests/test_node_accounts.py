@@ -1,0 +1,36 @@
+"""The account that an answer is opened with, where it starts over after a server was lost."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from trimmoe.policy.settings import PRESETS, BudgetRule
+from trimmoe.runtime.node.front.answers import Answers
+from trimmoe.runtime.node.front.jobs import Job
+from trimmoe.runtime.service import GenerationRequest
+
+
+@pytest.mark.parametrize(
+    ("rule", "credit", "balance"),
+    [
+        (BudgetRule.BUCKET, 0.25, 0.25),
+        (BudgetRule.BUCKET, -1e-17, 0.0),
+        (BudgetRule.EVEN, 0.25, 0.0),
+    ],
+)
+def test_it_brings_along_what_its_tokens_left_unless_budgets_are_even(
+    rule: BudgetRule, credit: float, balance: float
+) -> None:
+    """(33): of an even budget nothing is left; a bucket has no less than nothing in it."""
+    settings = replace(PRESETS["final-exits"](), budget=0.5, confidence=0.75, budget_rule=rule)
+    room: Any = SimpleNamespace(server=1, planner=SimpleNamespace(settings=settings, profile=None))
+    attempt: Any = SimpleNamespace(sequence=7)
+    request = GenerationRequest(request_id="a", prompt_ids=(1,), max_new_tokens=2)
+    answers = Answers(room, lambda _: None, lambda _: None)
+    opened = answers.opened(Job(request=request, credit=credit), attempt)
+    assert (opened.sequence, opened.access, opened.balance) == (7, 1, balance)
+    assert (opened.budget, opened.confidence) == (0.5, 0.75)
