@@ -80,6 +80,14 @@ def test_policies_are_presets_whose_tokens_keep_their_cache() -> None:
         pieces_of(ServeConfig(policy="paper"))
 
 
+def test_nothing_is_trimmed_unless_a_budget_or_a_policy_says_so() -> None:
+    default = pieces_of(ServeConfig()).policy
+    assert (default.name, default.budget, default.guesses > 0) == ("speculative", 0.0, True)
+    assert pieces_of(ServeConfig(budget=0.0)).policy.name == "trimmoe"
+    by_name = pieces_of(ServeConfig(policy="trimmoe")).policy
+    assert (by_name.name, by_name.budget) == ("trimmoe", 0.02)
+
+
 def test_budget_and_confidence_reach_the_policy() -> None:
     policy = pieces_of(ServeConfig(budget=0.01, confidence=0.7)).policy
     assert (policy.budget, policy.confidence) == (0.01, 0.7)

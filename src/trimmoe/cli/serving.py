@@ -130,10 +130,10 @@ def serve(
         list[Path] | None, typer.Option(help="What to calibrate on without a profile; repeatable.")
     ] = None,
     policy: Annotated[
-        str | None, typer.Option(help="One of the presets; trimmoe if not given.")
+        str | None, typer.Option(help="A preset; default: speculative, trimmoe with --budget.")
     ] = None,
     budget: Annotated[
-        float | None, typer.Option(help="Flip rate a token may lose; default 0.02.")
+        float | None, typer.Option(help="Flip rate a token may lose; default: none.")
     ] = None,
     confidence: Annotated[
         float | None, typer.Option(help="Confidence an early exit needs; default 0.9.")

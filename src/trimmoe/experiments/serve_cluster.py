@@ -88,13 +88,13 @@ def serve_as_joined(
 
 
 def _policy(config: ServeConfig) -> PolicySettings:
-    if config.policy not in POLICIES:
+    name = config.policy_in_force
+    if name not in POLICIES:
         raise UserError(
-            f"There is no policy `{config.policy}` to serve with; choose from "
-            f"{', '.join(POLICIES)}."
+            f"There is no policy `{name}` to serve with; choose from {', '.join(POLICIES)}."
         )
-    method = find_method(config.policy)
-    return configured(method, budget=config.budget, confidence=config.confidence)
+    budget = config.budget_in_force
+    return configured(find_method(name), budget=budget, confidence=config.confidence)
 
 
 def _sample() -> str:

@@ -104,7 +104,7 @@ def _profile(
     texts = read_texts(config.text) if config.text else [sample()]
     settings = CalibrationSettings(
         tokens=config.calibration_tokens,
-        budget=config.budget,
+        budget=config.budget_in_force,
         # Calibration knows confidences between zero and one only; beyond, nothing or all exits.
         confidence=config.confidence if 0.0 < config.confidence < 1.0 else 0.9,
     )

@@ -13,6 +13,7 @@ from trimmoe.core.precision import Precision
 from trimmoe.core.specs import DEVICE
 
 _HIGHEST_PORT = 65535
+_BUDGET = 0.02
 
 Port = Annotated[int, Field(ge=1, le=_HIGHEST_PORT)]
 Share = Annotated[float, Field(ge=0.0, le=1.0, allow_inf_nan=False)]
@@ -36,8 +37,11 @@ class ServeConfig(BaseModel):
     calibration_tokens: Annotated[int, Field(ge=1)] = 20_000
     plan_iterations: Annotated[int, Field(ge=0)] = 2_000
     """Neighbours tried where no plan is given."""
-    policy: str = "trimmoe"
-    budget: Share = 0.02
+    policy: str | None = None
+    """A preset; None: trimming within the budget if one is given, else guesses ahead, by which
+    nothing changes."""
+    budget: Share | None = None
+    """Flip rate a token may lose; None: 0.02 under a policy that trims."""
     confidence: Annotated[float, Field(ge=0.0, allow_inf_nan=False)] = 0.9
     api_keys: tuple[Annotated[str, Field(min_length=1)], ...] = ()
     host: str | None = None
@@ -75,6 +79,14 @@ class ServeConfig(BaseModel):
     def planned_dtype(self) -> str:
         """What is calibrated and planned with."""
         return "float32" if self.dtype == "auto" else self.dtype
+
+    @property
+    def policy_in_force(self) -> str:
+        return self.policy or ("speculative" if self.budget is None else "trimmoe")
+
+    @property
+    def budget_in_force(self) -> float:
+        return _BUDGET if self.budget is None else self.budget
 
     @property
     def first_wire_port(self) -> int:
