@@ -4,7 +4,7 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 OUT ?= demo-output
 
-.PHONY: help demo test check bench clean
+.PHONY: help demo test lint warm check bench clean
 help:
 	@echo "make demo   the main job on a fresh machine: calibrate, plan, generate, compare"
 	@echo "make test   everything CI runs"
@@ -20,20 +20,21 @@ $(STAMP): pyproject.toml constraints.txt
 demo: $(STAMP)
 	@PATH="$(CURDIR)/$(BIN):$$PATH" sh scripts/demo.sh "$(OUT)"
 
-check: $(STAMP)
-	$(BIN)/ruff check .
-	$(BIN)/ruff format --check .
-	$(BIN)/pyright
-	$(BIN)/lint-imports
+check: lint
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow"
 
 test: $(STAMP)
+	@$(MAKE) --no-print-directory -j 2 lint warm
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+
+lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
 	$(BIN)/lint-imports
-	$(BIN)/trimmoe fetch
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+
+warm: $(STAMP)
+	$(BIN)/python scripts/warm.py
 
 bench: $(STAMP)
 	$(BIN)/python benchmarks/run_all.py --output bench-output $(if $(PEERS),--peers $(PEERS))
