@@ -150,8 +150,9 @@ def starting_weights(
 
 def exit_forecast(profile: Profile, settings: PolicySettings) -> ExitForecast:
     """When tokens are expected to exit under `settings`."""
-    risk, state = settings.exit_risk, settings.exit_state
-    tolerated = risk is None or profile.exit_floor_at_risk(risk, state) <= 1.0
+    # Drafts flip nothing: they leave at a confidence of their own, whatever risk is tolerated.
+    risk = None if settings.drafts else settings.exit_risk
+    tolerated = risk is None or profile.exit_floor_at_risk(risk, settings.exit_state) <= 1.0
     if not settings.levers.exit or not tolerated:
         return never(profile.layer_count)
     return calibrated(profile.exit_hazard) if settings.hazards else certain(profile.layer_count)
