@@ -224,6 +224,8 @@ class Walk:
     access: int = 0
     visited: list[int] = field(default_factory=list)
     """Where the token entered each layer."""
+    told: tuple[Command, ...] = ()
+    """What followed from the last event."""
 
     def __post_init__(self) -> None:
         self.state = self.engine.start()
@@ -246,6 +248,7 @@ class Walk:
 
     def tell(self, event: Event) -> tuple[Command, ...]:
         self.state, commands = self.engine.step(self.state, event)
+        self.told = commands
         self.visited += [int(one.server[0]) for one in commands if isinstance(one, Attend)]
         return commands
 

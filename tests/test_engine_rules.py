@@ -71,6 +71,20 @@ def test_a_migrating_token_stays_where_it_skips() -> None:
     assert end.ledgers[0].loss == 4 * UNIT
 
 
+@pytest.mark.parametrize(
+    ("accounting", "first", "way_ms"), [("migrate", 1, 0), ("home", 1, 0), ("pinned", 2, 10)]
+)
+def test_a_token_sets_out_from_its_user_or_where_its_route_begins(
+    accounting: str, first: int, way_ms: float
+) -> None:
+    """(12), and kappa(0) where tokens are pinned: the user is at server 1, the route 2, 0."""
+    made = world(hosting(*[[[0, 1]] * 2] * 3), TRIO_MS, routes=[[0, 0], [2, 0], [2, 2]])
+    walk = Walk(engine=made.engine(replace(PLAIN, accounting=Accounting(accounting))), access=1)
+    walk.arrive()
+    assert walk.visited == [first]
+    assert walk.wave.delay_s.tolist() == pytest.approx([way_ms * MS])
+
+
 def test_each_of_many_tokens_skips_where_it_is_itself() -> None:
     """Nobody on servers 1 and 2 has the experts of server 0, and everybody may skip."""
     hosts = hosting([[0, 1]], [[]], [[]])

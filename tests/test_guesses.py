@@ -3,11 +3,16 @@ hand: a token takes ten seconds to full depth and back, a guess one."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trimmoe.engine.guesses import Lead, Passed
+from trimmoe.core.ledger import Ledger
+from trimmoe.cost.model import Accounting, CostModel
+from trimmoe.engine.guesses import Lead, Passed, guess_times_s
 
 WHOLE_S, GUESS_S = 10.0, 1.0
 RIGHT, WRONG, NONE = (True, True), (True, False), (False, False)
@@ -77,3 +82,27 @@ def test_a_stream_takes_what_its_schedule_takes(
     assert all(one >= -1e-9 for one in taken)
     without_s = sum(whole_s for whole_s, _ in tokens)
     assert sum(taken) <= without_s + 1e-6 or not tokens
+
+
+def test_what_a_guess_costs_is_booked_with_its_token() -> None:
+    """Two tokens set out behind it in vain, and are taken to send as much as it does."""
+    whole = replace(Ledger.empty(1, 2, 8), messages=np.array([[0, 3], [1, 0]]), delay_s=WHOLE_S)
+    booked = Passed(interval_s=4.0, in_vain=2).booked(whole)
+    assert booked.messages.tolist() == [[0, 9], [3, 0]]
+    assert booked.delay_s == 4.0
+
+
+def test_a_guess_takes_attention_and_the_mean_experts_of_all_layers() -> None:
+    """Two layers, k = 2: (1 + 2 x 3) + (2 + 2 x 6) on server 0, half of that on server 1."""
+    expert_s = np.array([[[2.0, 4.0], [5.0, 7.0]]])
+    dense_s = np.array([[1.0, 2.0]])
+    cost = CostModel(
+        transfer_s=np.zeros((2, 2)),
+        token_transfer_s=np.zeros((2, 2)),
+        hidden_bytes=8,
+        expert_s=np.concatenate([expert_s, expert_s / 2]),
+        dense_s=np.concatenate([dense_s, dense_s / 2]),
+        waiting_s=np.zeros(2),
+        accounting=Accounting.PINNED,
+    )
+    assert guess_times_s(cost, 2).tolist() == [21.0, 10.5]
