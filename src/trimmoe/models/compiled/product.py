@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 from llvmlite import ir
+from llvmlite.binding import get_host_cpu_features
 from numba import cfunc, njit, prange, types
 from numba.misc.special import literally
 
@@ -27,28 +28,34 @@ _WORTH_THREADS = 1 << 17
 _BLOCK = 48
 """Rows that stay in the cache while the weights go by."""
 _ARGUMENTS = 13
+# Panels of a tile of many rows, of two rows and of one, and how many are many for weights in eight
+# bits, which have two accumulators each: what a tile adds up must fit into the registers. Of those
+# there are thirty-two of a panel's width with AVX-512; elsewhere sixteen, and a panel takes two.
+_MANY, _PAIR, _ONE, _Q8_ROWS = (
+    (2, 4, 8, 6) if get_host_cpu_features().get("avx512f") else (1, 2, 4, 3)
+)
 _Q8, _Q4 = int(Format.Q8), int(Format.Q4)
 
 
 @njit(nogil=True, error_model="numpy", cache=True)
-def _run(form, size, w, s, o, k, first, last, x, xn, rows, g, gn, out, on):
+def _run(form, many, size, w, s, o, k, first, last, x, xn, rows, g, gn, out, on):
     # Distances: wn from panel to panel, sn of their scales, xn, gn and on from row to row.
-    form, wn = literally(form), k * size
+    form, many, wn = literally(form), literally(many), k * size
     sn = k // GROUP * LANES * 4 if form >= _Q8 else 0
     for start in range(0, rows, _BLOCK):
         r, stop = start, min(rows, start + _BLOCK)
-        sixes = start + (stop - start) // 6 * 6
+        whole = start + (stop - start) // many * many
         p = first
-        while p < last and sixes > start:
+        while p < last and whole > start:
             at, a, b = w + p * wn, s + p * sn, o + p * sn
-            for r in range(start, sixes, 6):
+            for r in range(start, whole, many):
                 xr, gr, to = x + r * xn, g + r * gn, out + r * on + p * 64
-                if last - p >= 2:
-                    tile(form, 6, 2, at, wn, a, b, sn, xr, xn, k, gr, gn, to, on)
+                if last - p >= _MANY:
+                    tile(form, many, _MANY, at, wn, a, b, sn, xr, xn, k, gr, gn, to, on)
                 else:
-                    tile(form, 6, 1, at, wn, a, b, sn, xr, xn, k, gr, gn, to, on)
-            p += 2
-        r = sixes
+                    tile(form, many, 1, at, wn, a, b, sn, xr, xn, k, gr, gn, to, on)
+            p += _MANY
+        r = whole
         while r < stop:
             pair = stop - r >= 2
             xr, gr = x + r * xn, g + r * gn
@@ -57,18 +64,15 @@ def _run(form, size, w, s, o, k, first, last, x, xn, rows, g, gn, out, on):
                 at, a, b = w + p * wn, s + p * sn, o + p * sn
                 to = out + r * on + p * 64
                 left = last - p
-                if pair and left >= 4:
-                    tile(form, 2, 4, at, wn, a, b, sn, xr, xn, k, gr, gn, to, on)
-                    p += 4
+                if pair and left >= _PAIR:
+                    tile(form, 2, _PAIR, at, wn, a, b, sn, xr, xn, k, gr, gn, to, on)
+                    p += _PAIR
                 elif pair:
                     tile(form, 2, 1, at, wn, a, b, sn, xr, xn, k, gr, gn, to, on)
                     p += 1
-                elif left >= 8:
-                    tile(form, 1, 8, at, wn, a, b, sn, xr, xn, k, gr, gn, to, on)
-                    p += 8
-                elif left >= 4:
-                    tile(form, 1, 4, at, wn, a, b, sn, xr, xn, k, gr, gn, to, on)
-                    p += 4
+                elif left >= _ONE:
+                    tile(form, 1, _ONE, at, wn, a, b, sn, xr, xn, k, gr, gn, to, on)
+                    p += _ONE
                 elif left >= 2:
                     tile(form, 1, 2, at, wn, a, b, sn, xr, xn, k, gr, gn, to, on)
                     p += 2
@@ -79,19 +83,19 @@ def _run(form, size, w, s, o, k, first, last, x, xn, rows, g, gn, out, on):
 
 
 def _f32(w, s, o, k, first, last, x, x_next, rows, g, g_next, out, out_next):
-    _run(0, 64, w, s, o, k, first, last, x, x_next, rows, g, g_next, out, out_next)
+    _run(0, 6, 64, w, s, o, k, first, last, x, x_next, rows, g, g_next, out, out_next)
 
 
 def _bf16(w, s, o, k, first, last, x, x_next, rows, g, g_next, out, out_next):
-    _run(1, 32, w, s, o, k, first, last, x, x_next, rows, g, g_next, out, out_next)
+    _run(1, 6, 32, w, s, o, k, first, last, x, x_next, rows, g, g_next, out, out_next)
 
 
 def _q8(w, s, o, k, first, last, x, x_next, rows, g, g_next, out, out_next):
-    _run(2, 16, w, s, o, k, first, last, x, x_next, rows, g, g_next, out, out_next)
+    _run(2, _Q8_ROWS, 16, w, s, o, k, first, last, x, x_next, rows, g, g_next, out, out_next)
 
 
 def _q4(w, s, o, k, first, last, x, x_next, rows, g, g_next, out, out_next):
-    _run(3, 8, w, s, o, k, first, last, x, x_next, rows, g, g_next, out, out_next)
+    _run(3, 6, 8, w, s, o, k, first, last, x, x_next, rows, g, g_next, out, out_next)
 
 
 _PRODUCTS = {Format.F32: _f32, Format.BF16: _bf16, Format.Q8: _q8, Format.Q4: _q4}
