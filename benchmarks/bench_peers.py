@@ -246,6 +246,8 @@ def _print(case: Case, sides: tuple[Measured, Measured]) -> None:
 
 def main() -> None:
     """Run the cases that are asked for."""
+    # Else a time limit would leave the servers of both sides behind, in the way of the next run.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended"))
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--llama", type=Path, required=True)
     parser.add_argument("--weights", type=Path, required=True)
