@@ -69,6 +69,7 @@ def test_what_is_exact_has_nothing_to_choose_nor_to_spend_nor_to_learn() -> None
     assert (exact.budget, exact.audit_share, exact.guesses) == (0.0, 0.0, 0)
     assert (exact.weight_rule, exact.exit_rule) == (WeightRule.FIXED, ExitRule.FIXED)
     assert not exact.price_start
+    assert (PRESETS["speculative"]().guesses, PRESETS["guessing"]().guesses) == (3, 3)
     only = PRESETS["substitute-only"]().levers
     assert only == Levers(drop_slots=False, skip=False, exit=False)
     assert PRESETS["lossless"]().levers == Levers(
@@ -80,5 +81,6 @@ def test_where_tokens_move_for_free_exits_are_final() -> None:
     """Nothing would say what checking a draft costs."""
     drafts = PRESETS["trimmoe"]()
     assert differs(drafts.under(Accounting.MIGRATE), drafts) == {"accounting", "draft_confidence"}
-    assert drafts.under(Accounting.MIGRATE).draft_confidence is None
+    moving = drafts.under(Accounting.MIGRATE)
+    assert (moving.accounting, moving.draft_confidence) == (Accounting.MIGRATE, None)
     assert differs(drafts.under(Accounting.HOME), drafts) == {"accounting"}
