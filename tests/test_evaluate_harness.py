@@ -22,7 +22,7 @@ from trimmoe.evaluate.harness import DriverLM, cut_at
 from trimmoe.evaluate.jobs import Forced
 from trimmoe.evaluate.reference import ExactReference
 from trimmoe.models.base import EncoderDecoderView, MoEView
-from trimmoe.models.cache import CACHE_ARGUMENT
+from trimmoe.models.cache import cache_argument
 from trimmoe.models.load import open_model
 from trimmoe.policy.settings import exact, trimmoe
 
@@ -85,14 +85,14 @@ def reference_logits(
     with torch.no_grad():
         if not isinstance(view, EncoderDecoderView):
             return reference(torch.tensor([context + answer[:-1]])).logits[0, -len(answer) :]
-        cache, rows = None, []
+        named, cache, rows = cache_argument(reference), None, []
         read = reference.get_encoder()(torch.tensor([context]))
         for token in [view.start_token, *answer[:-1]]:
             output = reference(
                 encoder_outputs=read, decoder_input_ids=torch.tensor([[token]]),
-                use_cache=True, **{CACHE_ARGUMENT: cache},
+                use_cache=True, **{named: cache},
             )  # fmt: skip
-            cache = output[CACHE_ARGUMENT]
+            cache = output[named]
             rows.append(output.logits[0, -1])
         return torch.stack(rows)
 

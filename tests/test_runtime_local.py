@@ -21,7 +21,7 @@ from trimmoe.core.plan import Plan
 from trimmoe.core.profile import ExitState, Profile
 from trimmoe.experiments.methods import make_engine
 from trimmoe.models.base import MoEView
-from trimmoe.models.cache import CACHE_ARGUMENT
+from trimmoe.models.cache import cache_argument
 from trimmoe.models.exact import exact_logits, greedy
 from trimmoe.models.load import open_model
 from trimmoe.policy.base import Decision, Observation, Policy
@@ -154,13 +154,12 @@ def test_a_skipped_layer_takes_the_residual_and_the_shared_expert(world: World) 
     skipped = 2
     made, steps = run(scripted(world, {skipped}), budget=0.0, confidence=2.0, new=4)
     reference: Any = Qwen2MoeForCausalLM.from_pretrained(world.folder)
+    named = cache_argument(reference)
     for sequence, (prompt, tokens) in enumerate(zip(PROMPTS, made, strict=True)):
-        cache = reference(torch.tensor([prompt]), use_cache=True)[CACHE_ARGUMENT]
+        cache = reference(torch.tensor([prompt]), use_cache=True)[named]
         with _silenced(reference.model.layers[skipped].mlp.experts):
             for step, token in enumerate(tokens):
-                output = reference(
-                    torch.tensor([[token]]), use_cache=True, **{CACHE_ARGUMENT: cache}
-                )
+                output = reference(torch.tensor([[token]]), use_cache=True, **{named: cache})
                 logits = steps[step][sequence].logits
                 assert torch.allclose(output.logits[0, -1], logits, atol=1e-4)
     kinds = steps[0][0].ledger.kinds

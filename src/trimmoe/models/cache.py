@@ -4,24 +4,24 @@ from __future__ import annotations
 
 import heapq
 import inspect
-from typing import Final
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from transformers.models.mixtral.modeling_mixtral import MixtralAttention
 
 from trimmoe.core.errors import UserError
 from trimmoe.core.specs import IntArray
 from trimmoe.models.base import TokenBatch
 
 _FIRST_CAPACITY = 64
-# transformers renamed this argument of every block and model within its fifth series.
-CACHE_ARGUMENT: Final = (
-    "cache"
-    if "cache" in inspect.signature(MixtralAttention.forward).parameters
-    else "past_key_values"
-)
+
+
+def cache_argument(module: Any) -> str:
+    """What a module of transformers calls the cache that it takes: that was renamed within the
+    fifth series."""
+    named = inspect.signature(module.forward).parameters
+    return "cache" if "cache" in named else "past_key_values"
 
 
 class KVCache:

@@ -13,7 +13,7 @@ from torch import Tensor
 from trimmoe.core.specs import ModelSpec
 from trimmoe.models.base import BytesRead, MoEView, Routing, TokenBatch
 from trimmoe.models.batching import describe, masks
-from trimmoe.models.cache import CACHE_ARGUMENT, KVCache
+from trimmoe.models.cache import KVCache, cache_argument
 from trimmoe.models.experts import ExpertStacks
 from trimmoe.models.family import Geometry
 
@@ -87,6 +87,7 @@ class DecoderView(MoEView):
         self._stacks = stacks
         self._rounds_gates = family.rounds_gates and dtype != torch.float32
         layers = model.model.layers
+        self._cache_argument = cache_argument(layers[0].self_attn)
         self._windows = [window_of(layer.self_attn, model.config) for layer in layers]
         self._window = next((window for window in self._windows if window), None)
         self._moe = [layers[block] for block in geometry.moe_blocks]
@@ -233,7 +234,7 @@ class DecoderView(MoEView):
             hidden_states=block.input_layernorm(hidden),
             position_embeddings=step.rotary,
             attention_mask=self._mask(block, step),
-            **{CACHE_ARGUMENT: step.through},
+            **{self._cache_argument: step.through},
         )
         return hidden + attended
 
@@ -244,7 +245,7 @@ class DecoderView(MoEView):
                 hidden,
                 attention_mask=self._mask(block, step),
                 position_embeddings=step.rotary,
-                **{CACHE_ARGUMENT: step.through},
+                **{self._cache_argument: step.through},
             )
         return hidden
 

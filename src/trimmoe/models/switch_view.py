@@ -12,7 +12,7 @@ from transformers import EncoderDecoderCache
 
 from trimmoe.models.base import EncoderDecoderView, TokenBatch
 from trimmoe.models.batching import describe
-from trimmoe.models.cache import CACHE_ARGUMENT, KVCache
+from trimmoe.models.cache import KVCache, cache_argument
 from trimmoe.models.exact import full_depth
 from trimmoe.models.switch_stack import SwitchEncoder, SwitchStack
 
@@ -104,6 +104,7 @@ class SwitchView(SwitchStack, EncoderDecoderView):
         self._model = model
         start = getattr(model.config, "decoder_start_token_id", None)
         self.start_token = model.config.pad_token_id if start is None else start
+        self._cache_argument = cache_argument(self._moe[0])
         # Cross attention has no position bias; given one of size one it need not make its own.
         self._no_bias = torch.zeros((1, 1, 1, 1), dtype=self.dtype, device=self.device)
 
@@ -159,14 +160,14 @@ class SwitchView(SwitchStack, EncoderDecoderView):
         hidden = self._run(self._dense[layer], hidden, batch, through)
         block = self._moe[layer]
         hidden = block.layer[0](
-            hidden, position_bias=batch.position_bias, **{CACHE_ARGUMENT: through}
+            hidden, position_bias=batch.position_bias, **{self._cache_argument: through}
         )[0]
         return block.layer[1](
             hidden,
             key_value_states=hidden,  # Unused: the cache has them.
             attention_mask=batch.source_mask,
             position_bias=self._no_bias,
-            **{CACHE_ARGUMENT: through},
+            **{self._cache_argument: through},
         )[0]
 
     def tail(self, hidden: Tensor, batch: TokenBatch, cache: KVCache) -> Tensor:
@@ -216,7 +217,7 @@ class SwitchView(SwitchStack, EncoderDecoderView):
                 encoder_hidden_states=hidden,  # Unused: the cache has them.
                 encoder_attention_mask=batch.source_mask,
                 encoder_decoder_position_bias=self._no_bias,
-                **{CACHE_ARGUMENT: through},
+                **{self._cache_argument: through},
             )[0]
         return hidden
 
