@@ -124,9 +124,10 @@ class Checkpoint(Listing, ABC):
         self.close()
 
     @property
-    @abstractmethod
     def dtype(self) -> torch.dtype:
-        """What to hold the weights in unless somebody asks for another. Raises UserError."""
+        """What to hold the weights in unless somebody asks for another: that of the largest tensor.
+        Raises UserError."""
+        return torch_dtype(max(self.entries.values(), key=lambda entry: entry.numel))
 
     @abstractmethod
     def tensor(self, name: str) -> Tensor:
@@ -149,10 +150,6 @@ class SafetensorsCheckpoint(Checkpoint):
             entries.update(_read_header(file))
         super().__init__(folder, entries)
         self._handles: dict[Path, Any] = {}
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return torch_dtype(max(self.entries.values(), key=lambda entry: entry.numel))
 
     def tensor(self, name: str) -> Tensor:
         self.bytes_read += self.entry(name).nbytes
@@ -251,6 +248,12 @@ def _read_header(file: Path) -> dict[str, Entry]:
 
 PLAIN_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 """Floating point as safetensors headers call it."""
+
+
+def stamp(file: Path) -> tuple[int, int]:
+    """What tells a file from one that has been changed."""
+    status = file.stat()
+    return status.st_size, status.st_mtime_ns
 
 
 def torch_dtype(entry: Entry) -> torch.dtype:

@@ -11,7 +11,7 @@ from typing import Any
 
 from trimmoe.core.artifact import written_whole
 from trimmoe.core.errors import UserError
-from trimmoe.models.checkpoint import resolve
+from trimmoe.models.checkpoint import resolve, stamp
 from trimmoe.models.formats.choose import weight_files
 
 _CHUNK = 16 << 20
@@ -27,11 +27,11 @@ def model_hash(path_or_hub_id: str | Path) -> str:
     folder = resolve(path_or_hub_id)
     files = weight_files(folder)
     known = _read_sidecar(folder)
-    stale = [file for file in files if _stamp(file) != known.get(file.name, {}).get("stamp")]
+    stale = [file for file in files if [*stamp(file)] != known.get(file.name, {}).get("stamp")]
     if stale:
         with _progress(sum(file.stat().st_size for file in stale)) as advance:
             for file in stale:
-                known[file.name] = {"stamp": _stamp(file), "sha256": _digest(file, advance)}
+                known[file.name] = {"stamp": [*stamp(file)], "sha256": _digest(file, advance)}
         _write_sidecar(folder, {file.name: known[file.name] for file in files})
     return _combined(files, known)
 
@@ -40,7 +40,7 @@ def known_hash(folder: Path) -> str | None:
     """`model_hash` if it can be told without reading the weights."""
     files = weight_files(folder)
     known = _read_sidecar(folder)
-    if any(_stamp(file) != known.get(file.name, {}).get("stamp") for file in files):
+    if any([*stamp(file)] != known.get(file.name, {}).get("stamp") for file in files):
         return None
     return _combined(files, known)
 
@@ -48,11 +48,6 @@ def known_hash(folder: Path) -> str | None:
 def _combined(files: list[Path], known: dict[str, Any]) -> str:
     text = "".join(f"{file.name} {known[file.name]['sha256']}\n" for file in files)
     return hashlib.sha256(text.encode()).hexdigest()
-
-
-def _stamp(file: Path) -> list[int]:
-    status = file.stat()
-    return [status.st_size, status.st_mtime_ns]
 
 
 def _digest(file: Path, advance: Callable[[int], None]) -> str:

@@ -201,19 +201,12 @@ def _open(path_or_hub_id: str | Path) -> _Opened:
             f"({str(error).splitlines()[0]}); fetch the checkpoint again."
         ) from error
     return _Opened(
-        name=_name(path_or_hub_id, path),
+        name=model_name(path_or_hub_id),
         path=path,
         family=family,
         config=config,
         checkpoint=open_checkpoint(path, raw, names),
     )
-
-
-def _name(path_or_hub_id: str | Path, path: Path) -> str:
-    if not path.is_dir():
-        return model_name(path)
-    is_local = Path(path_or_hub_id).expanduser().is_dir()
-    return path.resolve().name if is_local else str(path_or_hub_id)
 
 
 def _family(path: Path, raw: dict[str, Any]) -> Family:

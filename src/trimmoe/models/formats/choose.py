@@ -74,10 +74,14 @@ def _all_parts(file: Path) -> tuple[Path, ...]:
     return parts
 
 
-def model_name(file: Path) -> str:
-    """What a model is called after its file."""
-    match = _SPLIT.fullmatch(file.name)
-    return match["start"] if match else file.stem
+def model_name(path_or_hub_id: str | Path) -> str:
+    """What a model is called: the last part of a folder's path, a file's without its ending, a hub
+    id as it is."""
+    path = Path(path_or_hub_id).expanduser()
+    if path.is_file():
+        match = _SPLIT.fullmatch(path.name)
+        return match["start"] if match else path.stem
+    return path.resolve().name if path.is_dir() else str(path_or_hub_id)
 
 
 def weight_files(path: Path) -> list[Path]:

@@ -58,12 +58,6 @@ class GgufCheckpoint(Checkpoint):
         }
         super().__init__(header.files[0].parent, entries)
 
-    @property
-    def dtype(self) -> torch.dtype:
-        """float32 if the matrices are in it."""
-        largest = max(self.entries.values(), key=lambda entry: entry.numel)
-        return torch.float32 if largest.dtype == "F32" else torch.bfloat16
-
     def tensor(self, name: str) -> Tensor:
         self.bytes_read += self.entry(name).nbytes
         return self._pieces[name].read()

@@ -15,6 +15,7 @@ from gguf import GGMLQuantizationType as Kind
 from numpy.typing import NDArray
 
 from trimmoe.core.errors import UserError
+from trimmoe.models.checkpoint import stamp
 
 _KINDS = frozenset(
     {
@@ -80,19 +81,14 @@ class GgufHeader:
 
 def read_header(files: tuple[Path, ...]) -> GgufHeader:
     """Settings of the first file and tensors of all. Raises UserError for what cannot be read."""
-    headers = [_one_header(file, _stamp(file)) for file in files]
+    headers = [_one_header(file, stamp(file)) for file in files]
     tensors = {name: tensor for header in headers for name, tensor in header.tensors.items()}
     return GgufHeader(files=files, fields=headers[0].fields, tensors=tensors)
 
 
-def _stamp(file: Path) -> tuple[int, int]:
-    status = file.stat()
-    return status.st_size, status.st_mtime_ns
-
-
 @lru_cache(maxsize=64)
-def _one_header(file: Path, stamp: tuple[int, int]) -> GgufHeader:
-    """Kept, since a vocabulary takes seconds to pass; `stamp` tells a changed file."""
+def _one_header(file: Path, version: tuple[int, int]) -> GgufHeader:
+    """Kept, since a vocabulary takes seconds to pass; `version` tells a changed file."""
     try:
         reader = gguf.GGUFReader(file)
     except (OSError, ValueError, KeyError, IndexError, OverflowError) as error:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 EMBEDDED = "embedded"
 
 
@@ -17,11 +15,7 @@ def model_folder(model: str) -> str:
 
 
 def served_name(model: str) -> str:
-    """The last part of a folder's path, a file's without its ending; a hub id or `embedded` as it
-    is."""
-    folder = Path(model).expanduser()
-    if folder.is_file():
-        from trimmoe.models.formats.choose import model_name
+    """As `model_name`; `embedded` as it is."""
+    from trimmoe.models.formats.choose import model_name
 
-        return model_name(folder)
-    return folder.resolve().name if folder.is_dir() else model
+    return model_name(model)

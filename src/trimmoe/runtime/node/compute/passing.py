@@ -74,9 +74,7 @@ def pass_layers(worker: Executor, layer: int, units: Sequence[Unit], *, alone: b
         outcome.written += [(unit, range(layer, layer + 1)) for unit in ordered]
         execute = commands[0]
         if len(commands) > 1 or not _runs_here(worker, execute):
-            for unit in ordered:
-                unit.layer = layer
-            _carry_out(worker, commands, ordered, attended, routing, outcome)
+            _carry_out(worker, layer, commands, ordered, attended, routing, outcome)
             return outcome
         assert isinstance(execute, Execute)
         experts = execute.slot_expert
@@ -116,6 +114,7 @@ def _runs_here(worker: Executor, command: Command) -> bool:
 
 def _carry_out(
     worker: Executor,
+    layer: int,
     commands: Sequence[Command],
     units: Sequence[Unit],
     attended: Tensor,
@@ -125,10 +124,17 @@ def _carry_out(
     """Execute a layer of which some rows leave, or that some rows cannot pass."""
     for command in commands:
         if isinstance(command, Strand):
-            outcome.stranded += [units[row] for row in command.rows.tolist()]
+            _strand(command, layer, units, outcome)
         else:
             assert isinstance(command, Execute)
             worker.execute(command, None, units, attended, routing, outcome)
+
+
+def _strand(command: Strand, layer: int, units: Sequence[Unit], outcome: Outcome) -> None:
+    """Nobody can serve some of the units in a layer."""
+    for unit in (units[row] for row in command.rows.tolist()):
+        unit.layer = layer
+        outcome.stranded.append(unit)
 
 
 def _may_enter(worker: Executor, layer: int, units: Sequence[Unit]) -> bool:
@@ -173,10 +179,8 @@ def _follow(
     tokens = None
     for command in commands:
         match command:
-            case Strand(rows=rows):
-                for unit in (units[row] for row in rows.tolist()):
-                    unit.layer = ran.layer
-                    outcome.stranded.append(unit)
+            case Strand():
+                _strand(command, ran.layer, units, outcome)
             case Execute():
                 execute = command
             case Depart():

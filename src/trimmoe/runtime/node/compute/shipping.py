@@ -109,9 +109,8 @@ class Cargo:
         index, counts = np.unique(self.unit_of[which], return_counts=True)
         return [self.units[i] for i in index.tolist()], counts
 
-    def rows(self, which: IntArray) -> Rows:
-        """The message's description of these rows."""
-        units, counts = self.of(which)
+    def rows(self, which: IntArray, units: Sequence[Unit], counts: IntArray) -> Rows:
+        """The message's description of these rows, of which `of` says the other two."""
         whole = all(u.count == c for u, c in zip(units, counts.tolist(), strict=True))
         return Rows(
             [unit.seat.sequence for unit in units],
@@ -158,7 +157,7 @@ def _dispatch(cargo: Cargo, split: Split, server: int, which: IntArray) -> Parce
         to=server,
         message=Dispatch(
             layer=cargo.layer,
-            rows=cargo.rows(which),
+            rows=cargo.rows(which, units, counts),
             destinations=split.destination[which][first].tolist(),
             decoding=cargo.units[0].decoding,
         ),
@@ -185,7 +184,7 @@ def _onward(
         hidden[torch.from_numpy(raw)] = cargo.attended[at]
         experts = split.at(destination)[which[raw]].astype(np.int32)
         slots = (torch.from_numpy(experts), cargo.gates[at])
-    rows, (units, counts) = cargo.rows(which), cargo.of(which)
+    units, counts = cargo.of(which)
     awaited = split.used[which]
     awaited[:, split.here] = False
     awaited[raw, destination] = False
@@ -194,7 +193,7 @@ def _onward(
         to=destination,
         message=Onward(
             layer=cargo.layer,
-            rows=rows,
+            rows=cargo.rows(which, units, counts),
             awaited=[np.flatnonzero(servers).tolist() for servers in by_unit],
             raw=np.flatnonzero(raw).tolist(),
             probes=[unit.probe for unit in units],

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cache
 
 import msgspec
 import numpy as np
@@ -14,7 +15,7 @@ import numpy as np
 from trimmoe.core.events import Receipt
 from trimmoe.core.ledger import Kind, Ledger
 from trimmoe.core.specs import IntArray
-from trimmoe.core.wave import FLOATS, INTS, SCALARS, Wave, width_of
+from trimmoe.core.wave import FLOATS, SCALARS, Wave, width_of
 from trimmoe.runtime.node.records.messages import (
     NO_KIND,
     ChargeSpec,
@@ -33,14 +34,8 @@ class MalformedPassengers(ValueError):
 def pack_wave(wave: Wave) -> bytes:
     """All rows of a wave, column group by column group, little-endian everywhere. Its route means
     nothing elsewhere: every server numbers routes for itself."""
-    floats, words = len(FLOATS), wave.words
-    groups = (
-        words[:, :floats].astype("<i8"),
-        words[:, floats:SCALARS].astype("<i4"),
-        words[:, SCALARS : SCALARS + wave.layer_count].astype("u1"),
-        words[:, SCALARS + wave.layer_count :].astype("<u2"),
-    )
-    return b"".join([group.tobytes() for group in groups])
+    groups = _groups(wave.layer_count, wave.server_count)
+    return b"".join([wave.words[:, part].astype(kind).tobytes() for part, kind in groups])
 
 
 def unpack_wave(
@@ -54,15 +49,14 @@ def unpack_wave(
     """The rows at `layer`, on route 0 until somebody knows better; `MalformedPassengers`."""
     count, at = len(sequences), 0
     words = np.empty((count, width_of(layer_count, server_count)), dtype=np.int64)
-    widths = (len(FLOATS), len(INTS), layer_count, server_count**2)
-    sizes = [count * width * size for width, size in zip(widths, (8, 4, 1, 2), strict=True)]
-    if len(packed) != sum(sizes):
+    groups = _groups(layer_count, server_count)
+    row_bytes = sum((part.stop - part.start) * kind.itemsize for part, kind in groups)
+    if len(packed) != count * row_bytes:
         raise MalformedPassengers(f"{len(packed)} bytes for {count} rows")
-    first = 0
-    for kind, width, size in zip(("<i8", "<i4", "u1", "<u2"), widths, sizes, strict=True):
-        group = np.frombuffer(packed, dtype=kind, count=count * width, offset=at)
-        words[:, first : first + width] = group.reshape(count, width)
-        first, at = first + width, at + size
+    for part, kind in groups:
+        group = np.frombuffer(packed, kind, count * (part.stop - part.start), at)
+        words[:, part] = group.reshape(count, -1)
+        at += group.nbytes
     wave = Wave(
         layer=layer,
         sequences=tuple(sequences),
@@ -75,6 +69,15 @@ def unpack_wave(
     if (wave.kinds > max(Kind)).any() or not _all_below(wave.server, server_count):
         raise MalformedPassengers("a layer of no kind, or no such server")
     return wave
+
+
+@cache
+def _groups(layer_count: int, server_count: int) -> tuple[tuple[slice, np.dtype], ...]:
+    """Which words of a row travel together, and as what."""
+    kinds_end = SCALARS + layer_count
+    ends = (0, len(FLOATS), SCALARS, kinds_end, width_of(layer_count, server_count))
+    kinds = [np.dtype(kind) for kind in ("<i8", "<i4", "u1", "<u2")]
+    return tuple(zip(map(slice, ends[:-1], ends[1:]), kinds, strict=True))
 
 
 def _all_below(values: IntArray, bound: int) -> bool:
