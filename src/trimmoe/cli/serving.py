@@ -130,7 +130,7 @@ def serve(
         list[Path] | None, typer.Option(help="What to calibrate on without a profile; repeatable.")
     ] = None,
     policy: Annotated[
-        str | None, typer.Option(help="A preset; default: speculative, trimmoe with --budget.")
+        str | None, typer.Option(help="A preset; default: speculative, guessing with --budget.")
     ] = None,
     budget: Annotated[
         float | None, typer.Option(help="Flip rate a token may lose; default: none.")

@@ -113,6 +113,8 @@ class SegmentRan:
     """Activated sets, first expert first, [n, L, k], L > 0."""
     settled: int
     """L or L - 1."""
+    routed: Routed | None = None
+    """What is known of that last layer, for a policy that decides upon it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

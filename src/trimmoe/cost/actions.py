@@ -38,6 +38,9 @@ class Levers:
     exit: bool = True
     skip_needs_transmission: bool = True
     """Admit a skip only if no local action is feasible: Gamma > 0 (35)."""
+    local: bool = True
+    """Whether there is a choice too where all activated experts run where the token is and stays.
+    Off, it runs them, so that tokens pass such layers without a decision. Not under `migrate`."""
 
     @property
     def lossless(self) -> bool:
@@ -147,6 +150,7 @@ class ActionSpace:
             **{name: np.ascontiguousarray(array) for name, array in arrays.items()},
             drops=self.levers.drop_slots,
             skips=self.levers.skip,
+            settles=not self.levers.local,
         )
 
     def candidates(

@@ -45,6 +45,8 @@ class Menu(NamedTuple):
     drops: bool
     """Whether single slots may be dropped."""
     skips: bool
+    settles: bool
+    """Whether activated sets that run where the token is have no other action."""
 
 
 class Batch(NamedTuple):
@@ -209,12 +211,23 @@ def _write_action(menu, layer, source, destination, room, at, out, i, c):
 
 
 @bare
+def _is_settled(source, destination, first_at, room):
+    """Whether all targets run where the token is and stays."""
+    _, server, delay, _ = room
+    settled = source == destination and first_at < 0
+    for j in range(server.shape[0]):
+        settled = settled and server[j, 0] == source and delay[j, 0] < np.inf
+    return settled
+
+
+@bare
 def token_actions(menu, layer, tokens, i, ends, first_at, limit, room, at, out, row):
     """All actions of token `i` toward one destination into row `row`: exact, then per cap."""
     source, destination = ends
     _slot_options(menu, layer, tokens, i, source, destination, first_at, limit, room)
     _, _, delay, _ = room
     slots, choices = delay.shape
+    free = not (menu.settles and _is_settled(source, destination, first_at, room))
     at[:] = 0
     _write_action(menu, layer, source, destination, room, at, out, row, 0)
     for j in range(slots):
@@ -223,7 +236,7 @@ def token_actions(menu, layer, tokens, i, ends, first_at, limit, room, at, out, 
     c = 1
     for j in range(slots):
         for o in range(choices):
-            fresh = delay[j, o] < np.inf and not _met_before(delay, j, o)
+            fresh = free and delay[j, o] < np.inf and not _met_before(delay, j, o)
             if fresh and _under_cap(room, delay[j, o], at):
                 _write_action(menu, layer, source, destination, room, at, out, row, c)
             else:
@@ -236,7 +249,7 @@ def token_actions(menu, layer, tokens, i, ends, first_at, limit, room, at, out, 
     steady, importance = tokens.steadiness[i], tokens.importance[i]
     edges = menu.skip_edges[layer, steady]
     out.loss[row, c] = curve_at(edges, menu.skip_upper[layer, steady], importance)
-    admitted = menu.skips and importance <= menu.theta[layer]
+    admitted = free and menu.skips and importance <= menu.theta[layer]
     out.delay_s[row, c] = menu.links.transfer_s[source, destination] if admitted else np.inf
     return c
 

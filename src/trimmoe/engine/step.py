@@ -102,14 +102,19 @@ class Engine:
 
     @cached_property
     def settled(self) -> BoolArray | None:
-        """Experts whose slots run where a token is without a decision, as long as it stays there,
-        [M, N, E]; None where every layer is decided upon. Where there are any, no token exits."""
+        """Experts of which activated sets run where a token is without a decision, as long as it
+        stays there, [M, N, E]; None where every layer is decided upon. If not, no token exits."""
         return None if self.nearest is None else self.nearest.here
 
     @cached_property
     def nearest(self) -> Nearest | None:
-        """Of the policy; there if it decides nothing."""
+        """Of the policy; there if it leaves anything settled."""
         return self.policy.nearest
+
+    @cached_property
+    def decides(self) -> bool:
+        """Whether it must be told more than activated sets."""
+        return self.policy.decides
 
     def start(self) -> EngineState:
         """The state before the first event."""
@@ -297,18 +302,42 @@ class Engine:
 
     def _segment_ran(self, state: EngineState, event: SegmentRan) -> Step:
         assert self.nearest is not None, "a layer that is decided upon ran without a decision"
-        experts, count = event.experts, len(event.tokens.sequences)
-        wave, server, destination = passed(self.nearest, event.tokens, experts, event.settled)
-        if event.settled == experts.shape[1]:
+        if event.settled == event.experts.shape[1]:
+            wave, _, _ = passed(self.nearest, event.tokens, event.experts, event.settled)
             if wave.layer == self.cost.layer_count:
                 return self._ended(state, event.wave, wave)
             return state, (Depart(wave=event.wave, tokens=wave),)
-        rows, commands = np.arange(count), ()
+        wave, commands = self._stopped(event) if self.decides else self._ran_nearest(event)
+        if not wave.alive.size:
+            return state, commands
+        if wave.layer + 1 == self.cost.layer_count:
+            return state.with_wave(event.wave, wave), commands
+        # Nothing hangs on what comes out of the layer.
+        wave = changed(wave, layer=wave.layer + 1)
+        whole = wave.alive.size == len(event.tokens.sequences)
+        tokens = wave if whole else wave.take(wave.alive)
+        return state, (*commands, Depart(wave=event.wave, tokens=tokens))
+
+    def _stopped(self, event: SegmentRan) -> tuple[Wave, tuple[Command, ...]]:
+        """Decide upon the layer that a segment ended at."""
+        assert self.nearest is not None
+        assert event.routed is not None
+        settled = event.experts[:, : event.settled]
+        wave, _, _ = passed(self.nearest, event.tokens, settled, event.settled)
+        return self._decided(wave, event.routed)
+
+    def _ran_nearest(self, event: SegmentRan) -> tuple[Wave, tuple[Command, ...]]:
+        """What the layers of a segment and the one it ended at cost, which runs at the nearest
+        hosts."""
+        assert self.nearest is not None
+        experts, rows = event.experts, np.arange(len(event.tokens.sequences))
+        wave, server, destination = passed(self.nearest, event.tokens, experts, event.settled)
+        commands: tuple[Command, ...] = ()
         if (destination < 0).any():
             lost, rows = np.flatnonzero(destination < 0), np.flatnonzero(destination >= 0)
             wave, commands = wave.without(lost), (Strand(wave=event.wave, rows=lost),)
             if not rows.size:
-                return state, commands
+                return wave, commands
         execute = Execute(
             wave=event.wave,
             layer=wave.layer,
@@ -317,12 +346,7 @@ class Engine:
             slot_server=server[rows],
             destination=destination[rows],
         )
-        if wave.layer + 1 == self.cost.layer_count:
-            return state.with_wave(event.wave, wave), (*commands, execute)
-        # Nothing hangs on what comes out of the layer.
-        wave = changed(wave, layer=wave.layer + 1)
-        tokens = wave if rows.size == count else wave.take(rows)
-        return state, (*commands, execute, Depart(wave=event.wave, tokens=tokens))
+        return wave, (*commands, execute)
 
     def _ended(self, state: EngineState, identity: int, wave: Wave) -> Step:
         """All rows have passed the last layer."""

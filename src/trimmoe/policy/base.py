@@ -65,6 +65,12 @@ class Policy(Protocol):
 
     @property
     def nearest(self) -> Nearest | None:
-        """Where slots run whatever else is known of a token, if the policy looks at nothing but
-        activated sets and no token exits; None where every layer is decided upon."""
+        """Where slots run whatever else is known of a token, if no token exits and there is
+        nothing to choose where all of them run here; None where every layer is decided upon."""
         return None
+
+    @property
+    def decides(self) -> bool:
+        """Whether it looks at more than activated sets where some of their experts run elsewhere;
+        if not, `nearest` says it all."""
+        return True

@@ -16,6 +16,14 @@ def nothing_to_choose(levers: Levers, accounting: Accounting) -> bool:
     return levers.lossless and not levers.exit and accounting is not Accounting.MIGRATE
 
 
+def leaves_settled(levers: Levers, accounting: Accounting) -> bool:
+    """Whether there is one action only where all activated experts run where the token is, and no
+    exit that asks what comes after it."""
+    return nothing_to_choose(levers, accounting) or (
+        not levers.local and not levers.exit and accounting is not Accounting.MIGRATE
+    )
+
+
 def exact_decision(space: ActionSpace, routes: IntArray, observation: Observation) -> Decision:
     """Every slot's target at its nearest host; of infinite delay where one has none."""
     layer, source, experts = observation.layer, observation.server, observation.experts

@@ -181,13 +181,14 @@ def speculative() -> PolicySettings:
 
 
 def guessing() -> PolicySettings:
-    """The default's skips, drops and substitutes, on tokens that users' own servers guess ahead. A
-    guessed token spends its own credit only, see `TokensArrived`."""
+    """The default's skips, drops and substitutes where a token would have to leave its server, on
+    tokens that users' own servers guess ahead. A guessed token spends its own credit only, see
+    `TokensArrived`."""
     trimming = trimmoe()
     return replace(
         trimming,
         name="guessing",
-        levers=replace(trimming.levers, exit=False),
+        levers=replace(trimming.levers, exit=False, local=False),
         draft_confidence=None,
         guesses=GUESSES,
     )

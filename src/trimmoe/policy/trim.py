@@ -21,7 +21,12 @@ from trimmoe.cost.model import Accounting
 from trimmoe.cost.nearest import Nearest
 from trimmoe.cost.values import ValueTables
 from trimmoe.policy.base import Decision, Observation, Policy
-from trimmoe.policy.nearest import exact_decision, nearest_of, nothing_to_choose
+from trimmoe.policy.nearest import (
+    exact_decision,
+    leaves_settled,
+    nearest_of,
+    nothing_to_choose,
+)
 from trimmoe.policy.patterns import PatternIndex
 from trimmoe.policy.tables import TableBank
 
@@ -45,16 +50,18 @@ class TrimPolicy(Policy):
 
     @property
     def nearest(self) -> Nearest | None:
-        return nearest_of(self.lookahead.space, self.routes) if self._is_exact else None
+        space = self.lookahead.space
+        settles = leaves_settled(space.levers, space.cost.accounting)
+        return nearest_of(space, self.routes) if settles else None
 
     @property
-    def _is_exact(self) -> bool:
+    def decides(self) -> bool:
         space = self.lookahead.space
-        return nothing_to_choose(space.levers, space.cost.accounting)
+        return not nothing_to_choose(space.levers, space.cost.accounting)
 
     def decide(self, observation: Observation) -> Decision:
         """One action per token, argmin over the feasible set of f + Phi (40)."""
-        if self._is_exact:
+        if not self.decides:
             return exact_decision(self.lookahead.space, self.routes, observation)
         steadiness = np.minimum(observation.steadiness, self.lookahead.space.class_count - 1)
         observation = changed(observation, steadiness=steadiness)

@@ -82,7 +82,7 @@ class ServeConfig(BaseModel):
 
     @property
     def policy_in_force(self) -> str:
-        return self.policy or ("speculative" if self.budget is None else "trimmoe")
+        return self.policy or ("speculative" if self.budget is None else "guessing")
 
     @property
     def budget_in_force(self) -> float:

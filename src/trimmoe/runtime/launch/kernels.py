@@ -46,10 +46,6 @@ def _decide(engine: Engine, model: ModelSpec, settings: PolicySettings, count: i
     arrived = TokensArrived(wave=0, sequences=sequences, draws=np.zeros(count), departing=departing)
     state, (command,) = engine.step(state, arrived)
     chosen = np.tile(np.arange(slots), (count, 1))
-    if isinstance(command, Depart):
-        ran = SegmentRan(wave=0, tokens=command.tokens, experts=chosen[:, None], settled=0)
-        engine.step(state, ran)
-        return
     routed = Routed(
         wave=0,
         experts=chosen,
@@ -58,4 +54,10 @@ def _decide(engine: Engine, model: ModelSpec, settings: PolicySettings, count: i
         steadiness=np.zeros(count, dtype=np.int64),
         probabilities=np.full((count, experts), 1.0 / experts),
     )
-    engine.step(state, routed)
+    if isinstance(command, Depart):
+        known = routed if engine.decides else None
+        sets = chosen[:, None]
+        ran = SegmentRan(wave=0, tokens=command.tokens, experts=sets, settled=0, routed=known)
+        engine.step(state, ran)
+    else:
+        engine.step(state, routed)

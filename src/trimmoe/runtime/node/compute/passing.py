@@ -1,7 +1,7 @@
 """Generated tokens through several layers in one batch.
 
-Under a policy that decides nothing these are segments, of one call and one event. Where every layer
-is decided upon they are layers one after another, without waiting for a turn in between while
+Under a policy that leaves layers settled these are segments, of one call and one event. Where every
+layer is decided upon they are layers one after another, without waiting for a turn in between while
 nobody else has one.
 """
 
@@ -20,6 +20,7 @@ from trimmoe.core.events import (
     Complete,
     Depart,
     Execute,
+    Routed,
     SegmentRan,
     Strand,
     TokensImported,
@@ -55,9 +56,22 @@ def pass_segment(worker: Executor, layer: int, units: Sequence[Unit]) -> Outcome
     if ran.routing is not None:
         worker.pace.dense(ran.layer, len(ordered))
         experts = np.concatenate([experts, ran.routing.experts.cpu().numpy()[:, None]], axis=1)
-    event = SegmentRan(wave=identity, tokens=tokens, experts=experts, settled=ran.experts.shape[1])
+    event = SegmentRan(
+        wave=identity,
+        tokens=tokens,
+        experts=experts,
+        settled=ran.experts.shape[1],
+        routed=_routed(worker, identity, ran),
+    )
     _follow(worker, worker.tell(event), ordered, ran, outcome)
     return outcome
+
+
+def _routed(worker: Executor, wave: int, ran: Segment) -> Routed | None:
+    """What the engine wants to know of the layer that rows stopped at, if it decides upon it."""
+    if ran.routing is None or not worker.engine.decides:
+        return None
+    return worker.observer.routed(wave, ran.layer, ran.hidden, ran.routing)
 
 
 @torch.inference_mode()
