@@ -137,6 +137,24 @@ def test_a_stop_string_ends_the_answer_before_it(client: Any) -> None:
         assert len(made) < len(whole.choices[0].token_ids)
 
 
+def test_one_most_probable_token_is_what_temperature_0_takes(client: Any) -> None:
+    asked = {"model": MODEL, "prompt": PROMPT, "max_tokens": 12}
+    greedy = client.completions.create(**asked, temperature=0, extra_body=EXACT)
+    for only in ({"top_k": 1}, {"min_p": 1.0}):
+        drawn = client.completions.create(**asked, temperature=2, seed=3, extra_body=EXACT | only)
+        assert drawn.choices[0].token_ids == greedy.choices[0].token_ids
+
+
+def test_an_answer_ends_with_a_token_that_the_request_names(client: Any) -> None:
+    asked = {"model": MODEL, "prompt": PROMPT, "max_tokens": 12, "temperature": 0}
+    whole = client.completions.create(**asked, extra_body=EXACT).choices[0].token_ids
+    stop = {"stop_token_ids": [whole[5]], "ignore_eos": True}
+    ended = client.completions.create(**asked, extra_body=EXACT | stop).choices[0]
+    assert ended.token_ids[: whole.index(whole[5])] == whole[: whole.index(whole[5])]
+    assert len(ended.token_ids) <= whole.index(whole[5]) + 1
+    assert ended.finish_reason == "stop"
+
+
 def test_same_seed_same_answers_and_n_of_them_differ(client: Any) -> None:
     asked = {
         "model": MODEL, "prompt": PROMPT, "max_tokens": 16, "temperature": 1.4, "top_p": 0.95,

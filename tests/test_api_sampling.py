@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -10,6 +11,12 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
+from transformers.generation.logits_process import (
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
 from trimmoe.runtime.sampling import Sampling, choose, draw, uniform
 
@@ -20,6 +27,37 @@ _NUMBERS = st.floats(0, 1, exclude_max=True)
 
 def _probabilities(logits: np.ndarray) -> np.ndarray:
     return torch.softmax(torch.from_numpy(logits).double(), dim=-1).numpy()
+
+
+def _drawn(probabilities: np.ndarray, sampling: Sampling, count: int) -> list[int]:
+    """What numbers spread evenly over [0, 1) draw."""
+    return [choose(probabilities, sampling, (i + 0.5) / count) for i in range(count)]
+
+
+@given(
+    st.lists(st.integers(-60, 60), min_size=1, max_size=30, unique=True),
+    st.integers(0, 40),
+    st.floats(0.05, 1),
+    st.floats(0, 1),
+)
+def test_what_may_be_drawn_is_what_transformers_lets_through(
+    scores: list[int], top_k: int, top_p: float, min_p: float
+) -> None:
+    """Most probable, nucleus, share of the best, in this order."""
+    logits = torch.tensor([scores], dtype=torch.float64) / 10
+    ours = Sampling(temperature=1.0, top_k=top_k, top_p=top_p, min_p=min_p)
+    theirs = LogitsProcessorList([TopPLogitsWarper(top_p), MinPLogitsWarper(min_p)])
+    if top_k:
+        theirs.insert(0, TopKLogitsWarper(top_k))
+    nothing: Any = torch.zeros(1, 1, dtype=torch.long)
+    through: Any = theirs(nothing, cast(Any, logits))
+    allowed = torch.isfinite(through)[0].numpy()
+    probabilities = torch.softmax(logits[0], dim=-1).numpy()
+    within = probabilities * allowed / (probabilities * allowed).sum()
+    share = np.bincount(_drawn(probabilities, ours, 499), minlength=within.size) / 499
+    # A token on the very edge of the nucleus may fall to either side by rounding.
+    edge = np.abs(np.cumsum(np.sort(probabilities)[::-1]) - top_p).min() < 1e-9
+    assert edge or np.abs(share - within).max() <= 2 / 499
 
 
 @given(_LOGITS, _SEEDS, st.integers(0, 10_000))
@@ -35,7 +73,7 @@ def test_what_is_drawn_lies_in_the_smallest_set_that_holds_top_p(
     logits: np.ndarray, top_p: float, number: float
 ) -> None:
     probabilities = _probabilities(logits)
-    token = choose(probabilities, top_p, number)
+    token = choose(probabilities, Sampling(top_p=top_p), number)
     more_probable = probabilities[probabilities > probabilities[token]].sum()
     assert more_probable < top_p + 1e-9
     assert probabilities[token] > 0
@@ -49,7 +87,7 @@ def test_a_token_of_the_nucleus_is_drawn_in_proportion_to_its_probability(
     """Numbers spread evenly over [0, 1) meet each token as often as it is probable."""
     probabilities = _probabilities(logits)
     count = 997
-    drawn = [choose(probabilities, top_p, (i + 0.5) / count) for i in range(count)]
+    drawn = _drawn(probabilities, Sampling(top_p=top_p), count)
     share = np.bincount(drawn, minlength=probabilities.size) / count
     kept = np.where(share > 0, probabilities, 0)
     assert kept.sum() >= top_p - probabilities.size / count - 1e-9

@@ -235,9 +235,9 @@ NONSENSE: list[tuple[Message, tuple[torch.Tensor, ...]]] = [
         )
         for spent in ([0.1, 0.1], [-0.1], [math.nan], [math.inf])
     ),
-    (Reserve(7, [0], SamplingSpec(0.0, 1.0, 0, 0, None), 0.0, True), ()),
-    (Reserve(7, [0, 1, 2, 99], SamplingSpec(0.0, 1.0, 0, 0, None), 0.0, True), ()),
-    (Reserve(7, [0, 1, 0, 1], SamplingSpec(-1.0, 1.0, 0, 0, None), 0.0, True), ()),
+    (Reserve(7, [0], SamplingSpec(0.0, 1.0, 0, 0.0, 0, 0, None), 0.0, True), ()),
+    (Reserve(7, [0, 1, 2, 99], SamplingSpec(0.0, 1.0, 0, 0.0, 0, 0, None), 0.0, True), ()),
+    (Reserve(7, [0, 1, 0, 1], SamplingSpec(-1.0, 1.0, 0, 0.0, 0, 0, None), 0.0, True), ()),
     (Weather([], [], 0.0, 0.0, []), ()),
     (Weather([None] * 2, [None] * 2, 0.0, 0.0, [99]), ()),
     *(

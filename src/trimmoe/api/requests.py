@@ -17,7 +17,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "functions": ([],),
     "length_penalty": (1,),
     "logit_bias": ({},),
-    "min_p": (0,),
     "min_tokens": (0,),
     "parallel_tool_calls": (True, False),
     "presence_penalty": (0,),
@@ -27,7 +26,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "suffix": ("",),
     "tool_choice": ("none", "auto"),
     "tools": ([],),
-    "top_k": (-1, 0),
     "use_beam_search": (False,),
 }
 """Values with which options that we do not have change nothing."""
@@ -79,13 +77,25 @@ class Sampled(_Body):
     model: Annotated[str, Field(min_length=1, max_length=256)]
     temperature: Annotated[float, Field(ge=0, le=2)] = 1.0
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    top_k: Annotated[int, Field(ge=-1, lt=2**31)] = -1
+    """Draw from so many most probable tokens; -1 or 0: from all."""
+    min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Draw from tokens at least this share as probable as the most probable one."""
     n: Annotated[int, Field(ge=1, le=16)] = 1
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     stop: Stop | Annotated[list[Stop], Field(max_length=16, fail_fast=True)] | None = None
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=64, fail_fast=True)] = Field(
+        default_factory=list
+    )
+    """An answer ends with any of these tokens, also if it goes on past the model's own end."""
     stream: bool = False
     stream_options: StreamOptions | None = None
     user: str | None = None
-    """Accepted and not looked at."""
+    """Accepted and not looked at, as are the next four."""
+    metadata: dict[str, str] | None = None
+    service_tier: str | None = None
+    prompt_cache_key: str | None = None
+    safety_identifier: str | None = None
     ignore_eos: bool = False
     """Go on past the model's own end."""
     return_token_ids: bool = False

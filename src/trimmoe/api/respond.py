@@ -18,7 +18,7 @@ from trimmoe.api.requests import Sampled
 from trimmoe.api.responses import Usage
 from trimmoe.api.streaming import EventStream, gathered, merged, until_gone
 from trimmoe.runtime.sampling import Sampling
-from trimmoe.runtime.service import GenerationRequest
+from trimmoe.runtime.service import GenerationRequest, ServedModel
 
 
 class Form(Protocol):
@@ -70,17 +70,25 @@ def requests_for(
                     sampling=Sampling(
                         temperature=body.temperature,
                         top_p=body.top_p,
+                        top_k=max(body.top_k, 0),
+                        min_p=body.min_p,
                         seed=seed,
                         stream=at * body.n + answer,
                         logprobs=logprobs,
                     ),
-                    stop_ids=frozenset() if body.ignore_eos else model.stop_ids,
+                    stop_ids=_stop_ids(body, model),
                     quality_budget=body.quality_budget,
                     confidence=body.confidence,
                     exact=body.exact,
                 )
             )
     return made
+
+
+def _stop_ids(body: Sampled, model: ServedModel) -> frozenset[int]:
+    """What ends an answer: the tokens asked for, and the model's own unless they are ignored."""
+    own = frozenset[int]() if body.ignore_eos else model.stop_ids
+    return own | frozenset(body.stop_token_ids)
 
 
 def _check_prompt(prompt: Sequence[int], vocab_size: int) -> None:

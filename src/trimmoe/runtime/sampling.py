@@ -26,6 +26,10 @@ class Sampling:
     """0 takes the most probable token."""
     top_p: float = 1.0
     """Draw from the fewest most probable tokens that hold this share of the probability."""
+    top_k: int = 0
+    """Draw from so many most probable tokens; 0: from all."""
+    min_p: float = 0.0
+    """Draw from tokens at least this share as probable as the most probable one."""
     seed: int = 0
     stream: int = 0
     """Tells apart several answers to one prompt under one seed."""
@@ -35,6 +39,8 @@ class Sampling:
     def __post_init__(self) -> None:
         assert self.temperature >= 0
         assert 0 < self.top_p <= 1
+        assert self.top_k >= 0
+        assert 0 <= self.min_p <= 1
         assert self.logprobs is None or self.logprobs >= 0
 
 
@@ -42,7 +48,7 @@ class Sampling:
 class Draw:
     """A token drawn, with what the model thought of it.
 
-    Probabilities are the model's own, before temperature and top_p.
+    Probabilities are the model's own, before temperature and whatever else restricts a draw.
     """
 
     token: int
@@ -58,7 +64,7 @@ def draw(logits: Tensor, sampling: Sampling, position: int) -> Draw:
     else:
         scaled = logits.double().cpu() / sampling.temperature
         probabilities = torch.softmax(scaled, dim=-1).numpy()
-        token = choose(probabilities, sampling.top_p, uniform(sampling, position))
+        token = choose(probabilities, sampling, uniform(sampling, position))
     if sampling.logprobs is None:
         return Draw(token=token)
     logprobs = torch.log_softmax(logits.float(), dim=-1)
@@ -76,18 +82,26 @@ def uniform(sampling: Sampling, position: int) -> float:
     return float(np.random.Generator(np.random.Philox(key=key, counter=position)).random())
 
 
-def choose(probabilities: FloatArray, top_p: float, number: float) -> int:
-    """The token at `number` in [0, 1) of the nucleus of `probabilities` [V].
+def choose(probabilities: FloatArray, sampling: Sampling, number: float) -> int:
+    """The token at `number` in [0, 1) of those of `probabilities` [V] that may be drawn.
 
-    The nucleus holds the fewest most probable tokens whose mass reaches `top_p`, at least one.
+    Those are, in the order of transformers: the `top_k` most probable; of them the nucleus, the
+    fewest whose mass reaches `top_p`, at least one; of it those that `min_p` lets through.
     """
-    if top_p >= 1:
-        return _invert(probabilities, number)
-    order = np.argsort(-probabilities, kind="stable")
+    if sampling.top_p >= 1 and sampling.top_k == 0:
+        return _invert(_probable(probabilities, sampling.min_p), number)
+    order = np.argsort(-probabilities, kind="stable")[: sampling.top_k or None]
     mass = np.cumsum(probabilities[order])
     # Up to and with the token whose mass reaches top_p.
-    kept = order[: int(np.searchsorted(mass, top_p * mass[-1], side="left")) + 1]
-    return int(kept[_invert(probabilities[kept], number)])
+    kept = order[: int(np.searchsorted(mass, sampling.top_p * mass[-1], side="left")) + 1]
+    return int(kept[_invert(_probable(probabilities[kept], sampling.min_p), number)])
+
+
+def _probable(weights: FloatArray, min_p: float) -> FloatArray:
+    """`weights` with nothing where they are less than `min_p` times the largest."""
+    if min_p == 0:
+        return weights
+    return np.where(weights >= min_p * weights.max(), weights, 0.0)
 
 
 def _invert(weights: FloatArray, number: float) -> int:

@@ -233,7 +233,13 @@ class Desk:
         attempt.grants[server] = grant
         sampling = job.request.sampling
         spec = SamplingSpec(
-            sampling.temperature, sampling.top_p, sampling.seed, sampling.stream, sampling.logprobs
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            min_p=sampling.min_p,
+            seed=sampling.seed,
+            stream=sampling.stream,
+            logprobs=sampling.logprobs,
         )
         budget, _ = self.answers.quality_of(job)
         reserve = Reserve(attempt.sequence, list(attempt.route), spec, budget, waits)

@@ -87,6 +87,8 @@ def _can_sample(sampling: SamplingSpec) -> bool:
     return (
         sampling.temperature >= 0
         and 0 < sampling.top_p <= 1
+        and sampling.top_k >= 0
+        and 0 <= sampling.min_p <= 1
         and (sampling.logprobs is None or sampling.logprobs >= 0)
     )
 

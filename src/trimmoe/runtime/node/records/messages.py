@@ -38,6 +38,8 @@ class SamplingSpec(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_
 
     temperature: float
     top_p: float
+    top_k: int
+    min_p: float
     seed: int
     stream: int
     logprobs: int | None

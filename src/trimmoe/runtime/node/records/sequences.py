@@ -170,6 +170,8 @@ class Seats:
             sampling=Sampling(
                 temperature=spec.temperature,
                 top_p=spec.top_p,
+                top_k=spec.top_k,
+                min_p=spec.min_p,
                 seed=spec.seed,
                 stream=spec.stream,
                 logprobs=spec.logprobs,
