@@ -19,10 +19,12 @@ from trimmoe.cost.model import Accounting, CostModel, cost_model, host_delay_s
 from trimmoe.placement.capacity import used_bytes
 from trimmoe.placement.redundancy import (
     SlotSavings,
+    add_load_replicas,
     add_marginal_replicas,
     add_paper_replicas,
     mean_fetch_s,
     migrating_residence,
+    primary_copies,
 )
 from trimmoe.placement.routes import home_routes, traffic
 
@@ -201,3 +203,40 @@ def test_tokens_migrate_to_their_experts() -> None:
     cost = cost_model(model, cluster, Accounting.MIGRATE)
     residence = migrating_residence(cost, hosts, profile, cluster.access_share)
     np.testing.assert_allclose(residence, [[1, 0.25], [0, 0.75]])
+
+
+def test_replicas_by_load_are_of_the_most_activations_per_replica_where_memory_is_free() -> None:
+    """Experts 0, 1, 2 are activated 6 : 3 : 1 and as large as one another. Server 0 holds them
+    all, 1 has room for two more and 2 for three: expert 0 (6 per replica) goes to 2, where most is
+    free; 0 and 1 (3 each) to 1 and 2, which by then have as much; 1 (1.5) to 1, 2 to what is
+    left of 2."""
+    rng = np.random.default_rng(0)
+    model = random_model_spec(rng, layers=1, experts=3, top_k=1)
+    model = replace(model, expert_bytes=np.full((1, 3), 10))
+    profile = replace(random_profile(rng, model), activated=np.array([[0.6, 0.3, 0.1]]))
+    hosts = np.zeros((3, 1, 3), dtype=bool)
+    hosts[0] = True
+    full = add_load_replicas(model, profile, hosts, np.array([30, 20, 30]))
+    assert full[:, 0].tolist() == [[True] * 3, [True, True, False], [True] * 3]
+    less = add_load_replicas(model, profile, hosts, np.array([35, 9, 29]))
+    assert less[:, 0].tolist() == [[True] * 3, [False] * 3, [True, True, False]]
+
+
+def test_the_copy_that_stays_is_the_one_that_tokens_on_the_routes_reach_fastest() -> None:
+    rng = np.random.default_rng(3)
+    model = random_model_spec(rng, layers=2, experts=4, top_k=1)
+    cluster = random_cluster(rng, servers=3)
+    cost, share = cost_model(model, cluster), cluster.access_share
+    hosts = one_copy(rng, 3, model) | one_copy(rng, 3, model)
+    routes = rng.integers(3, size=(3, 2))
+    kept = primary_copies(cost, hosts, routes, share)
+    assert (kept.sum(axis=0) == 1).all()
+    assert not (kept & ~hosts).any()
+    for layer, expert in np.ndindex(2, 4):
+        mean_s = sum(
+            weight * host_delay_s(cost, layer, s, t)[:, expert]
+            for s, t, weight in traffic(routes, share, layer)
+        )
+        assert kept[:, layer, expert].argmax() == min(
+            np.flatnonzero(hosts[:, layer, expert]), key=lambda server: mean_s[server]
+        )

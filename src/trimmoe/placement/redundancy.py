@@ -152,6 +152,45 @@ def add_paper_replicas(
         benefit[:, layer, expert] = weight[:, layer, expert] * fetch_s
 
 
+def primary_copies(
+    cost: CostModel, hosts: BoolArray, routes: IntArray, access_share: FloatArray
+) -> BoolArray:
+    """One copy of every expert, the one of `hosts` that tokens on the routes reach fastest on
+    average, shape [M, N, E]."""
+    kept = np.zeros_like(hosts)
+    experts = np.arange(hosts.shape[2])
+    for layer in range(hosts.shape[1]):
+        reach_s = sum(
+            weight * host_delay_s(cost, layer, source, destination)
+            for source, destination, weight in traffic(routes, access_share, layer)
+        )
+        kept[np.where(hosts[:, layer], reach_s, np.inf).argmin(axis=0), layer, experts] = True
+    return kept
+
+
+def add_load_replicas(
+    model: ModelSpec, profile: Profile, hosts: BoolArray, capacity: IntArray
+) -> BoolArray:
+    """`hosts` with replicas by load alone until memory is full, shape [M, N, E].
+
+    What redundancy is without an eye on communication, as in the paper's predecessor [37], where
+    "important experts can be replicated": every further replica is of the expert with the most
+    activations per replica, on the server with most free memory that does not hold it. Neither
+    links, nor where tokens are, nor skips and exits are looked at.
+    """
+    hosts = hosts.copy()
+    free = capacity - used_bytes(hosts, model)
+    while True:
+        possible = ~hosts & (model.expert_bytes <= free[:, None, None])
+        if not possible.any():
+            return hosts
+        load = np.where(possible.any(axis=0), profile.activated / hosts.sum(axis=0), -np.inf)
+        layer, expert = (int(i) for i in np.unravel_index(int(load.argmax()), load.shape))
+        server = int(np.where(possible[:, layer, expert], free, -1).argmax())
+        hosts[server, layer, expert] = True
+        free[server] -= model.expert_bytes[layer, expert]
+
+
 def mean_fetch_s(cluster: ClusterSpec, model: ModelSpec, hosting: BoolArray) -> FloatArray:
     """z / mean bandwidth + mean delay of (28) from each server to those `hosting` [M], shape [M].
 
