@@ -7,9 +7,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+import byhand
 from trimmoe.core.ledger import Kind
+from trimmoe.core.profile import LossCurves
 from trimmoe.cost.actions import DROPPED, ActionSpace
-from trimmoe.experiments.methods import METHODS, configured, make_engine, method_engine
+from trimmoe.experiments.methods import METHODS, UNLIMITED, configured, make_engine, method_engine
 from trimmoe.policy.base import Observation
 from trimmoe.policy.baselines import (
     LocalPrior,
@@ -17,10 +19,14 @@ from trimmoe.policy.baselines import (
     MixtureOfDepths,
     admitted_servers,
     exact_decision,
+    expected_mask_loss,
+    matched_servers,
+    matched_skip_rate,
     skip_thresholds,
 )
 from trimmoe.policy.settings import PRESETS
 from trimmoe.policy.trim import TrimPolicy
+from trimmoe.simulator.probabilities import complete_probabilities
 from trimmoe.simulator.replay import replay
 from worlds import SmallWorld, small_world
 
@@ -116,6 +122,59 @@ def test_the_subset_of_servers_grows_until_half_of_every_layer_is_there(world) -
     assert routes.shape == (2, 3)
 
 
+def test_the_skip_rate_is_matched_to_what_skips_are_charged() -> None:
+    """Skips of 1/128 and 3/128 in two layers: a rate of 1/4 is charged 1/128 a token. Where the
+    upper half of the masses is charged 5/128, a rate of 3/4 costs 1/2 * 1/128 + 1/4 * 5/128."""
+    made = byhand.world(byhand.hosting([[0], [0]], [[1], [1]]), [[0, 1], [1, 0]])
+    settings = replace(byhand.PLAIN, budget=UNLIMITED)
+
+    def rate(skip: LossCurves, budget_units: float) -> float:
+        profile = replace(made.profile, skip=skip)
+        space = replace(made, profile=profile).policy(settings).lookahead.space
+        return matched_skip_rate(space, profile, budget_units * byhand.UNIT)
+
+    flat = byhand.one_bin([1.0, 3.0])
+    assert rate(flat, 1.0) == pytest.approx(0.25)
+    assert rate(flat, 100.0) == 1.0
+    assert rate(flat, 0.0) == 0.0
+    steps = byhand.curves([0.5, 1.0], [[1.0, 5.0], [0.0, 0.0]])
+    assert rate(steps, 0.5) == pytest.approx(0.5)
+    assert rate(steps, 1.75) == pytest.approx(0.75)
+
+
+def test_servers_join_until_masking_the_gate_is_charged_no_more_than_the_budget() -> None:
+    """Every layer activates expert 0 for three of four tokens. Server 0 holds expert 0 alone, the
+    nearer server 1 expert 1: masking costs 2 units for every fourth token, in two layers 1 unit."""
+    hosts = byhand.hosting([[0], [0]], [[1], [1]])
+    losses = byhand.substitutes(2, [[0.0, 4.0], [2.0, 0.0]])
+    found = losses | {"activated": np.array([[0.75, 0.25]] * 2)}
+    made = byhand.world(hosts, [[0, 1], [1, 0]], routes=[[0, 0], [0, 0]], **found)
+    space = made.policy(byhand.PLAIN).lookahead.space
+    one = np.array([[True, False]] * 2)
+    assert expected_mask_loss(space, made.profile, one) == pytest.approx(byhand.UNIT)
+    assert expected_mask_loss(space, made.profile, ~one) == pytest.approx(6 * byhand.UNIT)
+    for units, wanted in ((1.0, [True, False]), (0.5, [True, True])):
+        budget = units * byhand.UNIT * (1 + 1e-9)
+        admitted = matched_servers(space, made.plan.routes, made.profile, budget)
+        assert admitted.tolist() == wanted
+
+
+@pytest.mark.parametrize("name", ["mixture-of-depths-matched", "moe2-matched"])
+def test_matched_baselines_keep_to_the_budget_at_every_prefix(name: str, world: SmallWorld) -> None:
+    whole = complete_probabilities(
+        np.random.default_rng(0), world.trace.experts, world.trace.masses, 5
+    )
+    trace = replace(world.trace, probabilities=whole)
+    for budget in (0.02, 0.3):
+        method = METHODS[name]
+        policy = configured(method, budget=budget, confidence=0.9)
+        engine = method_engine(method, world.plan, world.profile, world.model, policy)
+        access = np.zeros(trace.sequence_count, dtype=int)
+        ledgers = replay(engine, trace, access, budget=budget, confidence=0.9)
+        assert sum(one.loss for one in ledgers) <= budget * len(ledgers) + 1e-12
+    assert sum(one.loss for one in ledgers) > 0
+
+
 def test_nothing_is_approximated_beyond_the_allowance(world) -> None:
     space, routes = space_of(world)
     broke = seen([0.05, 0.22, 0.2, 0.28, 0.25], allowance=0.0)
@@ -124,8 +183,8 @@ def test_nothing_is_approximated_beyond_the_allowance(world) -> None:
     assert decided.loss[0] == 0.0
 
 
-REPLAYABLE = sorted(METHODS.keys() - {"local-prior", "moe2"})
-"""Those two need the whole router output, which a trace does not hold."""
+REPLAYABLE = sorted(name for name, method in METHODS.items() if not method.reroutes)
+"""The others need the whole router output, which a trace does not hold."""
 
 
 @pytest.mark.parametrize("name", REPLAYABLE)

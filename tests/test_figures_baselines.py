@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import numpy as np
 import pytest
@@ -97,6 +97,26 @@ def test_a_moving_baseline_goes_where_its_first_expert_is_fastest() -> None:
         assert space.hosts[decision.slot_server[row], layer, experts[row]].all()
 
 
+def test_by_the_letter_the_predecessor_differs_from_ours_in_what_the_paper_adds_only() -> None:
+    settings = {one.of: one.change(one.method.settings()) for one in letter()}
+    ours, theirs = settings["trimmoe"], settings["substitute-only"]
+    added = {"name", "horizon", "levers"}
+    for item in fields(ours):
+        if item.name not in added:
+            assert getattr(theirs, item.name) == getattr(ours, item.name), item.name
+    assert theirs.horizon == 1
+    assert theirs.levers == replace(ours.levers, skip=False, exit=False)
+
+
+def test_where_ours_moves_edgeshard_returns_nowhere_and_its_own_form_stands_beside_it() -> None:
+    rows = {one.of: one for one in letter()}
+    assert rows["edgeshard"].change(METHODS["exact"].settings()).accounting is Accounting.MIGRATE
+    assert not rows["edgeshard-native"].method.home
+    assert rows["edgeshard-native"].method.seed == rows["edgeshard"].method.seed
+    native = {one.of: one for one in pinned_own()}["edgeshard"]
+    assert native.key == rows["edgeshard-native"].key
+
+
 def test_where_our_letter_knows_no_echoes_the_predecessor_beside_it_is_charged_none() -> None:
     budgeted = [one for one in letter() if one.method.policy is None and not one.lossless]
     assert [one.of for one in budgeted] == ["substitute-only", "trimmoe"]
@@ -104,5 +124,6 @@ def test_where_our_letter_knows_no_echoes_the_predecessor_beside_it_is_charged_n
         policy = one.change(one.method.settings())
         assert not policy.echoes_charged
         assert policy.accounting is Accounting.MIGRATE
-    for one in (*pinned_own(), *pinned_best()):
+    physical = (*pinned_own(), *pinned_best())
+    for one in (row for row in physical if not row.method.matched):
         assert one.change(one.method.settings()).echoes_charged

@@ -37,7 +37,13 @@ from trimmoe.runtime.local import LocalDriver
 from worlds import random_trace
 
 BUDGET, CONFIDENCE = 0.07, 0.8
-OWN = {"mixture-of-depths": MixtureOfDepths, "local-prior": LocalPrior, "moe2": MaskedGating}
+OWN = {
+    "mixture-of-depths": MixtureOfDepths,
+    "mixture-of-depths-matched": MixtureOfDepths,
+    "local-prior": LocalPrior,
+    "moe2": MaskedGating,
+    "moe2-matched": MaskedGating,
+}
 """Methods that are not the one policy with other settings."""
 UP_TO = {"generate": 1, "compare": 1, "evaluate": 2, "serve-local": 1, "simulate": 1}
 """Commands that take any method, and which driver of theirs is the method's: `evaluate` has one of
@@ -158,7 +164,7 @@ def assert_is_own(name: str, engine: Engine, world: World) -> None:
         assert engine.policy.lookahead.space.levers == wanted.levers
         assert engine.policy.horizon == wanted.horizon
     else:
-        assert wanted.budget == UNLIMITED
+        assert wanted.budget == (BUDGET if method.matched else UNLIMITED)
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -198,7 +204,7 @@ def test_serve_runs_the_policies_it_offers_and_refuses_all_other_methods(
     assert not seen
 
 
-@pytest.mark.parametrize("name", [*OWN, "paper"])
+@pytest.mark.parametrize("name", [*OWN, "paper", "paper-substitute-only"])
 def test_what_real_servers_cannot_run_is_not_compared_with_the_simulator(
     name: str, world: World
 ) -> None:
@@ -227,7 +233,7 @@ def test_without_a_plan_serve_local_refuses_what_would_need_one(
     assert f"The method {name} needs a profile and a plan" in said
 
 
-@pytest.mark.parametrize("name", ["local-prior", "moe2"])
+@pytest.mark.parametrize("name", ["local-prior", "moe2", "moe2-matched"])
 def test_routing_anew_needs_a_trace_of_whole_router_outputs(
     name: str, world: World, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

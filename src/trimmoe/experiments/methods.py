@@ -10,9 +10,10 @@ from trimmoe.core.plan import Plan, plan_header
 from trimmoe.core.profile import Profile
 from trimmoe.core.specs import ModelSpec
 from trimmoe.cost.actions import ActionSpace
-from trimmoe.cost.model import Accounting
+from trimmoe.cost.model import Accounting, cost_model
 from trimmoe.engine.step import Engine
 from trimmoe.placement.make import PlanSettings, make_planner
+from trimmoe.placement.redundancy import add_load_replicas, primary_copies
 from trimmoe.placement.routes import home_routes
 from trimmoe.placement.seeds import seed_plan
 from trimmoe.policy.base import Policy
@@ -21,6 +22,8 @@ from trimmoe.policy.baselines import (
     MaskedGating,
     MixtureOfDepths,
     admitted_servers,
+    matched_servers,
+    matched_skip_rate,
     skip_thresholds,
 )
 from trimmoe.policy.build import (
@@ -37,13 +40,14 @@ from trimmoe.policy.settings import (
     guessing,
     lossless,
     paper,
+    paper_substitute_only,
     speculative,
     substitute_only,
     trimmoe,
 )
 
-PolicyMaker = Callable[[ActionSpace, Deployment, Profile], Policy]
-"""Makes a policy of its own from the actions, the deployment and the profile."""
+PolicyMaker = Callable[[ActionSpace, Deployment, Profile, PolicySettings], Policy]
+"""Makes a policy of its own from the actions, the deployment, the profile and the settings."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,8 +60,12 @@ class Method:
     """Run on this seed plan over the same machines instead of the given plan."""
     home: bool = False
     """Run the placement expert by expert from home, not along its own routes."""
+    load_replicas: bool = False
+    """Keep one copy of every expert of its plan, and its routes, and replicate by load alone."""
     policy: PolicyMaker | None = None
-    """Instead of the policy of `settings`; it knows no budget, see `policy.baselines`."""
+    """Instead of the policy of `settings`, see `policy.baselines`."""
+    matched: bool = False
+    """Whether its own policy keeps to the user's budget, instead of to none."""
     reroutes: bool = False
     """Whether its policy routes anew over all experts, and needs the router's whole output."""
 
@@ -75,24 +83,38 @@ def _without(**levers: bool) -> Callable[[], PolicySettings]:
     return settings
 
 
-def _mixture_of_depths(space: ActionSpace, deployed: Deployment, profile: Profile) -> Policy:
-    below = skip_thresholds(profile.importance_quantiles, MIXTURE_SKIP_RATE)
+def _mixture_of_depths(
+    space: ActionSpace, deployed: Deployment, profile: Profile, settings: PolicySettings
+) -> Policy:
+    rate = MIXTURE_SKIP_RATE
+    if settings.budget < UNLIMITED:
+        rate = matched_skip_rate(space, profile, settings.budget)
+    below = skip_thresholds(profile.importance_quantiles, rate)
     return MixtureOfDepths(space=space, routes=deployed.routes, below=below)
 
 
-def _local_prior(space: ActionSpace, deployed: Deployment, profile: Profile) -> Policy:
+def _local_prior(
+    space: ActionSpace, deployed: Deployment, profile: Profile, settings: PolicySettings
+) -> Policy:
     return LocalPrior(space=space, routes=deployed.routes, bias=LOCAL_BIAS)
 
 
-def _masked_gating(space: ActionSpace, deployed: Deployment, profile: Profile) -> Policy:
-    admitted = admitted_servers(deployed.cost, deployed.routes, deployed.plan.hosts)
+def _masked_gating(
+    space: ActionSpace, deployed: Deployment, profile: Profile, settings: PolicySettings
+) -> Policy:
+    if settings.budget < UNLIMITED:
+        admitted = matched_servers(space, deployed.routes, profile, settings.budget)
+    else:
+        admitted = admitted_servers(deployed.cost, deployed.routes, deployed.plan.hosts)
     return MaskedGating(space=space, routes=deployed.routes, admitted=admitted)
 
 
 UNLIMITED = 1e6
 """A budget that never binds."""
 MIXTURE_SKIP_RATE = 0.125
-"""Share of token-layers that Mixture-of-Depths skips, an eighth as in its authors' sparser half."""
+"""Share of token-layers that Mixture-of-Depths skips. Its authors' model, trained for it, runs that
+share of every second layer's tokens and skips all others; this is far milder, and still charged
+more than a flip per token: see `mixture-of-depths-matched`."""
 LOCAL_BIAS = 0.05
 """Router probability that a local expert is worth more."""
 
@@ -126,6 +148,19 @@ METHODS = {
     "moe2": Method(
         title="MoE^2 (adapted)", settings=_unbudgeted, policy=_masked_gating, reroutes=True
     ),
+    "mixture-of-depths-matched": Method(
+        title="Mixture-of-Depths, within the budget",
+        settings=_unbudgeted,
+        policy=_mixture_of_depths,
+        matched=True,
+    ),
+    "moe2-matched": Method(
+        title="MoE^2 (adapted), within the budget",
+        settings=_unbudgeted,
+        policy=_masked_gating,
+        reroutes=True,
+        matched=True,
+    ),
     "substitute-only": Method(title="substitute only", settings=substitute_only),
     "substitute-only-1": Method(
         title="substitute only, H = 1", settings=lambda: replace(substitute_only(), horizon=1)
@@ -143,10 +178,11 @@ METHODS = {
     "no-look-ahead": Method(
         title="without look-ahead", settings=lambda: replace(trimmoe(), horizon=1)
     ),
-    "no-redundancy": Method(
-        title="without redundancy", settings=trimmoe, seed="dispersed", home=True
-    ),
+    "no-redundancy": Method(title="replicas by load alone", settings=trimmoe, load_replicas=True),
     "paper": Method(title="paper (migrate: not physical)", settings=paper),
+    "paper-substitute-only": Method(
+        title="paper's predecessor (migrate: not physical)", settings=paper_substitute_only
+    ),
 }
 DEFAULT_METHODS = ("pipeline", "exact", "substitute-only", "trimmoe")
 
@@ -165,6 +201,8 @@ def configured(method: Method, *, budget: float, confidence: float) -> PolicySet
     flip, by their error measured in calibration, where a policy looks at it.
     """
     settings = method.settings()
+    if method.matched:
+        return replace(settings, budget=budget)
     if settings.levers.lossless:
         return settings  # Of an exact method, or of one that knows no budget.
     exit_risk = None if settings.exit_risk is None else budget / 2
@@ -205,6 +243,8 @@ def plan_for(method: Method, plan: Plan, profile: Profile, model: ModelSpec) -> 
             f"The method {method.title} cannot place {model.name} on cluster {plan.cluster.name}; "
             "leave it out or add memory."
         )
+    if method.load_replicas:
+        found = load_replicated(found, profile, model)
     if not method.home:
         return found
     return replace(found, routes=home_routes(plan.cluster.server_count, model.layer_count))
@@ -232,6 +272,20 @@ def seeded_plan(method: Method, plan: Plan, profile: Profile, model: ModelSpec) 
     )
 
 
+def load_replicated(plan: Plan, profile: Profile, model: ModelSpec) -> Plan:
+    """The plan without communication-aware replicas: its routes and one copy of each expert stay,
+    and what memory is left goes to replicas by load alone."""
+    cost, capacity = cost_model(model, plan.cluster), plan.expert_capacity_bytes
+    bare = primary_copies(cost, plan.hosts, plan.routes, plan.cluster.access_share)
+    header = plan_header(
+        plan.cluster,
+        settings=plan.header.settings | {"replicas": "load"},
+        input_hashes=plan.header.input_hashes,
+        seed=plan.header.seed,
+    )
+    return replace(plan, header=header, hosts=add_load_replicas(model, profile, bare, capacity))
+
+
 def make_engine(
     plan: Plan,
     profile: Profile,
@@ -244,7 +298,7 @@ def make_engine(
     settings = inflated(plan, settings)
     standard = make_policy(deployment, profile, settings)
     space = standard.lookahead.space
-    policy: Policy = standard if maker is None else maker(space, deployment, profile)
+    policy: Policy = standard if maker is None else maker(space, deployment, profile, settings)
     return Engine(
         policy=policy,
         settings=settings,

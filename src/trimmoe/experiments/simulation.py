@@ -107,7 +107,7 @@ def simulate_methods(
 def _remade(
     maker: PolicyMaker, profile: Profile, settings: PolicySettings, deployment: Deployment
 ) -> Policy:
-    return maker(action_space(deployment, profile, settings), deployment, profile)
+    return maker(action_space(deployment, profile, settings), deployment, profile, settings)
 
 
 def simulation_json(

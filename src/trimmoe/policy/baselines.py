@@ -1,17 +1,18 @@
 """Policies that others use or published, behind the same `Policy.decide`.
 
-They know no budget: what they approximate is still priced by the calibrated losses, so that their
-ledgers compare, and is executed for real where quality is measured. Give their sequences a budget
-that never binds.
+What they approximate is priced by the calibrated losses, so that their ledgers compare, and is
+executed for real where quality is measured. They know of a budget only that what is beyond what is
+left of it runs exactly; give their sequences one that never binds to see them as published.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 
-from trimmoe.core.profile import slot_ranks
+from trimmoe.core.profile import Profile, slot_ranks
 from trimmoe.core.specs import BoolArray, FloatArray, IntArray
 from trimmoe.cost.actions import DROPPED, ActionSpace
 from trimmoe.cost.kernels import curve_at
@@ -25,8 +26,9 @@ class MixtureOfDepths(Policy):
     """Skip the layers where a token's router mass is lowest, wherever they run.
 
     After Mixture-of-Depths (Raposo et al., 2024), without its training: its learned router is
-    reconstructed as the importance (4), its capacity as a skip rate per layer, matched to another
-    method's if so wished. It does not look at links.
+    reconstructed as the importance (4), its capacity as a skip rate per layer. The original runs
+    an eighth of the tokens in every second layer, which a model that was not trained for it does
+    not survive; what rate is comparable, `matched_skip_rate` says. It does not look at links.
     """
 
     space: ActionSpace
@@ -64,6 +66,25 @@ def skip_thresholds(importance_quantiles: FloatArray, rate: float) -> FloatArray
         return np.zeros(importance_quantiles.shape[0])
     grid = np.linspace(0.0, 1.0, importance_quantiles.shape[1])
     return np.array([np.interp(rate, grid, row) for row in importance_quantiles])
+
+
+def matched_skip_rate(space: ActionSpace, profile: Profile, budget: float) -> float:
+    """The share of every layer's tokens at which skips of least importance are charged `budget` per
+    token, by calibration; at most 1."""
+    share = np.linspace(0.0, 1.0, profile.importance_quantiles.shape[1])
+    charged = np.zeros(share.size)
+    for layer, quantiles in enumerate(profile.importance_quantiles):
+        middles = (quantiles[1:] + quantiles[:-1]) / 2
+        classes = _class_share(space, profile)[layer]
+        for steady, weight in enumerate(classes):
+            edges, upper = space.skip.edges[layer, steady], space.skip.upper[layer, steady]
+            losses = np.array([curve_at(edges, upper, mass) for mass in middles])
+            charged[1:] += weight * np.cumsum(losses * np.diff(share))
+    within = int(np.searchsorted(charged, budget, side="right")) - 1
+    if within == share.size - 1:
+        return 1.0
+    beyond = slice(within, within + 2)
+    return float(np.interp(budget, charged[beyond], share[beyond]))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,17 +136,59 @@ class MaskedGating(Policy):
 
 
 def admitted_servers(cost: CostModel, routes: IntArray, hosts: BoolArray) -> BoolArray:
-    """MoE^2's subset of servers under a latency limit, [M]: the smallest limit that will do.
+    """MoE^2's subset of servers under a latency limit, [M]: the least limit under which half of
+    every layer's experts are there.
 
-    Servers join in the order of their mean time from the routes' servers until half of every
-    layer's experts are there. `hosts` [M, N, E]. Its energy limit has no counterpart here.
+    `hosts` [M, N, E]. The original's limits come with the task, in seconds and joules; a paper that
+    names none leaves the half as arbitrary as any other share, see `matched_servers`.
     """
+    return _nearest_servers(
+        cost, routes, lambda admitted: bool((hosts[admitted].any(0).mean(1) >= 0.5).all())
+    )
+
+
+def matched_servers(
+    space: ActionSpace, routes: IntArray, profile: Profile, budget: float
+) -> BoolArray:
+    """The least latency limit under which masking the gate is expected to be charged at most
+    `budget` per token, [M]."""
+
+    def affordable(admitted: BoolArray) -> bool:
+        there = space.hosts[admitted].any(0)
+        return bool(there.any(1).all()) and expected_mask_loss(space, profile, there) <= budget
+
+    return _nearest_servers(space.cost, routes, affordable)
+
+
+def expected_mask_loss(space: ActionSpace, profile: Profile, there: BoolArray) -> float:
+    """What tokens are charged on average where only the experts `there` [N, E] run.
+
+    Whom the router would take instead is only known per token: here anybody that is there, in
+    proportion to how often it is activated. Slots count alike.
+    """
+    losses = profile.slots_alike(space.substitution_loss)[:, :, 0]
+    by_class = _class_share(space, profile)
+    total = 0.0
+    for layer, present in enumerate(there):
+        activated = profile.activated[layer]
+        newcomer = activated * present
+        newcomer = newcomer / newcomer.sum() if newcomer.any() else present / present.sum()
+        masked = activated * ~present
+        total += float(masked @ np.tensordot(by_class[layer], losses[layer], 1) @ newcomer)
+    return total
+
+
+def _nearest_servers(
+    cost: CostModel, routes: IntArray, enough: Callable[[BoolArray], bool]
+) -> BoolArray:
+    """Servers [M] in the order of their mean time from the routes' servers until they are `enough`,
+    or all."""
     used = np.bincount(routes.reshape(-1), minlength=cost.server_count) / routes.size
     away_s = used @ cost.transfer_s + cost.waiting_s + cost.expert_s.mean((1, 2))
     admitted = np.zeros(cost.server_count, dtype=bool)
     for server in np.argsort(away_s, kind="stable"):
         admitted[server] = True
-        if (hosts[admitted].any(0).mean(1) >= 0.5).all():
+        if enough(admitted):
             break
     return admitted
 
@@ -167,6 +230,11 @@ def _skip_loss(space: ActionSpace, observation: Observation) -> FloatArray:
     edges, upper = space.skip.edges[observation.layer], space.skip.upper[observation.layer]
     kinds = zip(_class(space, observation), observation.importance, strict=True)
     return np.array([curve_at(edges[kind], upper[kind], mass) for kind, mass in kinds])
+
+
+def _class_share(space: ActionSpace, profile: Profile) -> FloatArray:
+    """Shares of the classes that the space tells apart, [N, B]."""
+    return profile.class_share if space.class_count > 1 else np.ones((profile.layer_count, 1))
 
 
 def _class(space: ActionSpace, observation: Observation) -> IntArray:

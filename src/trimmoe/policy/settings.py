@@ -221,6 +221,18 @@ def paper() -> PolicySettings:
     )
 
 
+def paper_substitute_only() -> PolicySettings:
+    """The predecessor read as `paper` reads its successor, so that they differ in nothing but what
+    the paper adds: skips, exits and the look-ahead."""
+    letter = paper()
+    return replace(
+        letter,
+        name="paper-substitute-only",
+        horizon=1,
+        levers=replace(letter.levers, skip=False, exit=False),
+    )
+
+
 def exact() -> PolicySettings:
     """Exact nearest-replica execution: every slot's target at its fastest host, full depth."""
     return PolicySettings(

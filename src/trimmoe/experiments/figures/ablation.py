@@ -62,13 +62,13 @@ def letter_ablations() -> tuple[Contender, ...]:
         )
         for name in _LETTER_CHANGES
     ]
-    sparse = replace(METHODS["paper"], seed="dispersed", home=True)
+    by_load = replace(METHODS["paper"], seed="dispersed", home=True, load_replicas=True)
     bare = replace(
         whole,
         key="letter/no-redundancy",
         title=METHODS["no-redundancy"].title,
         of="no-redundancy",
-        method=sparse,
+        method=by_load,
     )
     return (whole, *less, bare)
 

@@ -23,7 +23,7 @@ from trimmoe.experiments.figures.world import (
     first_tokens,
     generated_world,
 )
-from trimmoe.experiments.methods import configured, make_engine, plan_for
+from trimmoe.experiments.methods import UNLIMITED, configured, make_engine, plan_for
 from trimmoe.policy.build import Deployment, deploy
 from trimmoe.policy.settings import PolicySettings
 from trimmoe.simulator.measure import Sample
@@ -76,7 +76,7 @@ class Bench:
     """Contenders and rates whose simulations did not fill from rest, see `loads`."""
     _executed: dict[tuple[str, float], dict[str, float]] = field(default_factory=dict)
     _rigs: dict[tuple[str, float], Rig] = field(default_factory=dict)
-    _plans: dict[tuple[str, bool, str], Plan] = field(default_factory=dict)
+    _plans: dict[tuple[str, bool, bool, str], Plan] = field(default_factory=dict)
     _replays: dict[tuple[str, float, int], Replayed] = field(default_factory=dict)
     _samples: dict[tuple[str, float | None], list[Sample]] = field(default_factory=dict)
 
@@ -116,7 +116,8 @@ class Bench:
     def plan(self, contender: Contender) -> Plan:
         """The plan a contender runs on; raises `UserError` if its placement cannot serve."""
         method, world = contender.method, self.world
-        key = (method.seed or "", method.home, "" if method.seed else contender.on)
+        own = (method.seed or "", method.home, method.load_replicas)
+        key = (*own, "" if method.seed else contender.on)
         if key not in self._plans:
             given = world.plan if contender.on == "ours" else world.paper_plan
             self._plans[key] = plan_for(method, given, world.profile, world.model)
@@ -241,7 +242,7 @@ class Bench:
             trace=self.world.trace,
             alone_s=self.alone_s(contender),
             tokens=self.effort.load_tokens,
-            budgeted=contender.method.policy is None and rig.settings.budget > 0,
+            budgeted=0 < rig.settings.budget < UNLIMITED,
         )
         try:
             samples, full = loaded.simulated(settings)

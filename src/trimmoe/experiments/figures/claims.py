@@ -226,7 +226,7 @@ def _why(claim: str, columns: list[str]) -> str:
             "On our plan a baseline inherits our placement and routes: only what trimming itself "
             "saves is left to differ."
         )
-    if "moving" in columns and "EdgeShard" in claim:
+    if {"letter", "moving"} & set(columns) and "EdgeShard" in claim:
         reasons.append(
             "Where everybody's tokens move for free, EdgeShard's placement needs no return trips "
             "and is a pipeline."

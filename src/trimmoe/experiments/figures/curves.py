@@ -28,6 +28,7 @@ from trimmoe.experiments.methods import METHODS, PolicyMaker
 from trimmoe.policy.base import Policy
 from trimmoe.policy.baselines import LocalPrior, MixtureOfDepths, skip_thresholds
 from trimmoe.policy.build import Deployment
+from trimmoe.policy.settings import PolicySettings
 
 SKIP_RATES = (0.005, 0.01, 0.02, 0.05)
 BIASES = (0.02, 0.05, 0.1, 0.2)
@@ -35,12 +36,24 @@ LEVELS = (0.005, 0.01, 0.02)
 """Losses at which delays are compared."""
 
 
-def _mixture(rate: float, space: ActionSpace, deployed: Deployment, profile: Profile) -> Policy:
+def _mixture(
+    rate: float,
+    space: ActionSpace,
+    deployed: Deployment,
+    profile: Profile,
+    settings: PolicySettings,
+) -> Policy:
     below = skip_thresholds(profile.importance_quantiles, rate)
     return MixtureOfDepths(space=space, routes=deployed.routes, below=below)
 
 
-def _prior(bias: float, space: ActionSpace, deployed: Deployment, profile: Profile) -> Policy:
+def _prior(
+    bias: float,
+    space: ActionSpace,
+    deployed: Deployment,
+    profile: Profile,
+    settings: PolicySettings,
+) -> Policy:
     return LocalPrior(space=space, routes=deployed.routes, bias=bias)
 
 

@@ -20,7 +20,17 @@ from trimmoe.experiments.figures.contenders import letter, pinned_best
 from trimmoe.experiments.figures.draw import bars, picture
 
 MODELS = ("switch-base-8e", "qwen1.5-moe-a2.7b", "mixtral-8x7b")
-_RUN = ("edgeshard", "pipeline", "mod", "moe2", "substitute-only", "exact", "trimmoe")
+_RUN = (
+    "edgeshard",
+    "pipeline",
+    "mod",
+    "mod-matched",
+    "moe2",
+    "moe2-matched",
+    "substitute-only",
+    "exact",
+    "trimmoe",
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

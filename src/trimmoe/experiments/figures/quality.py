@@ -15,7 +15,16 @@ from trimmoe.experiments.figures.draw import bars, line, picture
 
 CHARGED = "loss charged per token, by calibration (not measured)"
 MEASURED = "measured flips"
-_RUN = ("exact", "mod", "local-prior", "moe2", "substitute-only", "trimmoe")
+_RUN = (
+    "exact",
+    "mod",
+    "mod-matched",
+    "local-prior",
+    "moe2",
+    "moe2-matched",
+    "substitute-only",
+    "trimmoe",
+)
 
 
 def ours() -> Contender:
