@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from test_figures_suite import tiny_world
+from trimmoe.experiments.figures.base import load_row
 from trimmoe.experiments.figures.bench import Bench
 from trimmoe.experiments.figures.contenders import Contender, everybody
 from trimmoe.experiments.figures.load import UnderLoad
@@ -132,3 +133,25 @@ def test_rows_under_load_carry_whether_they_began_full() -> None:
     assert {row["began_full"] for row in rows} <= {True, False}
     for row in rows:
         assert row["began_full"] == ((row["key"], row["rate_per_s"]) in bench.began_full)
+
+
+def test_service_is_that_of_whole_requests_at_the_pace_of_their_tokens(bench: Bench) -> None:
+    """The paper's 300 ms are for a request: of 30 tokens that is 10 ms a token."""
+    run = loaded(bench, "pinned/exact")
+    (sample,) = simulate(run.engine, run.deployment, run.trace, from_rest(run))
+    slow = replace(sample, pace_s=np.array([0.002, 0.010, 0.011, 0.005]))
+    row = load_row([slow, replace(sample, pace_s=np.array([0.020]))], 0.3, OUTPUT)
+    assert row["requests"] == 5
+    assert row["sla_share"] == pytest.approx(3 / 5)
+    assert row["request_ms"] == pytest.approx(1e3 * OUTPUT * 0.048 / 5)
+    assert row["request_quantiles_ms"][-1] == pytest.approx(1e3 * OUTPUT * 0.020)
+
+
+def test_a_request_that_is_measured_whole_took_its_tokens_together(bench: Bench) -> None:
+    """All that arrive after the warm-up and finish: as many tokens as asked for, none elsewhere."""
+    run = loaded(bench, "pinned/exact")
+    settings = replace(from_rest(run), warm_up_s=0.0, duration_s=3.0)
+    settings = replace(settings, load=replace(LOAD, rate_per_s=20.0, requests=10))
+    (sample,) = simulate(run.engine, run.deployment, run.trace, settings)
+    assert sample.request_s.size == sample.pace_s.size == 10
+    np.testing.assert_allclose(np.sort(OUTPUT * sample.pace_s), np.sort(sample.request_s))

@@ -233,10 +233,9 @@ def test_the_copy_that_stays_is_the_one_that_tokens_on_the_routes_reach_fastest(
     assert (kept.sum(axis=0) == 1).all()
     assert not (kept & ~hosts).any()
     for layer, expert in np.ndindex(2, 4):
-        mean_s = sum(
-            weight * host_delay_s(cost, layer, s, t)[:, expert]
-            for s, t, weight in traffic(routes, share, layer)
-        )
+        mean_s = np.zeros(3)
+        for s, t, weight in traffic(routes, share, layer):
+            mean_s += weight * host_delay_s(cost, layer, s, t)[:, expert]
         assert kept[:, layer, expert].argmax() == min(
             np.flatnonzero(hosts[:, layer, expert]), key=lambda server: mean_s[server]
         )

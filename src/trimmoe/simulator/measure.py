@@ -71,6 +71,8 @@ class Sample:
     """Time to first token of each request that got it, [m]."""
     request_s: FloatArray
     """Time of each request that finished, [r]."""
+    pace_s: FloatArray
+    """Mean of `token_s` of each request that has any, [q]."""
     ledger: Ledger
     """What was executed, sent and spent for those tokens."""
     all_ledger: Ledger
@@ -138,11 +140,15 @@ def sample(
     gives = log.decoded | (number == prefills - 1)
     shown_s, before_s = shown(log, units.words)
     since_s = shown_s - asked.arrival_s[log.request]
-    token_s = (shown_s - before_s)[measured & log.decoded]
+    counted = measured & log.decoded
+    token_s = (shown_s - before_s)[counted]
+    tokens = np.bincount(log.request[counted])
+    total_s = np.bincount(log.request[counted], token_s)
     return Sample(
         token_s=token_s,
         first_token_s=since_s[measured & first],
         request_s=since_s[measured & last],
+        pace_s=total_s[tokens > 0] / tokens[tokens > 0],
         ledger=units.decoded.ledger,
         all_ledger=units.everything.ledger,
         before=before,

@@ -75,8 +75,12 @@ def figure_json(figure: Figure, bench: Bench, body: Content) -> Content:
     }
 
 
-def load_row(samples: Sequence[Sample], sla_s: float) -> Content:
-    """Figures of simulations under load: means over seeds, and the 95 % half width of the delay."""
+def load_row(samples: Sequence[Sample], sla_s: float, answer_tokens: int) -> Content:
+    """Figures of simulations under load: means over seeds, and the 95 % half width of the delay.
+
+    Requests are answers of `answer_tokens` at the pace of those of their tokens that were measured:
+    the exact time of all that lie whole in what is measured, and what others come to.
+    """
     by_seed = [figures(one, sla_s) for one in samples]
     delay = estimate([one["token_ms"] for one in by_seed])
     half = (delay.high_95 - delay.low_95) / 2.0
@@ -85,14 +89,21 @@ def load_row(samples: Sequence[Sample], sla_s: float) -> Content:
     token_s = np.concatenate([one.token_s for one in samples])
     known = {
         key: estimate([one[key] for one in by_seed]).mean
-        for key in ("tokens_per_s", "server_use_max", "link_use_max", "sla_share")
+        for key in ("tokens_per_s", "server_use_max", "link_use_max")
     }
+    request_s = answer_tokens * np.concatenate([one.pace_s for one in samples])
     return {
         "tokens": int(token_s.size),
         "delay_ms": float(token_s.mean()) * 1e3,
         "delay_half_width_ms": float(half) if np.isfinite(half) else None,
         "delay_p99_ms": float(np.quantile(token_s, 0.99)) * 1e3,
         "delay_quantiles_ms": (np.quantile(token_s, np.linspace(0, 1, 101)) * 1e3).tolist(),
+        "answer_tokens": answer_tokens,
+        "requests": int(request_s.size),
+        "request_ms": float(request_s.mean()) * 1e3,
+        "request_p99_ms": float(np.quantile(request_s, 0.99)) * 1e3,
+        "request_quantiles_ms": (np.quantile(request_s, np.linspace(0, 1, 101)) * 1e3).tolist(),
+        "sla_share": float((request_s <= sla_s).mean()),
         **known,
         **ledger_row(ledger),
     }

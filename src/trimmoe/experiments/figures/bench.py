@@ -33,7 +33,7 @@ from trimmoe.simulator.settings import Load, Prefill, SimulationSettings
 BUDGET = 0.02
 CONFIDENCE = 0.9
 SLA_S = 0.3
-"""The paper's target, here per token."""
+"""The paper's target for a request."""
 RATE_PER_S = 40.0
 
 

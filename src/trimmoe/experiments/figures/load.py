@@ -50,18 +50,18 @@ class UnderLoad:
             for rate in bench.effort.rates
         ]
         for row in rows:
-            del row["delay_quantiles_ms"]
+            del row["delay_quantiles_ms"], row["request_quantiles_ms"]
         return figure_json(self, bench, {"sla_s": SLA_S, "rows": rows, "left_out": left_out})
 
     def plot(self, content: Content, path: Path) -> None:
-        """Mean latency and share of tokens within the target."""
+        """Mean latency and share of requests within the target."""
         with picture(path, 1, 2, size=(12, 4)) as ((left, right),):
             for index, (title, rows) in enumerate(_curves(content).items()):
                 rates = [row["rate_per_s"] for row in rows]
                 line(left, rates, [row["delay_ms"] for row in rows], title, index)
                 line(right, rates, [row["sla_share"] for row in rows], title, index)
             left.set(xlabel="requests/s", ylabel="ms per token, simulated", yscale="log")
-            right.set(xlabel="requests/s", ylabel="tokens within 300 ms", ylim=(0, 1.02))
+            right.set(xlabel="requests/s", ylabel="requests within 300 ms", ylim=(0, 1.02))
             left.legend(fontsize=7)
 
     def grids(self, content: Content) -> dict[str, Grid]:
@@ -71,7 +71,8 @@ class UnderLoad:
         found = {}
         for caption, cell in (
             ("ms per token", lambda row: f"{row['delay_ms']:.2f}"),
-            ("tokens within 300 ms", lambda row: percent(row["sla_share"])),
+            ("ms per request", lambda row: f"{row['request_ms']:.0f}"),
+            ("requests within 300 ms", lambda row: percent(row["sla_share"])),
             ("use of the busiest server", lambda row: percent(row["server_use_max"])),
         ):
             found[caption] = Grid(
@@ -88,8 +89,9 @@ class UnderLoad:
             found.append(
                 f"{title}: {first['delay_ms']:.2f} ms at {first['rate_per_s']:g}/s, "
                 f"{last['delay_ms']:.2f} ms at {last['rate_per_s']:g}/s, "
-                f"{percent(last['sla_share'])} within 300 ms there; the busiest server is "
-                f"{percent(last['server_use_max'])} busy, the busiest link "
+                f"{percent(last['sla_share'])} of requests (of {last['answer_tokens']} tokens, "
+                f"{last['request_ms']:.0f} ms on average) within 300 ms there; the busiest "
+                f"server is {percent(last['server_use_max'])} busy, the busiest link "
                 f"{percent(last['link_use_max'])}."
             )
         busiest = max(row["server_use_max"] for row in content["rows"])
@@ -103,7 +105,7 @@ class UnderLoad:
 
 
 def _row(bench: Bench, contender: Contender, rate: float) -> Content:
-    row = load_row(bench.simulated(contender, rate), SLA_S)
+    row = load_row(bench.simulated(contender, rate), SLA_S, bench.effort.output_tokens)
     return row | {"began_full": (contender.key, rate) in bench.began_full}
 
 

@@ -134,8 +134,8 @@ def bound_sentence(unloaded: Content) -> str:
 
 
 def _row(bench: Bench, one) -> Content:
-    row = load_row(bench.simulated(one), SLA_S)
-    full = load_row(bench.saturated(one, CONCURRENCY), SLA_S)
+    row = load_row(bench.simulated(one), SLA_S, bench.effort.output_tokens)
+    full = load_row(bench.saturated(one, CONCURRENCY), SLA_S, bench.effort.output_tokens)
     return row | {
         "began_full": (one.key, RATE_PER_S) in bench.began_full,
         "unloaded_ms": bench.replayed(one).ledger.mean_delay_s * 1e3,

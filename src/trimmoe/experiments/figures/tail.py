@@ -27,7 +27,7 @@ _SHOWN = ("letter", "pinned_best")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tail:
-    """Latency of tokens at 40 requests per second; six kinds of layer executions."""
+    """Latency of requests at 40 per second, and of their tokens; six kinds of layer executions."""
 
     number: str = "5"
     title: str = "Tail latency and execution behaviour"
@@ -41,7 +41,10 @@ class Tail:
         arenas = {}
         for name, contenders in ARENAS.items():
             kept, _ = bench.there(contenders())
-            arenas[name] = [named(one, load_row(bench.simulated(one), SLA_S)) for one in kept]
+            arenas[name] = [
+                named(one, load_row(bench.simulated(one), SLA_S, bench.effort.output_tokens))
+                for one in kept
+            ]
         return figure_json(self, bench, {"arenas": arenas})
 
     def plot(self, content: Content, path: Path) -> None:
@@ -50,24 +53,28 @@ class Tail:
             for (left, right), name in zip(panels, _SHOWN, strict=True):
                 rows = content["arenas"][name]
                 for index, row in enumerate(rows):
-                    xs = row["delay_quantiles_ms"]
+                    xs = row["request_quantiles_ms"]
                     shares = np.linspace(0, 1, len(xs)).tolist()
                     line(left, xs, shares, row["title"], index, marked=False)
-                left.set_xlabel("ms per token, simulated under load", fontsize=9)
-                left.set_ylabel("share of tokens", fontsize=9)
+                left.set_xlabel(f"ms per {_answer(rows)}, simulated under load", fontsize=9)
+                left.set_ylabel("share of requests", fontsize=9)
                 left.set_title(ARENA_TITLES[name], fontsize=9, loc="left")
                 left.legend(fontsize=6)
                 stacked_kinds(right, rows)
 
     def grids(self, content: Content) -> dict[str, Grid]:
         """P99 and shares, by arena."""
-        headings = ("method", "P99 ms", *(name.replace("_", " ") for name in KIND_NAMES), "remote")
+        kinds = (name.replace("_", " ") for name in KIND_NAMES)
+        headings = ("method", "requests", "mean ms", "P99 ms", "P99 of tokens", *kinds, "remote")
         return {
             ARENA_TITLES[name]: Grid(
                 headings=headings,
                 rows=[
                     (
                         row["title"],
+                        str(row["requests"]),
+                        f"{row['request_ms']:.0f}",
+                        f"{row['request_p99_ms']:.0f}",
                         f"{row['delay_p99_ms']:.1f}",
                         *(percent(row["kinds"][kind]) for kind in KIND_NAMES),
                         percent(row["remote_share"]),
@@ -86,7 +93,7 @@ class Tail:
             ours = find(rows, "trimmoe")
             assert ours is not None
             tails = [
-                f"{percent(change(ours['delay_p99_ms'], row['delay_p99_ms']), signed=True)} "
+                f"{percent(change(ours['request_p99_ms'], row['request_p99_ms']), signed=True)} "
                 f"against {row['title']}"
                 for row in rows
                 if row is not ours
@@ -94,6 +101,11 @@ class Tail:
             found.append(
                 f"{ARENA_TITLES[name]}: {percent(ours['kinds']['skipped'])} skipped and "
                 f"{percent(ours['kinds']['exited'])} exited (paper: 11 % and 12 %); P99 "
-                f"{', '.join(tails)}."
+                f"of a {_answer(rows)} {', '.join(tails)}."
             )
         return found
+
+
+def _answer(rows: list[Content]) -> str:
+    """What a request is."""
+    return f"request of {rows[0]['answer_tokens']} tokens"
