@@ -304,6 +304,7 @@ def exit_charge(trajectory: Trajectory, driver: SyntheticDriver) -> float:
 
 def true_loss(trajectory: Trajectory, profile: Profile, policy: PolicySettings) -> float:
     """The proxy degradation (17) of what really ran, recomputed slot by slot."""
+    profile = profile.averaged() if policy.mean_losses else profile
     profile = profile.echoing() if policy.echoes_charged else profile
     skip, drop, substitution = profile.skip, profile.drop, profile.substitution_loss
     if not policy.steadiness:
@@ -316,11 +317,14 @@ def true_loss(trajectory: Trajectory, profile: Profile, policy: PolicySettings) 
     for visit in trajectory.visits:
         at = visit.layer, visit.steadiness if policy.steadiness else 0
         if (visit.slot_expert < 0).all():
-            loss += _curve_at(skip, at, visit.importance)
+            gate = float(visit.masses[0])
+            loss += _curve_at(skip, at, gate if policy.target_importance else visit.importance)
             continue
         slots = zip(visit.targets, visit.slot_expert, visit.masses, strict=True)
         for slot, (target, expert, mass) in enumerate(slots):
-            if expert < 0:
+            if policy.one_expert and slot > 0:
+                assert expert < 0, "(10): one expert per layer"
+            elif expert < 0:
                 loss += _curve_at(drop, at, mass)
             elif expert != target:
                 rank = min(slot, substitution.shape[2] - 1)

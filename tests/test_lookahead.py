@@ -107,7 +107,7 @@ def test_memo_and_vectors_change_nothing(modelled, cluster, preset, budget, hori
     place = Place(route=route, server=access)
     token = _random_kind(rng, look)
     fast = look.to_go(0, place, budget, horizon, token)
-    pattern = int(rng.integers(profile.patterns.shape[1]))
+    pattern = int(rng.integers(look.profile.patterns.shape[1]))
     slow = literal(look, 0, place, pattern, budget, horizon, token)
     assert fast[pattern] == pytest.approx(slow, rel=1e-9, abs=1e-12)
 

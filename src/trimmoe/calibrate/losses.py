@@ -55,6 +55,7 @@ class Losses:
     drop: LossCurves
     similarity: FloatArray
     substitution_loss: FloatArray
+    substitution_mean: FloatArray
     substitution_samples: IntArray
     feasible: BoolArray
     report: dict[str, Any]
@@ -176,11 +177,19 @@ def measure_losses(
         neighbours=settings.neighbour_layers,
         confidence=level,
     )
+    upper = substitution.by_rank(losses, counts)
     return Losses(
         skip=skip,
         drop=skip if whole else fit(experiments.drop_edges, drops),
         similarity=experiments.similarity,
-        substitution_loss=substitution.by_rank(losses, counts),
+        substitution_loss=upper,
+        substitution_mean=substitution.mean_by_rank(
+            experiments.pair_bin,
+            settings.bins,
+            counts,
+            upper,
+            pair_samples=settings.pair_samples,
+        ),
         substitution_samples=counts[1],
         feasible=experiments.feasible,
         report={

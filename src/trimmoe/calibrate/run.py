@@ -213,6 +213,7 @@ def _profile(
         theta=theta,
         similarity=losses.similarity,
         substitution_loss=losses.substitution_loss,
+        substitution_mean=losses.substitution_mean,
         substitution_samples=losses.substitution_samples,
         feasible=losses.feasible,
         expert_transitions=expert_transitions(recording.activated[:, :, 0], experts),

@@ -10,6 +10,7 @@ from trimmoe.calibrate.curves import (
     around,
     clopper_pearson_upper,
     falling,
+    isotonic_rates,
     monotone_upper,
     with_neighbours,
 )
@@ -109,6 +110,44 @@ def substitution_losses(
     diagonal = np.arange(bins.shape[1])
     losses[..., diagonal, diagonal] = 0.0
     return losses
+
+
+def mean_by_rank(
+    bins: IntArray, bin_count: int, counts: Counts, upper: FloatArray, *, pair_samples: int
+) -> FloatArray:
+    """`substitution_means` of every slot rank by itself, [N, B, R, E, E], like all but `bins`."""
+    flips, samples = counts
+    means = [
+        substitution_means(
+            bins,
+            bin_count,
+            (flips[:, :, rank], samples[:, :, rank]),
+            upper[:, :, rank],
+            pair_samples=pair_samples,
+        )
+        for rank in range(flips.shape[2])
+    ]
+    return np.stack(means, axis=2)
+
+
+def substitution_means(
+    bins: IntArray, bin_count: int, counts: Counts, upper: FloatArray, *, pair_samples: int
+) -> FloatArray:
+    """Q_l(r, k) as measured on average, the shape of `upper`, its bounds [N, B, E, E].
+
+    phi is the isotonic fit of a layer's and class's flip rates against distance; a pair that was
+    measured often enough has its own rate. Where nothing was measured the bound stands.
+    """
+    flips, samples = counts
+    means, pairs = upper.copy(), bins >= 0
+    binned = _by_bin(flips, bins, bin_count), _by_bin(samples, bins, bin_count)
+    for cell in np.ndindex(samples.shape[:2]):
+        if binned[1][cell].any():
+            phi = isotonic_rates(binned[0][cell], binned[1][cell])
+            at = pairs[cell[0]]
+            means[cell][at] = phi[bins[cell[0]][at]]
+    often = (samples >= pair_samples) & pairs[:, None]
+    return np.where(often, flips / np.maximum(samples, 1), means)
 
 
 def _enough(

@@ -71,6 +71,10 @@ class LossCurves:
         """The same curves with every bound of a layer larger by so much, [N], at most 1."""
         return replace(self, upper=np.minimum(self.upper + by[:, None, None], 1.0))
 
+    def averaged(self) -> LossCurves:
+        """The same curves that bound nothing: what was measured on average instead."""
+        return replace(self, upper=self.mean)
+
     def pooled(self, class_share: FloatArray) -> LossCurves:
         """The curves of tokens whose class is not looked at, B = 1; `class_share` [N, B]."""
         assert (self.edges == self.edges[:, :1]).all(), "classes share their bins"
@@ -175,6 +179,10 @@ class Profile:
     centroid_exit_layer: FloatArray
     """Average exit layer L_q (1..N) of the tokens of each centroid, [N, C]."""
 
+    substitution_mean: FloatArray | None = None
+    """What `substitution_loss` bounds, as it was measured on average, the same shape; None in
+    profiles from before it was kept."""
+
     # What stands in for an expert where a server guesses without it; None: nothing does, as in
     # profiles from before there were any. Times its gate, an expert that reads x (the output of the
     # norm) is taken to give x . read . give.
@@ -228,6 +236,17 @@ class Profile:
             drop=self.drop.raised(drop),
             substitution_loss=np.minimum(self.substitution_loss + other, 1.0),
             change_echo=np.zeros_like(self.change_echo),
+        )
+
+    def averaged(self) -> Profile:
+        """The same with what was measured on average instead of its bounds; substitution losses of
+        profiles that hold no means stay bounds."""
+        mean = self.substitution_mean
+        return replace(
+            self,
+            skip=self.skip.averaged(),
+            drop=self.drop.averaged(),
+            substitution_loss=self.substitution_loss if mean is None else mean,
         )
 
     def exit_bound(self, state: ExitState) -> FloatArray:

@@ -17,6 +17,7 @@ from trimmoe.cost.migrating import migrating_reference_s
 from trimmoe.cost.model import Accounting, CostModel, cost_model
 from trimmoe.cost.thresholds import theta_at, thresholds
 from trimmoe.cost.values import allowance_levels
+from trimmoe.policy.letter import as_read
 from trimmoe.policy.nearest import nothing_to_choose
 from trimmoe.policy.patterns import PatternIndex
 from trimmoe.policy.price import meeting_weights
@@ -56,6 +57,7 @@ def deploy(plan: Plan, profile: Profile, model: ModelSpec, accounting: Accountin
 def make_policy(deployment: Deployment, profile: Profile, settings: PolicySettings) -> TrimPolicy:
     """The policy of `settings` on a deployment."""
     space = action_space(deployment, profile, settings)
+    profile = as_read(profile, settings)
     weights = Weights(
         loss_weight=settings.loss_weight,
         reference_s=deployment.reference_s,
@@ -86,11 +88,14 @@ def make_policy(deployment: Deployment, profile: Profile, settings: PolicySettin
         routes=deployment.routes,
         patterns=PatternIndex.of(profile.patterns, profile.expert_count),
         tables=tables,
+        one_expert=settings.one_expert,
+        target_importance=settings.target_importance,
     )
 
 
 def action_space(deployment: Deployment, profile: Profile, settings: PolicySettings) -> ActionSpace:
     """The actions that `settings` admit on a deployment."""
+    profile = profile.averaged() if settings.mean_losses else profile
     profile = profile.echoing() if settings.echoes_charged else profile
     share = profile.class_share
     pooled = profile.skip.pooled(share), profile.drop.pooled(share)

@@ -120,6 +120,17 @@ class PolicySettings:
     slot_ranks: bool = True
     """Whether a substitute in the slot of largest mass is charged apart from one in the others;
     off, all slots are alike, as in the paper."""
+    one_expert: bool = False
+    """Run one expert per layer, the target or what stands in for it, as in the paper's (10), (11);
+    what else the router activates does not run, and nothing is charged for it."""
+    target_transitions: bool = False
+    """Whether the look-ahead goes from target to target by P_l, as in the paper's (38); off, from
+    activated set to activated set."""
+    target_importance: bool = False
+    """Whether a layer's importance is the gate of its target, as in Algorithm 2, line 8; off, that
+    of the whole activated set (4)."""
+    mean_losses: bool = False
+    """Charge what calibration measured on average, as in the paper; off, its upper bounds."""
     hazards: bool = True
     """Whether the look-ahead weighs exits by their measured chance; off, a token exits exactly at
     its predicted layer, as in the paper."""
@@ -195,7 +206,8 @@ def guessing() -> PolicySettings:
 
 
 def paper() -> PolicySettings:
-    """The paper to the letter: migrating tokens, whole-layer skips, even budget, (37), (43)."""
+    """The paper to the letter: migrating tokens, one expert per layer, whole-layer skips, mean
+    losses, even budget, (37), (43)."""
     return PolicySettings(
         name="paper",
         levers=Levers(drop_slots=False),
@@ -216,6 +228,10 @@ def paper() -> PolicySettings:
         allowance_levels=8,
         steadiness=False,
         slot_ranks=False,
+        one_expert=True,
+        target_transitions=True,
+        target_importance=True,
+        mean_losses=True,
         hazards=False,
         price_start=False,
     )

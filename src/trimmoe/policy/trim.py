@@ -21,6 +21,7 @@ from trimmoe.cost.model import Accounting
 from trimmoe.cost.nearest import Nearest
 from trimmoe.cost.values import ValueTables
 from trimmoe.policy.base import Decision, Observation, Policy
+from trimmoe.policy.letter import by_gate, target_only, with_slots
 from trimmoe.policy.nearest import (
     exact_decision,
     leaves_settled,
@@ -46,12 +47,16 @@ class TrimPolicy(Policy):
     patterns: PatternIndex
     tables: TableBank | None
     """None: the literal recursion, which needs a horizon, or nothing to look up."""
+    one_expert: bool = False
+    """Whether only the target of an activated set is run, see `letter`."""
+    target_importance: bool = False
+    """Whether the target's gate is a layer's importance."""
     _by_weight: dict[float, LookAhead] = field(default_factory=dict)
 
     @property
     def nearest(self) -> Nearest | None:
         space = self.lookahead.space
-        settles = leaves_settled(space.levers, space.cost.accounting)
+        settles = leaves_settled(space.levers, space.cost.accounting) and not self.one_expert
         return nearest_of(space, self.routes) if settles else None
 
     @property
@@ -63,6 +68,15 @@ class TrimPolicy(Policy):
         """One action per token, argmin over the feasible set of f + Phi (40)."""
         if not self.decides:
             return exact_decision(self.lookahead.space, self.routes, observation)
+        if self.target_importance:
+            observation = by_gate(observation)
+        if self.one_expert:
+            decision = self._decided(target_only(observation))
+            return with_slots(decision, observation.experts.shape[1], observation.server)
+        return self._decided(observation)
+
+    def _decided(self, observation: Observation) -> Decision:
+        """One action per token, of those whose activated sets may be approximated."""
         steadiness = np.minimum(observation.steadiness, self.lookahead.space.class_count - 1)
         observation = changed(observation, steadiness=steadiness)
         groups = self._groups(observation)

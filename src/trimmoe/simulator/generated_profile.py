@@ -180,6 +180,7 @@ def _substitution(model: ModelSpec, parameters: Parameters, seed: int, tokens: i
     return {
         "similarity": similarity,
         "substitution_loss": loss,
+        "substitution_mean": loss / parameters.bound_excess,
         "substitution_samples": np.full(loss.shape, tokens // experts),
         "feasible": (similarity >= parameters.feasible_similarity) | itself,
     }
