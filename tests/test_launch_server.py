@@ -58,6 +58,8 @@ def specs(files: Files) -> list[ServerSpec]:
         profile=load_profile(files.profile),
         plan=load_plan(files.plan),
         policy=exact(),
+        maker=None,
+        title="exact",
         kv_slots=4,
         max_waiting=4,
         quantise=Precision.NONE,
@@ -78,6 +80,7 @@ def test_a_server_reads_its_own_experts_and_what_all_hold(files: Files) -> None:
         spec = ServerSpec(
             index=index, endpoints=(), model="", served_name="", device="cpu", dtype="float32",
             profile=load_profile(files.profile), plan=plan, policy=exact(), kv_slots=1,
+            maker=None, title="exact",
             max_waiting=0, quantise=Precision.NONE, threads=1, emulate_links=False,
             emulate_machines=False, encrypt=False, app=create_app, node=ECHO,
         )  # fmt: skip

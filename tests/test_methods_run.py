@@ -16,6 +16,7 @@ import pytest
 import typer
 
 from factories import random_cluster, random_profile
+from launching import SERVERS, cluster_yaml
 from synthetic import random_plan
 from tiny import write_tiny_checkpoint
 from trimmoe import cli
@@ -33,7 +34,11 @@ from trimmoe.policy.base import Policy
 from trimmoe.policy.baselines import LocalPrior, MaskedGating, MixtureOfDepths
 from trimmoe.policy.build import deploy
 from trimmoe.policy.trim import TrimPolicy
+from trimmoe.runtime.launch import artifacts
+from trimmoe.runtime.launch.artifacts import Artifacts
+from trimmoe.runtime.launch.job import Pieces
 from trimmoe.runtime.local import LocalDriver
+from trimmoe.runtime.node.watch.deployments import Basis, Conditions, build
 from worlds import random_trace
 
 BUDGET, CONFIDENCE = 0.07, 0.8
@@ -202,6 +207,48 @@ def test_serve_runs_the_policies_it_offers_and_refuses_all_other_methods(
     for name in METHODS.keys() - set(serve_cluster.POLICIES):
         assert name in refused(monkeypatch, capsys, *options, "--policy", name)
     assert not seen
+    both = ["--policy", "exact", "--method", "exact"]
+    assert "--method or --policy" in refused(monkeypatch, capsys, *options, *both)
+
+
+@pytest.mark.parametrize("given", ["plan", "cluster"])
+@pytest.mark.parametrize("name", sorted(METHODS.keys() - {"paper"}))
+def test_serve_runs_any_method_on_its_own_placement_with_its_own_policy(
+    name: str, given: str, world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What every server gets, made into the engine that it starts with; a plan is searched for
+    only where the method has none of its own."""
+    seen: list[tuple[Artifacts, Pieces]] = []
+    monkeypatch.setattr(
+        serve_cluster, "serve_local", lambda _, found, pieces, __: seen.append((found, pieces))
+    )
+    monkeypatch.setattr(artifacts, "_plan", lambda *_: world.plan)
+    made = []
+    monkeypatch.setattr(artifacts, "_made", lambda *_: made.append(name) or world.plan)
+    (world.folder / "cluster.yaml").write_text(cluster_yaml(SERVERS[:3]))
+    folder = world.folder
+    options = ["--model", str(folder / "toy"), "--profile", str(folder / "profile")]
+    options += ["--plan", str(folder / "plan")] if given == "plan" else []
+    options += ["--cluster", str(folder / "cluster.yaml")] if given == "cluster" else []
+    options += ["--budget", str(BUDGET), "--confidence", str(CONFIDENCE)]
+    options += ["--port-base", "18400"]
+    monkeypatch.setattr(sys, "argv", ["trimmoe", "serve", "--method", name, *options])
+    with pytest.raises(SystemExit) as left:
+        cli.main()
+    assert not left.value.code
+    ((found, pieces),) = seen
+    assert made == ([name] if given == "cluster" and METHODS[name].seed else [])
+    basis = Basis.of(found.plan, found.profile, found.model, pieces.policy, pieces.maker)
+    engine = build(basis, Conditions.planned(3), ()).engine
+    assert_is_own(name, replace(engine, hosts=found.plan.hosts), world)
+
+
+def test_serve_refuses_what_moves_tokens_without_their_cache(
+    world: World, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["serve", "--plan", str(world.folder / "plan"), "--method"]
+    assert "KV cache" in refused(monkeypatch, capsys, *options, "paper")
+    assert "no method `nonesuch`" in refused(monkeypatch, capsys, *options, "nonesuch")
 
 
 @pytest.mark.parametrize("name", [*OWN, "paper", "paper-substitute-only"])

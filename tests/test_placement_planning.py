@@ -73,6 +73,7 @@ def test_seconds_end_a_search() -> None:
         (["--seed", "1"], "--optimise"),
         (["--optimise", "--preset", "paper"], "--preset"),
         (["--optimise", "--seed-plan", "pipeline"], "--seed-plan"),
+        (["--grow"], "--seed-plan"),
     ],
 )
 def test_options_are_never_silently_dropped(

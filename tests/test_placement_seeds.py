@@ -19,7 +19,7 @@ from trimmoe.core.errors import UserError
 from trimmoe.core.profile import Profile
 from trimmoe.core.specs import ClusterSpec, ModelSpec
 from trimmoe.placement.capacity import used_bytes
-from trimmoe.placement.make import PlanSettings, default, make_plan, make_planner
+from trimmoe.placement.make import as_published, default, make_plan, make_planner
 from trimmoe.placement.seeds import SEEDS, seed_placement, seed_plan
 from trimmoe.placement.seeds.activation import layer_entropy, preferred_hosts
 from trimmoe.placement.seeds.balanced import balanced_layer, replica_counts
@@ -172,19 +172,13 @@ def test_every_seed_can_be_planned_as_it_is(name: str) -> None:
     model = random_model_spec(rng)
     profile = random_profile(rng, model)
     cluster = random_cluster(rng)
-    bare = PlanSettings(
-        seed_plan=name,  # type: ignore[arg-type]
-        routes="home"
-        if name in ("dispersed", "activation_aware", "load_balanced")
-        else "staircase",
-        redundancy=False,
-    )
+    bare = as_published(name)  # type: ignore[arg-type]
     if name == "single_server":
         with pytest.raises(UserError, match="No server"):
             make_plan(profile, model, cluster, bare, cluster_hash="c")
         cluster = replace(cluster, memory_ratio=None, memory_bytes=np.full(4, 10**13))
     plan = make_plan(profile, model, cluster, bare, cluster_hash="c")
-    seed = seed_plan(name, make_planner(profile, model, cluster, default()))
+    seed = seed_plan(name, make_planner(profile, model, cluster, default(), guesses=False))
     assert seed is not None
     np.testing.assert_array_equal(plan.hosts, seed.hosts)
     np.testing.assert_array_equal(plan.routes, seed.routes)

@@ -121,11 +121,18 @@ def plan(
             "edgeshard_throughput",
             "activation_aware",
             "load_balanced",
+            "slim_caching",
             "single_server",
         ]
         | None,
-        typer.Option(help="The first deployment; `best` tries the first three."),
+        typer.Option(
+            help="A placement as it is published, nothing of ours added; `best`: the best "
+            "of ours that start from `dispersed` and both pipelines."
+        ),
     ] = None,
+    grow: Annotated[
+        bool, typer.Option("--grow", help="Add routes and replicas of ours to --seed-plan.")
+    ] = False,
     optimise: Annotated[
         bool, typer.Option("--optimise", help="Search from every seed for the least value.")
     ] = False,
@@ -178,11 +185,15 @@ def plan(
         raise UserError("Searching is asked for with --optimise; add it or leave its options out.")
     if optimise and (preset == "paper" or seed_plan is not None):
         raise UserError("--optimise starts from every seed; leave out --preset and --seed-plan.")
+    if grow and seed_plan is None:
+        raise UserError("--grow adds to a seed plan; name one with --seed-plan.")
     calibrated = load_profile(profile)
     machines = load_cluster(cluster)
     settings = make.paper() if preset == "paper" else make.default()
-    if seed_plan is not None:
+    if seed_plan is not None and (grow or preset == "paper" or seed_plan == "best"):
         settings = replace(settings, seed_plan=seed_plan)
+    elif seed_plan is not None:
+        settings = make.as_published(seed_plan)
     spec = model_spec(resolved(model), hashed=True)
     inputs, hashed = (calibrated, spec, machines), file_hash(cluster)
     if optimise:

@@ -132,6 +132,10 @@ def serve(
     policy: Annotated[
         str | None, typer.Option(help="A preset; default: speculative, guessing with --budget.")
     ] = None,
+    method: Annotated[
+        str | None,
+        typer.Option(help="As in `trimmoe compare`: its own placement and policy; default: ours."),
+    ] = None,
     budget: Annotated[
         float | None, typer.Option(help="Flip rate a token may lose; default: none.")
     ] = None,
@@ -225,7 +229,7 @@ def serve(
         return
     given = {
         "cluster": cluster, "model": model, "profile": profile, "plan": plan, "text": text or None,
-        "policy": policy, "budget": budget, "confidence": confidence,
+        "policy": policy, "method": method, "budget": budget, "confidence": confidence,
         "api_keys": api_key or None, "served_name": served_name, "host": host,
         "port_base": port_base, "wire_port_base": wire_port_base, "emulate": emulate,
         "encrypt": encrypt, "kv_slots": kv_slots, "max_waiting": max_waiting,

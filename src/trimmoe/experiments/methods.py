@@ -12,7 +12,7 @@ from trimmoe.core.specs import ModelSpec
 from trimmoe.cost.actions import ActionSpace
 from trimmoe.cost.model import Accounting, cost_model
 from trimmoe.engine.step import Engine
-from trimmoe.placement.make import PlanSettings, make_planner
+from trimmoe.placement.make import PlanSettings, SeedName, make_planner
 from trimmoe.placement.redundancy import add_load_replicas, primary_copies
 from trimmoe.placement.routes import home_routes
 from trimmoe.placement.seeds import seed_plan
@@ -28,6 +28,7 @@ from trimmoe.policy.baselines import (
 )
 from trimmoe.policy.build import (
     Deployment,
+    PolicyMaker,
     deploy,
     inflated,
     make_policy,
@@ -46,9 +47,6 @@ from trimmoe.policy.settings import (
     trimmoe,
 )
 
-PolicyMaker = Callable[[ActionSpace, Deployment, Profile, PolicySettings], Policy]
-"""Makes a policy of its own from the actions, the deployment, the profile and the settings."""
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Method:
@@ -56,7 +54,7 @@ class Method:
 
     title: str
     settings: Callable[[], PolicySettings]
-    seed: str | None = None
+    seed: SeedName | None = None
     """Run on this seed plan over the same machines instead of the given plan."""
     home: bool = False
     """Run the placement expert by expert from home, not along its own routes."""
@@ -212,13 +210,24 @@ def configured(method: Method, *, budget: float, confidence: float) -> PolicySet
 def served(name: str, *, budget: float, confidence: float) -> PolicySettings:
     """`configured`, of a method that real servers can run; raises `UserError` for others.
 
-    A policy reaches servers as settings, and nothing moves KV caches along with tokens.
+    Nothing moves KV caches along with tokens.
     """
-    method = find_method(name)
-    settings = configured(method, budget=budget, confidence=confidence)
-    if method.policy is not None or settings.accounting is Accounting.MIGRATE:
+    settings = configured(find_method(name), budget=budget, confidence=confidence)
+    if settings.accounting is Accounting.MIGRATE:
         raise UserError(
-            f"Servers cannot run the method {name}; leave it out, or see `trimmoe simulate`."
+            f"Servers cannot run the method {name}, whose tokens move without their KV cache; "
+            "leave it out, or see `trimmoe simulate`."
+        )
+    return settings
+
+
+def replayed(name: str, *, budget: float, confidence: float) -> PolicySettings:
+    """`served`, of a method that the simulator replays from what its servers did, which says
+    nothing of experts that its tokens' routers did not choose."""
+    settings = served(name, budget=budget, confidence=confidence)
+    if find_method(name).policy is not None:
+        raise UserError(
+            f"A replay cannot run the method {name}, a policy of its own; leave it out."
         )
     return settings
 

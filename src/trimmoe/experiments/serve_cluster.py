@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 from trimmoe.api.app import create_app
 from trimmoe.api.settings import ApiSettings
 from trimmoe.core.errors import UserError
-from trimmoe.experiments.methods import configured, find_method
+from trimmoe.experiments.methods import configured, find_method, plan_for, served
 from trimmoe.experiments.sample_text import sample_text
+from trimmoe.placement.make import as_published
 from trimmoe.policy.settings import PolicySettings
 from trimmoe.runtime.launch.addresses import require_free
-from trimmoe.runtime.launch.artifacts import cluster_of, prepare
+from trimmoe.runtime.launch.artifacts import Artifacts, cluster_of, prepare
 from trimmoe.runtime.launch.config import ServeConfig
 from trimmoe.runtime.launch.job import Pieces
 from trimmoe.runtime.launch.local import local_endpoints, serve_local
@@ -30,10 +32,29 @@ which no real servers can do."""
 
 def pieces_of(config: ServeConfig) -> Pieces:
     """The policy and the app that `config` asks for. Raises `UserError`."""
-    return Pieces(
-        policy=_policy(config),
-        app=partial(create_app, settings=ApiSettings(api_keys=config.api_keys)),
-    )
+    app = partial(create_app, settings=ApiSettings(api_keys=config.api_keys))
+    if config.method is None:
+        return Pieces(policy=_policy(config), app=app)
+    budget = config.budget_in_force
+    policy = served(config.method, budget=budget, confidence=config.confidence)
+    method = find_method(config.method)
+    return Pieces(policy=policy, app=app, maker=method.policy, title=method.title)
+
+
+def artifacts_of(config: ServeConfig, say: Say) -> Artifacts:
+    """Profile and plan; where a method is asked for, the plan that is its own on these machines.
+
+    Raises `UserError` where it cannot place the model.
+    """
+    if config.method is None:
+        return prepare(config, sample=_sample, say=say)
+    method = find_method(config.method)
+    placed = None if method.seed is None else as_published(method.seed)
+    found = prepare(config, sample=_sample, say=say, placed=placed)
+    plan = plan_for(method, found.plan, found.profile, found.model)
+    if config.plan is not None and method.seed is not None:
+        say(f"{method.title} places the experts itself; of the plan only the machines are used.")
+    return replace(found, plan=plan)
 
 
 def serve_here(config: ServeConfig, say: Say, *, pieces: Pieces | None = None) -> None:
@@ -41,7 +62,7 @@ def serve_here(config: ServeConfig, say: Say, *, pieces: Pieces | None = None) -
     pieces = pieces or pieces_of(config)
     # What can be refused at once is refused before minutes of calibration.
     require_free(local_endpoints(config, cluster_of(config).server_names))
-    serve_local(config, prepare(config, sample=_sample, say=say), pieces, say)
+    serve_local(config, artifacts_of(config, say), pieces, say)
 
 
 def serve_as_head(
@@ -64,7 +85,7 @@ def serve_as_head(
         )
     serve_head(
         config,
-        prepare(config, sample=_sample, say=say),
+        artifacts_of(config, say),
         pieces,
         say,
         address=address or own_address(),
@@ -91,7 +112,8 @@ def _policy(config: ServeConfig) -> PolicySettings:
     name = config.policy_in_force
     if name not in POLICIES:
         raise UserError(
-            f"There is no policy `{name}` to serve with; choose from {', '.join(POLICIES)}."
+            f"There is no policy `{name}` to serve with; choose from {', '.join(POLICIES)}, or "
+            "give --method."
         )
     budget = config.budget_in_force
     return configured(find_method(name), budget=budget, confidence=config.confidence)

@@ -20,7 +20,7 @@ from trimmoe.core.plan import Plan
 from trimmoe.core.profile import Profile
 from trimmoe.core.specs import FloatArray
 from trimmoe.core.trace import Trace
-from trimmoe.experiments.methods import find_method, make_engine, plan_for, served
+from trimmoe.experiments.methods import find_method, make_engine, plan_for, replayed
 from trimmoe.experiments.ran_trace import trace_of_run
 from trimmoe.experiments.rehearsal import Answered, rehearsal
 from trimmoe.models.base import MoEView
@@ -137,7 +137,7 @@ def validate(subject: Subject, method: str, traffic: Traffic, *, seed: int) -> P
     chosen = find_method(method)
     model = subject.view.spec
     plan = plan_for(chosen, subject.plan, subject.profile, model)
-    policy = served(method, budget=subject.budget, confidence=subject.confidence)
+    policy = replayed(method, budget=subject.budget, confidence=subject.confidence)
     # Which exits are audited is a matter of chance, and of another on either side.
     policy = replace(policy, audit_share=0.0)
     share, vocabulary = plan.cluster.access_share, model.vocab_size

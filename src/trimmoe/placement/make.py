@@ -39,11 +39,14 @@ SeedName = Literal[
     "edgeshard_throughput",
     "activation_aware",
     "load_balanced",
+    "slim_caching",
     "single_server",
 ]
 SEED_NAMES: tuple[SeedName, ...] = ("dispersed", "pipeline", "compact_pipeline")
 """What `best` tries; `optimise` starts from all seeds there are."""
-_AT_HOME: tuple[SeedName, ...] = ("dispersed", "activation_aware", "load_balanced")
+_AT_HOME: tuple[SeedName, ...] = (
+    "dispersed", "activation_aware", "load_balanced", "slim_caching",
+)  # fmt: skip
 """Seeds without stages."""
 
 
@@ -55,8 +58,9 @@ class PlanSettings:
     """The first deployment; `best` tries `SEED_NAMES` and keeps the best result."""
     benefit: Literal["marginal", "paper"] = "marginal"
     """What a replica is worth, see `redundancy`."""
-    routes: Literal["best", "home", "staircase"] = "best"
-    """Shortest paths, all layers at the access server, or the pipeline's own stages."""
+    routes: Literal["best", "home", "staircase", "own"] = "best"
+    """Shortest paths, all layers at the access server, the pipeline's own stages, or whatever the
+    seed plan's are."""
     redundancy: bool = True
     """Whether free memory is used at all."""
     blocks: bool = True
@@ -78,6 +82,11 @@ def default() -> PlanSettings:
 def paper() -> PlanSettings:
     """The paper to the letter: dispersed groups, replicas by (28), tokens at home."""
     return PlanSettings(seed_plan="dispersed", benefit="paper", routes="home")
+
+
+def as_published(seed: SeedName) -> PlanSettings:
+    """Another system's placement with its own routes, without routes and replicas of ours."""
+    return PlanSettings(seed_plan=seed, routes="own", redundancy=False)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -163,7 +172,7 @@ class Planner:
                 return None
             case "home":
                 return home_routes(self.cluster.server_count, self.model.layer_count)
-            case "staircase":
+            case "staircase" | "own":
                 return seed.routes
 
     def _paper_hosts(self, hosts: BoolArray) -> BoolArray:
@@ -215,7 +224,8 @@ def make_plan(
     """
     settings = settings or default()
     profile.require_model(model.model_hash, model.name)
-    planner = make_planner(profile, model, cluster, settings)
+    # What is as others place it keeps no room for what only we put there.
+    planner = make_planner(profile, model, cluster, settings, guesses=settings.routes != "own")
     names = SEED_NAMES if settings.seed_plan == "best" else (settings.seed_plan,)
     seeds = {name: planner.seed(name) for name in names if _allowed(name, settings)}
     there = {name: seed for name, seed in seeds.items() if seed is not None}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -17,6 +18,7 @@ from trimmoe.cost.migrating import migrating_reference_s
 from trimmoe.cost.model import Accounting, CostModel, cost_model
 from trimmoe.cost.thresholds import theta_at, thresholds
 from trimmoe.cost.values import allowance_levels
+from trimmoe.policy.base import Policy
 from trimmoe.policy.letter import as_read
 from trimmoe.policy.nearest import nothing_to_choose
 from trimmoe.policy.patterns import PatternIndex
@@ -37,6 +39,11 @@ class Deployment:
     """d_ref: mean delay of one exact nearest-replica layer on this deployment, without load; under
     `migrate` tokens move to what they activate, as they do under its policies."""
     plan: Plan
+
+
+PolicyMaker = Callable[[ActionSpace, Deployment, Profile, PolicySettings], Policy]
+"""Makes a policy of its own from the actions, the deployment, the profile and the settings; an
+importable name, so that it can be sent to servers."""
 
 
 def deploy(plan: Plan, profile: Profile, model: ModelSpec, accounting: Accounting) -> Deployment:

@@ -25,7 +25,7 @@ from trimmoe.core.precision import Precision
 from trimmoe.core.profile import PROFILE_FORMAT, Profile, load_profile
 from trimmoe.core.specs import ClusterSpec, ModelSpec
 from trimmoe.models.embedded.materialise import default_cache_dir
-from trimmoe.placement.make import PlanSettings, default
+from trimmoe.placement.make import PlanSettings, default, make_plan
 from trimmoe.placement.optimise import SearchSettings, optimise_plan
 from trimmoe.progress import track
 from trimmoe.runtime.launch.config import ServeConfig
@@ -59,8 +59,10 @@ def prepare(
     sample: Callable[[], str],
     say: Say,
     cache_dir: Path | None = None,
+    placed: PlanSettings | None = None,
 ) -> Artifacts:
     """Profile and plan for `config`; `sample` gives the text to calibrate on where none is named.
+    Where no plan is, it is searched for, or made as `placed` says.
 
     Raises `UserError` where something is missing or does not belong together.
     """
@@ -69,7 +71,10 @@ def prepare(
     model = _model_spec(path, config.planned_dtype, config.quantise)
     profile = _profile(config, path, model, sample, folder, say)
     profile.require_model(model.model_hash, model.name)
-    plan = _plan(config, profile, model, folder, say)
+    if placed is not None and config.plan is None:
+        plan = _made(config, profile, model, placed)
+    else:
+        plan = _plan(config, profile, model, folder, say)
     if plan.header.input_hashes["profile"] != profile.hash:
         raise UserError(
             "The plan was made from another profile; run `trimmoe plan` with this profile, or "
@@ -135,6 +140,13 @@ def _calibrated(
 
     view = open_model(path, dtype=getattr(torch, dtype), hashed=True, compiled=False)
     return calibrate(view, load_tokenizer(path), texts, settings)
+
+
+def _made(config: ServeConfig, profile: Profile, model: ModelSpec, settings: PlanSettings) -> Plan:
+    """A plan without a search, which takes seconds."""
+    assert config.cluster is not None
+    cluster, hashed = load_cluster(config.cluster), file_hash(config.cluster)
+    return make_plan(profile, model, cluster, settings, cluster_hash=hashed)
 
 
 def _plan(config: ServeConfig, profile: Profile, model: ModelSpec, folder: Path, say: Say) -> Plan:

@@ -40,6 +40,9 @@ class ServeConfig(BaseModel):
     policy: str | None = None
     """A preset; None: trimming within the budget if one is given, else guesses ahead, by which
     nothing changes."""
+    method: str | None = None
+    """What another system would do on these machines, or an ablation of ours: placement and policy,
+    by the names of `trimmoe compare`; None: ours."""
     budget: Share | None = None
     """Flip rate a token may lose; None: 0.02 under a policy that trims."""
     confidence: Annotated[float, Field(ge=0.0, allow_inf_nan=False)] = 0.9
@@ -108,6 +111,8 @@ def serve_config(path: Path | None, given: dict[str, Any]) -> ServeConfig:
         raise UserError(
             f"The setting `{key}` is {first['input']!r} ({first['msg'].lower()}); correct it."
         ) from error
+    if config.method is not None and config.policy is not None:
+        raise UserError("A method has a policy of its own; give --method or --policy.")
     if config.cluster is None and config.plan is None:
         raise UserError("Nothing says which servers there are; give --cluster or --plan.")
     return config

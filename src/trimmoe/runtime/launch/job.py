@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from trimmoe.policy.build import PolicyMaker
 from trimmoe.policy.settings import PolicySettings
 from trimmoe.runtime.launch.addresses import Endpoint, is_loopback
 from trimmoe.runtime.launch.artifacts import Artifacts
@@ -24,6 +25,10 @@ class Pieces:
     app: Callable[[InferenceService], Any]
     """Makes the ASGI app around a service."""
     node: NodeFactory = real_node
+    maker: PolicyMaker | None = None
+    """Makes another policy than that of `policy`."""
+    title: str = ""
+    """What is said to be served; empty: the policy's name."""
 
 
 def server_specs(
@@ -52,6 +57,8 @@ def server_specs(
             profile=artifacts.profile,
             plan=artifacts.plan,
             policy=pieces.policy,
+            maker=pieces.maker,
+            title=pieces.title or pieces.policy.name,
             kv_slots=config.kv_slots,
             max_waiting=config.max_waiting,
             quantise=config.quantise,

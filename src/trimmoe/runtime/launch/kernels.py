@@ -7,13 +7,16 @@ import numpy as np
 from trimmoe.core.events import Depart, Routed, SegmentRan, SequenceOpened, TokensArrived
 from trimmoe.core.specs import ModelSpec
 from trimmoe.engine.step import Engine
+from trimmoe.policy.build import PolicyMaker
 from trimmoe.policy.settings import PolicySettings
 from trimmoe.progress import track
 from trimmoe.runtime.launch.artifacts import Artifacts
 from trimmoe.runtime.node.watch.deployments import Basis, Conditions, build, prepared
 
 
-def compile_decisions(artifacts: Artifacts, settings: PolicySettings) -> None:
+def compile_decisions(
+    artifacts: Artifacts, settings: PolicySettings, maker: PolicyMaker | None = None
+) -> None:
     """Take one decision here, so that all compiled loops are on disk afterwards.
 
     Takes a second where they are already, and some fifteen after installing or updating. Raises
@@ -22,7 +25,7 @@ def compile_decisions(artifacts: Artifacts, settings: PolicySettings) -> None:
     model, plan = artifacts.model, artifacts.plan
     steps = track(("tables", "decision"), "Compiling decisions")
     next(steps)
-    basis = Basis.of(plan, artifacts.profile, model, settings)
+    basis = Basis.of(plan, artifacts.profile, model, settings, maker)
     engine = build(basis, Conditions.planned(plan.cluster.server_count), ()).engine
     engine = prepared(engine, engine.start().feedback)
     next(steps)

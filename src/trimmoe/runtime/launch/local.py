@@ -36,7 +36,7 @@ def serve_local(config: ServeConfig, artifacts: Artifacts, pieces: Pieces, say: 
     """
     where = local_endpoints(config, artifacts.plan.cluster.server_names)
     specs = server_specs(config, artifacts, pieces, where, one_machine=True)
-    compile_decisions(artifacts, pieces.policy)
+    compile_decisions(artifacts, pieces.policy, pieces.maker)
     with stop_on_signal() as stop:
         say(f"Starting {len(specs)} servers ...")
         with private_ray(generate_token()):
@@ -74,4 +74,4 @@ def announce(config: ServeConfig, specs: Sequence[ServerSpec], say: Say) -> None
     exposed = [spec for spec in specs if not is_loopback(spec.endpoint.http_host)]
     if exposed and not config.api_keys:
         say("Whoever reaches these ports may use them; give --api-key to ask for a key.")
-    say(f"Ready: model `{specs[0].served_name}`, {specs[0].policy.name}. Ctrl-C ends it.")
+    say(f"Ready: model `{specs[0].served_name}`, {specs[0].title}. Ctrl-C ends it.")

@@ -17,6 +17,7 @@ def make_node(parts: NodeParts) -> RunningNode:
         profile=spec.profile,
         plan=spec.plan,
         policy=spec.policy,
+        maker=spec.maker,
         transport=parts.transport,
         settings=NodeSettings(
             server=spec.index,

@@ -23,6 +23,7 @@ from trimmoe.core.precision import Precision
 from trimmoe.core.profile import Profile
 from trimmoe.models.base import BytesRead, MoEView
 from trimmoe.models.load import known_device, load_tokenizer, open_model
+from trimmoe.policy.build import PolicyMaker
 from trimmoe.policy.settings import PolicySettings
 from trimmoe.runtime.launch.addresses import Endpoint, listener
 from trimmoe.runtime.launch.model import model_folder
@@ -91,6 +92,10 @@ class ServerSpec:
     profile: Profile
     plan: Plan
     policy: PolicySettings
+    maker: PolicyMaker | None
+    """Of a policy that is not that of `policy`."""
+    title: str
+    """Of what decides, for the operator."""
     kv_slots: int
     max_waiting: int
     quantise: Precision

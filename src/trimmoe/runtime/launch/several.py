@@ -39,7 +39,7 @@ def serve_head(
     made and shown. Raises `UserError`.
     """
     names = artifacts.plan.cluster.server_names
-    compile_decisions(artifacts, pieces.policy)
+    compile_decisions(artifacts, pieces.policy, pieces.maker)
     if token is None:
         token = generate_token()
         say(f"The cluster token, for {TOKEN_VARIABLE} on every machine that joins:\n{token}")

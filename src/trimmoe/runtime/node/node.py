@@ -18,6 +18,7 @@ from trimmoe.core.plan import Plan
 from trimmoe.core.profile import Profile
 from trimmoe.engine.guesses import guess_times_s
 from trimmoe.models.base import EncoderDecoderView, MoEView
+from trimmoe.policy.build import PolicyMaker
 from trimmoe.policy.settings import PolicySettings
 from trimmoe.runtime.node.compute.completion import withdrawn
 from trimmoe.runtime.node.compute.executor import Executor
@@ -62,7 +63,8 @@ class Node:
 
     `view` holds the dense part and this server's experts. `transport` speaks `MESSAGE_TYPES`; its
     peers are named as in the plan. Whoever made it starts it before the node and closes it after.
-    A node that fails closes it itself, so that the others see it gone; `health` says so.
+    A node that fails closes it itself, so that the others see it gone; `health` says so. `maker`
+    makes another policy than that of the settings `policy`.
     """
 
     def __init__(
@@ -75,12 +77,13 @@ class Node:
         transport: Transport,
         settings: NodeSettings,
         model: ServedModel,
+        maker: PolicyMaker | None = None,
     ) -> None:
         if isinstance(view, EncoderDecoderView):
             raise UserError("A model with an encoder runs in one process only; use `generate`.")
         self.settings, self.model = settings, model
         self._view, self._transport = view, transport
-        self._basis = Basis.of(plan, profile, view.spec, policy)
+        self._basis = Basis.of(plan, profile, view.spec, policy, maker)
         self._names = plan.cluster.server_names
         self._index = {name: index for index, name in enumerate(self._names)}
         assert self._names[settings.server] == transport.name

@@ -24,6 +24,7 @@ from trimmoe.engine.step import Engine
 from trimmoe.placement.routes import best_routes
 from trimmoe.policy.build import (
     Deployment,
+    PolicyMaker,
     action_space,
     deploy,
     inflated,
@@ -84,9 +85,17 @@ class Basis:
     """What may be done where every server is there."""
     route_weights: tuple[float, ...]
     """omega_D to begin with of the plan's routes; empty if all routes share one."""
+    maker: PolicyMaker | None = None
+    """Makes another policy than that of `settings`."""
 
     @staticmethod
-    def of(plan: Plan, profile: Profile, model: ModelSpec, settings: PolicySettings) -> Basis:
+    def of(
+        plan: Plan,
+        profile: Profile,
+        model: ModelSpec,
+        settings: PolicySettings,
+        maker: PolicyMaker | None = None,
+    ) -> Basis:
         """Raises `UserError` for a policy that no real system can run."""
         if settings.accounting is Accounting.MIGRATE:
             raise UserError(
@@ -104,6 +113,7 @@ class Basis:
             planned=planned,
             space=space,
             route_weights=starting_weights(space, planned, profile, settings),
+            maker=maker,
         )
 
 
@@ -147,15 +157,17 @@ def build(basis: Basis, conditions: Conditions, extra: tuple[Route, ...]) -> Bui
         reference_s=basis.planned.reference_s,
         plan=replace(basis.plan, hosts=hosts),
     )
-    policy = make_policy(deployment, basis.profile, basis.settings)
-    space = policy.lookahead.space
+    standard = make_policy(deployment, basis.profile, basis.settings)
+    space = standard.lookahead.space
     _ = space.menu  # Made here rather than at the first decision.
-    if policy.tables is not None:
+    if standard.tables is not None:
         # What lies ahead is not infinitely dear because some expert has no host just now.
-        policy.tables.space = replace(space, hosts=covered(hosts, conditions.lost))
+        standard.tables.space = replace(space, hosts=covered(hosts, conditions.lost))
+    maker, settings = basis.maker, basis.settings
+    own = None if maker is None else maker(space, deployment, basis.profile, settings)
     return Built(
         engine=Engine(
-            policy=policy,
+            policy=standard if own is None else own,
             settings=basis.settings,
             profile=basis.profile,
             cost=cost,
