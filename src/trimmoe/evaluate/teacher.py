@@ -76,10 +76,14 @@ class Score:
     @property
     def flip_rate_interval(self) -> tuple[float, float]:
         """Two-sided 95 % Clopper-Pearson interval of the flip rate."""
-        low = beta.ppf(0.025, self.flips, self.tokens - self.flips + 1) if self.flips else 0.0
-        most = self.flips == self.tokens
-        high = 1.0 if most else beta.ppf(0.975, self.flips + 1, self.tokens - self.flips)
-        return float(low), float(high)
+        return flip_rate_interval(self.flips, self.tokens)
+
+
+def flip_rate_interval(flips: int, tokens: int) -> tuple[float, float]:
+    """Two-sided 95 % Clopper-Pearson interval of a rate."""
+    low = beta.ppf(0.025, flips, tokens - flips + 1) if flips else 0.0
+    high = 1.0 if flips == tokens else beta.ppf(0.975, flips + 1, tokens - flips)
+    return float(low), float(high)
 
 
 def cut_passages(

@@ -11,13 +11,14 @@ from typing import Annotated, Literal
 import typer
 
 from trimmoe.core.errors import UserError
-from trimmoe.experiments.figures.commands import all_figures, figure
+from trimmoe.experiments.figures.commands import all_figures, claims, figure
 
 app = typer.Typer(
     help="Experiments: what each reading, policy and baseline is worth.", no_args_is_help=True
 )
 app.command("figure")(figure)
 app.command("all")(all_figures)
+app.command("claims")(claims)
 
 ProfileOption = Annotated[Path, typer.Option("--profile", help="Made by `trimmoe calibrate`.")]
 PlanOption = Annotated[Path, typer.Option("--plan", help="Made by `trimmoe plan`.")]

@@ -29,7 +29,8 @@ class Load:
     base_url: str
     endpoint: str
     model: str
-    prompts: tuple[str, ...]
+    prompts: tuple[str | tuple[int, ...], ...]
+    """Text, or token ids, which chats do not take."""
     output_tokens: int
     """Tokens each answer is asked to have."""
     request_rate: float = math.inf
@@ -57,6 +58,8 @@ class Sent:
     """Between successive events with tokens."""
     e2el_s: float = 0.0
     """From sending to the end."""
+    token_ids: list[int] = field(default_factory=list)
+    """Of the answer; empty unless `extra_body` asks for them."""
     usage: dict[str, Any] = field(default_factory=dict)
     """As the server reports it; empty if it reports none."""
     error: str | None = None
@@ -104,7 +107,7 @@ async def run_load(
     ) as client:
         start_s = clock()
 
-        async def one(prompt: str, at_s: float) -> Sent:
+        async def one(prompt: str | tuple[int, ...], at_s: float) -> Sent:
             await asyncio.sleep(start_s + at_s - clock())
             async with gate:
                 sent = await _send(client, load, prompt, clock)
@@ -118,7 +121,7 @@ async def run_load(
 
 
 async def _send(
-    client: httpx.AsyncClient, load: Load, prompt: str, clock: Callable[[], float]
+    client: httpx.AsyncClient, load: Load, prompt: str | tuple[int, ...], clock: Callable[[], float]
 ) -> Sent:
     """One request, timed."""
     sent, start_s = Sent(), clock()
@@ -141,6 +144,7 @@ async def _send(
                     else:
                         sent.itl_s.append(now_s - last_s)
                     last_s = now_s
+                    sent.token_ids += event["choices"][0].get("token_ids") or []
                 if usage := event.get("usage"):
                     sent.usage = usage
                     sent.prompt_tokens = usage["prompt_tokens"]
@@ -156,7 +160,7 @@ async def _send(
     return sent
 
 
-def _body(load: Load, prompt: str) -> dict[str, Any]:
+def _body(load: Load, prompt: str | tuple[int, ...]) -> dict[str, Any]:
     body: dict[str, Any] = {
         "model": load.model,
         "temperature": load.temperature,

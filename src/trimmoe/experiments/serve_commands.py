@@ -5,15 +5,21 @@ Everything heavy is imported inside the command, so that `--help` answers at onc
 
 from __future__ import annotations
 
+import json
 import math
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from rich.console import Console
 from rich.markup import escape
 
 from trimmoe.core.errors import UserError
+
+if TYPE_CHECKING:
+    from trimmoe.runtime.launch.artifacts import Artifacts
+    from trimmoe.runtime.launch.config import ServeConfig
 
 app = typer.Typer(help="Measure a server under load.", no_args_is_help=True)
 console = Console()
@@ -111,3 +117,100 @@ def serve(
     if save_result:
         serve_report.save_result(result, content)
         console.print(f"Wrote {escape(str(result))}.")
+
+
+@app.command()
+def methods(
+    output: Annotated[Path, typer.Option("--output", "-o", help="A folder; made if need be.")],
+    cluster: Annotated[Path | None, typer.Option(help="A cluster file, or give --plan.")] = None,
+    model: Annotated[str, typer.Option(help="As for `trimmoe serve`.")] = "embedded",
+    profile: Annotated[Path | None, typer.Option(help="Made by `trimmoe calibrate`.")] = None,
+    plan: Annotated[Path | None, typer.Option(help="Ours, made by `trimmoe plan`.")] = None,
+    method: Annotated[
+        list[str] | None, typer.Option(help="Repeatable; default: all of `trimmoe compare`.")
+    ] = None,
+    text: Annotated[
+        list[Path] | None, typer.Option(help="Prompts are cut from it; default: sample text.")
+    ] = None,
+    requests: Annotated[int, typer.Option(min=1)] = 16,
+    prompt_tokens: Annotated[int, typer.Option(min=1)] = 64,
+    output_tokens: Annotated[int, typer.Option(min=2)] = 32,
+    streams: Annotated[int, typer.Option(min=1, help="At a time, of each server's users.")] = 1,
+    budget: Annotated[float, typer.Option(min=0.0, max=1.0)] = 0.02,
+    confidence: float = 0.9,
+    port_base: Annotated[int, typer.Option(min=1, max=65535)] = 8000,
+    emulate: Annotated[
+        bool, typer.Option(help="Links and speeds of the cluster file, or the machine's own.")
+    ] = True,
+    seed: int = 0,
+) -> None:
+    """Serve every method on one cluster, one after another, and measure it as a client."""
+    from trimmoe.core.artifact import written_whole
+    from trimmoe.experiments import serve_cluster
+    from trimmoe.experiments.methods import METHODS, find_method
+    from trimmoe.runtime.launch.config import serve_config
+
+    names = method or list(METHODS)
+    for name in names:
+        find_method(name)
+    given = {
+        "cluster": cluster, "model": model, "profile": profile, "plan": plan, "budget": budget,
+        "confidence": confidence, "port_base": port_base, "emulate": emulate,
+    }  # fmt: skip
+    config = serve_config(None, given)
+    output.mkdir(parents=True, exist_ok=True)
+
+    def say(line: str) -> None:
+        console.print(escape(line), highlight=False, soft_wrap=True)
+
+    artifacts = serve_cluster.artifacts_of(config, say)
+    # All methods get the same files, and nobody calibrates again.
+    kept = {"profile": output / "profile.safetensors", "plan": output / "plan.safetensors"}
+    artifacts.profile.save(kept["profile"])
+    artifacts.plan.save(kept["plan"])
+    config = config.model_copy(update=kept)
+    sizes = requests, prompt_tokens, output_tokens
+    content = _measured(names, config, artifacts, text or [], sizes, streams, seed, say)
+    from trimmoe.experiments.serve_methods_report import draw_methods, methods_table, refusals
+
+    with written_whole(output / "methods.json") as temporary:
+        temporary.write_text(json.dumps(content, indent=1) + "\n")
+    draw_methods(output / "methods.png", content)
+    console.print(methods_table(content))
+    for line in refusals(content):
+        say(f"Not run: {line}")
+    say(f"Wrote methods.json and methods.png in {output}.")
+
+
+def _measured(
+    names: list[str],
+    config: ServeConfig,
+    artifacts: Artifacts,
+    text: list[Path],
+    sizes: tuple[int, int, int],
+    streams: int,
+    seed: int,
+    say: Callable[[str], None],
+) -> dict[str, Any]:
+    """The results of all methods; `sizes`: requests, tokens of a prompt, tokens of an answer."""
+    from trimmoe.calibrate.text import read_texts, text_hash
+    from trimmoe.experiments import serve_methods
+    from trimmoe.experiments.opening import open_view, resolved
+    from trimmoe.experiments.sample_text import sample_text
+    from trimmoe.experiments.serve_methods_report import methods_json
+    from trimmoe.experiments.serve_prompts import token_prompts
+    from trimmoe.models.load import load_tokenizer
+
+    count, length, answer = sizes
+    path, texts = resolved(config.model), read_texts(text) if text else [sample_text("held-out")]
+    ids = load_tokenizer(path)("\n\n".join(texts), verbose=False)["input_ids"]
+    load = serve_methods.MethodsLoad(
+        prompts=token_prompts(ids, count, length, seed=seed),
+        output_tokens=answer,
+        streams=streams,
+        seed=seed,
+    )
+    ran = serve_methods.run_methods(names, config, artifacts, load, say=say)
+    view = open_view(path, "auto", "cpu", quantise=config.quantise)
+    rows = [serve_methods.method_row(each, load.prompts, view) for each in ran]
+    return methods_json(rows, config, artifacts, load, text_hash=text_hash(texts))

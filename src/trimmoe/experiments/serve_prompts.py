@@ -82,6 +82,19 @@ def text_prompts(texts: Sequence[str], count: int, length: int, *, seed: int) ->
     return tuple(" ".join(words[start : start + length]) for start in starts.tolist())
 
 
+def token_prompts(
+    ids: Sequence[int], count: int, length: int, *, seed: int
+) -> tuple[tuple[int, ...], ...]:
+    """Passages of `length` tokens from random places; raises `UserError` if there are too few."""
+    if len(ids) < length:
+        raise UserError(
+            f"The text has {len(ids)} tokens, a prompt needs {length}; give more text or shorter "
+            "prompts."
+        )
+    starts = np.random.default_rng(seed).integers(0, len(ids) - length + 1, count)
+    return tuple(tuple(ids[start : start + length]) for start in starts.tolist())
+
+
 def parse_names(text: str, known: Sequence[str], option: str) -> tuple[str, ...]:
     """A comma-separated list of known names; raises `UserError`."""
     names = tuple(name.strip() for name in text.split(","))

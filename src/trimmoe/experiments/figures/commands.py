@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -114,6 +114,51 @@ def all_figures(
     contents = _run(wanted, (), output, processes)
     for path in write_report(contents, output):
         Console().print(f"Wrote {path}", markup=False)
+
+
+def claims(
+    output: Annotated[Path, typer.Option("--output", "-o", help="A Markdown file.")],
+    geometry: Annotated[str, typer.Option(help="Of the generated tokens.")] = "mixtral-8x7b",
+    model: Annotated[str, typer.Option(help="Of --profile and --trace.")] = "embedded",
+    profile: ProfileOption = None,
+    trace: TraceOption = None,
+    size: Annotated[
+        Literal["tiny", "small", "default"],
+        typer.Option(help="Of the run; tiny only shows that it works."),
+    ] = "default",
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the facts.")] = None,
+    seed: int = 0,
+) -> None:
+    """Every number of the paper's evaluation beside ours: which come out, and why not."""
+    from rich.console import Console
+
+    from trimmoe.core.artifact import written_whole
+    from trimmoe.core.errors import UserError
+    from trimmoe.experiments.compare import write_json
+    from trimmoe.experiments.figures.claim_page import claims_page
+    from trimmoe.experiments.figures.claim_run import Recorded, claims_json, run_claims
+
+    if (profile is None) != (trace is None):
+        raise UserError("Give --profile and --trace together: a trace is of one profile.")
+    recorded, given = None, ""
+    if profile is not None and trace is not None:
+        recorded = Recorded(model=model, profile=profile, trace=trace)
+        given = " --profile PROFILE --trace TRACE"
+    console = Console(stderr=True)
+    claimed = run_claims(
+        geometry, recorded, size, seed=seed, announce=lambda what: console.print(what, markup=False)
+    )
+    count, what = len(claimed.worlds["pinned"]), "embedded" if recorded else geometry
+    notes = [
+        f"{count} clusters drawn in the ranges of the paper's testbed; {geometry} with generated "
+        f"tokens, `pinned` on {what}; size `{size}`, seed {seed}."
+    ]
+    command = f"trimmoe experiment claims -o FILE --size {size} --seed {seed}{given}"
+    page = claims_page(claimed.worlds, claimed.assumed, command=command, notes=notes)
+    with written_whole(output) as temporary:
+        temporary.write_text(page, encoding="utf-8")
+    if json_file is not None:
+        write_json(json_file, claims_json(claimed, size=size, seed=seed, geometry=geometry))
 
 
 def _run(
