@@ -104,7 +104,15 @@ class Ablation:
 
     def grids(self, content: Content) -> dict[str, Grid]:
         """One table per arena."""
-        headings = ("variant", "ms", "against whole", "MB/1000", "against whole", "charged")
+        headings = (
+            "variant",
+            "ms",
+            "against whole",
+            "MB/1000",
+            "against whole",
+            "charged",
+            "U (21)",
+        )
         found = {}
         for name, rows in content["arenas"].items():
             whole = rows[0]
@@ -118,6 +126,7 @@ class Ablation:
                         change(row["mb_per_1000_tokens"], whole["mb_per_1000_tokens"]), signed=True
                     ),
                     f"{row['charged_loss_per_token']:.4f}",
+                    f"{row['utility']:.3f}",
                 )
                 for row in rows
             ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,6 +13,7 @@ from trimmoe.core.ledger import Kind, Ledger
 from trimmoe.core.plan import Plan
 from trimmoe.core.specs import FloatArray, IntArray
 from trimmoe.core.trace import Trace
+from trimmoe.cost.utility import utility
 from trimmoe.engine.step import Engine
 from trimmoe.experiments.figures.contenders import Contender
 from trimmoe.experiments.figures.loads import Loaded, control_s
@@ -54,6 +55,9 @@ class Replayed:
     ledger: Ledger
     delay_s: FloatArray
     """Of each token, [T]."""
+    utility: float
+    """U of (21) over the number of users, at equal weights of delay and quality: each access server
+    is one, T_ref that of the contender's own deployment."""
 
 
 Execute = Callable[[Rig], dict[str, float]]
@@ -164,7 +168,18 @@ class Bench:
         return Replayed(
             ledger=sum(ledgers[1:], ledgers[0]),
             delay_s=np.array([ledger.delay_s for ledger in ledgers]),
+            utility=self._utility(rig, trace, ledgers),
         )
+
+    def _utility(self, rig: Rig, trace: Trace, ledgers: Sequence[Ledger]) -> float:
+        user = np.repeat(self.access[: trace.sequence_count], trace.length)
+        columns = [(one.delay_s, one.loss, one.budget) for one in ledgers]
+        tokens = np.bincount(user)
+        there = tokens > 0
+        delay_s, loss, budget = (np.bincount(user, column)[there] for column in np.array(columns).T)
+        whole_s = rig.deployment.reference_s * trace.experts.shape[1] * tokens[there]
+        total = utility(delay_s, whole_s, loss, budget, loss_weight=0.5)
+        return total / int(there.sum())
 
     def simulated(self, contender: Contender, rate_per_s: float = RATE_PER_S) -> list[Sample]:
         """Under an open load, one sample per seed; away from the default rate of one seed only.
@@ -279,6 +294,7 @@ def replay_row(replayed: Replayed) -> dict[str, Any]:
         "tokens": tokens,
         "delay_ms": ledger.mean_delay_s * 1e3,
         "delay_p99_ms": float(np.quantile(replayed.delay_s, 0.99)) * 1e3,
+        "utility": replayed.utility,
         **ledger_row(ledger),
     }
 
