@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -29,7 +29,7 @@ class Assumed:
 
 
 def claims_page(
-    worlds: dict[str, Sequence[Facts]],
+    worlds: Mapping[str, Sequence[Facts]],
     assumed: Sequence[Assumed],
     *,
     command: str,
@@ -62,7 +62,7 @@ def claims_page(
     return "\n".join(parts) + "\n"
 
 
-def _estimates(said: Said, worlds: dict[str, Sequence[Facts]]) -> dict[str, Estimate]:
+def _estimates(said: Said, worlds: Mapping[str, Sequence[Facts]]) -> dict[str, Estimate]:
     found = {}
     for column, facts in worlds.items():
         values = []
