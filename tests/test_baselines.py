@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -147,7 +148,7 @@ def test_servers_join_until_masking_the_gate_is_charged_no_more_than_the_budget(
     nearer server 1 expert 1: masking costs 2 units for every fourth token, in two layers 1 unit."""
     hosts = byhand.hosting([[0], [0]], [[1], [1]])
     losses = byhand.substitutes(2, [[0.0, 4.0], [2.0, 0.0]])
-    found = losses | {"activated": np.array([[0.75, 0.25]] * 2)}
+    found: dict[str, Any] = losses | {"activated": np.array([[0.75, 0.25]] * 2)}
     made = byhand.world(hosts, [[0, 1], [1, 0]], routes=[[0, 0], [0, 0]], **found)
     space = made.policy(byhand.PLAIN).lookahead.space
     one = np.array([[True, False]] * 2)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -54,7 +55,7 @@ def test_p_l_leads_from_target_to_target_and_patterns_of_one_come_as_often_as_th
 
 
 def test_with_one_active_expert_nothing_but_p_l_is_read() -> None:
-    found = {"expert_transitions": np.array([[[0.25, 0.75], [1.0, 0.0]]])}
+    found: dict[str, Any] = {"expert_transitions": np.array([[[0.25, 0.75], [1.0, 0.0]]])}
     made = world(hosting([[0, 1], [0, 1]], [[], []]), PAIR_MS, **found)
     moved = moved_by_target(made.profile).pattern_transitions
     np.testing.assert_allclose(moved, found["expert_transitions"])

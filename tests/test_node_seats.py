@@ -31,7 +31,7 @@ from trimmoe.runtime.node.records.work import Step, Work
 from trimmoe.runtime.wire.base import PeerUnreachable
 from wires import until
 
-SAMPLING = SamplingSpec(0.0, 1.0, 0, 0, None)
+SAMPLING = SamplingSpec(0.0, 1.0, 0, 0.0, 0, 0, None)
 ROUTE = [0, 1, 0]
 
 

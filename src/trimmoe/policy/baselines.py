@@ -154,8 +154,11 @@ def matched_servers(
     `budget` per token, [M]."""
 
     def affordable(admitted: BoolArray) -> bool:
-        there = space.hosts[admitted].any(0)
-        return bool(there.any(1).all()) and expected_mask_loss(space, profile, there) <= budget
+        there: BoolArray = np.logical_or.reduce(space.hosts[admitted], axis=0)
+        return (
+            bool(np.any(there, axis=1).all())
+            and expected_mask_loss(space, profile, there) <= budget
+        )
 
     return _nearest_servers(space.cost, routes, affordable)
 

@@ -176,7 +176,9 @@ class Bench:
         columns = [(one.delay_s, one.loss, one.budget) for one in ledgers]
         tokens = np.bincount(user)
         there = tokens > 0
-        delay_s, loss, budget = (np.bincount(user, column)[there] for column in np.array(columns).T)
+        each = np.array(columns, dtype=np.float64).T
+        sums: list[FloatArray] = [np.bincount(user, one)[there].astype(float) for one in each]
+        delay_s, loss, budget = sums
         whole_s = rig.deployment.reference_s * trace.experts.shape[1] * tokens[there]
         total = utility(delay_s, whole_s, loss, budget, loss_weight=0.5)
         return total / int(there.sum())
