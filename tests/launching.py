@@ -14,6 +14,7 @@ import urllib.request
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -42,8 +43,9 @@ class Files:
     plan: Path
 
 
-def write_files(folder: Path, servers: Sequence[str] = SERVERS) -> Files:
-    """A tiny random checkpoint, a fast cluster, a random profile, and a plan that fits them."""
+def write_files(folder: Path, servers: Sequence[str] = SERVERS, **profiled: Any) -> Files:
+    """A tiny random checkpoint, a fast cluster, a random profile but for what is `profiled`, and a
+    plan that fits them."""
     model = folder / "tiny"
     model.mkdir()
     write_tiny_checkpoint(model)
@@ -57,7 +59,7 @@ def write_files(folder: Path, servers: Sequence[str] = SERVERS) -> Files:
         plan=folder / "plan.safetensors",
     )
     spec = model_spec(model, hashed=True)
-    profile = random_profile(np.random.default_rng(3), spec)
+    profile = replace(random_profile(np.random.default_rng(3), spec), **profiled)
     profile.save(files.profile)
     plan = make_plan(profile, spec, load_cluster(cluster), cluster_hash=file_hash(cluster))
     plan.save(files.plan)
