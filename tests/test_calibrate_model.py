@@ -225,6 +225,9 @@ def test_the_profile_is_whole(profile: Profile) -> None:
     np.testing.assert_allclose(profile.class_share, [[0.6, 0.24, 0.096, 0.064]] * LAYERS, atol=0.01)
     assert profile.exit_hazard.shape == (LAYERS + 1, LAYERS)
     assert (profile.exit_hazard[:, -1] == 1.0).all()
+    assert profile.draft_hazard is not None
+    assert profile.draft_hazard.shape == profile.exit_hazard.shape
+    assert (profile.draft_hazard[:, -1] == 1.0).all()
     for rows in (
         profile.expert_transitions,
         profile.pattern_transitions,

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trimmoe.calibrate import sampling, substitution
-from trimmoe.calibrate.hazard import exit_hazard
+from trimmoe.calibrate.hazard import exit_hazard, exit_layers
 from trimmoe.calibrate.routing_stats import (
     codebook,
     execution_statistics,
@@ -207,6 +207,12 @@ def test_what_a_small_class_cannot_give_the_others_do() -> None:
     classes = sampling.Classes(class_of=class_of, count=2)
     drawn = classes.draw(0, np.zeros(520, dtype=np.int64), 1, 300, np.random.default_rng(0))
     assert np.bincount(class_of[0, drawn]).tolist() == [280, 20]
+
+
+def test_a_lower_threshold_is_reached_no_later() -> None:
+    scores = np.array([[0.65, 0.1, 0.2], [0.95, 0.7, 0.5], [0.0, 0.0, 0.0]])
+    assert exit_layers(scores, 0.6).tolist() == [1, 2, 3]
+    assert exit_layers(scores, 0.9).tolist() == [2, 3, 3]
 
 
 @given(seed=st.integers(0, 10_000), layers=st.integers(2, 6))

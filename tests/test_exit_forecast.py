@@ -44,6 +44,16 @@ def test_drafts_are_foreseen_whatever_exits_would_flip(name: str) -> None:
     assert goes_on(drafts, error=0.4) == [0.75, 0.75, 0.0]
 
 
+def test_drafts_are_foreseen_as_often_as_they_set_out_at_their_own_confidence() -> None:
+    """Which is lower than that of exits that may flip something."""
+    hazard = np.full((4, 3), 0.6)
+    hazard[:, -1] = 1.0
+    made = replace(profile(error=0.0), draft_hazard=hazard)
+    for name, going_on in (("trimmoe", 0.4), ("lossless", 0.4), ("final-exits", 0.75)):
+        (row,) = exit_forecast(made, PRESETS[name]()).goes_on.tolist()
+        np.testing.assert_allclose(row, [going_on, going_on, 0.0])
+
+
 def test_final_exits_are_foreseen_only_where_their_risk_is_tolerated() -> None:
     """Half of all tokens exit and 40 % of those err: 0.2 of all."""
     final = replace(PRESETS["final-exits"](), exit_risk=0.19)

@@ -16,7 +16,8 @@ import torch
 from scipy.stats import chi2
 from torch import Tensor
 
-from trimmoe.calibrate.exits import Exits, exit_layers, split_windows
+from trimmoe.calibrate.exits import Exits, split_windows
+from trimmoe.calibrate.hazard import exit_layers
 from trimmoe.calibrate.head import Referee
 from trimmoe.calibrate.losses import Experiments
 from trimmoe.calibrate.record import Advance, Recording

@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from trimmoe.calibrate.curves import clopper_pearson_upper
+from trimmoe.calibrate.hazard import exit_layers
 from trimmoe.calibrate.record import Advance, Recording
 from trimmoe.calibrate.settings import CalibrationSettings
 from trimmoe.calibrate.windows import Windows
-from trimmoe.core.profile import exit_floor
+from trimmoe.core.profile import DRAFT_CONFIDENCE, exit_floor
 from trimmoe.core.specs import FloatArray, IntArray
 from trimmoe.models.exit_head import confidence, rms_direction
 
@@ -50,6 +51,12 @@ class Exits:
     def layer(self) -> IntArray:
         """L_q of every recorded token at that confidence, 1..N, [T]."""
         return exit_layers(self.score, self.threshold)
+
+    @cached_property
+    def draft_layer(self) -> IntArray:
+        """Where a draft of every recorded token sets out, 1..N, [T]; nothing that drafts would flip
+        holds them back."""
+        return exit_layers(self.score, DRAFT_CONFIDENCE)
 
 
 @torch.inference_mode()
@@ -201,17 +208,6 @@ def confidences(hidden: Tensor, weight: Tensor, bias: float) -> np.ndarray:
     """xi of every token after one layer, float32 [T]; `hidden` [T, d] may lie on disk."""
     blocks = [confidence(block, weight, bias) for block in hidden.split(4096)]
     return torch.cat(blocks).numpy()
-
-
-def exit_layers(scores: np.ndarray, threshold: float) -> IntArray:
-    """L_q: the first layer (1..N) after which the confidence reaches the threshold, else N.
-
-    `scores` [N, T]; the last layer's score does not matter.
-    """
-    layers = scores.shape[0]
-    ready = scores >= threshold
-    ready[-1] = True
-    return np.minimum(ready.argmax(axis=0) + 1, layers).astype(np.int64)
 
 
 def exit_grid(

@@ -10,6 +10,17 @@ _SMOOTHING = 8.0
 """Pseudo-tokens that exit at the layer's own rate, added to each predicted exit layer."""
 
 
+def exit_layers(scores: np.ndarray, threshold: float) -> IntArray:
+    """L_q: the first layer (1..N) after which the confidence reaches the threshold, else N.
+
+    `scores` [N, T]; the last layer's score does not matter.
+    """
+    layers = scores.shape[0]
+    ready = scores >= threshold
+    ready[-1] = True
+    return np.minimum(ready.argmax(axis=0) + 1, layers).astype(np.int64)
+
+
 def exit_hazard(exit_layer: IntArray, predicted: IntArray) -> FloatArray:
     """P(exit right after layer l | alive there, predicted exit layer q), [N+1, N].
 

@@ -136,6 +136,8 @@ class _Centroids:
     """[N, C]."""
     exit_hazard: FloatArray
     """[N+1, N]."""
+    draft_hazard: FloatArray
+    """Likewise."""
 
 
 def _centroids(
@@ -155,10 +157,12 @@ def _centroids(
             means.append(mean)
             predicted.append(np.rint(mean).astype(np.int64)[nearest[held]])
             advance(1)
+    foretold = np.stack(predicted)
     return _Centroids(
         centroids=np.stack(centroids),
         centroid_exit_layer=np.stack(means),
-        exit_hazard=exit_hazard(exits.layer[held], np.stack(predicted)),
+        exit_hazard=exit_hazard(exits.layer[held], foretold),
+        draft_hazard=exit_hazard(exits.draft_layer[held], foretold),
     )
 
 

@@ -99,6 +99,8 @@ def serving(name: str, config: ServeConfig, servers: Sequence[str]) -> Iterator[
             start_new_session=True,
             env=os.environ | {"COLUMNS": "1000", "NO_COLOR": "1"},
         )
+        # Else whoever ends this process would leave the servers behind.
+        before = signal.signal(signal.SIGTERM, lambda *_: sys.exit("Ended before it was through."))
         try:
             urls = [f"http://127.0.0.1:{config.port_base + i}" for i in range(len(servers))]
             until_s = time.monotonic() + config.ready_s
@@ -117,6 +119,7 @@ def serving(name: str, config: ServeConfig, servers: Sequence[str]) -> Iterator[
                 process.kill()
                 process.wait()
             family.end(below, patience_s=0.0)
+            signal.signal(signal.SIGTERM, before)
 
 
 def _arguments(name: str, config: ServeConfig) -> list[str]:

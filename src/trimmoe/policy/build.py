@@ -167,7 +167,12 @@ def exit_forecast(profile: Profile, settings: PolicySettings) -> ExitForecast:
     tolerated = risk is None or profile.exit_floor_at_risk(risk, settings.exit_state) <= 1.0
     if not settings.levers.exit or not tolerated:
         return never(profile.layer_count)
-    return calibrated(profile.exit_hazard) if settings.hazards else certain(profile.layer_count)
+    if not settings.hazards:
+        return certain(profile.layer_count)
+    drafts = settings.drafts and profile.draft_hazard is not None
+    hazard = profile.draft_hazard if drafts else profile.exit_hazard
+    assert hazard is not None
+    return calibrated(hazard)
 
 
 def _thresholds(

@@ -5,16 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
-from trimmoe.core.profile import ExitState
+from trimmoe.core.profile import DRAFT_CONFIDENCE, ExitState
 from trimmoe.cost.actions import Levers
 from trimmoe.cost.model import Accounting
 
 BUDGET_USE_TARGET = 0.9
 """Share of the budget that a policy aims to spend."""
-
-DRAFT_CONFIDENCE = 0.6
-"""By default. Lower, more tokens set out early and more of them in vain: on the embedded model 12 %
-of the layers are not waited for at 0.6, and half as many run in vain; at 0.4 13 %, and as many."""
 
 GUESSES, GUESS_CONFIDENCE = 3, 0.15
 """By default. On the embedded model servers that hold a tenth to a third of the experts are right

@@ -11,7 +11,7 @@ from dataclasses import asdict, replace
 
 import numpy as np
 
-from trimmoe.calibrate.hazard import exit_hazard
+from trimmoe.calibrate.hazard import exit_hazard, exit_layers
 from trimmoe.calibrate.routing_stats import (
     execution_statistics,
     expert_transitions,
@@ -20,6 +20,7 @@ from trimmoe.calibrate.routing_stats import (
 from trimmoe.core.artifact import Header
 from trimmoe.core.profile import (
     CHANGES,
+    DRAFT_CONFIDENCE,
     PROFILE_FORMAT,
     PROFILE_KIND,
     LossCurves,
@@ -97,6 +98,9 @@ def generate_profile(
         class_share=share,
         expert_transitions=expert_transitions(activated[:, :, 0], experts),
         exit_hazard=exit_hazard(drawn.exit_layer, drawn.exit_at.T),
+        draft_hazard=exit_hazard(
+            exit_layers(drawn.confidence.T, DRAFT_CONFIDENCE), drawn.exit_at.T
+        ),
         **_fields(patterns),
         **_fields(execution),
         **_exit_bounds(drawn, parameters),
