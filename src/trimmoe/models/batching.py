@@ -49,8 +49,11 @@ def _single(
     """One token of each sequence, which is what decoding does."""
     at, first, count = [row[0] for row in positions], slots[0], len(slots)
     # Through numpy: torch takes several times as long to make a tensor of a list.
-    slot_ids = torch.from_numpy(np.array(slots, dtype=np.int64)).to(device)
-    position_ids = torch.from_numpy(np.array(at, dtype=np.int64)).to(device)
+    slot_ids, position_ids = (
+        torch.from_numpy(np.array(each, dtype=np.int64)) for each in (slots, at)
+    )
+    if device.type != "cpu":
+        slot_ids, position_ids = slot_ids.to(device), position_ids.to(device)
     return TokenBatch(
         slots=tuple(slots),
         positions=tuple(positions),

@@ -402,7 +402,7 @@ class CompiledView(MoEView):
         )
 
     def _narrowed(self, rows: Floats) -> Tensor:
-        return torch.from_numpy(rows)[:, : self._tables.shape.hidden]
+        return torch.from_numpy(rows[:, : self._tables.shape.hidden])
 
     def _places(self, batch: TokenBatch) -> tuple[IntArray, IntArray]:
         return (
@@ -450,7 +450,10 @@ def _beside(positions: Tensor, slot: int) -> tuple[IntArray, IntArray]:
 
 def _widened(rows: Tensor) -> Floats:
     """A copy of [n, d] as wide rows."""
-    count, size = rows.shape
+    given = rows.numpy()
+    count, size = given.shape
+    if step.wide(size) == size:
+        return given.copy()
     whole = np.zeros((count, step.wide(size)), dtype=np.float32)
-    whole[:, :size] = rows.numpy()
+    whole[:, :size] = given
     return whole

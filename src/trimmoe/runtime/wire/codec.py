@@ -33,6 +33,10 @@ DTYPES = {
     "bool": torch.bool,
 }
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_KNOWN = {
+    dtype: np.dtype("int16" if dtype is torch.bfloat16 else name) for name, dtype in DTYPES.items()
+}
+"""What numpy reads them as."""
 
 MessageTypes = tuple[type[msgspec.Struct], ...]
 
@@ -138,13 +142,12 @@ def tensor_of(
         raise MalformedFrame(f"{len(frame)} bytes where the shape needs {size_bytes}")
     if size_bytes == 0:
         return _empty(shape, dtype)
-    raw = np.frombuffer(frame, dtype=np.uint8)
     if dtype is torch.bool:
-        return torch.from_numpy((raw != 0).reshape(shape))
-    if not raw.flags.writeable or raw.ctypes.data % dtype.itemsize:
+        return torch.from_numpy((np.frombuffer(frame, dtype=np.uint8) != 0).reshape(shape))
+    raw = np.frombuffer(frame, dtype=_KNOWN[dtype])
+    if not (raw.flags.writeable and raw.flags.aligned):
         raw = raw.copy()
-    known = np.int16 if dtype is torch.bfloat16 else descriptor.dtype
-    tensor = torch.from_numpy(raw.view(known).reshape(shape))
+    tensor = torch.from_numpy(raw.reshape(shape))
     return tensor.view(dtype) if dtype is torch.bfloat16 else tensor
 
 

@@ -19,7 +19,6 @@ from trimmoe.runtime.node.records.slots import Slots
 from trimmoe.runtime.node.records.units import Unit
 
 
-@torch.inference_mode()
 def pass_layer(worker: Executor, passage: Passage, layer: int, unit: Unit) -> Outcome:
     """One chunk through a layer, every expert exact, at the hosts of least delay.
 
@@ -79,7 +78,6 @@ def pass_layer(worker: Executor, passage: Passage, layer: int, unit: Unit) -> Ou
     return outcome
 
 
-@torch.inference_mode()
 def end_chunk(worker: Executor, unit: Unit) -> Outcome:
     """After the last layer: dense blocks, and the first token if this was the last chunk."""
     batch, view = worker.batch([unit]), worker.view
@@ -97,7 +95,6 @@ def end_chunk(worker: Executor, unit: Unit) -> Outcome:
     return outcome
 
 
-@torch.inference_mode()
 def run_slots(worker: Executor, layer: int, items: Sequence[Slots]) -> Outcome:
     """Experts that live here for rows from anywhere; partial sums to where they gather."""
     view = worker.view

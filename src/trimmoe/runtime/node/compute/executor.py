@@ -219,7 +219,6 @@ class Executor:
             self.pace.experts(layer - 1, experts)
         return hidden
 
-    @torch.inference_mode()
     def finish(self, layer: int, units: Sequence[Unit]) -> Outcome:
         """A layer gathered here: exits are due, or the next layer."""
         ordered, wave = self.boarded(units)

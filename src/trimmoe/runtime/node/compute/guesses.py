@@ -24,7 +24,6 @@ AT_ONCE = 4
 """Layers between two looks at the clock."""
 
 
-@torch.inference_mode()
 def guess(worker: Executor, layer: int, readings: Sequence[Reading]) -> Outcome:
     """Readings that are about to enter a layer pass some; who finds no place is forgotten."""
     open_ones = [one for one in readings if not one.void and one.sequence in worker.state.accounts]

@@ -32,9 +32,6 @@ class Pace:
 
     def segment(self, first: int, experts: IntArray) -> None:
         """Layers from `first` on are computed whole, these experts of them, [n, L, k]."""
-        for at in range(experts.shape[1]):
-            self.dense(first + at, experts.shape[0])
-            self.experts(first + at, experts[:, at])
 
     def guess(self, rows: int) -> None:
         """So many rows pass a layer with the experts at hand."""
@@ -75,6 +72,11 @@ class EmulatedPace(Pace):
         each_s = self.expert_s[layer, used].tolist()
         pairs = zip(each_s, rows.tolist(), strict=True)
         self._spend(sum(batch_s(one_s, count, self.batch_share) for one_s, count in pairs))
+
+    def segment(self, first: int, experts: IntArray) -> None:
+        for at in range(experts.shape[1]):
+            self.dense(first + at, experts.shape[0])
+            self.experts(first + at, experts[:, at])
 
     def guess(self, rows: int) -> None:
         self._spend(batch_s(self.guess_s, rows, self.batch_share))

@@ -35,7 +35,6 @@ SLICE_S = 0.005
 """After which whatever has come meanwhile gets its turn."""
 
 
-@torch.inference_mode()
 def pass_segment(worker: Executor, layer: int, units: Sequence[Unit]) -> Outcome:
     """Units pass the layers from `layer` on that leave nothing to decide, if there are any, and
     attention, router and own slots of the one after them."""
@@ -74,7 +73,6 @@ def _routed(worker: Executor, wave: int, ran: Segment) -> Routed | None:
     return worker.observer.routed(wave, ran.layer, ran.hidden, ran.routing)
 
 
-@torch.inference_mode()
 def pass_layers(worker: Executor, layer: int, units: Sequence[Unit], *, alone: bool) -> Outcome:
     """Units pass attention, router, decision and own slots of a layer; if they are alone, and all
     of them stay, of the next ones too, for as long as what comes meanwhile may wait."""

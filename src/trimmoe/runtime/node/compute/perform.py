@@ -26,7 +26,8 @@ def perform(worker: Executor, passage: Passage, work: Work, *, slowdown: float =
     """In the worker thread; takes `slowdown` times as long as it would."""
     began_s = time.perf_counter()
     worker.pace.begin()
-    outcome = _performed(worker, passage, work)
+    with torch.inference_mode():
+        outcome = _performed(worker, passage, work)
     outcome.parcels = leaving(outcome.parcels)
     if slowdown > 1.0:
         time.sleep((time.perf_counter() - began_s) * (slowdown - 1.0))

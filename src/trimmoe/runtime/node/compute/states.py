@@ -31,8 +31,7 @@ def entering(view: MoEView, states: Tensor, dtype: torch.dtype | None = None) ->
 def leaving(parcels: list[Parcel]) -> list[Parcel]:
     """The parcels with their tensors on the processor: all are copied at once, and waited for
     together."""
-    devices = {tensor.device for parcel in parcels for tensor in parcel.tensors}
-    away = [device for device in devices if device.type != "cpu"]
+    away = {t.device for parcel in parcels for t in parcel.tensors if not t.is_cpu}
     if not away:
         return parcels
     copied = [replace(parcel, tensors=_copied(parcel.tensors)) for parcel in parcels]

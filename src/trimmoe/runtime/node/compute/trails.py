@@ -13,7 +13,6 @@ from trimmoe.runtime.node.records.outcome import Outcome
 from trimmoe.runtime.node.records.units import Unit
 
 
-@torch.inference_mode()
 def trail(worker: Executor, layer: int, units: Sequence[Unit]) -> Outcome:
     """A layer without its routed experts; then the next one, here or where it is run.
 
@@ -41,7 +40,6 @@ def trail(worker: Executor, layer: int, units: Sequence[Unit]) -> Outcome:
     return outcome
 
 
-@torch.inference_mode()
 def propagate(worker: Executor, layer: int, units: Sequence[Unit]) -> Outcome:
     """Keys and values of exited tokens in this server's layers from `layer` on."""
     outcome = Outcome()

@@ -38,4 +38,4 @@ def vectors_of(parcel: Parcel) -> int:
     decoding = isinstance(message, Propagate) or (
         isinstance(message, (Dispatch, Partial, Onward)) and message.decoding
     )
-    return parcel.tensors[0].shape[0] if decoding else 0
+    return message.rows.total if decoding else 0

@@ -1,13 +1,12 @@
 """What travels with a token, as bytes: its `Wave` row, its ledger, its receipt.
 
-Every row is as long as every other, so packing many rows is one copy per group of columns.
+The rows of a wave travel as they are in memory, so that nobody spends time on packing them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import cache
 
 import msgspec
 import numpy as np
@@ -15,7 +14,7 @@ import numpy as np
 from trimmoe.core.events import Receipt
 from trimmoe.core.ledger import Kind, Ledger
 from trimmoe.core.specs import IntArray
-from trimmoe.core.wave import FLOATS, SCALARS, Wave, width_of
+from trimmoe.core.wave import Wave, width_of
 from trimmoe.runtime.node.records.messages import (
     NO_KIND,
     ChargeSpec,
@@ -27,15 +26,19 @@ from trimmoe.runtime.node.records.messages import (
 )
 
 
+MOST_MESSAGES = 1 << 16
+"""Between two servers for one token; as many, less one, as a packed ledger has room for."""
+_WORD = np.dtype("<i8")
+
+
 class MalformedPassengers(ValueError):
     """Bytes that are no rows of a wave."""
 
 
 def pack_wave(wave: Wave) -> bytes:
-    """All rows of a wave, column group by column group, little-endian everywhere. Its route means
-    nothing elsewhere: every server numbers routes for itself."""
-    groups = _groups(wave.layer_count, wave.server_count)
-    return b"".join([wave.words[:, part].astype(kind).tobytes() for part, kind in groups])
+    """The words of all rows of a wave, little-endian. Its route means nothing elsewhere: every
+    server numbers routes for itself."""
+    return wave.words.astype(_WORD, copy=False).tobytes()
 
 
 def unpack_wave(
@@ -47,16 +50,10 @@ def unpack_wave(
     server_count: int,
 ) -> Wave:
     """The rows at `layer`, on route 0 until somebody knows better; `MalformedPassengers`."""
-    count, at = len(sequences), 0
-    words = np.empty((count, width_of(layer_count, server_count)), dtype=np.int64)
-    groups = _groups(layer_count, server_count)
-    row_bytes = sum((part.stop - part.start) * kind.itemsize for part, kind in groups)
-    if len(packed) != count * row_bytes:
+    count, width = len(sequences), width_of(layer_count, server_count)
+    if len(packed) != count * width * _WORD.itemsize:
         raise MalformedPassengers(f"{len(packed)} bytes for {count} rows")
-    for part, kind in groups:
-        group = np.frombuffer(packed, kind, count * (part.stop - part.start), at)
-        words[:, part] = group.reshape(count, -1)
-        at += group.nbytes
+    words = np.frombuffer(packed, _WORD).reshape(count, width).astype(np.int64)
     wave = Wave(
         layer=layer,
         sequences=tuple(sequences),
@@ -66,22 +63,16 @@ def unpack_wave(
         words=words,
     )
     wave.route[:] = 0
-    if (wave.kinds > max(Kind)).any() or not _all_below(wave.server, server_count):
-        raise MalformedPassengers("a layer of no kind, or no such server")
+    possible = _all_below(wave.kinds, len(Kind)) and _all_below(wave.server, server_count)
+    if not (possible and _all_below(wave.messages, MOST_MESSAGES)):
+        raise MalformedPassengers("a layer of no kind, no such server, or too many messages")
     return wave
 
 
-@cache
-def _groups(layer_count: int, server_count: int) -> tuple[tuple[slice, np.dtype], ...]:
-    """Which words of a row travel together, and as what."""
-    kinds_end = SCALARS + layer_count
-    ends = (0, len(FLOATS), SCALARS, kinds_end, width_of(layer_count, server_count))
-    kinds = [np.dtype(kind) for kind in ("<i8", "<i4", "u1", "<u2")]
-    return tuple(zip(map(slice, ends[:-1], ends[1:]), kinds, strict=True))
-
-
 def _all_below(values: IntArray, bound: int) -> bool:
-    return bool(((values >= 0) & (values < bound)).all())
+    """Whether all values are at least 0 and less than a bound."""
+    # Whatever is negative is more than any bound without its sign.
+    return bool(values.view(np.uint64).max() < bound)
 
 
 def sealed(parcel: Parcel) -> msgspec.Struct:

@@ -60,9 +60,8 @@ class Rows(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=T
         units = len(self.sequences)
         return (
             len(self.starts) == len(self.counts) == units > 0
-            and all(count > 0 for count in self.counts)
-            and all(start >= 0 for start in self.starts)
-            and len(self.offsets) in (0, self.total)
-            and len(self.epochs) in (0, units)
-            and all(epoch >= 0 for epoch in self.epochs)
+            and min(self.counts) > 0
+            and min(self.starts) >= 0
+            and (not self.offsets or len(self.offsets) == self.total)
+            and (not self.epochs or (len(self.epochs) == units and min(self.epochs) >= 0))
         )
