@@ -10,8 +10,11 @@ import signal
 from dataclasses import dataclass
 
 import msgspec
+import numpy as np
 
+from trimmoe.core.machines import BATCHES, Work
 from trimmoe.runtime.launch.server import NodeFactory, NodeParts
+from trimmoe.runtime.probe import MachineReport
 from trimmoe.runtime.service import (
     GenerationRequest,
     Health,
@@ -58,6 +61,10 @@ class EchoService:
     ) -> None:
         self.model, self._transport, self._unmet = model, transport, others
 
+    @property
+    def transport_name(self) -> str:
+        return self._transport.name
+
     async def start(self) -> None:
         pass
 
@@ -85,6 +92,17 @@ class EchoNode:
 
     async def close(self) -> None:
         pass
+
+    async def measure(self) -> MachineReport:
+        """Everything takes a millisecond."""
+        return MachineReport(
+            server=self.service.transport_name,
+            device="cpu",
+            threads=1,
+            free_bytes=1 << 30,
+            work_s=np.full((3, len(Work), len(BATCHES)), 1e-3),
+            links=(),
+        )
 
 
 def make_echo(parts: NodeParts) -> EchoNode:

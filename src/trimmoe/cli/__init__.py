@@ -32,6 +32,7 @@ COMMANDS = (
     prepare.sample_text,
     prepare.calibrate,
     prepare.plan,
+    prepare.probe,
     prepare.tune,
     record,
     measure.generate,

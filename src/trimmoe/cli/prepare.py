@@ -27,6 +27,7 @@ from trimmoe.cli.options import (
     Texts,
     console,
     require_folder,
+    say,
     show_dry_run,
 )
 from trimmoe.core.errors import UserError
@@ -107,6 +108,10 @@ def plan(
         Path | None, typer.Option("--output", "-o", help="Where to write the result.")
     ] = None,
     model: ModelOption = "embedded",
+    machines: Annotated[
+        Path | None, typer.Option(help="Made by `trimmoe probe`; without it, nominal figures.")
+    ] = None,
+    quantise: Quantise = Precision.NONE,
     preset: Annotated[
         Literal["default", "paper"],
         typer.Option(help="`paper`: Algorithm 1 to the letter, everything starts at home."),
@@ -170,8 +175,11 @@ def plan(
         return
     if cluster is None or output is None:
         raise UserError("Give a profile, a cluster file and --output; see `trimmoe plan --help`.")
+    import torch
+
     from trimmoe.core.artifact import file_hash
     from trimmoe.core.cluster_file import load_cluster
+    from trimmoe.core.machines import load_machines
     from trimmoe.core.profile import load_profile
     from trimmoe.experiments.explain import explain_plan, plot_plan
     from trimmoe.experiments.planning import Countdown, optimise_for, search_settings
@@ -188,14 +196,19 @@ def plan(
     if grow and seed_plan is None:
         raise UserError("--grow adds to a seed plan; name one with --seed-plan.")
     calibrated = load_profile(profile)
-    machines = load_cluster(cluster)
+    # What is measured, and what is quantised, runs in float32.
+    single = machines is not None or quantise is not Precision.NONE
+    dtype = torch.float32 if single else None
+    spec = model_spec(resolved(model), dtype=dtype, hashed=True, quantise=quantise)
+    known = load_cluster(cluster)
+    if machines is not None:
+        known = load_machines(machines).applied(known, spec, quantise)
     settings = make.paper() if preset == "paper" else make.default()
     if seed_plan is not None and (grow or preset == "paper" or seed_plan == "best"):
         settings = replace(settings, seed_plan=seed_plan)
     elif seed_plan is not None:
         settings = make.as_published(seed_plan)
-    spec = model_spec(resolved(model), hashed=True)
-    inputs, hashed = (calibrated, spec, machines), file_hash(cluster)
+    inputs, hashed = (calibrated, spec, known), file_hash(cluster)
     if optimise:
         search = search_settings(given, seconds=seconds)
         made = optimise_for(seconds, *inputs, search, cluster_hash=hashed)
@@ -208,6 +221,47 @@ def plan(
     if explain:
         with Countdown(20.0, None) as countdown:
             explain_plan(made, calibrated, spec, console, countdown.keep_going)
+
+
+def probe(
+    cluster: Annotated[Path, typer.Argument(help="A cluster file, see clusters/.")],
+    output: Output,
+    model: ModelOption = "embedded",
+    profile: Annotated[
+        Path | None, typer.Option(help="Made by `trimmoe calibrate`; without it, made and kept.")
+    ] = None,
+    plan: Annotated[
+        Path | None, typer.Option(help="What servers hold meanwhile; without it, made and kept.")
+    ] = None,
+    quantise: Quantise = Precision.NONE,
+    threads: Annotated[
+        int | None, typer.Option(help="Of each server; default: its share of the cores.")
+    ] = None,
+    port_base: Annotated[int, typer.Option(help="HTTP port of the first server.")] = 8000,
+    emulate_links: Annotated[
+        bool, typer.Option("--emulate-links/--no-emulate-links", help="As the cluster file says.")
+    ] = True,
+    emulate_machines: Annotated[
+        bool,
+        typer.Option("--emulate-machines/--no-emulate-machines", help="Likewise; default: no."),
+    ] = False,
+) -> None:
+    """Measure what the servers of a cluster and their links can do; for `plan` and `serve`."""
+    from trimmoe.experiments import probing
+    from trimmoe.runtime.launch.config import serve_config
+
+    require_folder(output)
+    given = {
+        "cluster": cluster, "model": model, "profile": profile, "plan": plan,
+        "quantise": quantise, "threads": threads, "port_base": port_base,
+        "emulate_links": emulate_links, "emulate_machines": emulate_machines,
+    }  # fmt: skip
+    found = probing.probe(serve_config(None, given), say)
+    found.save(output)
+    for table in probing.machines_tables(found):
+        console.print(table)
+    say(probing.overhead_line(found))
+    console.print(f"Wrote {escape(str(output))} ({found.hash[:12]}).")
 
 
 def tune(

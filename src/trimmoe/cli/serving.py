@@ -126,6 +126,9 @@ def serve(
     plan: Annotated[
         Path | None, typer.Option(help="Made by `trimmoe plan`; without it, made and kept.")
     ] = None,
+    machines: Annotated[
+        Path | None, typer.Option(help="Made by `trimmoe probe`; without it, nominal figures.")
+    ] = None,
     text: Annotated[
         list[Path] | None, typer.Option(help="What to calibrate on without a profile; repeatable.")
     ] = None,
@@ -229,6 +232,7 @@ def serve(
         return
     given = {
         "cluster": cluster, "model": model, "profile": profile, "plan": plan, "text": text or None,
+        "machines": machines,
         "policy": policy, "method": method, "budget": budget, "confidence": confidence,
         "api_keys": api_key or None, "served_name": served_name, "host": host,
         "port_base": port_base, "wire_port_base": wire_port_base, "emulate": emulate,

@@ -100,7 +100,12 @@ def load_artifact(
         ) from error
 
 
-_MAKER = {"profile": "trimmoe calibrate", "plan": "trimmoe plan", "trace": "trimmoe record"}
+_MAKER = {
+    "profile": "trimmoe calibrate",
+    "plan": "trimmoe plan",
+    "trace": "trimmoe record",
+    "machines": "trimmoe probe",
+}
 
 
 def _load_header(path: Path, kind: str) -> Header:

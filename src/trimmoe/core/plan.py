@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from trimmoe.core.artifact import Header, arrays_hash, load_artifact, save_artifact
-from trimmoe.core.specs import BoolArray, ClusterSpec, IntArray
+from trimmoe.core.specs import BoolArray, ClusterSpec, IntArray, Speeds
 
 PLAN_KIND = "plan"
 PLAN_FORMAT = 1
@@ -53,7 +53,8 @@ class Plan:
 
     def _arrays(self) -> dict[str, np.ndarray]:
         cluster = self.cluster
-        return {
+        measured = {} if cluster.speeds is None else cluster.speeds.arrays()
+        return {f"cluster.speeds.{name}": array for name, array in measured.items()} | {
             "hosts": self.hosts.astype(np.uint8),
             "routes": self.routes,
             "expert_capacity_bytes": self.expert_capacity_bytes,
@@ -78,6 +79,7 @@ def load_plan(path: Path) -> Plan:
         bandwidth_bytes_per_s=arrays["cluster.bandwidth_bytes_per_s"],
         delay_s=arrays["cluster.delay_s"],
         devices=tuple(header.extra.get("devices", ())),
+        speeds=_speeds(header, arrays),
     )
     return Plan(
         header=header,
@@ -86,6 +88,13 @@ def load_plan(path: Path) -> Plan:
         routes=arrays["routes"],
         expert_capacity_bytes=arrays["expert_capacity_bytes"],
     )
+
+
+def _speeds(header: Header, arrays: dict[str, np.ndarray]) -> Speeds | None:
+    """What was measured of the cluster, if anything."""
+    prefix = "cluster.speeds."
+    found = {name.removeprefix(prefix): array for name, array in arrays.items() if prefix in name}
+    return Speeds(**found, batch_share=header.extra["batch_share"]) if found else None
 
 
 def plan_header(
@@ -104,5 +113,6 @@ def plan_header(
             "server_names": list(cluster.server_names),
             "devices": list(cluster.devices),
             "memory_ratio": cluster.memory_ratio,
-        },
+        }
+        | ({} if cluster.speeds is None else {"batch_share": cluster.speeds.batch_share}),
     )

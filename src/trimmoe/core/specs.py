@@ -69,6 +69,38 @@ class ModelSpec:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Speeds:
+    """What servers were measured to take for one token of one model, seconds, each [M]."""
+
+    dense_s: FloatArray
+    """Attention, router and shared expert of a layer, the mean over the layers."""
+    expert_s: FloatArray
+    """One routed expert, the mean over all."""
+    head_s: FloatArray
+    """What follows the last layer: norm, vocabulary, sampling."""
+    draft_s: FloatArray
+    """A guess of the next token with what the server holds itself."""
+    hop_s: FloatArray
+    """Software: to take in a message with a hidden vector and to work at it."""
+    token_s: FloatArray
+    """Software: what a token takes a user's server beside all this."""
+    batch_share: float
+    """As in `cost.batching`."""
+
+    def __post_init__(self) -> None:
+        for array in self.arrays().values():
+            assert array.shape == self.dense_s.shape
+            assert np.isfinite(array).all()
+            assert (array >= 0).all()
+        assert 0.0 <= self.batch_share <= 1.0
+
+    def arrays(self) -> dict[str, FloatArray]:
+        """All but `batch_share`, by name."""
+        names = ("dense_s", "expert_s", "head_s", "draft_s", "hop_s", "token_s")
+        return {name: getattr(self, name) for name in names}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ClusterSpec:
     """M edge servers, the links between them and where the users are."""
 
@@ -89,9 +121,12 @@ class ClusterSpec:
     """tau_{m,n} of (14), shape [M, M]; zero on the diagonal."""
     devices: tuple[str, ...] = ()
     """What each server computes on, as `DEVICE` has it; empty: each its best one."""
+    speeds: Speeds | None = None
+    """What was measured; None where there are nominal figures only."""
 
     def __post_init__(self) -> None:
         count = len(self.server_names)
+        assert self.speeds is None or self.speeds.dense_s.shape == (count,)
         assert len(self.devices) in (0, count)
         assert self.bandwidth_bytes_per_s.shape == self.delay_s.shape == (count, count)
         assert self.memory_bytes.shape == self.flops_per_s.shape == (count,)

@@ -24,7 +24,7 @@ from functools import cached_property
 
 import numpy as np
 
-from trimmoe.core.specs import ClusterSpec, FloatArray, IntArray, ModelSpec
+from trimmoe.core.specs import ClusterSpec, FloatArray, IntArray, ModelSpec, Speeds
 from trimmoe.cost import kernels
 
 TOKEN_ID_BYTES = 8
@@ -62,6 +62,8 @@ class CostModel:
     accounting: Accounting
     busy: FloatArray | None = None
     """Share of the time that each server computes, [M]; None where nobody has measured it."""
+    guess_s: FloatArray | None = None
+    """Time of a server's own guess of a token, [M]; None: as the layers' say."""
 
     @property
     def server_count(self) -> int:
@@ -97,7 +99,18 @@ class CostModel:
 def cost_model(
     model: ModelSpec, cluster: ClusterSpec, accounting: Accounting = Accounting.PINNED
 ) -> CostModel:
-    """The cost model of `model` on `cluster` without load."""
+    """The cost model of `model` on `cluster` without load.
+
+    Where servers were measured, that is what it says; else (15), FLOPs over nominal FLOPS, which is
+    all that `migrate` knows, as the paper does.
+    """
+    nominal = _nominal(model, cluster, accounting)
+    if cluster.speeds is None or accounting is Accounting.MIGRATE:
+        return nominal
+    return _measured(nominal, model, cluster.speeds)
+
+
+def _nominal(model: ModelSpec, cluster: ClusterSpec, accounting: Accounting) -> CostModel:
     per_flop_s = 1.0 / cluster.flops_per_s
     dense_s = np.outer(per_flop_s, model.layer_dense_flops)
     return CostModel(
@@ -108,6 +121,28 @@ def cost_model(
         dense_s=np.zeros_like(dense_s) if accounting is Accounting.MIGRATE else dense_s,
         waiting_s=np.zeros(cluster.server_count),
         accounting=accounting,
+    )
+
+
+def _measured(nominal: CostModel, model: ModelSpec, speeds: Speeds) -> CostModel:
+    """What was measured in the place of the nominal figures; layers and experts of one size.
+
+    A token meets its user's server and the head once: they count to the first and the last layer.
+    Whoever exits is not charged for a head.
+    """
+    dense = model.layer_dense_flops / model.layer_dense_flops.mean()
+    dense_s = np.outer(speeds.dense_s, dense)
+    dense_s[:, 0] += speeds.token_s
+    dense_s[:, -1] += speeds.head_s
+    # Receiving and beginning is the work of who is sent to.
+    away = ~np.eye(nominal.server_count, dtype=bool)
+    return replace(
+        nominal,
+        transfer_s=nominal.transfer_s + away * speeds.hop_s,
+        token_transfer_s=nominal.token_transfer_s + away * speeds.hop_s,
+        expert_s=np.multiply.outer(speeds.expert_s, model.expert_flops / model.expert_flops.mean()),
+        dense_s=dense_s,
+        guess_s=speeds.draft_s,
     )
 
 

@@ -62,5 +62,8 @@ class Lead:
 
 def guess_times_s(cost: CostModel, top_k: int) -> FloatArray:
     """What it takes each server to guess a token: attention and router of all layers, and in each
-    as long as the experts that a token activates take there on average, [M] seconds."""
+    as long as the experts that a token activates take there on average, unless that was measured;
+    [M] seconds."""
+    if cost.guess_s is not None:
+        return cost.guess_s
     return (cost.dense_s + top_k * cost.expert_s.mean(axis=2)).sum(axis=1)

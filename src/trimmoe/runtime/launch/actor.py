@@ -11,13 +11,14 @@ from dataclasses import replace
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
 from trimmoe.runtime.launch.handles import ServerGone
 from trimmoe.runtime.launch.process import ServerProcess, log_to_file
 from trimmoe.runtime.launch.raylet import server_resource
 from trimmoe.runtime.launch.server import ServerSpec
 from trimmoe.runtime.launch.status import Phase, ServerStatus
+from trimmoe.runtime.probe import MachineReport
 
 _CALLS = 4
 """Calls an actor answers at once: a look that hangs must not hold up the order to stop."""
@@ -47,6 +48,10 @@ class ServerActor:
         if self._process is None:
             return ServerStatus(phase=Phase.EMPTY, pid=os.getpid())
         return self._process.status()
+
+    def measure(self) -> MachineReport | None:
+        """None if it has not begun."""
+        return None if self._process is None else self._process.measure()
 
     def stop(self, patience_s: float) -> None:
         if self._process is not None:
@@ -80,6 +85,7 @@ class RayHandle:
         """The process that was last told what to be."""
         self._asked: Any = None
         self._stopped: Any = None
+        self._measured: Any = None
 
     def status(self, patience_s: float) -> ServerStatus | None:
         # One question at a time: a server that hangs is not asked again and again.
@@ -97,6 +103,17 @@ class RayHandle:
             self._told_pid = status.pid
             self._actor.begin.remote(self._cluster, self._index)
         return status
+
+    def begin_measuring(self) -> None:
+        """Have it time itself."""
+        self._measured = self._actor.measure.remote()
+
+    def measured(self, patience_s: float) -> MachineReport | None:
+        """What that gave; None if it failed or is not through in time."""
+        try:
+            return ray.get(self._measured, timeout=patience_s)
+        except (RayActorError, RayTaskError, GetTimeoutError):
+            return None
 
     def restart(self) -> None:
         self._asked = None

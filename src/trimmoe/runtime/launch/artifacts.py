@@ -20,6 +20,7 @@ from trimmoe.calibrate.text import read_texts, text_hash
 from trimmoe.core.artifact import file_hash
 from trimmoe.core.cluster_file import load_cluster
 from trimmoe.core.errors import UserError
+from trimmoe.core.machines import load_machines
 from trimmoe.core.plan import PLAN_FORMAT, Plan, load_plan
 from trimmoe.core.precision import Precision
 from trimmoe.core.profile import PROFILE_FORMAT, Profile, load_profile
@@ -75,12 +76,20 @@ def prepare(
         plan = _made(config, profile, model, placed)
     else:
         plan = _plan(config, profile, model, folder, say)
+    plan = replace(plan, cluster=_as_measured(config, plan.cluster, model))
     if plan.header.input_hashes["profile"] != profile.hash:
         raise UserError(
             "The plan was made from another profile; run `trimmoe plan` with this profile, or "
             "leave out --plan."
         )
     return Artifacts(profile=profile, plan=plan, model=model)
+
+
+def _as_measured(config: ServeConfig, cluster: ClusterSpec, model: ModelSpec) -> ClusterSpec:
+    """The cluster with what was measured of its machines, if anything was. Raises `UserError`."""
+    if config.machines is None:
+        return cluster
+    return load_machines(config.machines).applied(cluster, model, config.quantise)
 
 
 def _model_spec(path: str, dtype: str, quantise: Precision) -> ModelSpec:
@@ -145,8 +154,8 @@ def _calibrated(
 def _made(config: ServeConfig, profile: Profile, model: ModelSpec, settings: PlanSettings) -> Plan:
     """A plan without a search, which takes seconds."""
     assert config.cluster is not None
-    cluster, hashed = load_cluster(config.cluster), file_hash(config.cluster)
-    return make_plan(profile, model, cluster, settings, cluster_hash=hashed)
+    cluster = _as_measured(config, load_cluster(config.cluster), model)
+    return make_plan(profile, model, cluster, settings, cluster_hash=file_hash(config.cluster))
 
 
 def _plan(config: ServeConfig, profile: Profile, model: ModelSpec, folder: Path, say: Say) -> Plan:
@@ -156,13 +165,13 @@ def _plan(config: ServeConfig, profile: Profile, model: ModelSpec, folder: Path,
             _require_cluster(plan, config.cluster)
         return plan
     assert config.cluster is not None
-    cluster, settings = load_cluster(config.cluster), default()
+    cluster, settings = _as_measured(config, load_cluster(config.cluster), model), default()
     search = SearchSettings(iterations=config.plan_iterations)
     cluster_hash = file_hash(config.cluster)
     return _kept(
         folder
         / "plans"
-        / f"{_plan_key(profile, model, cluster_hash, settings, search)}.safetensors",
+        / f"{_plan_key(profile, model, _inputs_hash(config), settings, search)}.safetensors",
         load=load_plan,
         make=lambda: _searched(profile, model, cluster, search, settings, cluster_hash),
         say=say,
@@ -189,6 +198,12 @@ def _searched(
         return optimise_plan(
             profile, model, cluster, search, settings, cluster_hash=cluster_hash, keep_going=step
         )
+
+
+def _inputs_hash(config: ServeConfig) -> str:
+    """Of the files that say what there is to plan for."""
+    assert config.cluster is not None
+    return file_hash(*(path for path in (config.cluster, config.machines) if path is not None))
 
 
 def _plan_key(

@@ -32,6 +32,8 @@ class ServeConfig(BaseModel):
     """What requests call the model; None: its folder's name, its hub id or `embedded`."""
     profile: Path | None = None
     plan: Path | None = None
+    machines: Path | None = None
+    """What `trimmoe probe` measured; None: what the plan was made with, or nominal figures."""
     text: tuple[Path, ...] = ()
     """What to calibrate on where no profile is given; none: the prose that every Python carries."""
     calibration_tokens: Annotated[int, Field(ge=1)] = 20_000
@@ -118,7 +120,7 @@ def serve_config(path: Path | None, given: dict[str, Any]) -> ServeConfig:
     return config
 
 
-_PATHS = ("cluster", "profile", "plan")
+_PATHS = ("cluster", "profile", "plan", "machines")
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 from trimmoe.runtime.launch.addresses import LOOPBACK, Endpoint, endpoints, is_loopback
 from trimmoe.runtime.launch.artifacts import Artifacts
@@ -15,7 +16,12 @@ from trimmoe.runtime.launch.signals import Stop, stop_on_signal
 from trimmoe.runtime.launch.supervise import Patience, Supervisor
 from trimmoe.runtime.wire.keys import generate_token
 
+if TYPE_CHECKING:
+    from trimmoe.runtime.launch.actor import RayHandle
+
 Say = Callable[[str], None]
+Meanwhile = Callable[[Sequence["RayHandle"]], None]
+"""What is done with servers that are up."""
 
 
 def local_endpoints(config: ServeConfig, names: Sequence[str]) -> tuple[Endpoint, ...]:
@@ -29,8 +35,16 @@ def local_endpoints(config: ServeConfig, names: Sequence[str]) -> tuple[Endpoint
     )
 
 
-def serve_local(config: ServeConfig, artifacts: Artifacts, pieces: Pieces, say: Say) -> None:
-    """Serve until Ctrl-C or SIGTERM; nothing that was started is left afterwards.
+def serve_local(
+    config: ServeConfig,
+    artifacts: Artifacts,
+    pieces: Pieces,
+    say: Say,
+    *,
+    meanwhile: Meanwhile | None = None,
+) -> None:
+    """Serve until Ctrl-C or SIGTERM, or until `meanwhile` is through; nothing that was started is
+    left afterwards.
 
     Raises `UserError` if a server does not start.
     """
@@ -40,24 +54,35 @@ def serve_local(config: ServeConfig, artifacts: Artifacts, pieces: Pieces, say: 
     with stop_on_signal() as stop:
         say(f"Starting {len(specs)} servers ...")
         with private_ray(generate_token()):
-            run_cluster(config, specs, stop, say, pinned=False)
+            run_cluster(config, specs, stop, say, pinned=False, meanwhile=meanwhile)
 
 
 def run_cluster(
-    config: ServeConfig, specs: Sequence[ServerSpec], stop: Stop, say: Say, *, pinned: bool
+    config: ServeConfig,
+    specs: Sequence[ServerSpec],
+    stop: Stop,
+    say: Say,
+    *,
+    pinned: bool,
+    meanwhile: Meanwhile | None = None,
 ) -> None:
-    """Start the servers on the Ray instance at hand and watch them until `stop`."""
+    """Start the servers on the Ray instance at hand and watch them until `stop`, or do something
+    with them and end."""
     from trimmoe.runtime.launch.actor import start_actors
 
     stop.listen()  # Ray has put a handler of its own in place.
+    handles = start_actors(specs, pinned=pinned)
     supervisor = Supervisor(
-        start_actors(specs, pinned=pinned),
+        handles,
         say=say,
         stopping=stop,
         patience=Patience(ready_s=config.ready_s),
     )
     try:
-        if supervisor.wait_ready():
+        ready = supervisor.wait_ready()
+        if ready and meanwhile is not None:
+            meanwhile(handles)
+        elif ready:
             announce(config, specs, say)
             supervisor.watch()
         say("Stopping ...")

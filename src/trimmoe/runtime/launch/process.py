@@ -24,6 +24,7 @@ from trimmoe.core.errors import UserError
 from trimmoe.models.embedded.materialise import default_cache_dir
 from trimmoe.runtime.launch.server import ServerSpec, Started, run_server
 from trimmoe.runtime.launch.status import Phase, ServerStatus
+from trimmoe.runtime.probe import MachineReport
 
 _log = logging.getLogger(__name__)
 
@@ -67,6 +68,12 @@ class ServerProcess:
             dense_bytes=started.bytes_read.dense,
             expert_bytes=started.bytes_read.experts,
         )
+
+    def measure(self) -> MachineReport:
+        """Time the server. Raises `UserError` if it does not serve."""
+        if self._started is None:
+            raise UserError(f"{self._spec.name} does not serve, so that nothing can be measured.")
+        return asyncio.run_coroutine_threadsafe(self._started.measure(), self._loop).result()
 
     def stop(self, patience_s: float) -> None:
         """End what is being answered, give the ports back and return when done or out of time."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -27,6 +27,7 @@ from trimmoe.policy.build import PolicyMaker
 from trimmoe.policy.settings import PolicySettings
 from trimmoe.runtime.launch.addresses import Endpoint, listener
 from trimmoe.runtime.launch.model import model_folder
+from trimmoe.runtime.probe import MachineReport
 from trimmoe.runtime.service import InferenceService, ServedModel
 from trimmoe.runtime.wire.base import Carrier
 from trimmoe.runtime.wire.codec import MessageTypes
@@ -53,6 +54,8 @@ class RunningNode(Protocol):
     async def start(self) -> None: ...
 
     async def close(self) -> None: ...
+
+    async def measure(self) -> MachineReport: ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -139,6 +142,8 @@ class Started:
     service: InferenceService
     transport: LinkTransport
     bytes_read: BytesRead
+    measure: Callable[[], Coroutine[Any, Any, MachineReport]]
+    """Times the server."""
 
 
 async def run_server(
@@ -167,7 +172,12 @@ async def run_server(
         node = spec.node.make(parts)
         try:
             await node.start()
-            news = Started(service=node.service, transport=transport, bytes_read=view.bytes_read)
+            news = Started(
+                service=node.service,
+                transport=transport,
+                bytes_read=view.bytes_read,
+                measure=node.measure,
+            )
             await _serve_http(spec, node.service, stop, lambda: started(news))
         finally:
             await node.close()

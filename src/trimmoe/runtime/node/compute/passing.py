@@ -11,7 +11,6 @@ import time
 from collections.abc import Sequence
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from trimmoe.core.events import (

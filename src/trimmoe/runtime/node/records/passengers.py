@@ -25,7 +25,6 @@ from trimmoe.runtime.node.records.messages import (
     Start,
 )
 
-
 MOST_MESSAGES = 1 << 16
 """Between two servers for one token; as many, less one, as a packed ledger has room for."""
 _WORD = np.dtype("<i8")

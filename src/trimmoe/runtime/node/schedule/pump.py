@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from typing import TypeVar
 
 from trimmoe.runtime.node.compute.executor import Executor
 from trimmoe.runtime.node.compute.perform import perform, use_threads
@@ -24,7 +25,9 @@ from trimmoe.runtime.node.records.readings import Guessed
 from trimmoe.runtime.node.records.work import Step, Work
 from trimmoe.runtime.node.schedule.floor import Floor
 
+T = TypeVar("T")
 Control = Callable[[], None]
+_LOOK_S = 0.005
 SHORT_S = 0.03
 """What messages may be left unheard for: of many rows less than so long, since a batch takes less
 than its rows one by one."""
@@ -80,6 +83,17 @@ class Pump:
         if self._hands is not None and not (self._due or self._busy):
             self._due = True
             self._loop.call_soon(self._turn)
+
+    async def apart(self, work: Callable[[], T]) -> T:
+        """Have the worker thread do something by itself; batches wait meanwhile."""
+        while self._busy:
+            await asyncio.sleep(_LOOK_S)
+        self._busy = True
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._pool, work)
+        finally:
+            self._busy = False
+            self.wake()
 
     async def run(self, hands: Hands) -> None:
         """Work while there is any; ends when cancelled, or by what goes wrong."""

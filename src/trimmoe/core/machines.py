@@ -1,0 +1,206 @@
+"""What the servers of a cluster and their links were measured to do: the artifact of a probe."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from enum import IntEnum
+from pathlib import Path
+
+import numpy as np
+from scipy.optimize import nnls
+
+from trimmoe.core.artifact import Header, arrays_hash, load_artifact, save_artifact
+from trimmoe.core.errors import UserError
+from trimmoe.core.precision import Precision
+from trimmoe.core.specs import BoolArray, ClusterSpec, FloatArray, IntArray, ModelSpec, Speeds
+
+MACHINES_KIND = "machines"
+MACHINES_FORMAT = 1
+BATCHES = (1, 2, 4, 8, 32, 128)
+"""Rows that work is timed with."""
+SLOWEST_FACTOR = 10.0
+"""What no server can have measured is taken at so many times the slowest of the others."""
+
+AS_SAID, NOTICED_S = 0.25, 0.0003
+"""Links that differ from what is said of them by no more than this share and so many seconds are
+taken to be what is said."""
+
+
+class Work(IntEnum):
+    """Kinds of work that are timed."""
+
+    DENSE = 0
+    """Attention, router and shared expert of one layer."""
+    EXPERT = 1
+    """One routed expert."""
+    HEAD = 2
+    """What follows the last layer."""
+    DRAFT = 3
+    """All layers with the experts at hand: a server's own guess."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Machines:
+    """M servers that were timed with W kinds of work in B sizes of batches."""
+
+    header: Header
+    cluster_name: str
+    server_names: tuple[str, ...]
+    model_hash: str
+    precision: Precision
+    batches: IntArray
+    """Rows of each size, [B]."""
+    work_s: FloatArray
+    """Median of each server alone, [M, W, B] seconds."""
+    low_s: FloatArray
+    """The tenth percentile, [M, W, B]."""
+    high_s: FloatArray
+    """The ninetieth, [M, W, B]."""
+    together: FloatArray
+    """How many times as long work takes while all servers work at once: more than one where they
+    share a machine, [M]."""
+    free_bytes: IntArray
+    """Memory that nobody had taken, [M]."""
+    delay_s: FloatArray
+    """One way; zero on the diagonal, NaN where unknown, [M, M]."""
+    bandwidth_bytes_per_s: FloatArray
+    """Infinite on the diagonal, NaN where unknown, [M, M]."""
+    jitter_s: FloatArray
+    """How much longer than the shortest a round trip takes on average, NaN where unknown, [M, M].
+    """
+    hop_s: FloatArray
+    """As in `Speeds`, [M]."""
+    token_s: FloatArray
+    """As in `Speeds`, [M]."""
+
+    def save(self, path: Path) -> None:
+        """Write to `path`, atomically."""
+        save_artifact(path, self.header, self._arrays())
+
+    @property
+    def hash(self) -> str:
+        return arrays_hash(self.header, self._arrays())
+
+    def _arrays(self) -> dict[str, np.ndarray]:
+        return {name: getattr(self, name) for name in _ARRAYS}
+
+    def law(self) -> tuple[FloatArray, FloatArray]:
+        """What a batch of each kind takes: seconds once, and for each row, both [M, W].
+
+        The line of least squares of what was measured, by relative error, neither part negative.
+        """
+        shape = self.work_s.shape[:2]
+        once_s, row_s = np.zeros(shape), np.zeros(shape)
+        for at in np.ndindex(shape):
+            once_s[at], row_s[at] = _line(self.batches, self.work_s[at])
+        return once_s, row_s
+
+    def batch_share(self) -> float:
+        """Share of a row's time in layers that a batch needs only once, over all servers."""
+        once_s, row_s = (part[:, [Work.DENSE, Work.EXPERT]].sum() for part in self.law())
+        return float(once_s / (once_s + row_s))
+
+    def speeds(self) -> Speeds:
+        """For plans."""
+        return Speeds(
+            dense_s=self.work_s[:, Work.DENSE, 0],
+            expert_s=self.work_s[:, Work.EXPERT, 0],
+            head_s=self.work_s[:, Work.HEAD, 0],
+            draft_s=self.work_s[:, Work.DRAFT, 0],
+            hop_s=self.hop_s,
+            token_s=self.token_s,
+            batch_share=self.batch_share(),
+        )
+
+    def applied(self, cluster: ClusterSpec, model: ModelSpec, precision: Precision) -> ClusterSpec:
+        """The cluster with what was measured in the place of nominal figures.
+
+        Links that nobody measured stay as they are, and so do those that are what was said of them:
+        where they are emulated, by that. Raises `UserError` where the two do not belong together.
+        """
+        if cluster.server_names != self.server_names:
+            raise UserError(
+                f"The servers measured are {', '.join(self.server_names)}, those of the cluster "
+                f"{', '.join(cluster.server_names)}; run `trimmoe probe` with this cluster file."
+            )
+        if (model.model_hash, precision) != (self.model_hash, self.precision):
+            raise UserError(
+                f"The machines were measured with another model or precision than {model.name} "
+                f"({precision}); run `trimmoe probe` with it."
+            )
+        apart_s = np.abs(self.delay_s - cluster.delay_s)
+        known = apart_s > AS_SAID * cluster.delay_s + NOTICED_S
+        with np.errstate(invalid="ignore", divide="ignore"):
+            wide = np.abs(self.bandwidth_bytes_per_s / cluster.bandwidth_bytes_per_s - 1) > AS_SAID
+        layer_flops = model.layer_dense_flops.mean()
+        return replace(
+            cluster,
+            delay_s=np.where(known, self.delay_s, cluster.delay_s),
+            bandwidth_bytes_per_s=np.where(
+                wide, self.bandwidth_bytes_per_s, cluster.bandwidth_bytes_per_s
+            ),
+            flops_per_s=layer_flops / self.work_s[:, Work.DENSE, 0],
+            speeds=self.speeds(),
+        )
+
+
+_ARRAYS = (
+    "batches", "work_s", "low_s", "high_s", "together", "free_bytes", "delay_s",
+    "bandwidth_bytes_per_s", "jitter_s", "hop_s", "token_s",
+)  # fmt: skip
+
+
+def load_machines(path: Path) -> Machines:
+    """Read what was measured; raises `UserError` if it is missing, damaged or of another format."""
+    header, arrays = load_artifact(path, kind=MACHINES_KIND, format_version=MACHINES_FORMAT)
+    return Machines(
+        header=header,
+        cluster_name=header.extra["cluster_name"],
+        server_names=tuple(header.extra["server_names"]),
+        model_hash=header.input_hashes["model"],
+        precision=Precision(header.extra["precision"]),
+        **{name: arrays[name] for name in _ARRAYS},
+    )
+
+
+def machines_header(
+    cluster: ClusterSpec,
+    precision: Precision,
+    *,
+    settings: Mapping[str, object],
+    input_hashes: Mapping[str, str],
+) -> Header:
+    """The header of what was measured; `input_hashes` names at least `model`."""
+    assert "model" in input_hashes
+    return Header(
+        kind=MACHINES_KIND,
+        format_version=MACHINES_FORMAT,
+        settings=dict(settings),
+        input_hashes=dict(input_hashes),
+        extra={
+            "cluster_name": cluster.name,
+            "server_names": list(cluster.server_names),
+            "precision": str(precision),
+        },
+    )
+
+
+def plausible(measured: FloatArray, known: BoolArray) -> FloatArray:
+    """Measured times [M, ...] with nonsense of a server taken at its slowest plausible.
+
+    `known` [M] says who answered at all. What is no positive number, or of no server that did, is
+    `SLOWEST_FACTOR` times the slowest of the others; raises `UserError` if there are none.
+    """
+    good = known.reshape(-1, *[1] * (measured.ndim - 1)) & np.isfinite(measured) & (measured > 0)
+    if not good.any(axis=0).all():
+        raise UserError("No server could be measured; look into their logs and try again.")
+    slowest = np.where(good, measured, 0.0).max(axis=0)
+    return np.where(good, measured, SLOWEST_FACTOR * slowest)
+
+
+def _line(rows: IntArray, seconds: FloatArray) -> tuple[float, float]:
+    """Intercept and slope, neither negative, of least relative error."""
+    terms = np.stack([1.0 / seconds, rows / seconds], axis=1)
+    (once_s, row_s), _ = nnls(terms, np.ones(rows.size))
+    return float(once_s), float(row_s)

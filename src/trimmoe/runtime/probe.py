@@ -1,0 +1,154 @@
+"""What a server can do, timed on its own device with the weights that it holds."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from trimmoe.core.machines import BATCHES, Work
+from trimmoe.core.specs import FloatArray
+from trimmoe.models.base import DROPPED, MoEView
+from trimmoe.runtime.home import StandIns, held_here, home_layers
+
+FEWEST, MOST = 5, 40
+"""Times that one kind of work is timed with one size of batch."""
+WORK_S = 0.15
+"""After which no more than `FEWEST` are wanted."""
+_CONTEXT = 64
+"""Positions of a sequence before the one that is timed."""
+_QUANTILES = (0.1, 0.5, 0.9)
+_SPREAD = 8
+"""Experts that are timed one after another, so that none is in the processor's cache."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LinkReport:
+    """The link to one peer; None where it is not known yet."""
+
+    peer: str
+    delay_s: float | None
+    bandwidth_bytes_per_s: float | None
+    jitter_s: float | None
+    """What round trips take beyond the shortest, on average."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MachineReport:
+    """One server about itself."""
+
+    server: str
+    device: str
+    threads: int
+    free_bytes: int
+    work_s: FloatArray
+    """Quantiles 0.1, 0.5 and 0.9, [3, W, B] seconds."""
+    links: tuple[LinkReport, ...]
+
+
+def free_bytes(device: torch.device) -> int:
+    """Memory that nobody has taken."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+@torch.inference_mode()
+def time_work(view: MoEView, stands_in: StandIns | None = None) -> FloatArray:
+    """Quantiles of what every kind of work takes, by rows, [3, W, B] seconds.
+
+    Layers run as they do in decoding, several in one call, rows of as many sequences.
+    """
+    by_rows = [_work_at(_Bench(view, rows), stands_in) for rows in BATCHES]
+    return np.stack(by_rows, axis=2)
+
+
+def _work_at(bench: _Bench, stands_in: StandIns | None) -> FloatArray:
+    """Of one size of batch, [3, W]."""
+    view, nothing = bench.view, torch.zeros_like(bench.held)
+    taken = {
+        Work.DENSE: bench.timed(lambda: bench.home(nothing, None)) / view.spec.layer_count,
+        Work.EXPERT: bench.expert(),
+        Work.HEAD: bench.timed(lambda: view.logits(bench.states).argmax(-1)),
+        Work.DRAFT: bench.timed(lambda: bench.draft(stands_in)),
+    }
+    return np.stack([np.quantile(taken[kind], _QUANTILES) for kind in Work], axis=1)
+
+
+class _Bench:
+    """A batch of so many rows to time work with."""
+
+    def __init__(self, view: MoEView, rows: int) -> None:
+        self.view, self.rows = view, rows
+        self.held = held_here(view)
+        self._cache = view.new_cache(slots=rows)
+        slots = [self._cache.alloc() for _ in range(rows)]
+        position = min(_CONTEXT, view.spec.context_length - 1)
+        self._batch = view.batch(self._cache, slots, [range(position, position + 1)] * rows)
+        draws = torch.Generator().manual_seed(0)
+        ids = torch.randint(view.spec.vocab_size, (rows, 1), generator=draws)
+        self._hidden = view.embed(ids.to(view.device), self._batch)
+        self.states = self._batch.pack(self._hidden)
+
+    def home(self, held: Tensor, stands_in: StandIns | None) -> Tensor:
+        """All layers, with these experts."""
+        view, layers = self.view, self.view.spec.layer_count
+        return home_layers(view, 0, layers, self._hidden, self._batch, self._cache, held, stands_in)
+
+    def draft(self, stands_in: StandIns | None) -> Tensor:
+        """A guess of what follows each row."""
+        view = self.view
+        states = self._batch.pack(
+            view.tail(self.home(self.held, stands_in), self._batch, self._cache)
+        )
+        return view.logits(states).argmax(-1)
+
+    def expert(self) -> FloatArray:
+        """One expert that is held here, with all rows, less what a call takes; seconds, [n]."""
+        places = [
+            (layer, expert)
+            for layer, experts in enumerate(self.view.loaded)
+            for expert in sorted(experts)
+        ]
+        chosen = places[:: max(1, len(places) // _SPREAD)]
+        if not chosen:
+            # Whoever holds none is asked for none.
+            return np.array([np.nan])
+        width = self.view.spec.top_k
+        gates = torch.full((self.rows, width), 1.0, device=self.view.device)
+        with_it, without = (
+            self.timed(lambda which=which: self._experts(chosen, which, gates, width))
+            for which in (1, 0)
+        )
+        worked = (with_it - np.median(without)) / len(chosen)
+        return np.maximum(worked, np.median(with_it) * 1e-3 / len(chosen))
+
+    def _experts(
+        self, chosen: Sequence[tuple[int, int]], used: int, gates: Tensor, width: int
+    ) -> None:
+        for layer, expert in chosen:
+            slots = torch.full((self.rows, width), DROPPED, dtype=torch.int64)
+            slots[:, :used] = expert
+            self.view.experts(layer, self.states, slots.to(self.view.device), gates)
+
+    def timed(self, work: Callable[[], object]) -> FloatArray:
+        """Seconds of each of some repetitions, the first of which does not count, [n]."""
+        work()
+        taken: list[float] = []
+        while len(taken) < FEWEST or (len(taken) < MOST and sum(taken) < WORK_S):
+            self._settle()
+            began_s = time.perf_counter()
+            work()
+            self._settle()
+            taken.append(time.perf_counter() - began_s)
+        return np.array(taken)
+
+    def _settle(self) -> None:
+        """Wait for what an accelerator still does."""
+        if self.view.device.type == "cuda":
+            torch.cuda.synchronize(self.view.device)

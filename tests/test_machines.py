@@ -1,0 +1,252 @@
+"""What was measured of servers: kept, made into costs, and never trusted beyond reason."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from factories import random_cluster, random_model_spec, random_profile
+from launching import SERVERS, write_files
+from nodes import answers, read, request, running, tokens_of, world
+from serving import Tiny
+from synthetic import random_plan
+from trimmoe.core.errors import UserError
+from trimmoe.core.machines import (
+    BATCHES,
+    SLOWEST_FACTOR,
+    Machines,
+    Work,
+    load_machines,
+    machines_header,
+    plausible,
+)
+from trimmoe.core.plan import load_plan
+from trimmoe.core.precision import Precision
+from trimmoe.core.specs import ClusterSpec, ModelSpec
+from trimmoe.cost.model import Accounting, cost_model
+from trimmoe.engine.guesses import guess_times_s
+from trimmoe.experiments import probing
+from trimmoe.runtime.launch.artifacts import Artifacts, prepare
+from trimmoe.runtime.launch.config import ServeConfig
+from trimmoe.runtime.probe import LinkReport, MachineReport
+from wires import soon
+
+
+def _machines(
+    cluster: ClusterSpec, model: ModelSpec, *, hop_s: float = 0.0, token_s: float = 0.0
+) -> Machines:
+    """Server m takes (m + 1) ms for a layer, a tenth for an expert, three times it for the head and
+    twenty times it to guess; every further row a quarter more."""
+    count = cluster.server_count
+    one_s = np.outer(1e-3 * (1 + np.arange(count)), [1.0, 0.1, 3.0, 20.0])
+    work_s = one_s[:, :, None] * (0.75 + 0.25 * np.array(BATCHES))
+    return Machines(
+        header=machines_header(
+            cluster, Precision.NONE, settings={}, input_hashes={"model": model.model_hash}
+        ),
+        cluster_name=cluster.name,
+        server_names=cluster.server_names,
+        model_hash=model.model_hash,
+        precision=Precision.NONE,
+        batches=np.array(BATCHES),
+        work_s=work_s,
+        low_s=0.9 * work_s,
+        high_s=1.1 * work_s,
+        together=np.ones(count),
+        free_bytes=np.full(count, 1 << 30),
+        delay_s=cluster.delay_s,
+        bandwidth_bytes_per_s=cluster.bandwidth_bytes_per_s,
+        jitter_s=np.zeros((count, count)),
+        hop_s=np.full(count, hop_s),
+        token_s=np.full(count, token_s),
+    )
+
+
+@pytest.fixture
+def cluster(rng: np.random.Generator) -> ClusterSpec:
+    return random_cluster(rng, servers=3)
+
+
+@pytest.fixture
+def rng() -> np.random.Generator:
+    return np.random.default_rng(7)
+
+
+@pytest.fixture
+def model(rng: np.random.Generator) -> ModelSpec:
+    return random_model_spec(rng, layers=4, experts=6, top_k=2)
+
+
+def test_they_are_kept_as_they_are(cluster: ClusterSpec, model: ModelSpec, tmp_path: Path) -> None:
+    made = _machines(cluster, model, hop_s=1e-3)
+    made.save(tmp_path / "machines.trim")
+    kept = load_machines(tmp_path / "machines.trim")
+    assert kept.hash == made.hash
+    assert kept.server_names == cluster.server_names
+
+
+def test_a_token_costs_what_was_measured(cluster: ClusterSpec, model: ModelSpec) -> None:
+    """By hand: a layer as its share of all, experts likewise, the head once, software at each end
+    and for each message."""
+    measured = _machines(cluster, model, hop_s=2e-3, token_s=5e-3)
+    cost = cost_model(model, measured.applied(cluster, model, Precision.NONE))
+    layer = model.layer_dense_flops / model.layer_dense_flops.mean()
+    assert cost.dense_s[2, 1] == pytest.approx(3e-3 * layer[1])
+    assert cost.dense_s[2, 0] == pytest.approx(3e-3 * layer[0] + 5e-3)
+    assert cost.dense_s[2, 3] == pytest.approx(3e-3 * layer[3] + 9e-3)
+    share = model.expert_flops / model.expert_flops.mean()
+    assert np.allclose(cost.expert_s[1], 2e-4 * share)
+    nominal = cost_model(model, cluster)
+    away = ~np.eye(3, dtype=bool)
+    assert np.allclose(cost.transfer_s, nominal.transfer_s + 2e-3 * away)
+    assert np.allclose(cost.token_transfer_s, nominal.token_transfer_s + 2e-3 * away)
+    assert guess_times_s(cost, model.top_k) == pytest.approx([0.02, 0.04, 0.06])
+
+
+def test_the_letter_knows_flops_only(cluster: ClusterSpec, model: ModelSpec) -> None:
+    """(15) under `migrate`, whatever was measured but the relation of speeds."""
+    measured = _machines(cluster, model, hop_s=2e-3).applied(cluster, model, Precision.NONE)
+    cost = cost_model(model, measured, Accounting.MIGRATE)
+    assert (cost.dense_s == 0).all()
+    assert np.allclose(cost.expert_s * measured.flops_per_s[:, None, None], model.expert_flops)
+    assert cost.guess_s is None
+
+
+def test_batches_follow_a_line(cluster: ClusterSpec, model: ModelSpec) -> None:
+    measured = _machines(cluster, model)
+    once_s, row_s = measured.law()
+    assert np.allclose(once_s[:, Work.DENSE], [0.75e-3, 1.5e-3, 2.25e-3])
+    assert np.allclose(row_s[:, Work.HEAD], [0.75e-3, 1.5e-3, 2.25e-3])
+    assert measured.batch_share() == pytest.approx(0.75)
+
+
+def test_links_are_what_was_measured_unless_that_is_what_was_said(
+    cluster: ClusterSpec, model: ModelSpec
+) -> None:
+    delay_s = cluster.delay_s * 1.1
+    delay_s[0, 1] = 3 * cluster.delay_s[0, 1] + 0.01
+    delay_s[1, 0] = np.nan
+    made = replace(_machines(cluster, model), delay_s=delay_s)
+    applied = made.applied(cluster, model, Precision.NONE)
+    expected = cluster.delay_s.copy()
+    expected[0, 1] = delay_s[0, 1]
+    assert np.array_equal(applied.delay_s, expected)
+
+
+def test_others_are_refused_in_a_sentence(cluster: ClusterSpec, model: ModelSpec) -> None:
+    made = _machines(cluster, model)
+    with pytest.raises(UserError, match="run `trimmoe probe` with this cluster file"):
+        made.applied(replace(cluster, server_names=("x", "y", "z")), model, Precision.NONE)
+    with pytest.raises(UserError, match="another model or precision"):
+        made.applied(cluster, model, Precision.INT8)
+
+
+def test_plans_keep_what_was_measured(
+    cluster: ClusterSpec, model: ModelSpec, rng: np.random.Generator, tmp_path: Path
+) -> None:
+    measured = _machines(cluster, model, hop_s=1e-3).applied(cluster, model, Precision.NONE)
+    plan = random_plan(rng, model, measured)
+    plan = replace(
+        plan, header=replace(plan.header, extra=plan.header.extra | {"batch_share": 0.75})
+    )
+    plan.save(tmp_path / "plan.trim")
+    kept = load_plan(tmp_path / "plan.trim")
+    assert kept.hash == plan.hash
+    assert kept.cluster.speeds is not None
+    assert measured.speeds is not None
+    assert kept.cluster.speeds.batch_share == 0.75
+    for name, array in measured.speeds.arrays().items():
+        assert np.array_equal(kept.cluster.speeds.arrays()[name], array)
+
+
+@given(
+    st.lists(st.floats(1e-6, 10.0), min_size=2, max_size=6),
+    st.sampled_from([np.nan, np.inf, -1.0, 0.0]),
+)
+def test_nonsense_is_taken_at_its_slowest_plausible(good: list[float], nonsense: float) -> None:
+    """Never faster than anybody who makes sense; who does is left alone."""
+    found = plausible(np.array([*good, nonsense]), np.ones(len(good) + 1, dtype=bool))
+    assert found[:-1].tolist() == good
+    assert found[-1] == pytest.approx(SLOWEST_FACTOR * max(good))
+
+
+def test_nobody_is_an_error() -> None:
+    with pytest.raises(UserError, match="No server could be measured"):
+        plausible(np.array([np.nan, np.nan]), np.ones(2, dtype=bool))
+
+
+@pytest.mark.parametrize(("hop_ms", "token_ms"), [(0.0, 4.0), (1.5, 0.0), (2.0, 3.0)])
+def test_what_software_costs_is_found_in_the_clock(
+    rng: np.random.Generator, hop_ms: float, token_ms: float
+) -> None:
+    """Answers that take what the cost model says with these costs give them back, where users have
+    unlike numbers of messages on their way."""
+    model = random_model_spec(rng, layers=6, experts=4, top_k=2)
+    profile, cluster = random_profile(rng, model), random_cluster(rng, servers=4)
+    plan = random_plan(rng, model, cluster)
+    routes = np.array([[0] * 6, [0, 1] * 3, [2, 3, 0, 1, 2, 3], [3] * 6])
+    plan = replace(plan, hosts=np.ones_like(plan.hosts), routes=routes)
+    artifacts = Artifacts(profile=profile, plan=plan, model=model)
+    known = _machines(cluster, model, hop_s=hop_ms * 1e-3, token_s=token_ms * 1e-3)
+    clock_s = probing.exact_s(known, artifacts)
+    found = probing.with_overheads(_machines(cluster, model), artifacts, clock_s)
+    assert found.hop_s * 1e3 == pytest.approx([hop_ms] * 4, abs=0.1)
+    assert found.token_s * 1e3 == pytest.approx([token_ms] * 4, abs=0.2)
+
+
+def test_a_server_that_lies_costs_speed_only(tmp_path: Path) -> None:
+    """What three say is taken, of the fourth nothing makes sense; a plan can be made with it."""
+    files = write_files(tmp_path)
+    config = ServeConfig.model_validate(
+        {"cluster": files.cluster, "model": str(files.model), "profile": files.profile,
+         "plan": files.plan, "emulate_machines": False}
+    )  # fmt: skip
+    artifacts = prepare(config, sample=str, say=lambda _: None, cache_dir=tmp_path)
+    good = np.full((3, len(Work), len(BATCHES)), 1e-3)
+    reports = [
+        MachineReport(
+            server=name,
+            device="cpu",
+            threads=1,
+            free_bytes=1,
+            work_s=good if at else np.full_like(good, -np.inf),
+            links=(
+                LinkReport(
+                    peer=SERVERS[0], delay_s=-1.0, bandwidth_bytes_per_s=None, jitter_s=None
+                ),
+            )
+            if at == 1
+            else (),
+        )
+        for at, name in enumerate(SERVERS)
+    ]
+    made = probing.machines_of(artifacts, config, [*reports[:3], None], reports)
+    assert (made.work_s[1:3] == 1e-3).all()
+    assert (made.work_s[[0, 3]] == 1e-2).all()
+    applied = made.applied(artifacts.plan.cluster, artifacts.model, Precision.NONE)
+    assert (applied.delay_s >= 0).all()
+    assert np.isfinite(cost_model(artifacts.model, applied).transfer_s).all()
+    assert len(probing.machines_tables(made)) == 2
+
+
+async def test_a_server_times_itself_while_its_users_wait(tiny: Tiny) -> None:
+    """Everything is timed, more rows never take less than a tenth of their time, links are told,
+    and an answer that was asked for meanwhile is what it would have been."""
+    profile, plan = world(tiny, servers=2)
+    async with running(tiny, profile=profile, plan=plan) as cluster:
+        before = await answers(cluster, [(0, request([1, 2, 3]))])
+        measuring = cluster.nodes[0].measure()
+        stream = cluster.nodes[0].service.submit(request([1, 2, 3]))
+        report = await soon(measuring)
+        after = await read(stream)
+    assert tokens_of(after) == tokens_of(before[0])
+    assert report.work_s.shape == (3, len(Work), len(BATCHES))
+    assert (report.work_s > 0).all()
+    assert (report.work_s[0] <= report.work_s[2]).all()
+    assert report.work_s[1, Work.HEAD, -1] > report.work_s[1, Work.HEAD, 0]
+    assert [link.peer for link in report.links] == [cluster.names[1]]
