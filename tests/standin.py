@@ -97,6 +97,7 @@ class EchoNode:
         """Everything takes a millisecond."""
         return MachineReport(
             server=self.service.transport_name,
+            machine="here",
             device="cpu",
             threads=1,
             free_bytes=1 << 30,

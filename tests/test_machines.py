@@ -58,6 +58,7 @@ def _machines(
         low_s=0.9 * work_s,
         high_s=1.1 * work_s,
         together=np.ones(count),
+        machine=np.arange(count),
         free_bytes=np.full(count, 1 << 30),
         delay_s=cluster.delay_s,
         bandwidth_bytes_per_s=cluster.bandwidth_bytes_per_s,
@@ -151,9 +152,6 @@ def test_plans_keep_what_was_measured(
 ) -> None:
     measured = _machines(cluster, model, hop_s=1e-3).applied(cluster, model, Precision.NONE)
     plan = random_plan(rng, model, measured)
-    plan = replace(
-        plan, header=replace(plan.header, extra=plan.header.extra | {"batch_share": 0.75})
-    )
     plan.save(tmp_path / "plan.trim")
     kept = load_plan(tmp_path / "plan.trim")
     assert kept.hash == plan.hash
@@ -211,6 +209,7 @@ def test_a_server_that_lies_costs_speed_only(tmp_path: Path) -> None:
     reports = [
         MachineReport(
             server=name,
+            machine="one",
             device="cpu",
             threads=1,
             free_bytes=1,
@@ -231,7 +230,7 @@ def test_a_server_that_lies_costs_speed_only(tmp_path: Path) -> None:
     applied = made.applied(artifacts.plan.cluster, artifacts.model, Precision.NONE)
     assert (applied.delay_s >= 0).all()
     assert np.isfinite(cost_model(artifacts.model, applied).transfer_s).all()
-    assert len(probing.machines_tables(made)) == 2
+    assert len(probing.machines_tables(made)) == 3
 
 
 async def test_a_server_times_itself_while_its_users_wait(tiny: Tiny) -> None:

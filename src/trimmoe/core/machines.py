@@ -60,6 +60,8 @@ class Machines:
     together: FloatArray
     """How many times as long work takes while all servers work at once: more than one where they
     share a machine, [M]."""
+    machine: IntArray
+    """Number of the machine that each server runs on, [M]."""
     free_bytes: IntArray
     """Memory that nobody had taken, [M]."""
     delay_s: FloatArray
@@ -101,6 +103,15 @@ class Machines:
         once_s, row_s = (part[:, [Work.DENSE, Work.EXPERT]].sum() for part in self.law())
         return float(once_s / (once_s + row_s))
 
+    def at_once(self) -> FloatArray:
+        """Servers of the machine of each that may work at once without holding one another up: as
+        many as there are over what all of them together take longer, [M]."""
+        found = np.empty(self.machine.size)
+        for machine in np.unique(self.machine):
+            here = self.machine == machine
+            found[here] = here.sum() / max(float(self.together[here].mean()), 1.0)
+        return np.maximum(found, 1.0)
+
     def speeds(self) -> Speeds:
         """For plans."""
         return Speeds(
@@ -110,6 +121,8 @@ class Machines:
             draft_s=self.work_s[:, Work.DRAFT, 0],
             hop_s=self.hop_s,
             token_s=self.token_s,
+            machine=self.machine,
+            at_once=self.at_once(),
             batch_share=self.batch_share(),
         )
 
@@ -146,7 +159,7 @@ class Machines:
 
 
 _ARRAYS = (
-    "batches", "work_s", "low_s", "high_s", "together", "free_bytes", "delay_s",
+    "batches", "work_s", "low_s", "high_s", "together", "machine", "free_bytes", "delay_s",
     "bandwidth_bytes_per_s", "jitter_s", "hop_s", "token_s",
 )  # fmt: skip
 

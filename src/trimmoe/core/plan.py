@@ -53,8 +53,7 @@ class Plan:
 
     def _arrays(self) -> dict[str, np.ndarray]:
         cluster = self.cluster
-        measured = {} if cluster.speeds is None else cluster.speeds.arrays()
-        return {f"cluster.speeds.{name}": array for name, array in measured.items()} | {
+        return {f"{_SPEEDS}{name}": array for name, array in _measured(cluster).items()} | {
             "hosts": self.hosts.astype(np.uint8),
             "routes": self.routes,
             "expert_capacity_bytes": self.expert_capacity_bytes,
@@ -79,7 +78,7 @@ def load_plan(path: Path) -> Plan:
         bandwidth_bytes_per_s=arrays["cluster.bandwidth_bytes_per_s"],
         delay_s=arrays["cluster.delay_s"],
         devices=tuple(header.extra.get("devices", ())),
-        speeds=_speeds(header, arrays),
+        speeds=_speeds(arrays),
     )
     return Plan(
         header=header,
@@ -90,11 +89,28 @@ def load_plan(path: Path) -> Plan:
     )
 
 
-def _speeds(header: Header, arrays: dict[str, np.ndarray]) -> Speeds | None:
+_SPEEDS = "cluster.speeds."
+"""What the names of arrays of what was measured begin with."""
+
+
+def _measured(cluster: ClusterSpec) -> dict[str, np.ndarray]:
     """What was measured of the cluster, if anything."""
-    prefix = "cluster.speeds."
-    found = {name.removeprefix(prefix): array for name, array in arrays.items() if prefix in name}
-    return Speeds(**found, batch_share=header.extra["batch_share"]) if found else None
+    speeds = cluster.speeds
+    if speeds is None:
+        return {}
+    return {**speeds.arrays(), "batch_share": np.array([speeds.batch_share])}
+
+
+def _speeds(arrays: dict[str, np.ndarray]) -> Speeds | None:
+    found = {
+        name.removeprefix(_SPEEDS): array
+        for name, array in arrays.items()
+        if name.startswith(_SPEEDS)
+    }
+    if not found:
+        return None
+    share = float(found.pop("batch_share")[0])
+    return Speeds(**found, batch_share=share)
 
 
 def plan_header(
@@ -113,6 +129,5 @@ def plan_header(
             "server_names": list(cluster.server_names),
             "devices": list(cluster.devices),
             "memory_ratio": cluster.memory_ratio,
-        }
-        | ({} if cluster.speeds is None else {"batch_share": cluster.speeds.batch_share}),
+        },
     )

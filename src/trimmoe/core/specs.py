@@ -84,6 +84,10 @@ class Speeds:
     """Software: to take in a message with a hidden vector and to work at it."""
     token_s: FloatArray
     """Software: what a token takes a user's server beside all this."""
+    machine: IntArray
+    """Number of the machine that each server runs on."""
+    at_once: FloatArray
+    """Servers of that machine that may compute at once without holding one another up."""
     batch_share: float
     """As in `cost.batching`."""
 
@@ -94,9 +98,11 @@ class Speeds:
             assert (array >= 0).all()
         assert 0.0 <= self.batch_share <= 1.0
 
-    def arrays(self) -> dict[str, FloatArray]:
+    def arrays(self) -> dict[str, FloatArray | IntArray]:
         """All but `batch_share`, by name."""
-        names = ("dense_s", "expert_s", "head_s", "draft_s", "hop_s", "token_s")
+        names = (
+            "dense_s", "expert_s", "head_s", "draft_s", "hop_s", "token_s", "machine", "at_once",
+        )  # fmt: skip
         return {name: getattr(self, name) for name in names}
 
 

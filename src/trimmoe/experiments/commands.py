@@ -11,6 +11,7 @@ from typing import Annotated, Literal
 import typer
 
 from trimmoe.core.errors import UserError
+from trimmoe.core.precision import Precision
 from trimmoe.experiments.figures.commands import all_figures, claims, figure
 
 app = typer.Typer(
@@ -214,5 +215,75 @@ def budget_meaning(
     inputs |= {f"text {name}": text_hash(texts) for name, texts in domains.items()}
     content = experiment.meaning_json(settings, measured, inputs)
     Console().print(experiment.meaning_table(content))
+    if json_path is not None:
+        write_json(json_path, content)
+
+
+@app.command("plan-vs-real")
+def plan_vs_real(
+    trace: Annotated[
+        Path, typer.Option("--trace", help="Made by `trimmoe record --plan`, of text like it.")
+    ],
+    profile: ProfileOption,
+    plan: PlanOption,
+    machines: Annotated[
+        Path | None, typer.Option(help="Made by `trimmoe probe`, unless the plan knows.")
+    ] = None,
+    method: Annotated[
+        list[str] | None, typer.Option(help="Repeatable; default: exact and speculative.")
+    ] = None,
+    streams: Annotated[
+        list[int] | None, typer.Option(min=1, help="Repeatable; default: 1, 8 and 32.")
+    ] = None,
+    model: ModelOption = "embedded",
+    quantise: Annotated[Precision, typer.Option(help="As the machines were measured.")] = (
+        Precision.NONE
+    ),
+    threads: Annotated[int | None, typer.Option(min=1, help="Of each server.")] = None,
+    requests: Annotated[int, typer.Option(min=2)] = 16,
+    prompt_tokens: Annotated[int, typer.Option(min=1)] = 32,
+    output_tokens: Annotated[int, typer.Option(min=2)] = 32,
+    port_base: Annotated[int, typer.Option(min=1, max=65535)] = 8000,
+    seed: int = 0,
+    json_path: JsonOption = None,
+) -> None:
+    """What the simulator expects of measured machines beside what a client measures of them."""
+    from rich.console import Console
+
+    from trimmoe.core.trace import load_trace
+    from trimmoe.experiments import plan_vs_real as experiment
+    from trimmoe.experiments.compare import write_json
+    from trimmoe.experiments.opening import resolved
+    from trimmoe.experiments.sample_text import sample_text
+    from trimmoe.experiments.serve_cluster import artifacts_of
+    from trimmoe.experiments.serve_prompts import token_prompts
+    from trimmoe.models.load import load_tokenizer
+    from trimmoe.runtime.launch.config import serve_config
+
+    console = Console()
+    many = tuple(streams or (1, 8, 32))
+    given = {
+        "model": model, "profile": profile, "plan": plan, "machines": machines,
+        "kv_slots": max(many) + 8,
+        "quantise": quantise, "threads": threads, "port_base": port_base,
+        "emulate_links": True, "emulate_machines": False,
+    }  # fmt: skip
+    config = serve_config(None, given)
+    artifacts = artifacts_of(config, console.print)
+    ids = load_tokenizer(resolved(model))(sample_text("held-out"), verbose=False)["input_ids"]
+    asked = experiment.Asked(
+        prompts=token_prompts(ids, requests, prompt_tokens, seed=seed),
+        output_tokens=output_tokens,
+        streams=many,
+        requests=requests,
+        seed=seed,
+    )
+    names = method or ["exact", "speculative"]
+    content = experiment.plan_vs_real(
+        names, config, artifacts, load_trace(trace), asked, say=console.print
+    )
+    console.print(experiment.plan_vs_real_table(content))
+    alike = "alike" if experiment.ranks_alike(content["rows"]) else "otherwise"
+    console.print(f"Where measured intervals do not overlap the simulator ranks {alike}.")
     if json_path is not None:
         write_json(json_path, content)

@@ -23,7 +23,7 @@ from scipy.optimize import nnls
 from trimmoe.core.errors import UserError
 from trimmoe.core.machines import BATCHES, Machines, Work, machines_header, plausible
 from trimmoe.core.plan import Plan
-from trimmoe.core.specs import FloatArray
+from trimmoe.core.specs import FloatArray, IntArray
 from trimmoe.cost.expected import expected_layer_delay_s
 from trimmoe.cost.model import cost_model
 from trimmoe.experiments.serve_bench import Load, run_load
@@ -130,8 +130,8 @@ def machines_of(
     ratio = np.ones(count)
     for at, one in enumerate(together):
         if one is not None and known[at]:
-            layers = one.work_s[1, Work.DENSE, 0] / work_s[at, Work.DENSE, 0]
-            ratio[at] = max(layers, 1.0) if np.isfinite(layers) else 1.0
+            longer = float(np.median(one.work_s[1] / work_s[at]))
+            ratio[at] = max(longer, 1.0) if np.isfinite(longer) else 1.0
     links = np.full((3, count, count), np.nan)
     index = {name: at for at, name in enumerate(cluster.server_names)}
     for at, one in enumerate(alone):
@@ -167,6 +167,7 @@ def machines_of(
         low_s=low_s,
         high_s=high_s,
         together=ratio,
+        machine=_numbered([None if one is None else one.machine for one in alone]),
         free_bytes=np.array([0 if one is None else one.free_bytes for one in alone]),
         delay_s=delay_s,
         bandwidth_bytes_per_s=bandwidth,
@@ -174,6 +175,13 @@ def machines_of(
         hop_s=np.zeros(count),
         token_s=np.zeros(count),
     )
+
+
+def _numbered(names: Sequence[str | None]) -> IntArray:
+    """Equal numbers for equal names; who is unknown is by itself."""
+    known = [name if name is not None else f"unknown {at}" for at, name in enumerate(names)]
+    order = list(dict.fromkeys(known))
+    return np.array([order.index(name) for name in known])
 
 
 def with_overheads(machines: Machines, artifacts: Artifacts, clock_s: FloatArray) -> Machines:
@@ -220,32 +228,43 @@ def expected_exact_s(plan: Plan, artifacts: Artifacts) -> FloatArray:
 
 def machines_tables(machines: Machines) -> list[Table]:
     """What was measured, for people."""
-    work = Table(title="One token and batches of 8 and 32, ms (spread of one)", box=box.SIMPLE)
+    work = Table(title="Time of a batch, ms", box=box.SIMPLE_HEAD)
     work.add_column("server")
-    for kind in ("dense layer", "expert", "head", "draft"):
-        work.add_column(kind, justify="right")
-    work.add_column("together", justify="right")
-    work.add_column("free", justify="right")
-    eight, many = BATCHES.index(8), BATCHES.index(32)
+    work.add_column("work")
+    for rows in BATCHES:
+        work.add_column(f"{rows} row{'s' if rows > 1 else ''}", justify="right")
+    work.add_column("spread", justify="right")
+    kinds = "dense layer", "expert", "head", "draft"
     for m, name in enumerate(machines.server_names):
-        cells = []
-        for kind in Work:
-            of_one = machines.work_s, machines.low_s, machines.high_s
-            one, low, high = (part[m, kind, 0] * _MS for part in of_one)
-            more = (machines.work_s[m, kind, at] * _MS for at in (eight, many))
-            cells.append(
-                f"{one:.3g} / {' / '.join(f'{each:.3g}' for each in more)} "
-                f"({(high - low) / max(one, 1e-9):.0%})"
-            )
-        free = human_bytes(int(machines.free_bytes[m]))
-        work.add_row(escape(name), *cells, f"{machines.together[m]:.2f}x", free)
-    links = Table(title="Links, ms one way (Mbit/s)", box=box.SIMPLE)
-    links.add_column("from")
+        for kind, title in zip(Work, kinds, strict=True):
+            taken_ms = machines.work_s[m, kind] * _MS
+            spread = (machines.high_s - machines.low_s)[m, kind, 0] / machines.work_s[m, kind, 0]
+            cells = (f"{each:.3g}" for each in taken_ms)
+            work.add_row("" if kind else escape(name), title, *cells, f"{spread:.0%}")
+    return [work, _links_table(machines), _rest_table(machines)]
+
+
+def _links_table(machines: Machines) -> Table:
+    table = Table(title="Links, ms one way", box=box.SIMPLE_HEAD)
+    table.add_column("from")
     for name in machines.server_names:
-        links.add_column(escape(name), justify="right")
+        table.add_column(escape(name), justify="right")
     for a, name in enumerate(machines.server_names):
-        links.add_row(escape(name), *(_link(machines, a, b) for b in range(machines.hop_s.size)))
-    return [work, links]
+        delays = (f"{delay_s * _MS:.2f}" for delay_s in machines.delay_s[a])
+        cells = ("" if a == b else each.replace("nan", "?") for b, each in enumerate(delays))
+        table.add_row(escape(name), *cells)
+    return table
+
+
+def _rest_table(machines: Machines) -> Table:
+    table = Table(title="Servers", box=box.SIMPLE_HEAD)
+    for heading in ("server", "machine", "all at once", "free"):
+        table.add_column(heading, justify="left" if heading == "server" else "right")
+    for m, name in enumerate(machines.server_names):
+        free = human_bytes(int(machines.free_bytes[m]))
+        longer = f"{machines.together[m]:.2f}x as long"
+        table.add_row(escape(name), str(machines.machine[m] + 1), longer, free)
+    return table
 
 
 def overhead_line(machines: Machines) -> str:
@@ -255,14 +274,6 @@ def overhead_line(machines: Machines) -> str:
         f"Software takes {hop_ms:.2f} ms for every message on a token's way and {token_ms:.2f} ms "
         "for every token."
     )
-
-
-def _link(machines: Machines, a: int, b: int) -> str:
-    if a == b:
-        return ""
-    delay_s, bandwidth = machines.delay_s[a, b], machines.bandwidth_bytes_per_s[a, b]
-    width = "?" if not np.isfinite(bandwidth) else f"{bandwidth * 8e-6:,.0f}"
-    return "?" if not np.isfinite(delay_s) else f"{delay_s * _MS:.2f} ({width})"
 
 
 @contextmanager

@@ -129,16 +129,20 @@ def _arguments(name: str, config: ServeConfig) -> list[str]:
         "served-name": "bench",
         "profile": config.profile,
         "plan": config.plan,
+        "machines": config.machines,
         "budget": config.budget,
         "confidence": config.confidence,
         "port-base": config.port_base,
         "wire-port-base": config.first_wire_port,
         "quantise": str(config.quantise),
         "threads": config.threads,
+        "kv-slots": config.kv_slots,
     }
     options = [f"--{key}={value}" for key, value in given.items() if value is not None]
-    if config.emulate is not None:
-        options.append("--emulate" if config.emulate else "--no-emulate")
+    switches = ("emulate", "emulate_links", "emulate_machines")
+    for switch in switches:
+        if (on := getattr(config, switch)) is not None:
+            options.append(f"--{'' if on else 'no-'}{switch.replace('_', '-')}")
     return ["serve", *options]
 
 

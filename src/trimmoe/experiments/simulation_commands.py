@@ -120,8 +120,12 @@ def simulate(
     seeds: Annotated[int, typer.Option(min=1, help="Independent runs.")] = 5,
     seed: Annotated[int, typer.Option(help="Of the first run.")] = 0,
     batch_share: Annotated[
-        float, typer.Option(help="Share of a token's time that a batch needs only once.")
-    ] = 0.9,
+        float | None,
+        typer.Option(
+            help="Share of a token's time that a batch needs only once; default: as measured, or "
+            "0.9."
+        ),
+    ] = None,
     waiting_feedback: Annotated[
         bool, typer.Option("--waiting-feedback", help="Policies learn measured waiting times.")
     ] = False,

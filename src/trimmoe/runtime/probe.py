@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import platform
 import time
+import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -43,12 +45,19 @@ class MachineReport:
     """One server about itself."""
 
     server: str
+    machine: str
+    """Tells machines apart."""
     device: str
     threads: int
     free_bytes: int
     work_s: FloatArray
     """Quantiles 0.1, 0.5 and 0.9, [3, W, B] seconds."""
     links: tuple[LinkReport, ...]
+
+
+def machine_name() -> str:
+    """The same for all processes of a machine, and for no other's."""
+    return f"{platform.node()} {uuid.getnode():012x}"
 
 
 def free_bytes(device: torch.device) -> int:

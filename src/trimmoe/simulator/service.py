@@ -183,10 +183,20 @@ def serve(world, rows, state, server, first, kind, layer):
     """Begin a batch."""
     state.batch_first[server] = first
     state.batch_kind[server], state.batch_layer[server] = kind, layer
-    service_s = _service_s(world, rows, state, server)
+    service_s = _service_s(world, rows, state, server) * _crowd(world, state, server)
     state.busy_s[server] += service_s
     state.serving_until_s[server] = state.clock[NOW] + service_s
     push(state, state.clock[NOW] + service_s, 0, DONE, server)
+
+
+@njit
+def _crowd(world, state, server):
+    """How many times as long a batch takes beside those that are served on the same machine."""
+    working = 1
+    for other in range(world.machine.size):
+        if other != server and world.machine[other] == world.machine[server]:
+            working += state.serving_until_s[other] > state.clock[NOW]
+    return max(1.0, working / world.at_once[server])
 
 
 @inlined

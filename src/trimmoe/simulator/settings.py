@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from trimmoe.core.errors import UserError
+from trimmoe.core.specs import ClusterSpec
 from trimmoe.cost.batching import BATCH_SHARE
 
 
@@ -70,10 +71,11 @@ class SimulationSettings:
     duration_s: float = 30.0
     """Measured after the warm-up."""
     seeds: tuple[int, ...] = (0, 1, 2, 3, 4)
-    batch_share: float = BATCH_SHARE
+    batch_share: float | None = None
     """Share of a single token's service time that a batch needs only once, because the weights
     are read once: n tokens take x (share + (1 - share) n), x being the cost model's time of one.
-    Per batch for the dense part, per batch and expert for experts. 0: no gain from batching."""
+    Per batch for the dense part, per batch and expert for experts. 0: no gain from batching.
+    None: as the cluster's machines were measured, `BATCH_SHARE` if they were not."""
     max_batch: int | None = None
     """Tokens that a server takes at once; None: all that are ready for the same layer."""
     link_queues: bool = True
@@ -92,7 +94,8 @@ class SimulationSettings:
     def __post_init__(self) -> None:
         if self.warm_up_s < 0 or self.duration_s <= 0 or self.control_s <= 0:
             raise UserError("The warm-up must be at least 0 s, duration and interval above 0 s.")
-        if not 0.0 <= self.batch_share <= 1.0 or not 0.0 <= self.waiting_memory < 1.0:
+        share = 0.0 if self.batch_share is None else self.batch_share
+        if not 0.0 <= share <= 1.0 or not 0.0 <= self.waiting_memory < 1.0:
             raise UserError("The batch share must be in [0, 1], the waiting memory in [0, 1).")
         if self.max_batch is not None and self.max_batch < 1:
             raise UserError("A batch has at least 1 unit.")
@@ -100,6 +103,12 @@ class SimulationSettings:
             raise UserError("Give at least one seed.")
         if self.budget < 0:
             raise UserError("The budget must be at least 0.")
+
+    def batch_share_on(self, cluster: ClusterSpec) -> float:
+        """`batch_share`, or what is known of the cluster's machines."""
+        if self.batch_share is not None:
+            return self.batch_share
+        return BATCH_SHARE if cluster.speeds is None else cluster.speeds.batch_share
 
     @property
     def end_s(self) -> float:

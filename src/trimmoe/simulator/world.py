@@ -79,6 +79,10 @@ class World(NamedTuple):
     """Guesses of a request that may be ahead of what full depth has confirmed."""
     guess_s: FloatArray
     """Time of a guess, [M]."""
+    machine: IntArray
+    """Of each server, [M]."""
+    at_once: FloatArray
+    """Servers of that machine that may work at once without holding one another up, [M]."""
 
 
 class Rows(NamedTuple):
@@ -205,6 +209,12 @@ def make_world(
     """The constants of a run; seconds are the cost model's, split at the propagation delay. Tokens
     activate so many `slots`."""
     layers, servers = cost.layer_count, cost.server_count
+    delay_s, speeds = cluster.delay_s, cluster.speeds
+    machine, at_once = np.arange(servers), np.full(servers, np.inf)
+    if speeds is not None:
+        # What software does with a message is in nobody's way but that message's.
+        delay_s = delay_s + speeds.hop_s * ~np.eye(servers, dtype=bool)
+        machine, at_once = speeds.machine.astype(np.int64), speeds.at_once
     later = np.zeros((routes.shape[0], layers + 1, servers), dtype=bool)
     for layer in range(layers - 1, -1, -1):
         later[:, layer] = later[:, layer + 1]
@@ -212,10 +222,10 @@ def make_world(
     return World(
         dense_s=np.ascontiguousarray(cost.dense_s),
         expert_s=np.ascontiguousarray(cost.expert_s),
-        delay_s=np.ascontiguousarray(cluster.delay_s),
-        vector_s=np.maximum(cost.transfer_s - cluster.delay_s, 0.0),
-        id_s=np.maximum(cost.token_transfer_s - cluster.delay_s, 0.0),
-        seat_s=_round_trips(cluster.delay_s, routes),
+        delay_s=np.ascontiguousarray(delay_s),
+        vector_s=np.maximum(cost.transfer_s - delay_s, 0.0),
+        id_s=np.maximum(cost.token_transfer_s - delay_s, 0.0),
+        seat_s=_round_trips(delay_s, routes),
         later=later,
         batch_share=batch_share,
         max_batch=max_batch or np.iinfo(np.int64).max,
@@ -228,6 +238,8 @@ def make_world(
         drafts=drafts,
         guesses=guesses,
         guess_s=guess_times_s(cost, slots),
+        machine=np.ascontiguousarray(machine),
+        at_once=np.ascontiguousarray(at_once),
     )
 
 

@@ -46,7 +46,7 @@ from trimmoe.runtime.node.switchboard import Switchboard
 from trimmoe.runtime.node.watch.deployments import Basis, Built
 from trimmoe.runtime.node.watch.planner import Planner
 from trimmoe.runtime.node.watch.reports import NodeSnapshot, Reporter
-from trimmoe.runtime.probe import LinkReport, MachineReport, free_bytes, time_work
+from trimmoe.runtime.probe import LinkReport, MachineReport, free_bytes, machine_name, time_work
 from trimmoe.runtime.service import Health, InferenceService, ServedModel
 from trimmoe.runtime.wire.base import (
     PeerChange,
@@ -211,6 +211,7 @@ class Node:
         work_s = work_s * self.settings.slowdown
         return MachineReport(
             server=self._transport.name,
+            machine=machine_name(),
             device=str(self._view.device),
             threads=self.settings.threads,
             free_bytes=free_bytes(self._view.device),

@@ -1,0 +1,236 @@
+"""`trimmoe experiment plan-vs-real`: what a plan promises beside what a client's clock shows.
+
+Every method is served by real processes, loaded at several numbers of streams, and simulated under
+the same load from what was measured of the machines. Nothing is slowed down but links that the
+cluster file says are slower than this machine's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from rich import box
+from rich.table import Table
+
+import trimmoe
+from trimmoe.core.errors import UserError
+from trimmoe.core.trace import Trace
+from trimmoe.experiments.compare import access_servers
+from trimmoe.experiments.methods import find_method, served
+from trimmoe.experiments.probing import expected_exact_s
+from trimmoe.experiments.serve_bench import Load, Sent, run_load
+from trimmoe.experiments.serve_methods import serving
+from trimmoe.experiments.simulation import simulate_methods
+from trimmoe.runtime.launch.artifacts import Artifacts
+from trimmoe.runtime.launch.config import ServeConfig
+from trimmoe.simulator import settings as simulated
+
+MEAN_WITHIN, TAIL_WITHIN = 0.15, 0.25
+"""How far expectations may be from the mean and the 99th percentile that are measured."""
+SEEDS = (0, 1, 2)
+_MS = 1e3
+_WARM_TOKENS = 8
+FEWEST_ROUNDS = 3
+"""Requests of each stream at least, so that most of them meet as many others as it says."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Asked:
+    """What every method is asked."""
+
+    prompts: tuple[tuple[int, ...], ...]
+    output_tokens: int
+    streams: tuple[int, ...]
+    """Requests under way at a time in the whole cluster, one run each."""
+    requests: int
+    """Of a run at least."""
+    seed: int = 0
+
+
+def plan_vs_real(
+    methods: Sequence[str],
+    config: ServeConfig,
+    artifacts: Artifacts,
+    trace: Trace,
+    asked: Asked,
+    *,
+    say: Callable[[str], None],
+) -> dict[str, Any]:
+    """Serve, load and simulate every method; raises `UserError` if the machines were not measured.
+
+    `config` names the files that `artifacts` were read from.
+    """
+    if artifacts.plan.cluster.speeds is None:
+        raise UserError("Nothing was measured of these machines; run `trimmoe probe` first.")
+    rows: list[dict[str, Any]] = []
+    for name in methods:
+        served(name, budget=config.budget_in_force, confidence=config.confidence)
+        say(f"{find_method(name).title} ...")
+        measured = _measured(name, config, artifacts, asked)
+        for streams, sent in zip(asked.streams, measured, strict=True):
+            rows.append(_row(name, streams, sent, config, artifacts, trace, asked))
+    return {
+        "trimmoe_version": trimmoe.__version__,
+        "configuration": {
+            **config.model_dump(mode="json", exclude={"api_keys"}),
+            "requests": asked.requests,
+            "prompt_tokens": len(asked.prompts[0]),
+            "output_tokens": asked.output_tokens,
+        },
+        "seed": asked.seed,
+        "input_hashes": {
+            "model": artifacts.profile.model_hash,
+            "profile": artifacts.profile.hash,
+            "plan": artifacts.plan.hash,
+            "trace": trace.hash,
+        },
+        "cluster": artifacts.plan.cluster.name,
+        "rows": rows,
+    }
+
+
+def _measured(
+    name: str, config: ServeConfig, artifacts: Artifacts, asked: Asked
+) -> list[list[Sent]]:
+    """What became of the requests, by number of streams."""
+    with serving(name, config, artifacts.plan.cluster.server_names) as urls:
+        return [asyncio.run(_loaded(urls, artifacts, asked, streams)) for streams in asked.streams]
+
+
+async def _loaded(
+    urls: Sequence[str], artifacts: Artifacts, asked: Asked, streams: int
+) -> list[Sent]:
+    """Prompts at their users' servers, so many at a time, after one at each that does not count."""
+    count = max(asked.requests, FEWEST_ROUNDS * streams)
+    prompts = [asked.prompts[at % len(asked.prompts)] for at in range(count)]
+    users = access_servers(artifacts.plan, count, asked.seed).tolist()
+    for url in urls:
+        await run_load(_one(url, asked.prompts[0], _WARM_TOKENS))
+    gate = asyncio.Semaphore(streams)
+
+    async def ask(server: int, prompt: tuple[int, ...]) -> Sent:
+        async with gate:
+            (sent,), _ = await run_load(_one(urls[server], prompt, asked.output_tokens))
+            return sent
+
+    pairs = zip(users, prompts, strict=True)
+    return list(await asyncio.gather(*(ask(server, prompt) for server, prompt in pairs)))
+
+
+def _one(url: str, prompt: tuple[int, ...], tokens: int) -> Load:
+    return Load(
+        base_url=url,
+        endpoint="/v1/completions",
+        model="bench",
+        prompts=(prompt,),
+        output_tokens=tokens,
+        ignore_eos=True,
+        extra_body={"ignore_eos": True},
+    )
+
+
+def _row(
+    name: str,
+    streams: int,
+    sent: Sequence[Sent],
+    config: ServeConfig,
+    artifacts: Artifacts,
+    trace: Trace,
+    asked: Asked,
+) -> dict[str, Any]:
+    """One method with so many streams, in milliseconds a token: measured, simulated, and what the
+    cost model says of exact execution without load."""
+    failed = [one.error for one in sent if one.error is not None]
+    if failed:
+        raise UserError(f"{find_method(name).title} failed on real servers: {failed[0]}")
+    gaps_ms = np.concatenate([np.array(one.itl_s) for one in sent]) * _MS
+    paces_ms = np.array([one.tpot_s for one in sent if one.tpot_s is not None]) * _MS
+    simulated_ms = _simulated_ms(name, streams, config, artifacts, trace, asked)
+    share = artifacts.plan.cluster.access_share
+    exact_ms = float(share @ expected_exact_s(artifacts.plan, artifacts)) * _MS
+    row = {
+        "method": name,
+        "streams": streams,
+        "measured_mean_ms": float(paces_ms.mean()),
+        "measured_p99_ms": float(np.quantile(gaps_ms, 0.99)),
+        "measured_error_ms": float(paces_ms.std(ddof=1) / np.sqrt(paces_ms.size)),
+        "simulated_mean_ms": float(simulated_ms.mean()),
+        "simulated_p99_ms": float(np.quantile(simulated_ms, 0.99)),
+    }
+    if name == "exact" and streams == 1:
+        row["expected_mean_ms"] = exact_ms
+    mean, tail = (
+        row[f"simulated_{each}_ms"] / row[f"measured_{each}_ms"] for each in ("mean", "p99")
+    )
+    return row | {
+        "mean_ratio": mean,
+        "p99_ratio": tail,
+        "holds": abs(mean - 1) <= MEAN_WITHIN and abs(tail - 1) <= TAIL_WITHIN,
+    }
+
+
+def _simulated_ms(
+    name: str, streams: int, config: ServeConfig, artifacts: Artifacts, trace: Trace, asked: Asked
+) -> np.ndarray:
+    """Times of decoded tokens, from one that a user is shown to the next, [n]."""
+    settings = simulated.SimulationSettings(
+        load=simulated.Load(
+            concurrency=streams,
+            prompt_tokens=float(len(asked.prompts[0])),
+            output_tokens=float(asked.output_tokens),
+            fixed_lengths=True,
+        ),
+        budget=config.budget_in_force,
+        confidence=config.confidence,
+        warm_up_s=1.0,
+        duration_s=10.0,
+        seeds=SEEDS,
+    )
+    (found,) = simulate_methods(
+        artifacts.plan, artifacts.profile, artifacts.model, trace, [name], settings
+    )
+    return np.concatenate([one.token_s for one in found.samples]) * _MS
+
+
+def ranks_alike(rows: Sequence[dict[str, Any]]) -> bool:
+    """Whether methods of which the measured intervals do not overlap are in the same order in the
+    simulator, at each number of streams."""
+    for a in rows:
+        for b in rows:
+            margin = 1.96 * (a["measured_error_ms"] + b["measured_error_ms"])
+            faster = a["measured_mean_ms"] + margin < b["measured_mean_ms"]
+            same = a["streams"] == b["streams"]
+            if same and faster and a["simulated_mean_ms"] > b["simulated_mean_ms"]:
+                return False
+    return True
+
+
+def plan_vs_real_table(content: dict[str, Any]) -> Table:
+    """One line per method and number of streams."""
+    table = Table(
+        title=f"Plan and reality on {content['cluster']}, ms per token",
+        caption="measured: a client's clock on real processes; ratio: simulated over measured",
+        box=box.SIMPLE_HEAD,
+    )
+    table.add_column("method", no_wrap=True)
+    for heading in ("streams", "measured", "p99", "simulated", "p99", "ratio", "p99 ratio", ""):
+        table.add_column(heading, justify="right")
+    for row in content["rows"]:
+        cells = [
+            row[f"{side}_{each}_ms"]
+            for side in ("measured", "simulated")
+            for each in ("mean", "p99")
+        ]
+        table.add_row(
+            row["method"],
+            str(row["streams"]),
+            *(f"{cell:.1f}" for cell in cells),
+            f"{row['mean_ratio']:.2f}",
+            f"{row['p99_ratio']:.2f}",
+            "holds" if row["holds"] else "off",
+        )
+    return table
