@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from trimmoe.core.ledger import Ledger
 from trimmoe.cost.model import Accounting, CostModel
-from trimmoe.engine.guesses import Lead, Passed, guess_times_s
+from trimmoe.engine.guesses import Lead, Passed, guess_times_s, stream_share
 
 WHOLE_S, GUESS_S = 10.0, 1.0
 RIGHT, WRONG, NONE = (True, True), (True, False), (False, False)
@@ -106,3 +106,25 @@ def test_a_guess_takes_attention_and_the_mean_experts_of_all_layers() -> None:
         accounting=Accounting.PINNED,
     )
     assert guess_times_s(cost, 2).tolist() == [21.0, 10.5]
+
+
+def test_a_stream_takes_its_share_of_the_fullest_machine() -> None:
+    """Server 0 has a machine to itself, 1 and 2 share one that can do one and a half servers' work.
+    k = 2. A token is under way for 40 s: of the first machine it takes 1 + 2 x 3 = 7, of the other
+    14 + 7 = 21, two thirds of which count; or all three layers at home."""
+    cost = CostModel(
+        transfer_s=np.zeros((3, 3)),
+        token_transfer_s=np.zeros((3, 3)),
+        hidden_bytes=8,
+        expert_s=np.array([3.0, 6.0, 3.0])[:, None, None] * np.ones((3, 3, 4)),
+        dense_s=np.array([1.0, 2.0, 1.0])[:, None] * np.ones((3, 3)),
+        waiting_s=np.zeros(3),
+        accounting=Accounting.PINNED,
+        busy=np.array([0.3, 0.6, 0.9]),
+        machine=np.array([0, 1, 1]),
+        at_once=np.array([1.0, 1.5, 1.5]),
+    )
+    routes = np.array([[0, 1, 2], [0, 0, 0]])
+    shares = stream_share(cost, routes, 2, np.array([40.0, 42.0]))
+    assert shares.tolist() == pytest.approx([21 / 1.5 / 40, 21 / 42])
+    assert cost.occupancy.tolist() == pytest.approx([0.3, 1.0, 1.0])

@@ -82,8 +82,9 @@ def test_policies_are_presets_whose_tokens_keep_their_cache() -> None:
 
 def test_nothing_is_trimmed_unless_a_budget_or_a_policy_says_so() -> None:
     default = pieces_of(ServeConfig()).policy
-    assert (default.name, default.budget, default.guesses > 0) == ("speculative", 0.0, True)
-    assert pieces_of(ServeConfig(budget=0.0)).policy.name == "guessing"
+    assert (default.name, default.budget, default.guesses > 0) == ("auto", 0.0, True)
+    trims = pieces_of(ServeConfig(budget=0.0)).policy
+    assert (trims.name, trims.levers.skip, trims.guesses > 0) == ("auto", True, True)
     by_name = pieces_of(ServeConfig(policy="trimmoe")).policy
     assert (by_name.name, by_name.budget) == ("trimmoe", 0.02)
 

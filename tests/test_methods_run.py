@@ -23,19 +23,22 @@ from trimmoe import cli
 from trimmoe.core.errors import UserError
 from trimmoe.core.plan import Plan, plan_header
 from trimmoe.core.profile import Profile
-from trimmoe.core.specs import ModelSpec
-from trimmoe.core.trace import trace_header
+from trimmoe.core.specs import ModelSpec, Speeds
+from trimmoe.core.trace import load_trace, trace_header
 from trimmoe.engine.step import Engine
 from trimmoe.experiments import serve_cluster, serve_local, simulation
 from trimmoe.experiments.methods import METHODS, UNLIMITED, configured, find_method, plan_for
+from trimmoe.experiments.plan_vs_real import Asked, plan_vs_real
 from trimmoe.experiments.validation import Traffic, validate
 from trimmoe.models.load import open_model
 from trimmoe.policy.base import Policy
 from trimmoe.policy.baselines import LocalPrior, MaskedGating, MixtureOfDepths
 from trimmoe.policy.build import deploy
+from trimmoe.policy.settings import auto_trimming
 from trimmoe.policy.trim import TrimPolicy
 from trimmoe.runtime.launch import artifacts
 from trimmoe.runtime.launch.artifacts import Artifacts
+from trimmoe.runtime.launch.config import ServeConfig
 from trimmoe.runtime.launch.job import Pieces
 from trimmoe.runtime.local import LocalDriver
 from trimmoe.runtime.node.watch.deployments import Basis, Conditions, build
@@ -204,6 +207,9 @@ def test_serve_runs_the_policies_it_offers_and_refuses_all_other_methods(
             cli.main()
         assert not left.value.code
         method = METHODS[name]
+        if name == "auto":
+            # A budget is given, so that it may be spent.
+            method = replace(method, settings=auto_trimming)
         assert seen.pop().policy == configured(method, budget=BUDGET, confidence=CONFIDENCE)
         assert (method.policy, method.seed, method.home) == (None, None, False)
     for name in METHODS.keys() - set(serve_cluster.POLICIES):
@@ -260,6 +266,21 @@ def test_what_real_servers_cannot_run_is_not_compared_with_the_simulator(
     traffic = Traffic(name="any", requests=1, prompt=2, output=2, streams=1)
     with pytest.raises(UserError, match=f"cannot run the method {name}"):
         validate(subject_of(world), name, traffic, seed=0)
+    plan = replace(world.plan, cluster=replace(world.plan.cluster, speeds=nothing_measured(3)))
+    found = Artifacts(profile=world.profile, plan=plan, model=world.model)
+    trace = load_trace(world.folder / "trace")
+    asked = Asked(prompts=((1,),), output_tokens=2, streams=(1,), requests=1)
+    with pytest.raises(UserError, match=f"cannot run the method {name}"):
+        plan_vs_real([name], ServeConfig(budget=BUDGET), found, trace, asked, say=str)
+
+
+def nothing_measured(servers: int) -> Speeds:
+    """Everything takes a second."""
+    ones = np.ones(servers)
+    return Speeds(
+        dense_s=ones, expert_s=ones, head_s=ones, draft_s=ones, hop_s=ones, token_s=ones,
+        machine=np.arange(servers), at_once=ones, batch_share=0.5,
+    )  # fmt: skip
 
 
 def subject_of(world: World) -> Any:
@@ -301,8 +322,8 @@ def test_no_command_offers_methods_unnoticed() -> None:
         for name, command in commands(typer.main.get_command(cli.app))
         if {"method", "policy"} & {parameter.name for parameter in command.params}
     }
-    # `bench methods` starts `serve --method` for each.
-    assert offering == {*UP_TO, "serve", "methods"}
+    # `bench methods` and `plan-vs-real` start `serve --method` for each.
+    assert offering == {*UP_TO, "serve", "methods", "plan-vs-real"}
 
 
 def commands(group: Any) -> Iterator[tuple[str, Any]]:

@@ -28,6 +28,7 @@ from nodes import (
 )
 from questions import Questions
 from serving import Tiny
+from trimmoe.experiments.methods import make_engine
 from trimmoe.policy.settings import PRESETS, PolicySettings
 from trimmoe.runtime.node.compute import guesses as guesses_module
 from trimmoe.runtime.node.front.drafts import Pending
@@ -227,3 +228,38 @@ async def test_a_wrong_guess_that_needs_a_lost_expert_ends_no_answer(tiny: Tiny)
     assert any(one is not None for one in exact)
     got = await ended(guessing)
     assert got == exact
+
+
+@pytest.mark.parametrize(("streams", "guessed"), [(2.5, True), (0.5, False)])
+async def test_auto_guesses_while_few_streams_are_under_way(
+    tiny: Tiny, questions: Questions, streams: float, guessed: bool
+) -> None:
+    """One after another, each is the only stream; the answers are the model's either way."""
+    profile, plan = world(tiny, servers=3, routes=staircase_routes(3))
+    policy = replace(guessing(3), guess_below=0.75)
+    async with running(tiny, profile=profile, plan=plan, policy=policy) as cluster:
+        for node in cluster.nodes.values():
+            engine = node.executor.engine
+            engine.__dict__["guess_streams"] = np.full(engine.routes.shape[0], streams)
+        asked = questions.among(3)[:4]
+        made = [(await answers(cluster, [one]))[0] for one in asked]
+        said = [node.desk.answers.guessing.made for node in cluster.nodes.values()]
+    assert [tokens_of(events) for events in made] == questions.answers[:4]
+    assert (sum(said) > 0) == guessed
+
+
+def test_auto_guesses_nothing_where_that_is_late_or_in_others_way(tiny: Tiny) -> None:
+    """By the cost model: a guess that takes as long as the way through the servers, and machines
+    that are at work for three quarters of what they can do."""
+    profile, plan = world(tiny, servers=3, routes=staircase_routes(3))
+    auto = PRESETS["auto"]()
+    engine = make_engine(plan, profile, tiny.view.spec, auto)
+    idle = replace(engine.cost, guess_s=np.full(3, 1e-9))
+    assert np.isfinite(replace(engine, cost=idle).guess_thresholds).all()
+    late = replace(engine.cost, guess_s=np.array([1e-9, 1e9, 1e-9]))
+    assert np.isinf(replace(engine, cost=late).guess_thresholds).tolist() == [False, True, False]
+    crowded = replace(idle, busy=np.array([0.1, 0.76, 0.1]))
+    assert np.isinf(replace(engine, cost=crowded).guess_thresholds).all(), "all cross server 1"
+    always = replace(engine, cost=crowded, settings=PRESETS["speculative"]())
+    assert np.isfinite(always.guess_thresholds).all()
+    assert np.isinf(always.guess_streams).all()

@@ -133,7 +133,7 @@ def serve(
         list[Path] | None, typer.Option(help="What to calibrate on without a profile; repeatable.")
     ] = None,
     policy: Annotated[
-        str | None, typer.Option(help="A preset; default: speculative, guessing with --budget.")
+        str | None, typer.Option(help="A preset; default: auto, which trims with --budget only.")
     ] = None,
     method: Annotated[
         str | None,

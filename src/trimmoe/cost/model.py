@@ -64,6 +64,10 @@ class CostModel:
     """Share of the time that each server computes, [M]; None where nobody has measured it."""
     guess_s: FloatArray | None = None
     """Time of a server's own guess of a token, [M]; None: as the layers' say."""
+    machine: IntArray | None = None
+    """Number of each server's machine, [M]; None: each has one to itself."""
+    at_once: FloatArray | None = None
+    """Servers of its machine that may compute at once without holding one another up, [M]."""
 
     @property
     def server_count(self) -> int:
@@ -90,6 +94,16 @@ class CostModel:
         if self.accounting is not Accounting.MIGRATE:
             np.fill_diagonal(wait_s, 0.0)
         return wait_s
+
+    @cached_property
+    def occupancy(self) -> FloatArray:
+        """Share of what each server's machine can do that it does, as far as was measured, [M]."""
+        if self.busy is None:
+            return np.zeros(self.server_count)
+        if self.machine is None or self.at_once is None:
+            return self.busy
+        together = np.bincount(self.machine, weights=self.busy)[self.machine]
+        return together / self.at_once
 
     def with_waiting(self, waiting_s: FloatArray) -> CostModel:
         """The same costs with other measured waiting times, [M]."""
@@ -143,6 +157,8 @@ def _measured(nominal: CostModel, model: ModelSpec, speeds: Speeds) -> CostModel
         expert_s=np.multiply.outer(speeds.expert_s, model.expert_flops / model.expert_flops.mean()),
         dense_s=dense_s,
         guess_s=speeds.draft_s,
+        machine=speeds.machine,
+        at_once=speeds.at_once,
     )
 
 

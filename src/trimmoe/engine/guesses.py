@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field, replace
 
+import numpy as np
+
 from trimmoe.core.ledger import Ledger
-from trimmoe.core.specs import FloatArray
+from trimmoe.core.specs import FloatArray, IntArray
 from trimmoe.cost.model import CostModel
 
 
@@ -58,6 +60,22 @@ class Lead:
         left = (at_s - interval_s for at_s in self._through_s)
         self._through_s = deque(at_s for at_s in left if at_s > 0)
         return Passed(interval_s=interval_s, in_vain=in_vain)
+
+
+def stream_share(cost: CostModel, routes: IntArray, top_k: int, whole_s: FloatArray) -> FloatArray:
+    """Share of what the fullest machine on each route can do that one stream of tokens at full
+    depth takes of it, each of them `whole_s` [R] under way, [R]."""
+    layers, servers = np.arange(cost.layer_count), cost.server_count
+    machine = np.arange(servers) if cost.machine is None else cost.machine
+    at_once = np.ones(servers) if cost.at_once is None else cost.at_once
+    layer_s = cost.dense_s + top_k * cost.expert_s.mean(axis=2)
+    able = np.ones(int(machine.max()) + 1)
+    able[machine] = at_once
+    work_s = [
+        np.bincount(machine[route], weights=layer_s[route, layers], minlength=able.size)
+        for route in routes
+    ]
+    return (np.stack(work_s) / able).max(axis=1) / whole_s
 
 
 def guess_times_s(cost: CostModel, top_k: int) -> FloatArray:

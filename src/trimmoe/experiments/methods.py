@@ -36,6 +36,7 @@ from trimmoe.policy.build import (
 )
 from trimmoe.policy.settings import (
     PolicySettings,
+    auto,
     exact,
     final_exits,
     guessing,
@@ -169,6 +170,7 @@ METHODS = {
     "trimmoe": Method(title="TrimMoE", settings=trimmoe),
     "lossless": Method(title="lossless (drafts)", settings=lossless),
     "speculative": Method(title="speculative", settings=speculative),
+    "auto": Method(title="auto", settings=auto),
     "guessing": Method(title="guess + trim", settings=guessing),
     "final-exits": Method(title="with final exits", settings=final_exits),
     "no-skip": Method(title="without skips", settings=_without(skip=False, drop_slots=False)),

@@ -20,7 +20,7 @@ import trimmoe
 from trimmoe.core.errors import UserError
 from trimmoe.core.trace import Trace
 from trimmoe.experiments.compare import access_servers
-from trimmoe.experiments.methods import find_method, served
+from trimmoe.experiments.methods import find_method, replayed
 from trimmoe.experiments.probing import expected_exact_s
 from trimmoe.experiments.serve_bench import Load, Sent, run_load
 from trimmoe.experiments.serve_methods import serving
@@ -68,7 +68,8 @@ def plan_vs_real(
         raise UserError("Nothing was measured of these machines; run `trimmoe probe` first.")
     rows: list[dict[str, Any]] = []
     for name in methods:
-        served(name, budget=config.budget_in_force, confidence=config.confidence)
+        replayed(name, budget=config.budget_in_force, confidence=config.confidence)
+    for name in methods:
         say(f"{find_method(name).title} ...")
         measured = _measured(name, config, artifacts, asked)
         for streams, sent in zip(asked.streams, measured, strict=True):

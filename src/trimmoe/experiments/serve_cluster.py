@@ -13,7 +13,7 @@ from trimmoe.core.errors import UserError
 from trimmoe.experiments.methods import configured, find_method, plan_for, served
 from trimmoe.experiments.sample_text import sample_text
 from trimmoe.placement.make import as_published
-from trimmoe.policy.settings import PolicySettings
+from trimmoe.policy.settings import PolicySettings, auto_trimming
 from trimmoe.runtime.launch.addresses import require_free
 from trimmoe.runtime.launch.artifacts import Artifacts, cluster_of, prepare
 from trimmoe.runtime.launch.config import ServeConfig
@@ -24,7 +24,8 @@ from trimmoe.runtime.launch.several import cluster_token, own_address, serve_hea
 
 Say = Callable[[str], None]
 POLICIES = (
-    "trimmoe", "guessing", "lossless", "speculative", "final-exits", "substitute-only", "exact",
+    "auto", "trimmoe", "guessing", "lossless", "speculative", "final-exits", "substitute-only",
+    "exact",
 )  # fmt: skip
 """Those of `methods` that are a policy on any plan; `paper` moves tokens without their KV cache,
 which no real servers can do."""
@@ -115,8 +116,10 @@ def _policy(config: ServeConfig) -> PolicySettings:
             f"There is no policy `{name}` to serve with; choose from {', '.join(POLICIES)}, or "
             "give --method."
         )
-    budget = config.budget_in_force
-    return configured(find_method(name), budget=budget, confidence=config.confidence)
+    method = find_method(name)
+    if name == "auto" and config.budget is not None:
+        method = replace(method, settings=auto_trimming)
+    return configured(method, budget=config.budget_in_force, confidence=config.confidence)
 
 
 def _sample() -> str:

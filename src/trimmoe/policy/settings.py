@@ -16,6 +16,10 @@ GUESSES, GUESS_CONFIDENCE = 3, 0.15
 """By default. On the embedded model servers that hold a tenth to a third of the experts are right
 67 to 74 % of the time; of the 76 % of guesses above 0.15 four of five are."""
 
+GUESS_BELOW = 0.75
+"""Share of what its machines can do that a route is at work for from which on guesses cost others
+more than they save; measured, see docs/performance.md."""
+
 
 class BudgetRule(StrEnum):
     """How a sequence's budget is portioned to its tokens."""
@@ -84,6 +88,10 @@ class PolicySettings:
     withdrawn. 0: none."""
     guess_confidence: float = GUESS_CONFIDENCE
     """Probability that a server gives its guess at which what follows sets out."""
+    guess_below: float | None = None
+    """Nothing is guessed where a machine on a token's route is at work for so large a share of what
+    it can do, or where a guess takes no less than a token at full depth; None: guesses are made
+    whatever they cost others."""
     echoes_charged: bool = True
     """Whether a skip, drop or substitute spends what it flips of later tokens besides its own
     flip. Off, only the latter counts, as in the paper."""
@@ -187,6 +195,17 @@ def speculative() -> PolicySettings:
     return replace(exact(), name="speculative", guesses=GUESSES)
 
 
+def auto() -> PolicySettings:
+    """Exact execution, and `speculative` for as long as that is faster: where machines have time to
+    spare, and guesses take less than the way through the servers."""
+    return replace(speculative(), name="auto", guess_below=GUESS_BELOW)
+
+
+def auto_trimming() -> PolicySettings:
+    """`guessing`, with guesses as `auto` makes them."""
+    return replace(guessing(), name="auto", guess_below=GUESS_BELOW)
+
+
 def guessing() -> PolicySettings:
     """The default's skips, drops and substitutes where a token would have to leave its server, on
     tokens that users' own servers guess ahead. A guessed token spends its own credit only, see
@@ -273,6 +292,7 @@ PRESETS = {
     "final-exits": final_exits,
     "lossless": lossless,
     "speculative": speculative,
+    "auto": auto,
     "guessing": guessing,
     "paper": paper,
     "exact": exact,

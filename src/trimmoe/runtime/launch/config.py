@@ -40,8 +40,8 @@ class ServeConfig(BaseModel):
     plan_iterations: Annotated[int, Field(ge=0)] = 2_000
     """Neighbours tried where no plan is given."""
     policy: str | None = None
-    """A preset; None: trimming within the budget if one is given, else guesses ahead, by which
-    nothing changes."""
+    """A preset; None: `auto`, which trims within the budget if one is given, else changes nothing.
+    """
     method: str | None = None
     """What another system would do on these machines, or an ablation of ours: placement and policy,
     by the names of `trimmoe compare`; None: ours."""
@@ -87,7 +87,7 @@ class ServeConfig(BaseModel):
 
     @property
     def policy_in_force(self) -> str:
-        return self.policy or ("speculative" if self.budget is None else "guessing")
+        return self.policy or "auto"
 
     @property
     def budget_in_force(self) -> float:

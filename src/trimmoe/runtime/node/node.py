@@ -247,6 +247,7 @@ class Node:
             arrive=self._arrive,
             guess=self._guess,
             guess_s=self._guess_s,
+            may_guess=self._may_guess,
             chunk=settings.prefill_chunk,
             health=self.health,
             stats=lambda running, waiting: self.reporter.stats(self, running, waiting),
@@ -291,6 +292,11 @@ class Node:
     def _guess(self, reading: Reading) -> None:
         self.floor.read_on([reading])
         self.pump.wake()
+
+    def _may_guess(self, route: tuple[int, ...]) -> bool:
+        up = set(range(len(self._names))) - self._lost()
+        others = sum(count for server, count in self.reporter.running.items() if server in up)
+        return self.executor.may_guess(route, self.desk.running + others)
 
     def _guess_s(self) -> float:
         cost = self.planner.in_force.engine.cost
@@ -353,7 +359,8 @@ class Node:
 
     def _tell_weather(self) -> None:
         weights = self.executor.loss_weights
-        weather = self.reporter.weather(self.floor.seats.usage, self._lost(), weights)
+        usage, running = self.floor.seats.usage, self.desk.running
+        weather = self.reporter.weather(usage, self._lost(), weights, running)
         self.planner.note(self.settings.server, weather)
         for server in set(range(len(self._names))) - self._lost() - {self.settings.server}:
             self.mail.post(Parcel(to=server, message=weather))

@@ -79,6 +79,7 @@ class Switchboard:
             case Weather() as message:
                 self.planner.note(sender, message)
                 self.reporter.kv_usage[sender] = message.kv_usage
+                self.reporter.running[sender] = message.running
             case message:
                 self.floor.take(sender, message, parcel.tensors, parcel.wave)
 

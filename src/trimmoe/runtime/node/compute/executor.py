@@ -137,6 +137,14 @@ class Executor:
         self.homes.forget(opened.sequence, start)
         self.open(opened, route)
 
+    def may_guess(self, route: tuple[int, ...], streams: int) -> bool:
+        """Whether guesses are worth their time now, of sequences on a route, while so many streams
+        are under way in the cluster."""
+        row, engine = self.route_rows.get(route), self.engine
+        if row is None:
+            return True
+        return engine.guess_thresholds[row] <= 1.0 and streams < engine.guess_streams[row]
+
     def reads_from(self, route: tuple[int, ...]) -> int:
         """The layer that this server's own readings of sequences on a route begin with."""
         if not (self.segments.in_force and self.engine.settings.guesses):

@@ -102,8 +102,7 @@ class Desk:
         return Health(ok=False, reason=STOPPING) if health.ok and self._closing else health
 
     def stats(self) -> ServiceStats:
-        waiting = self._waiting
-        return self._room.stats(len(self._jobs) - waiting, waiting)
+        return self._room.stats(self.running, self._waiting)
 
     def cancel(self, job: Job) -> None:
         """Its reader went away: free everything now."""
@@ -148,6 +147,11 @@ class Desk:
         for job in self._by_sequence.values():
             if job.attempt and server in job.attempt.route:
                 job.attempt.fail(LOST)
+
+    @property
+    def running(self) -> int:
+        """Answers under way."""
+        return len(self._jobs) - self._waiting
 
     @property
     def _waiting(self) -> int:

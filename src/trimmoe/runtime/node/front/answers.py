@@ -143,6 +143,8 @@ class Answers:
         lead, request, room = attempt.lead, job.request, self._room
         if lead is None or attempt.reading or attempt.pending.drafts >= lead.guesses:
             return
+        if not room.may_guess(attempt.route):
+            return
         ids = [*request.prompt_ids, *job.tokens, *attempt.pending.tokens]
         tokens = tuple(ids[attempt.read : attempt.read + room.chunk])
         if not tokens:

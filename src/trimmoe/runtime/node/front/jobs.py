@@ -119,6 +119,8 @@ class Backroom:
     guess: Callable[[Reading], None]
     guess_s: Callable[[], float]
     """What a guess takes this server."""
+    may_guess: Callable[[tuple[int, ...]], bool]
+    """Whether guesses are worth their time now, of sequences on a route."""
     chunk: int
     """Tokens of a prompt that are read at a time."""
     health: Callable[[], Health]

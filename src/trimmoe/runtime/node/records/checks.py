@@ -64,6 +64,7 @@ def check(geometry: Geometry, message: Message, tensors: Sequence[Tensor]) -> No
             counts = {len(message.delay_s), len(message.bandwidth_bytes_per_s)}
             good = counts == {geometry.server_count} and geometry.is_server(*message.unreachable)
             good = good and all(0.0 <= weight <= 1.0 for weight in message.loss_weights)
+            good = good and message.running >= 0
         case _:
             good = True
     if not good:

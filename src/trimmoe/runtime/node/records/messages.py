@@ -283,6 +283,8 @@ class Weather(Message, frozen=True, tag="weather"):
     """Share of the time that it computed for tokens and prompts."""
     loss_weights: list[float] = []
     """omega_D that its users' tokens set out with."""
+    running: int = 0
+    """Answers to its users that are under way."""
 
 
 MESSAGE_TYPES: tuple[type[msgspec.Struct], ...] = (

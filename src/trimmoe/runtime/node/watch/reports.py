@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from trimmoe.runtime.node.node import Node
 
 WAITING_HALF_LIFE_S = 5.0
+BUSY_HALF_LIFE_S = 1.5
+"""Short: what guesses cost others shows at once."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,10 +64,12 @@ class Reporter:
     ) -> None:
         self._transport, self._names, self._now = transport, names, now
         self._waits = _Waits(average=RunningAverage(half_life_s=WAITING_HALF_LIFE_S))
-        self._busy = RunningAverage(half_life_s=WAITING_HALF_LIFE_S)
+        self._busy = RunningAverage(half_life_s=BUSY_HALF_LIFE_S)
         self._worked_s, self._told_s = 0.0, now()
         self.kv_usage: dict[int, float] = {}
         """Of the other servers."""
+        self.running: dict[int, int] = {}
+        """Answers under way to the users of the other servers."""
 
     def worked(self, seconds: float) -> None:
         """The worker was busy for so long."""
@@ -81,7 +85,9 @@ class Reporter:
         """Mean time from the arrival of slots of generated tokens until they are begun."""
         return self._transport.reading_wait_s() + (self._waits.average.mean or 0.0)
 
-    def weather(self, kv_usage: float, lost: frozenset[int], loss_weights: list[float]) -> Weather:
+    def weather(
+        self, kv_usage: float, lost: frozenset[int], loss_weights: list[float], running: int
+    ) -> Weather:
         """What to tell the others."""
         if not self._waits.since_last:
             # Nobody came, so nobody would have waited: otherwise a bad name would last for ever.
@@ -104,6 +110,7 @@ class Reporter:
             unreachable=sorted(lost),
             busy=self._busy.mean or 0.0,
             loss_weights=loss_weights,
+            running=running,
         )
 
     def stats(self, node: Node, running: int, waiting: int) -> ServiceStats:
