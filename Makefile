@@ -4,7 +4,7 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 OUT ?= demo-output
 
-.PHONY: help demo test lint warm check bench clean
+.PHONY: help demo test suite lint style types warm check bench clean
 help:
 	@echo "make demo   the main job on a fresh machine: calibrate, plan, generate, compare"
 	@echo "make test   everything CI runs"
@@ -23,17 +23,26 @@ demo: $(STAMP)
 check: lint
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow"
 
-test: $(STAMP)
-	@$(MAKE) --no-print-directory -j 2 lint warm
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+# What is quick to say no comes first; types are checked beside the tests, some of which wait for
+# processes.
+test: style
+	@$(MAKE) --no-print-directory -j 2 types suite
 
-lint: $(STAMP)
+lint: style types
+
+style: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/pyright
 	$(BIN)/lint-imports
 
+types: $(STAMP)
+	$(BIN)/pyright
+
+suite: warm
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+
 warm: $(STAMP)
+	$(BIN)/python -m compileall -q src tests
 	$(BIN)/python scripts/warm.py
 
 bench: $(STAMP)
