@@ -117,7 +117,8 @@ class Serving:
 
     def __init__(self, command: Sequence[str], *, cache: Path | None = None) -> None:
         environment = os.environ | {"PYTHONUNBUFFERED": "1", "COLUMNS": "200"}
-        environment["PYTHONPATH"] = str(Path(__file__).parent)
+        before = os.environ.get("PYTHONPATH", "")
+        environment["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), before])
         if cache is not None:
             environment["TRIMMOE_CACHE"] = str(cache)
         self.process = subprocess.Popen(

@@ -112,16 +112,20 @@ def make_echo(parts: NodeParts) -> EchoNode:
     return EchoNode(EchoService(parts.model, parts.transport, others))
 
 
+def _is_last(parts: NodeParts) -> bool:
+    return parts.spec.index == len(parts.spec.endpoints) - 1
+
+
 def make_broken(parts: NodeParts) -> EchoNode:
-    """The third server's process dies at the start, as one that runs out of memory does."""
-    if parts.spec.index == 2:
+    """The last server's process dies at the start, as one that runs out of memory does."""
+    if _is_last(parts):
         os.kill(os.getpid(), signal.SIGKILL)
     return make_echo(parts)
 
 
 def make_failing(parts: NodeParts) -> EchoNode:
-    """The third server's code is wrong."""
-    if parts.spec.index == 2:
+    """The last server's code is wrong."""
+    if _is_last(parts):
         raise RuntimeError("a defect")
     return make_echo(parts)
 

@@ -1,4 +1,8 @@
-"""Processes under Ray that serve a stand-in: started, watched, ended, nothing left."""
+"""Processes under Ray that serve a stand-in: started, watched, ended, nothing left.
+
+Of two servers each: every process takes seconds to import what it needs.
+`test_serve_e2e.py` starts four.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +16,10 @@ from pathlib import Path
 
 import pytest
 
-from launching import SERVERS, Files, Serving, answers, await_answer, free_ports, write_files
+from launching import Files, Serving, answers, await_answer, free_ports, write_files
 from trimmoe.runtime.launch import family
 
+SERVERS = ("desk", "attic")
 STAND_IN = str(Path(__file__).with_name("serve_standin.py"))
 
 
@@ -51,7 +56,7 @@ def test_a_number_used_again_is_another_process() -> None:
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> Files:
-    return write_files(tmp_path_factory.mktemp("files"))
+    return write_files(tmp_path_factory.mktemp("files"), SERVERS)
 
 
 def _serve(files: Files, factory: str, port: int) -> Serving:
@@ -91,14 +96,14 @@ def test_a_server_killed_comes_back_and_ctrl_c_leaves_nothing(files: Files) -> N
     port = free_ports(110)
     with _serve(files, "echo", port) as serving:
         serving.said("Ready")
-        assert all(f"127.0.0.1:{port + index}/v1" in serving.text for index in range(4))
-        assert [answers(port + index) for index in range(4)] == [200] * 4
+        assert all(f"127.0.0.1:{port + index}/v1" in serving.text for index in range(len(SERVERS)))
+        assert [answers(port + index) for index in range(len(SERVERS))] == [200] * len(SERVERS)
         pids = _server_pids(serving)
         assert len(pids) == len(SERVERS), "one process per server"
         os.kill(pids[1], signal.SIGKILL)
         serving.said("is lost and is being started again")
         serving.said("is back")
-        for index in range(4):
+        for index in range(len(SERVERS)):
             await_answer(port + index)
         # A listing is taken process by process, and may miss a family that is just growing.
         now = _server_pids(serving)
@@ -125,7 +130,7 @@ def test_a_server_that_cannot_start_ends_everything(files: Files) -> None:
             (dying, "process of server attic ended while it was starting"),
             (failing, "attic failed (RuntimeError: a defect); see"),
         ):
-            serving.said("Starting 4 servers")
+            serving.said("Starting 2 servers")
             assert serving.ended() == 2
             assert sentence in serving.text
             assert "Traceback" not in serving.text
@@ -137,11 +142,11 @@ def test_a_server_that_cannot_start_ends_everything(files: Files) -> None:
 def test_a_port_taken_is_refused_before_anything_starts(files: Files) -> None:
     port = free_ports(110)
     with (
-        socket.create_server(("127.0.0.1", port + 2)),
+        socket.create_server(("127.0.0.1", port + 1)),
         _serve(files, "echo", port) as serving,
     ):
         assert serving.ended() == 2
-        assert serving.text.startswith(f"trimmoe: The port {port + 2} on 127.0.0.1")
+        assert serving.text.startswith(f"trimmoe: The port {port + 1} on 127.0.0.1")
         assert "Starting" not in serving.text
 
 
