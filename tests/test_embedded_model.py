@@ -37,7 +37,8 @@ def model(checkpoint: Path):
     import torch
     from transformers import AutoModelForCausalLM
 
-    return AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.bfloat16).eval()
+    # Many processors take ten times as long for the weights' own bfloat16.
+    return AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
 
 
 @pytest.fixture(scope="module")
@@ -104,17 +105,20 @@ def test_manifest_notices_changes(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_second_build_is_the_same_and_the_first_is_kept(checkpoint: Path, tmp_path: Path) -> None:
+def test_a_damaged_build_is_replaced_by_the_same_and_a_whole_one_is_kept(
+    checkpoint: Path, tmp_path: Path
+) -> None:
     assert ensure_embedded_model(progress=False) == checkpoint
     shutil.copytree(checkpoint.parent / "downloads", tmp_path / "downloads")
+    damaged = tmp_path / checkpoint.name
+    shutil.copytree(checkpoint, damaged, ignore=shutil.ignore_patterns("config.json"))
     again = ensure_embedded_model(tmp_path, progress=True)
+    assert again == damaged
     first = json.loads((checkpoint / building.MANIFEST).read_text())
     assert json.loads((again / building.MANIFEST).read_text()) == first
-    assert {path.name for path in tmp_path.iterdir()} == {"downloads", again.name}
-
-    (again / "config.json").unlink()
-    assert ensure_embedded_model(tmp_path, progress=False) == again
     assert building.manifest_holds(again)
+    assert {path.name for path in tmp_path.iterdir()} == {"downloads", again.name}
+    assert (checkpoint / "config.json").read_text() == (again / "config.json").read_text()
 
 
 @pytest.mark.slow
