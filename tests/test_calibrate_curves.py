@@ -22,6 +22,7 @@ from trimmoe.calibrate.curves import (
 from trimmoe.calibrate.windows import Windows
 from trimmoe.core.profile import LossCurves, exit_floor
 from trimmoe.cost.thresholds import skipped_layers, theta_at, thresholds
+from trimmoe.models.exit_head import confidence
 
 Bins = st.lists(st.tuples(st.integers(0, 60), st.floats(0, 1)), min_size=1, max_size=20)
 
@@ -248,3 +249,24 @@ def test_a_head_finds_the_direction_that_decides() -> None:
     assert truth[scores < 0.2].mean() < 0.25
     scaled = exits.confidences(hidden * 7.0, weight, bias)[splits.test]
     np.testing.assert_allclose(scores, scaled, atol=1e-5)
+
+
+def test_a_head_on_the_state_itself_knows_its_scale_and_one_on_the_direction_does_not() -> None:
+    """(7): what decides here is how long the state is, which its direction does not say."""
+    generator = torch.Generator().manual_seed(2)
+    sign = torch.ones(6000, 16)
+    length = 0.2 + torch.rand(6000, 1, generator=generator)
+    hidden, agrees = sign * length, length[:, 0] > 0.7
+    splits = exits.split_windows(Windows(ids=np.zeros((60, 100), dtype=np.int64)), seed=0)
+    right = {}
+    for reads in ("direction", "state"):
+        weight, bias = exits.fit_exit_head(hidden, agrees, splits, reads)
+        scores = exits.confidences(hidden, weight, bias, reads)[splits.test]
+        right[reads] = ((scores > 0.5) == agrees.numpy()[splits.test]).mean()
+    assert right["state"] > 0.9
+    assert right["direction"] < 0.6
+    # sigmoid(2 x 3 - 5), where the direction (1, 1) would give sigmoid(2 x 1 - 5).
+    weight = torch.tensor([1.0, 1.0])
+    three = torch.tensor([[3.0, 3.0]])
+    assert float(confidence(three, weight, -5.0, "state")) == pytest.approx(1 / (1 + np.exp(-1)))
+    assert float(confidence(three, weight, -5.0)) == pytest.approx(1 / (1 + np.exp(3)))

@@ -54,6 +54,23 @@ def test_the_engine_is_told_the_mean_rounded() -> None:
     assert told == [[3, 1, 1], [3, 4, 4]]
 
 
+def test_the_engine_is_told_what_the_profiles_kind_of_head_says() -> None:
+    """(7): weight (1, 0, 0) and bias 0; the state (3, 4, 0) has the direction 3 / sqrt(25 / 3)."""
+    model = random_model_spec(np.random.default_rng(0), layers=1, hidden=3)
+    profile = replace(
+        random_profile(np.random.default_rng(0), model),
+        exit_weight=np.array([[1.0, 0.0, 0.0]], dtype=np.float32),
+        exit_bias=np.zeros(1, dtype=np.float32),
+    )
+    header = profile.header
+    of_state = replace(header, settings=header.settings | {"exit_heads": "state"})
+    state = torch.tensor([[3.0, 4.0, 0.0]])
+    for one, logit in ((header, 3 / np.sqrt(25 / 3)), (of_state, 3.0)):
+        observer = Observer(replace(profile, header=one), torch.device("cpu"))
+        (told,) = observer.executed(1, 0, state).confidence.tolist()
+        assert told == pytest.approx(1 / (1 + np.exp(-logit)))
+
+
 def test_hazards_go_by_what_was_foretold_after_the_layer_before() -> None:
     """Eight tokens of three layers. After layer 0 two exit: there is no prediction yet, and all
     rows are 2/8. Of the six left three exit after layer 1, a rate of 1/2.

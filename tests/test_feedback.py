@@ -31,8 +31,10 @@ def window(
     delay: tuple[float, float] = (0.9, 0.9),
     exits: tuple[float, ...] = (),
     routes: tuple[int, int] = (0, 0),
+    users: tuple[int, ...] | None = None,
 ) -> Feedback:
-    """What is learnt from two tokens; `exits` are the confidences of those that exited."""
+    """What is learnt from two tokens; `exits` are the confidences of those that exited, of
+    `users`."""
     return observe(
         feedback,
         settings,
@@ -40,6 +42,7 @@ def window(
         budget_use=np.array(use),
         relative_delay=np.array(delay),
         exit_confidence=np.array(exits),
+        exit_user=np.zeros(len(exits), dtype=np.int64) if users is None else np.array(users),
     )
 
 

@@ -42,7 +42,8 @@ def test_the_papers_letter() -> None:
     assert paper.loss_weight_range == (0.0, 1.0), "(43)"
     assert paper.exit_state is ExitState.FROZEN
     assert (paper.exit_risk, paper.draft_confidence, paper.audit_share) == (None, None, 0.0)
-    for name in ("one_expert", "target_transitions", "target_importance", "mean_losses"):
+    on = ("one_expert", "target_transitions", "target_importance", "mean_losses")
+    for name in (*on, "user_references", "user_exits", "workload_limit"):
         assert getattr(paper, name), name
     off = ("inflate", "echoes_charged", "exits_charged", "exits_weighed", "steadiness")
     for name in (*off, "slot_ranks", "hazards", "price_start"):

@@ -16,7 +16,7 @@ from trimmoe.calibrate.settings import CalibrationSettings
 from trimmoe.calibrate.windows import Windows
 from trimmoe.core.profile import DRAFT_CONFIDENCE, exit_floor
 from trimmoe.core.specs import FloatArray, IntArray
-from trimmoe.models.exit_head import confidence, rms_direction
+from trimmoe.models.exit_head import HeadInput, confidence, head_input
 
 _RIDGES = (3000.0, 300.0, 30.0)
 """Penalties tried, strongest first; the calibration split chooses."""
@@ -68,9 +68,9 @@ def calibrate_exits(recording: Recording, settings: CalibrationSettings, advance
         weight, bias = torch.zeros(hidden.shape[1]), _constant(recording, layer)
         if recording.may_exit[layer] and layer < recording.layer_count - 1:
             agrees = torch.from_numpy(recording.agrees[layer])
-            weight, bias = fit_exit_head(hidden, agrees, splits)
+            weight, bias = fit_exit_head(hidden, agrees, splits, settings.exit_heads)
         heads.append((weight.numpy(), bias))
-        scores.append(confidences(hidden, weight, bias))
+        scores.append(confidences(hidden, weight, bias, settings.exit_heads))
         recording.release()
         advance(1)
     score = np.stack(scores)
@@ -125,19 +125,22 @@ def split_windows(windows: Windows, seed: int) -> Splits:
     return Splits(train=tokens[0], calibration=tokens[1], test=tokens[2])
 
 
-def fit_exit_head(hidden: Tensor, agrees: Tensor, splits: Splits) -> tuple[Tensor, float]:
+def fit_exit_head(
+    hidden: Tensor, agrees: Tensor, splits: Splits, reads: HeadInput = "direction"
+) -> tuple[Tensor, float]:
     """One layer's head: weight float32 [d] and bias, Platt-scaled (22, 23).
 
-    `hidden` [T, d] after the layer, `agrees` bool [T] (b of 22). The ridge is chosen and the
+    `hidden` [T, d] after the layer, of which the head `reads` the direction or all, `agrees` bool
+    [T] (b of 22). The ridge is chosen and the
     scale and shift are fitted on the calibration split, then folded into weight and bias.
     """
     train = torch.from_numpy(splits.train)
     held = torch.from_numpy(splits.calibration)
-    features = rms_direction(hidden[train])
+    features = head_input(hidden[train], reads)
     scale = features.std(dim=0).clamp_min(1e-6)
     centre = features.mean(dim=0)
     features = (features - centre) / scale
-    held_features = (rms_direction(hidden[held]) - centre) / scale
+    held_features = (head_input(hidden[held], reads) - centre) / scale
     labels, held_labels = agrees[train].float(), agrees[held].float()
     best_loss, best = np.inf, (torch.zeros_like(scale), 0.0)
     start = torch.zeros(scale.numel() + 1)
@@ -204,9 +207,11 @@ def _log_loss_sum(scores: Tensor, labels: Tensor) -> Tensor:
     return torch.nn.functional.binary_cross_entropy_with_logits(scores, labels, reduction="sum")
 
 
-def confidences(hidden: Tensor, weight: Tensor, bias: float) -> np.ndarray:
+def confidences(
+    hidden: Tensor, weight: Tensor, bias: float, reads: HeadInput = "direction"
+) -> np.ndarray:
     """xi of every token after one layer, float32 [T]; `hidden` [T, d] may lie on disk."""
-    blocks = [confidence(block, weight, bias) for block in hidden.split(4096)]
+    blocks = [confidence(block, weight, bias, reads) for block in hidden.split(4096)]
     return torch.cat(blocks).numpy()
 
 

@@ -31,6 +31,8 @@ class CalibrationSettings:
     """Share of all tokens that exits may flip; the confidence above is raised where needed."""
     exit_agreement: float = 0.15
     """Layers whose states agree with full depth less often than this get no exit head."""
+    exit_heads: Literal["direction", "state"] = "direction"
+    """What exit heads read: the state's direction, or the state itself, as in (7)."""
     importance: Literal["softmax_mass", "gates"] = "softmax_mass"
     """I of (4): the activated set's router softmax mass, or its gates as the model uses them
     (the letter of the paper; always 1 where the router renormalises)."""
@@ -73,6 +75,7 @@ class CalibrationSettings:
         for name in _AT_LEAST_NONE:
             _require(getattr(self, name) >= 0, name, "at least 0")
         _require(self.window >= 2, "window", "at least 2")
+        _require(self.exit_heads in ("direction", "state"), "exit_heads", "direction or state")
         _require(
             self.importance in ("softmax_mass", "gates"), "importance", "softmax_mass or gates"
         )

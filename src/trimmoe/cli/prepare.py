@@ -62,6 +62,10 @@ def calibrate(
         Literal["softmax_mass", "gates"],
         typer.Option(help="Importance (4); `gates` is the paper's letter."),
     ] = "softmax_mass",
+    exit_heads: Annotated[
+        Literal["direction", "state"],
+        typer.Option(help="What exit heads (7) read; `state` is the paper's letter."),
+    ] = "direction",
     seed: int = 0,
     streamed: Annotated[
         bool | None,
@@ -82,7 +86,12 @@ def calibrate(
 
     require_folder(output)
     settings = CalibrationSettings(
-        tokens=tokens, budget=budget, confidence=confidence, importance=importance, seed=seed
+        tokens=tokens,
+        budget=budget,
+        confidence=confidence,
+        importance=importance,
+        exit_heads=exit_heads,
+        seed=seed,
     )
     texts = read_texts(text)
     path = resolved(model)

@@ -99,7 +99,8 @@ class Profile:
 
     # Exit heads (7, 22, 23), already calibrated on a disjoint split.
     exit_weight: NDArray[np.float32]
-    """[N, d]; confidence = sigmoid(weight . h / rms(h) + bias)."""
+    """[N, d]; confidence = sigmoid(weight . h / rms(h) + bias), or of h itself where the settings
+    say `exit_heads: state`."""
     exit_bias: NDArray[np.float32]
     """[N]."""
     exit_grid: FloatArray

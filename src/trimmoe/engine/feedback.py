@@ -28,6 +28,8 @@ class Window:
     exits: int = 0
     exit_confidence: float = 0.0
     """Confidence at exit, summed over exits."""
+    exits_by_user: Mapping[int, tuple[int, float]] = field(default_factory=dict)
+    """The two above of every user, by access server, that had any."""
     audits: int = 0
     false_exits: int = 0
 
@@ -42,6 +44,8 @@ class Feedback:
     """omega_D by route where each is steered by itself; empty where they share one."""
     exit_raise: float = 0.0
     """Added to every request's own exit threshold, up to 1."""
+    user_raises: Mapping[int, float] = field(default_factory=dict)
+    """The same where (37) goes by user: by access server, of those that had exits."""
     window: Window = Window()
     audits: int = 0
     false_exits: int = 0
@@ -53,6 +57,13 @@ class Feedback:
             return np.full(route.size, self.loss_weight)
         return np.array(self.route_weights)[route]
 
+    def raises_of(self, access: IntArray) -> FloatArray:
+        """What is added to the exit thresholds of users at these servers, [n]."""
+        if not self.user_raises:
+            return np.full(access.size, self.exit_raise)
+        raises = [self.user_raises.get(user, self.exit_raise) for user in access.tolist()]
+        return np.array(raises, dtype=np.float64)
+
 
 def observe(
     feedback: Feedback,
@@ -62,17 +73,23 @@ def observe(
     budget_use: np.ndarray,
     relative_delay: np.ndarray,
     exit_confidence: np.ndarray,
+    exit_user: np.ndarray,
 ) -> Feedback:
-    """Count finished tokens ([n] each; confidences only of those that exited) and, when the
-    window is full, apply both rules."""
+    """Count finished tokens ([n] each; confidences and users only of those that exited) and, when
+    the window is full, apply both rules."""
     window = feedback.window
     by_route = dict(window.by_route)
     for one, use in zip(route.tolist(), budget_use.tolist(), strict=True):
         tokens, total = by_route.get(one, (0, 0.0))
         by_route[one] = (tokens + 1, total + use)
+    by_user = dict(window.exits_by_user)
+    for user, sure in zip(exit_user.tolist(), exit_confidence.tolist(), strict=True):
+        exits, total = by_user.get(user, (0, 0.0))
+        by_user[user] = (exits + 1, total + sure)
     window = replace(
         window,
         by_route=by_route,
+        exits_by_user=by_user,
         tokens=window.tokens + budget_use.size,
         budget_use=window.budget_use + float(budget_use.sum()),
         relative_delay=window.relative_delay + float(relative_delay.sum()),
@@ -103,6 +120,7 @@ def _updated(feedback: Feedback, settings: PolicySettings) -> Feedback:
         loss_weight=_loss_weight(feedback, settings),
         route_weights=_route_weights(feedback, settings),
         exit_raise=_exit_raise(feedback, settings),
+        user_raises=_user_raises(feedback, settings),
         window=Window(),
     )
 
@@ -157,7 +175,7 @@ def _exit_raise(feedback: Feedback, settings: PolicySettings) -> float:
         case ExitRule.FIXED:
             return above
         case ExitRule.PAPER:
-            if not window.exits:
+            if settings.user_exits or not window.exits:
                 return above
             error = window.exit_confidence / window.exits - (settings.confidence + above)
         case ExitRule.AUDITED:
@@ -167,3 +185,15 @@ def _exit_raise(feedback: Feedback, settings: PolicySettings) -> float:
             due = (window.exits + window.audits) / window.tokens
             error = due * window.false_exits / max(window.audits, 1) - settings.exit_risk
     return float(np.clip(above + settings.exit_step * error, 0.0, 1.0))
+
+
+def _user_raises(feedback: Feedback, settings: PolicySettings) -> Mapping[int, float]:
+    """p - p_J of every user after a window, by (37) over that user's exits alone."""
+    if not settings.user_exits or settings.exit_rule is not ExitRule.PAPER:
+        return feedback.user_raises
+    raises = dict(feedback.user_raises)
+    for user, (exits, total) in feedback.window.exits_by_user.items():
+        above = raises.get(user, feedback.exit_raise)
+        error = total / exits - (settings.confidence + above)
+        raises[user] = float(np.clip(above + settings.exit_step * error, 0.0, 1.0))
+    return raises

@@ -55,6 +55,7 @@ from trimmoe.engine.feedback import Feedback, observe, observe_audits
 from trimmoe.engine.guesses import guess_times_s, stream_share
 from trimmoe.engine.state import Account, EngineState, new_wave
 from trimmoe.policy.base import Observation, Policy
+from trimmoe.policy.price import own_weight
 from trimmoe.policy.settings import BudgetRule, PolicySettings
 
 Step = tuple[EngineState, tuple[Command, ...]]
@@ -74,6 +75,8 @@ class Engine:
     """d_ref, to normalise delays (43)."""
     route_weights: tuple[float, ...] = ()
     """omega_D to begin with, by route; empty for one that all share."""
+    user_reference_s: FloatArray | None = None
+    """d_ref of the users at each server, [M]; None where all go by `reference_s`."""
     hosts: BoolArray | None = None
     """Who holds which experts, [M, N, E]: what users' servers guess with in a driver that has them
     all in one process. No decision looks at it."""
@@ -215,7 +218,8 @@ class Engine:
         route = np.array([account.route for account in accounts], dtype=np.int64)
         first = access if self.cost.accounting is Accounting.MIGRATE else self.routes[route, 0]
         needed = np.array([account.confidence for account in accounts])
-        needed = np.maximum(needed, np.minimum(needed + state.feedback.exit_raise, 1.0))
+        raises = state.feedback.raises_of(access)
+        needed = np.maximum(needed, np.minimum(needed + raises, 1.0))
         if self.settings.drafts:
             needed = np.maximum(needed, self.exits.busy[route])
         balance = np.array([account.balance for account in accounts])
@@ -229,7 +233,7 @@ class Engine:
             server=first,
             allowance=balance + np.array([account.budget for account in accounts]),
             confidence_needed=needed,
-            loss_weight=state.feedback.weights_of(route),
+            loss_weight=self._weights(state, route, access),
             exit_loss=self.exits.charge(needed),
             start_s=self.cost.token_transfer_s[access, first],
             layer_count=self.cost.layer_count,
@@ -239,6 +243,13 @@ class Engine:
             return state, (Depart(wave=event.wave, tokens=wave),)
         attend = Attend(wave=event.wave, layer=0, rows=wave.alive, server=wave.server)
         return state.with_wave(event.wave, wave), (attend,)
+
+    def _weights(self, state: EngineState, route: IntArray, access: IntArray) -> FloatArray:
+        """omega_D of arriving tokens, [n], for delays over `reference_s`."""
+        weights = state.feedback.weights_of(route)
+        if self.user_reference_s is None:
+            return weights
+        return own_weight(weights, self.user_reference_s[access], self.reference_s)
 
     def _imported(self, state: EngineState, event: TokensImported) -> Step:
         wave, tokens = event.wave, event.tokens
@@ -441,14 +452,19 @@ class Engine:
                 accounts[each.sequence] = account.settled(each.budget, each.loss)
         budget = np.array([each.budget for each in receipts])
         loss = np.array([each.loss for each in receipts])
-        exits = [each.exit_confidence for each in receipts if each.exit_confidence is not None]
-        exact_s = self.reference_s * self.cost.layer_count
+        delay_s = np.array([each.delay_s for each in receipts])
+        access = np.array([state.accounts[each.sequence].access for each in receipts])
+        sure = [each.exit_confidence for each in receipts]
+        exited = np.array([each is not None for each in sure])
+        shared_s = np.full(access.size, self.reference_s)
+        own_s = shared_s if self.user_reference_s is None else self.user_reference_s[access]
         feedback = observe(
             state.feedback,
             self.settings,
             route=np.array([state.accounts[each.sequence].route for each in receipts]),
             budget_use=np.divide(loss, budget, where=budget > 0, out=np.zeros_like(loss)),
-            relative_delay=np.array([each.delay_s for each in receipts]) / exact_s,
-            exit_confidence=np.array(exits),
+            relative_delay=delay_s / (own_s * self.cost.layer_count),
+            exit_confidence=np.array([each for each in sure if each is not None]),
+            exit_user=access[exited],
         )
         return changed(state.with_accounts(accounts), feedback=feedback)

@@ -33,6 +33,7 @@ from trimmoe.policy.build import (
     inflated,
     make_policy,
     starting_weights,
+    user_references,
 )
 from trimmoe.policy.settings import (
     PolicySettings,
@@ -318,6 +319,9 @@ def make_engine(
         routes=deployment.routes,
         reference_s=deployment.reference_s,
         route_weights=starting_weights(space, deployment, profile, settings),
+        user_reference_s=(
+            user_references(deployment, profile) if settings.user_references else None
+        ),
         hosts=plan.hosts,
     )
 

@@ -2,14 +2,19 @@
 
 Calibration and runtime both call these, so that both compute the very same numbers. All read
 the state's direction only: the residual stream grows with depth while the output head, behind its
-normalisation, never sees the scale.
+normalisation, never sees the scale. Exit heads can be calibrated to read the state itself instead,
+as the paper's do.
 """
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 from torch import Tensor
 
+HeadInput = Literal["direction", "state"]
+"""What exit heads read: h / rms(h), or h itself (7)."""
 _TINY = 1e-12
 
 
@@ -19,13 +24,20 @@ def rms_direction(hidden: Tensor) -> Tensor:
     return hidden * torch.rsqrt(hidden.square().mean(dim=-1, keepdim=True) + _TINY)
 
 
-def confidence(hidden: Tensor, weight: Tensor, bias: Tensor | float) -> Tensor:
-    """xi = sigmoid(weight . h / rms(h) + bias) (eq. 7).
+def head_input(hidden: Tensor, reads: HeadInput) -> Tensor:
+    """What an exit head reads of states [n, d], float32."""
+    return rms_direction(hidden) if reads == "direction" else hidden.float()
+
+
+def confidence(
+    hidden: Tensor, weight: Tensor, bias: Tensor | float, reads: HeadInput = "direction"
+) -> Tensor:
+    """xi = sigmoid(weight . x + bias), x what the head `reads` of the state (eq. 7).
 
     `hidden` [n, d] of any float type, `weight` [d]; returns float32 [n] in [0, 1]. The product is
     a sum over each row alone, so a token's confidence does not depend on its batch.
     """
-    return torch.sigmoid(_linear(hidden, weight, bias))
+    return torch.sigmoid(_linear(head_input(hidden, reads), weight, bias))
 
 
 def steadiness(hidden: Tensor, weight: Tensor, bias: Tensor | float) -> Tensor:
@@ -33,7 +45,7 @@ def steadiness(hidden: Tensor, weight: Tensor, bias: Tensor | float) -> Tensor:
 
     `hidden` [n, d] is what the router reads, `weight` [d]; returns float32 [n].
     """
-    return _linear(hidden, weight, bias)
+    return _linear(rms_direction(hidden), weight, bias)
 
 
 def steadiness_class(scores: Tensor, edges: Tensor) -> Tensor:
@@ -41,8 +53,8 @@ def steadiness_class(scores: Tensor, edges: Tensor) -> Tensor:
     return (scores.double()[:, None] >= edges).sum(dim=1)
 
 
-def _linear(hidden: Tensor, weight: Tensor, bias: Tensor | float) -> Tensor:
-    return (rms_direction(hidden) * weight.float()).sum(dim=-1) + bias
+def _linear(features: Tensor, weight: Tensor, bias: Tensor | float) -> Tensor:
+    return (features * weight.float()).sum(dim=-1) + bias
 
 
 def nearest_centroid(hidden: Tensor, centroids: Tensor) -> Tensor:

@@ -61,6 +61,20 @@ def deploy(plan: Plan, profile: Profile, model: ModelSpec, accounting: Accountin
     return Deployment(cost=cost, routes=routes, reference_s=reference_s, plan=plan)
 
 
+def user_references(deployment: Deployment, profile: Profile) -> FloatArray:
+    """d_ref of every user: as `Deployment.reference_s`, of the tokens that enter at each server
+    alone, [M] seconds."""
+    cost, plan = deployment.cost, deployment.plan
+    everybody = np.eye(plan.cluster.server_count)
+    if cost.accounting is Accounting.MIGRATE:
+        found = [migrating_reference_s(cost, plan.hosts, profile, user) for user in everybody]
+    else:
+        delay_s = expected_layer_delay_s(cost, plan.hosts, profile)
+        routes = deployment.routes[: plan.cluster.server_count]
+        found = [reference_layer_delay_s(delay_s, routes, user) for user in everybody]
+    return np.array(found)
+
+
 def make_policy(deployment: Deployment, profile: Profile, settings: PolicySettings) -> TrimPolicy:
     """The policy of `settings` on a deployment."""
     space = action_space(deployment, profile, settings)

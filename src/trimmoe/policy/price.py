@@ -47,6 +47,16 @@ def meeting_weights(
     return tuple(found)
 
 
+def own_weight(loss_weight: FloatArray, reference_s: FloatArray, shared_s: float) -> FloatArray:
+    """omega_D with which a user whose exact layers take `reference_s`, [n], decides under (31) over
+    the `shared_s` of all what it would with `loss_weight` [n] over its own.
+
+    Both terms count alike if omega_D / omega_T is `reference_s / shared_s` times what it was.
+    """
+    lost = loss_weight * reference_s
+    return lost / (lost + (1.0 - loss_weight) * shared_s)
+
+
 def _layer_losses(
     space: ActionSpace, profile: Profile, weights: Weights, layer: int, source: int, to: int
 ) -> FloatArray:

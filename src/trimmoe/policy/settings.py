@@ -135,6 +135,15 @@ class PolicySettings:
     of the whole activated set (4)."""
     mean_losses: bool = False
     """Charge what calibration measured on average, as in the paper; off, its upper bounds."""
+    user_references: bool = False
+    """Whether delays count over the exact ones of a token's own user, the d_ref of (31), (43) by
+    access server; off, over the mean of all users."""
+    user_exits: bool = False
+    """Whether (37) moves each user's own p_J by what that user's tokens exited at, by access
+    server; off, one for all requests of an engine."""
+    workload_limit: bool = False
+    """Whether a server that was assigned more work in a scheduling slot than it can do in one (20,
+    c.11) leaves the feasible set for the next, but for experts that no other server holds."""
     hazards: bool = True
     """Whether the look-ahead weighs exits by their measured chance; off, a token exits exactly at
     its predicted layer, as in the paper."""
@@ -247,6 +256,9 @@ def paper() -> PolicySettings:
         target_transitions=True,
         target_importance=True,
         mean_losses=True,
+        user_references=True,
+        user_exits=True,
+        workload_limit=True,
         hazards=False,
         price_start=False,
     )

@@ -10,7 +10,13 @@ from trimmoe.core.events import Executed, Routed
 from trimmoe.core.profile import Profile
 from trimmoe.core.specs import FloatArray, IntArray
 from trimmoe.models.base import Routing
-from trimmoe.models.exit_head import confidence, nearest_centroid, steadiness, steadiness_class
+from trimmoe.models.exit_head import (
+    HeadInput,
+    confidence,
+    nearest_centroid,
+    steadiness,
+    steadiness_class,
+)
 
 
 class Observer:
@@ -24,6 +30,7 @@ class Observer:
         self._steady_edges = torch.from_numpy(profile.steady_edges).to(device)
         self._centroids = torch.from_numpy(profile.centroids).to(device)
         self._centroid_exit = np.rint(profile.centroid_exit_layer).astype(np.int64)
+        self._reads: HeadInput = profile.header.settings.get("exit_heads", "direction")
         self._importance = profile.header.settings.get("importance", "softmax_mass")
 
     def routed(self, wave: int, layer: int, attended: Tensor, routing: Routing) -> Routed:
@@ -46,7 +53,8 @@ class Observer:
 
     def executed(self, wave: int, layer: int, output: Tensor) -> Executed:
         """After the experts gave the layer's `output` [n, d]."""
-        scores = confidence(output, self._exit_weight[layer], self._exit_bias[layer])
+        head = self._exit_weight[layer], self._exit_bias[layer]
+        scores = confidence(output, *head, self._reads)
         nearest = nearest_centroid(output, self._centroids[layer])
         return Executed(
             wave=wave,

@@ -193,7 +193,11 @@ def _felt(state: EngineState) -> tuple[float, ...]:
     """The part of the feedback that decisions about arriving tokens look at."""
     feedback = state.feedback
     weights = (feedback.loss_weight, *feedback.route_weights)
-    return (*(rounded_weight(weight) for weight in weights), feedback.exit_raise)
+    return (
+        *(rounded_weight(weight) for weight in weights),
+        feedback.exit_raise,
+        *feedback.user_raises.values(),
+    )
 
 
 def uniform(seed: int, requests: IntArray, numbers: IntArray) -> FloatArray:

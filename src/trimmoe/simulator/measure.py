@@ -90,6 +90,9 @@ class Sample:
     """Those of them that full depth did not confirm."""
     withdrawn_layers: int
     """Token-layers executed for what set out on the latter; what that sent is in the ledgers."""
+    workload: FloatArray
+    """W over F times the slot (20) of every whole scheduling slot after the warm-up, by server,
+    [slots, M]; a slot is the time between two control instants."""
 
     @property
     def duration_s(self) -> float:
@@ -129,6 +132,7 @@ def sample(
     units: Units,
     before: Snapshot,
     after: Snapshot,
+    workload: FloatArray,
 ) -> Sample:
     """The figures of a run that has ended."""
     log = units.log
@@ -158,6 +162,7 @@ def sample(
         drafts=units.right_drafts + units.wrong_drafts,
         wrong_drafts=units.wrong_drafts,
         withdrawn_layers=units.withdrawn_layers,
+        workload=workload,
     )
 
 
@@ -224,6 +229,7 @@ def figures(one: Sample, sla_s: float) -> dict[str, float]:
         "server_use_mean": float(one.server_use.mean()),
         "server_use_max": float(one.server_use.max()),
         "link_use_max": float(one.link_use.max()),
+        "overloaded_share": _mean((one.workload > 1.0).astype(np.float64)),
         "sent_mb_per_s": float(one.link_bytes.sum()) / one.duration_s / 1e6,
         "hops_per_token": ledger.hops / tokens,
         "remote_share": ledger.remote_share,

@@ -17,7 +17,7 @@ import numpy as np
 from trimmoe.core.errors import UserError
 from trimmoe.core.events import Receipt
 from trimmoe.core.profile import ExitState
-from trimmoe.core.specs import ClusterSpec, FloatArray, IntArray
+from trimmoe.core.specs import BoolArray, ClusterSpec, FloatArray, IntArray
 from trimmoe.core.trace import Trace
 from trimmoe.cost.model import Accounting
 from trimmoe.engine.step import Engine
@@ -36,6 +36,7 @@ from trimmoe.simulator.supply import AHEAD, AHEAD_OF_CHANGE, Supply
 from trimmoe.simulator.tables import RequestTable, RowPool
 from trimmoe.simulator.tally import AUDITS, DELAY_S, LOSS, UnitLog, Units
 from trimmoe.simulator.waiting import Waiting
+from trimmoe.simulator.workload import Workload, relieved
 from trimmoe.simulator.world import (
     CONFIRMED,
     IN_FLIGHT,
@@ -81,9 +82,10 @@ def simulate(
     if migrates and load.prefill is not Prefill.EXCLUDED:
         raise UserError("`migrate` accounting has no prompts; exclude the prefill.")
 
-    def rebuilt(waiting_s: FloatArray) -> Engine:
+    def rebuilt(waiting_s: FloatArray, full: BoolArray) -> Engine:
         cost = engine.cost.with_waiting(waiting_s)
-        waited_for = replace(deployment, cost=cost)
+        plan = replace(deployment.plan, hosts=relieved(deployment.plan.hosts, full))
+        waited_for = replace(deployment, cost=cost, plan=plan)
         if policy_of is not None:
             return replace(engine, policy=policy_of(waited_for), cost=cost)
         policy = make_policy(waited_for, engine.profile, engine.settings)
@@ -119,7 +121,7 @@ class _Run:
         trace: Trace,
         settings: SimulationSettings,
         seed: int,
-        rebuilt: Callable[[FloatArray], Engine],
+        rebuilt: Callable[[FloatArray, BoolArray], Engine],
         given: Requests | None,
     ) -> None:
         load, cost = settings.load, engine.cost
@@ -170,6 +172,11 @@ class _Run:
             closed=self.closed,
             ahead=AHEAD_OF_CHANGE if settings.waiting_feedback else AHEAD,
         )
+        self.workload = Workload(slot_s=settings.control_s, expert_s=cost.expert_s)
+        self.full = np.zeros(cost.server_count, dtype=bool)
+        """Servers that are not to be given more work."""
+        self.engines = {self.full.tobytes(): engine}
+        """Of every set of full servers there has been, where waiting times do not count."""
         self.waiting = Waiting.none(cost.server_count, settings.waiting_memory)
         self.finished: list[tuple[int, int]] = []
         """Rows and requests of decoded tokens since the last control instant."""
@@ -209,7 +216,15 @@ class _Run:
                 before = Snapshot.of(self.state, mark)
         assert before is not None
         after = Snapshot.of(self.state, settings.end_s)
-        return sample(settings, self.table, self.units, before, after)
+        # A multiple of the slot is one, however it was rounded.
+        slots = np.round(np.array([settings.warm_up_s, settings.end_s]) / settings.control_s, 9)
+        workload = self._assigned().use(int(np.ceil(slots[0])), int(slots[1]))
+        return sample(settings, self.table, self.units, before, after, workload)
+
+    def _assigned(self) -> Workload:
+        """All work that has been assigned so far."""
+        flying = np.array(self.table.flying(self.pool.rows), dtype=np.int64)
+        return self.workload.with_flying(self.pool.rows, flying)
 
     def _run_until(self, end_s: float) -> None:
         self.until_s = end_s
@@ -252,6 +267,7 @@ class _Run:
             access = self.table.asked.access[of]
             self.expected.put_right(pool.books, row, pool.rows.guess[row], of, access)
         self.units.count(pool.books, rows, measured[unit])
+        self.workload.count(pool.rows, rows, times[unit, 0])
         if self.world.drafts:
             shown = rows[measured[unit]]
             self.units.count_drafts(pool.books, shown, pool.rows.draft[shown] != NONE)
@@ -291,10 +307,7 @@ class _Run:
         servers, disagrees = self.world.delay_s.shape[0], self.pool.books.disagrees[finished[:, 0]]
         audits = np.bincount(access, audited, servers).astype(np.int64)
         wrong = np.bincount(access[disagrees], minlength=servers)
-        engine = self.decider.engine
-        if self.settings.waiting_feedback:
-            engine = self.rebuilt(self.waiting.measured(self.state))
-        stale = self.decider.control(receipts, audits, wrong, engine)
+        stale = self.decider.control(receipts, audits, wrong, self._engine())
         self._clear(finished[:, 0])
         for request in self.table.closing:
             self.decider.close(request)
@@ -302,6 +315,18 @@ class _Run:
         if stale:
             self.table.drop_ahead(self.pool)
             self.decider.rewind(self._receipts(self.table.flying(self.pool.rows)))
+
+    def _engine(self) -> Engine:
+        """What decides from now on."""
+        engine, slots = self.decider.engine, self.until_s / self.settings.control_s
+        if engine.settings.workload_limit and np.isclose(slots, round(slots)):
+            self.full = self._assigned().full(self.until_s)
+        if self.settings.waiting_feedback:
+            return self.rebuilt(self.waiting.measured(self.state), self.full)
+        key = self.full.tobytes()
+        if key not in self.engines:
+            self.engines[key] = self.rebuilt(engine.cost.waiting_s, self.full)
+        return self.engines[key]
 
     def _clear(self, finished: IntArray) -> None:
         """Give back the rows of what is through, of `finished` tokens [n] and of trails."""

@@ -179,7 +179,9 @@ class Bench:
         each = np.array(columns, dtype=np.float64).T
         sums: list[FloatArray] = [np.bincount(user, one)[there].astype(float) for one in each]
         delay_s, loss, budget = sums
-        whole_s = rig.deployment.reference_s * trace.experts.shape[1] * tokens[there]
+        own_s = rig.engine.user_reference_s
+        reference_s = rig.deployment.reference_s if own_s is None else own_s[: there.size][there]
+        whole_s = reference_s * trace.experts.shape[1] * tokens[there]
         total = utility(delay_s, whole_s, loss, budget, loss_weight=0.5)
         return total / int(there.sum())
 
