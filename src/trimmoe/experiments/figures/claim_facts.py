@@ -2,56 +2,69 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
 
 from trimmoe.core.ledger import Kind
 from trimmoe.experiments.figures.ablation import letter_ablations, pinned_ablations
-from trimmoe.experiments.figures.bench import Bench, replay_row
-from trimmoe.experiments.figures.contenders import (
-    OURS,
-    Contender,
-    letter,
-    pinned_best,
-)
+from trimmoe.experiments.figures.base import load_row
+from trimmoe.experiments.figures.bench import RATE_PER_S, SLA_S, Bench, replay_row
+from trimmoe.experiments.figures.contenders import OURS, Contender, letter, pinned_best
 from trimmoe.experiments.figures.depth import depth_row
 from trimmoe.policy.settings import PolicySettings
-from trimmoe.simulator.measure import figures
+from trimmoe.simulator.measure import Sample
 
-SLA_S = 0.3
-_BUSY = 80.0
+BUSY_PER_S = 80.0
+"""The highest rate of Fig. 11, requests a second."""
 _CONCURRENCY = 64
 _NAMES = ("edgeshard", "slimcaching", "moe2", "mod", "substitute-only", OURS)
+_TIMED = ("edgeshard", "moe2", OURS)
+"""Those whose requests are timed at the default rate too."""
+_EXECUTED = ("mod", OURS)
 
 
-def facts_of(
-    bench: Bench, column: str, *, load: bool, depth_only: bool = False
-) -> dict[str, float]:
-    """Measurements by `method.figure`; with `load`, those of simulations under load too."""
-    contenders = {"letter": letter, "pinned": pinned_best}[column]()
-    there = [one for one in bench.there(contenders)[0] if one.of in _NAMES]
+def facts_of(bench: Bench, column: str, models: Mapping[str, Bench]) -> dict[str, float]:
+    """Measurements by `method.figure`: of replays, of simulations under load and, where the bench
+    has a model to execute, of what was executed; and of other models' replays by
+    `geometry.method.figure`."""
+    there = _there(bench, column)
     found: dict[str, float] = {}
-    if depth_only:
-        return _depth(bench, next(one for one in there if one.of == OURS))
     for one in there:
         found |= {f"{one.of}.{key}": value for key, value in _row(bench, one).items()}
     ours = next((one for one in there if one.of == OURS), None)
     if ours is None:
         return found
-    found |= _depth(bench, ours)
-    for horizon in (1, 3):
-        seen = replace(ours, key=f"{ours.key}/H{horizon}", change=_then(ours, horizon))
-        tokens = bench.effort.horizon_tokens
-        row = replay_row(bench.replayed(seen, tokens=tokens))
-        found |= {f"horizon-{horizon}.{key}": value for key, value in _numbers(row).items()}
+    found |= depth_facts(bench, ours) | _looking_ahead(bench, ours)
     variants = {"letter": letter_ablations, "pinned": pinned_ablations}[column]()
     for one in bench.there(variants)[0]:
         name = "whole" if one.of == OURS else one.of
         found |= {f"{name}.{key}": value for key, value in _row(bench, one).items()}
-    if load:
-        found |= _under_load(bench, there)
+    found |= _under_load(bench, there)
+    if bench.execute is not None:
+        found |= _executed(bench, there)
+    for geometry, other in models.items():
+        found |= _of_model(geometry, other, column)
+    return found
+
+
+def ours_by_letter(bench: Bench) -> Contender:
+    """The paper's own method as the paper has it."""
+    return next(one for one in _there(bench, "letter") if one.of == OURS)
+
+
+def _there(bench: Bench, column: str) -> list[Contender]:
+    contenders = {"letter": letter, "pinned": pinned_best}[column]()
+    return bench.there(tuple(one for one in contenders if one.of in _NAMES))[0]
+
+
+def _looking_ahead(bench: Bench, ours: Contender) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for horizon in (1, 3):
+        seen = replace(ours, key=f"{ours.key}/H{horizon}", change=_then(ours, horizon))
+        row = replay_row(bench.replayed(seen, tokens=bench.effort.horizon_tokens))
+        found |= {f"horizon-{horizon}.{key}": value for key, value in _numbers(row).items()}
     return found
 
 
@@ -75,7 +88,7 @@ def _numbers(row: dict) -> dict[str, float]:
     }
 
 
-def _depth(bench: Bench, ours: Contender) -> dict[str, float]:
+def depth_facts(bench: Bench, ours: Contender) -> dict[str, float]:
     """Fig. 7 in two numbers: the commonest exit as a share of depth, and whether deeper layers
     are skipped more than shallower ones."""
     row = depth_row(bench.replayed(ours).ledger)
@@ -89,15 +102,66 @@ def _depth(bench: Bench, ours: Contender) -> dict[str, float]:
 
 
 def _under_load(bench: Bench, there: list[Contender]) -> dict[str, float]:
+    """Times and service levels of whole requests, as in the paper, and of tokens; throughput."""
     found: dict[str, float] = {}
-    served = {}
     for one in there:
-        rows = [figures(sample, SLA_S) for sample in bench.simulated(one, _BUSY)]
-        served[one.of] = float(np.mean([row["sla_share"] for row in rows]))
-        found[f"{one.of}.sla_share_at_80"] = served[one.of]
+        found |= _served(bench, one, BUSY_PER_S, "_at_80")
+        if one.of in _TIMED:
+            found |= _served(bench, one, RATE_PER_S, "")
         if one.of in ("edgeshard", OURS):
-            rows = [figures(sample, SLA_S) for sample in bench.saturated(one, _CONCURRENCY)]
-            rate = float(np.mean([row["tokens_per_s"] for row in rows]))
+            rows = bench.saturated(one, _CONCURRENCY)
+            rate = load_row(rows, SLA_S, bench.effort.output_tokens)["tokens_per_s"]
             found[f"{one.of}.saturated_tokens_per_s"] = rate
-    others = [share for name, share in served.items() if name != OURS]
-    return found | {"baselines.sla_share_at_80": max(others)}
+    for one in there:
+        if one.of in _TIMED:
+            more = found[f"{one.of}.request_ms_at_80"] / found[f"{one.of}.request_ms"] - 1.0
+            found[f"{one.of}.growth"] = more
+    others = [one.of for one in there if one.of != OURS]
+    for key in ("sla_share_at_80", "token_sla_share_at_80"):
+        found[f"baselines.{key}"] = max(found[f"{name}.{key}"] for name in others)
+    timed = [name for name in others if name in _TIMED]
+    return found | {"baselines.growth": min(found[f"{name}.growth"] for name in timed)}
+
+
+def _served(bench: Bench, one: Contender, rate: float, suffix: str) -> dict[str, float]:
+    found = service(bench.simulated(one, rate), bench.effort.output_tokens)
+    return {f"{one.of}.{key}{suffix}": value for key, value in found.items()}
+
+
+def service(samples: Sequence[Sample], answer_tokens: int) -> dict[str, float]:
+    """Times of requests, which are answers of so many tokens, in ms, and the shares of them and of
+    tokens within the paper's target."""
+    row = load_row(samples, SLA_S, answer_tokens)
+    found = {key: row[key] for key in ("request_ms", "request_p99_ms", "sla_share")}
+    token_s = np.concatenate([each.token_s for each in samples])
+    return found | {"token_sla_share": float((token_s <= SLA_S).mean())}
+
+
+def _executed(bench: Bench, there: list[Contender]) -> dict[str, float]:
+    """What executing the model on held-out text measured; where ours runs one expert per layer,
+    also with all that are activated."""
+    chosen = [one for one in there if one.of in _EXECUTED]
+    for one in [one for one in chosen if bench.rig(one).settings.one_expert]:
+        title = f"{one.title}, all experts"
+        key, change = f"{one.key}/all-experts", _all_experts(one)
+        chosen.append(replace(one, key=key, title=title, of="all-experts", change=change))
+    found: dict[str, float] = {}
+    for one in chosen:
+        row = bench.executed(one)
+        found[f"{one.of}.flip_rate"] = row["flip_rate"]
+        found[f"{one.of}.perplexity_rise"] = row["perplexity"] - row["exact_perplexity"]
+    return found
+
+
+def _all_experts(one: Contender) -> Callable[[PolicySettings], PolicySettings]:
+    return lambda policy: replace(one.change(policy), one_expert=False)
+
+
+def _of_model(geometry: str, bench: Bench, column: str) -> dict[str, float]:
+    """Fig. 9: ours and MoE^2 on one model."""
+    return {
+        f"{geometry}.{one.of}.{key}": value
+        for one in _there(bench, column)
+        if one.of in ("moe2", OURS)
+        for key, value in _row(bench, one).items()
+    }

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 
 import trimmoe
-from trimmoe.experiments.figures.claim_list import CLAIMS, Facts, Said, borne_out
+from trimmoe.experiments.figures.claim_list import CLAIMS, Facts, Said
+from trimmoe.experiments.figures.claim_verdict import Verdict, judged, overall
 from trimmoe.simulator.measure import Estimate, estimate
 
 COLUMNS = {
@@ -28,37 +29,46 @@ class Assumed:
     """Skips of the deeper half over the shallower's, less 1; None: no shallow layer is skipped."""
 
 
+SECTIONS = {
+    Verdict.FAILS: ("Does not come out", "do not come out"),
+    Verdict.PART: ("Comes out in part", "come out in part"),
+    Verdict.NOISE: ("Within noise", "are within noise"),
+    Verdict.HOLDS: ("Comes out", "come out"),
+    Verdict.UNKNOWN: ("Not measured by this command", "are not measured"),
+}
+"""Titles, and what is said of several claims; failures first."""
+
+
 def claims_page(
     worlds: Mapping[str, Sequence[Facts]],
     assumed: Sequence[Assumed],
     *,
     command: str,
     notes: Sequence[str],
+    inputs: Mapping[str, Mapping[str, str]],
 ) -> str:
-    """The whole page; `worlds` holds each column's facts, one of each world."""
+    """The whole page; `worlds` holds each column's facts, one of each world, `inputs` the hashes of
+    what each world was made from."""
     rows = [(said, _estimates(said, worlds)) for said in CLAIMS]
-    failed = [row for row in rows if _verdict(*row) == "no"]
-    mixed = [row for row in rows if _verdict(*row) == "in part"]
-    held = [row for row in rows if _verdict(*row) == "yes"]
-    unknown = [row for row in rows if _verdict(*row) == "not measured"]
+    verdicts = [_verdict(*row) for row in rows]
+    counts = ", ".join(f"{verdicts.count(each)} {many}" for each, (_, many) in SECTIONS.items())
     parts = [
         "# The paper's claims and ours",
         "",
         f"Made by `{command}`, TrimMoE {trimmoe.__version__}; do not edit. {' '.join(notes)}",
         "",
-        "Each number of ours is a mean over worlds with its 95 % interval. `migrate`, by the "
-        "letter, lets tokens move without their cache and is not physical.",
+        "Each number of ours is a mean over worlds with its 95 % interval, and a claim *holds* or "
+        "*fails* where the whole interval says so; *smaller* is in the paper's direction and short "
+        "of its size. `migrate`, by the letter, lets tokens move without their cache and is not "
+        "physical; EdgeShard's placement moves them likewise there, and runs as published where "
+        f"tokens are pinned. Of {len(rows)} claims: {counts}.",
     ]
-    sections = (
-        ("Does not come out", failed),
-        ("Comes out in part", mixed),
-        ("Comes out", held),
-        ("Not measured by this command", unknown),
-    )
-    for title, kept in sections:
+    for verdict, (title, _) in SECTIONS.items():
+        kept = [row for row, each in zip(rows, verdicts, strict=True) if each is verdict]
         if kept:
             parts += ["", f"## {title}", "", *_table(kept)]
     parts += ["", "## Where the generator's assumption decides", "", *_assumption(assumed)]
+    parts += ["", "## Inputs", "", *_inputs(inputs)]
     return "\n".join(parts) + "\n"
 
 
@@ -69,18 +79,14 @@ def _estimates(said: Said, worlds: Mapping[str, Sequence[Facts]]) -> dict[str, E
         for each in facts:
             try:
                 values.append(said.ours(each) if said.ours is not None else np.nan)
-            except KeyError:
+            except (KeyError, ZeroDivisionError):
                 values.append(np.nan)
         found[column] = estimate(values)
     return found
 
 
-def _verdict(said: Said, found: dict[str, Estimate]) -> str:
-    known = [each.mean for each in found.values() if np.isfinite(each.mean)]
-    if not known:
-        return "not measured"
-    true = [borne_out(said, mean) for mean in known]
-    return "yes" if all(true) else "in part" if any(true) else "no"
+def _verdict(said: Said, found: dict[str, Estimate]) -> Verdict:
+    return overall(judged(said, each) for each in found.values())
 
 
 def _table(rows: Sequence[tuple[Said, dict[str, Estimate]]]) -> list[str]:
@@ -91,8 +97,8 @@ def _table(rows: Sequence[tuple[Said, dict[str, Estimate]]]) -> list[str]:
     ]
     for said, found in rows:
         cells = [_cell(said, found[name]) for name in columns]
-        why = "" if _verdict(said, found) in ("yes", "not measured") else said.why
-        paper = shown(said, said.paper)
+        why = "" if _verdict(said, found) is Verdict.HOLDS else said.why
+        paper = said.said or shown(said, said.paper)
         lines.append(f"| {said.where} | {said.text} | {paper} | {' | '.join(cells)} | {why} |")
     return lines
 
@@ -101,9 +107,11 @@ def _cell(said: Said, found: Estimate) -> str:
     if not np.isfinite(found.mean):
         return "-"
     text = shown(said, found.mean)
-    if np.isfinite(found.low_95):
+    if not np.isfinite(found.low_95):
+        return f"{text}, one world"
+    if found.low_95 < found.high_95:
         text += f" ({shown(said, found.low_95)} to {shown(said, found.high_95)})"
-    return text
+    return f"{text}, {judged(said, found)}"
 
 
 def shown(said: Said, value: float) -> str:
@@ -116,7 +124,7 @@ def shown(said: Said, value: float) -> str:
         case "ratio":
             return f"{value:.2f}x"
         case "plain":
-            return f"{value:.3g}"
+            return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
 def _assumption(assumed: Sequence[Assumed]) -> list[str]:
@@ -132,4 +140,13 @@ def _assumption(assumed: Sequence[Assumed]) -> list[str]:
         first, last = each.importance
         value = "no skips in the shallower" if each.deeper_skips is None else None
         lines.append(f"| {first:g} to {last:g} | {value or f'{each.deeper_skips:+.0%}'} |")
+    return lines
+
+
+def _inputs(inputs: Mapping[str, Mapping[str, str]]) -> list[str]:
+    """Hashes, a row of each world."""
+    names = list(next(iter(inputs.values()), {}))
+    lines = [f"| world | {' | '.join(names)} |", "|" + "---|" * (1 + len(names))]
+    for world, hashes in inputs.items():
+        lines.append(f"| {world} | {' | '.join(f'`{hashes[name][:12]}`' for name in names)} |")
     return lines

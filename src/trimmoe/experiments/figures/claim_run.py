@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 import trimmoe
-from trimmoe.core.profile import load_profile
-from trimmoe.core.trace import load_trace
-from trimmoe.experiments.figures.bench import Bench
-from trimmoe.experiments.figures.claim_facts import facts_of
+from trimmoe.core.profile import Profile, load_profile
+from trimmoe.core.trace import Trace, load_trace
+from trimmoe.experiments.figures.bench import Bench, Execute
+from trimmoe.experiments.figures.claim_facts import depth_facts, facts_of, ours_by_letter
 from trimmoe.experiments.figures.claim_list import Facts
 from trimmoe.experiments.figures.claim_page import Assumed
+from trimmoe.experiments.figures.models import MODELS
 from trimmoe.experiments.figures.world import (
     Announce,
     Effort,
@@ -27,15 +31,43 @@ from trimmoe.simulator.generate import Parameters
 IMPORTANCES = ((0.45, 0.65), (0.55, 0.55), (0.65, 0.45))
 """Of the first and the last layer: the generator's own, one that depth does not change, and its
 reverse."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Size:
+    """How much a run takes."""
+
+    worlds: int
+    """Of each kind; each has a cluster and, where they are generated, tokens of its own."""
+    effort: Effort
+    passages: int
+    """Of held-out text, executed on every world."""
+    context: int
+    """Tokens of each that run exactly."""
+    steps: int
+    """Tokens of each that are decoded."""
+
+
 SIZES = {
-    "tiny": (1, Effort(seeds=(0,), sequences=4, length=4, load_tokens=20, output_tokens=3,
-                       horizon_tokens=4, search_iterations=5, profile_tokens=512)),
-    "small": (2, Effort(seeds=(0,), sequences=12, length=8, load_tokens=60, output_tokens=8,
-                        horizon_tokens=12, search_iterations=40, profile_tokens=2048)),
-    "default": (3, Effort(seeds=(0,), sequences=24, length=12, load_tokens=150, output_tokens=20,
-                          horizon_tokens=24, search_iterations=100, profile_tokens=4096)),
+    "tiny": Size(
+        worlds=1,
+        effort=Effort(seeds=(0,), sequences=4, length=4, load_tokens=20, output_tokens=3,
+                      horizon_tokens=4, search_iterations=5, profile_tokens=512),
+        passages=1, context=8, steps=4,
+    ),
+    "small": Size(
+        worlds=8,
+        effort=Effort(seeds=(0,), sequences=16, length=8, load_tokens=320, output_tokens=8,
+                      horizon_tokens=16, search_iterations=40, profile_tokens=2048),
+        passages=8, context=32, steps=24,
+    ),
+    "default": Size(
+        worlds=12,
+        effort=Effort(seeds=(0,), sequences=24, length=12, load_tokens=600, output_tokens=20,
+                      horizon_tokens=24, search_iterations=100, profile_tokens=4096),
+        passages=16, context=48, steps=24,
+    ),
 }  # fmt: skip
-"""Worlds of each kind, and what is run on each."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,48 +82,97 @@ class Claimed:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Recorded:
-    """A real model's profile and trace."""
+    """A real model's profile and trace, and text to execute it on, if any."""
 
     model: str
     profile: Path
     trace: Path
+    text: tuple[Path, ...] = ()
 
 
 def run_claims(
-    geometry: str, recorded: Recorded | None, size: str, *, seed: int, announce: Announce
+    geometry: str, recorded: Recorded | None, size: Size, *, seed: int, announce: Announce
 ) -> Claimed:
     """Every claim on as many worlds as the size says: another cluster each, and other tokens where
     these are generated. Raises `UserError`."""
-    count, effort = SIZES[size]
-    worlds: dict[str, list[Facts]] = {"letter, generated": []}
-    if recorded is not None:
-        worlds["letter, embedded"] = []
-    worlds["pinned"] = []
+    columns = ["letter, generated", *(["letter, embedded"] if recorded else []), "pinned"]
+    worlds: dict[str, list[Facts]] = {name: [] for name in columns}
     inputs: dict[str, dict[str, str]] = {}
-    for each in range(seed, seed + count):
-        world = generated_world(geometry, paper_cluster(each), effort, seed=each, announce=announce)
-        bench = Bench(world=world, effort=effort, seed=each, announce=announce)
-        worlds["letter, generated"].append(facts_of(bench, "letter", load=True))
+    execute = _executors(recorded, size, seed) if recorded is not None and recorded.text else None
+    for each in range(seed, seed + size.worlds):
+
+        def told(what: str, number: int = each) -> None:
+            announce(f"world {number}, {what}")
+
+        models = {
+            name: _generated(name, size.effort, each, told)
+            for name in dict.fromkeys((geometry, *MODELS))
+        }
+        bench = models[geometry]
+        inputs |= {f"{name}, cluster {each}": one.world.inputs for name, one in models.items()}
+        compared = {name: models[name] for name in MODELS}
+        worlds["letter, generated"].append(facts_of(bench, "letter", compared))
         if recorded is not None:
-            inputs[f"generated {each}"] = world.inputs
-            world = _real_world(recorded, effort, each, announce)
-            bench = Bench(world=world, effort=effort, seed=each, announce=announce)
-            worlds["letter, embedded"].append(facts_of(bench, "letter", load=True))
-        inputs[f"{world.name} {each}"] = world.inputs
-        worlds["pinned"].append(facts_of(bench, "pinned", load=True))
-    assumed = [_assumed(geometry, each, effort, seed, announce) for each in IMPORTANCES]
+            world = _real_world(recorded, size.effort, each, told)
+            inputs[f"{world.name}, cluster {each}"] = world.inputs
+            bench = Bench(
+                world=world, effort=size.effort, seed=each, announce=told,
+                execute=None if execute is None else execute(world.profile, each),
+            )  # fmt: skip
+            worlds["letter, embedded"].append(facts_of(bench, "letter", {}))
+        worlds["pinned"].append(facts_of(bench, "pinned", compared))
+    assumed = [_assumed(geometry, each, size.effort, seed, announce) for each in IMPORTANCES]
     return Claimed(worlds=worlds, assumed=assumed, inputs=inputs)
 
 
+def _generated(geometry: str, effort: Effort, seed: int, announce: Announce) -> Bench:
+    cluster = paper_cluster(seed)
+    world = generated_world(geometry, cluster, effort, seed=seed, announce=announce)
+    return Bench(world=world, effort=effort, seed=seed, announce=announce)
+
+
 def _real_world(recorded: Recorded, effort: Effort, seed: int, announce: Announce) -> World:
-    """As much of the real tokens as the effort has."""
+    """As much of the real tokens as the effort has, others in every world as far as there are."""
     spec = model_of(recorded.model)
     profile, trace = load_profile(recorded.profile), load_trace(recorded.trace)
     profile.require_model(spec.model_hash, spec.name)
+    trace = some_sequences(trace, effort.sequences, effort.length, seed)
     return made_world(
         spec.name, "recorded", spec, profile, trace, paper_cluster(seed), effort, seed=seed,
         announce=announce,
     )  # fmt: skip
+
+
+def some_sequences(trace: Trace, sequences: int, length: int, number: int) -> Trace:
+    """The last `length` tokens, which have most before them, of `sequences` sequences; of each
+    `number` the following ones, and again from the first behind the last."""
+    count, length = min(sequences, trace.sequence_count), min(length, trace.length)
+    chosen = (number * count + np.arange(count)) % trace.sequence_count
+    last = np.arange(trace.length - length, trace.length)
+    rows = (chosen[:, None] * trace.length + last).reshape(-1)
+    arrays = {name: getattr(trace, name)[rows] for name in trace.columns}
+    return replace(trace, length=length, **arrays)
+
+
+def _executors(recorded: Recorded, size: Size, seed: int) -> Callable[[Profile, int], Execute]:
+    """What executes the model in each world, on passages of its own. Raises `UserError`."""
+    from trimmoe.calibrate.text import read_texts
+    from trimmoe.experiments.figures.executed import PassageSettings, executor
+    from trimmoe.experiments.opening import open_view, resolved
+    from trimmoe.models.load import load_tokenizer
+
+    path = resolved(recorded.model)
+    view, tokenizer = open_view(path, "auto", "cpu"), load_tokenizer(path)
+    ids = tokenizer("\n\n".join(read_texts(list(recorded.text))), verbose=False)["input_ids"]
+    part = len(ids) // size.worlds
+    passages = PassageSettings(count=size.passages, context=size.context, steps=size.steps)
+
+    def of(profile: Profile, number: int) -> Execute:
+        begin = (number - seed) * part
+        some = ids[begin : begin + part]
+        return executor(view, profile, some, passages, seed=number)
+
+    return of
 
 
 def _assumed(
@@ -103,7 +184,7 @@ def _assumed(
         parameters=Parameters(importance=importance), announce=announce,
     )  # fmt: skip
     bench = Bench(world=world, effort=effort, seed=seed, announce=announce)
-    facts = facts_of(bench, "letter", load=False, depth_only=True)
+    facts = depth_facts(bench, ours_by_letter(bench))
     return Assumed(importance=importance, deeper_skips=facts.get("trimmoe.deeper_skips"))
 
 

@@ -122,6 +122,9 @@ def claims(
     model: Annotated[str, typer.Option(help="Of --profile and --trace.")] = "embedded",
     profile: ProfileOption = None,
     trace: TraceOption = None,
+    text: Annotated[
+        list[Path] | None, typer.Option(help="Held out; the model is executed on it.")
+    ] = None,
     size: Annotated[
         Literal["tiny", "small", "default"],
         typer.Option(help="Of the run; tiny only shows that it works."),
@@ -136,25 +139,35 @@ def claims(
     from trimmoe.core.errors import UserError
     from trimmoe.experiments.compare import write_json
     from trimmoe.experiments.figures.claim_page import claims_page
-    from trimmoe.experiments.figures.claim_run import Recorded, claims_json, run_claims
+    from trimmoe.experiments.figures.claim_run import SIZES, Recorded, claims_json, run_claims
 
     if (profile is None) != (trace is None):
         raise UserError("Give --profile and --trace together: a trace is of one profile.")
+    if text and profile is None:
+        raise UserError("--text is for executing a model: give --profile and --trace too.")
     recorded, given = None, ""
     if profile is not None and trace is not None:
-        recorded = Recorded(model=model, profile=profile, trace=trace)
-        given = " --profile PROFILE --trace TRACE"
-    console = Console(stderr=True)
+        recorded = Recorded(model=model, profile=profile, trace=trace, text=tuple(text or ()))
+        given = f" --model {model} --profile PROFILE --trace TRACE{' --text TEXT' * bool(text)}"
+    console, run = Console(stderr=True), SIZES[size]
     claimed = run_claims(
-        geometry, recorded, size, seed=seed, announce=lambda what: console.print(what, markup=False)
+        geometry, recorded, run, seed=seed, announce=lambda what: console.print(what, markup=False)
     )
-    count, what = len(claimed.worlds["pinned"]), "embedded" if recorded else geometry
+    what, effort = model if recorded else geometry, run.effort
     notes = [
-        f"{count} clusters drawn in the ranges of the paper's testbed; {geometry} with generated "
-        f"tokens, `pinned` on {what}; size `{size}`, seed {seed}."
+        f"Size `{size}`, seed {seed}: {run.worlds} clusters drawn in the ranges of the paper's "
+        f"testbed, on each {effort.sequences * effort.length} tokens; {geometry} with generated "
+        f"tokens, `pinned` on {what}, other models with generated tokens. A request is an answer "
+        f"of {effort.output_tokens} tokens; the paper does not say how many it has. Delays are the "
+        "cost model's."
     ]
-    command = f"trimmoe experiment claims -o FILE --size {size} --seed {seed}{given}"
-    page = claims_page(claimed.worlds, claimed.assumed, command=command, notes=notes)
+    if text:
+        notes.append(f"Executed: {run.passages * run.steps} tokens of held-out text on each.")
+    asked = f"--size {size} --seed {seed} --geometry {geometry}{given}"
+    command = f"trimmoe experiment claims -o FILE {asked}"
+    page = claims_page(
+        claimed.worlds, claimed.assumed, command=command, notes=notes, inputs=claimed.inputs
+    )
     with written_whole(output) as temporary:
         temporary.write_text(page, encoding="utf-8")
     if json_file is not None:
