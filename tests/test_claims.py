@@ -108,7 +108,7 @@ def test_failures_stand_first_with_their_reason_and_an_interval() -> None:
     assert page.index("## Does not come out") < page.index("## Within noise")
     assert "latency against Substitute-Only |" in noise.split("## Comes out")[0]
     assert "latency against MoE^2 |" in rest
-    assert "1 do not come out, 0 come out in part, 1 are within noise, 1 come out" in page
+    assert "does not come out 1, comes out in part 0, within noise 1, comes out 1" in page
     assert "| w | `0123456789ab` | `ffffffffffff` |" in page
     assert "## Not measured" in page
     assert "| 0.4 to 0.6 | -50% |" in page

@@ -30,13 +30,13 @@ class Assumed:
 
 
 SECTIONS = {
-    Verdict.FAILS: ("Does not come out", "do not come out"),
-    Verdict.PART: ("Comes out in part", "come out in part"),
-    Verdict.NOISE: ("Within noise", "are within noise"),
-    Verdict.HOLDS: ("Comes out", "come out"),
-    Verdict.UNKNOWN: ("Not measured by this command", "are not measured"),
+    Verdict.FAILS: "Does not come out",
+    Verdict.PART: "Comes out in part",
+    Verdict.NOISE: "Within noise",
+    Verdict.HOLDS: "Comes out",
+    Verdict.UNKNOWN: "Not measured by this command",
 }
-"""Titles, and what is said of several claims; failures first."""
+"""Failures first."""
 
 
 def claims_page(
@@ -51,7 +51,9 @@ def claims_page(
     what each world was made from."""
     rows = [(said, _estimates(said, worlds)) for said in CLAIMS]
     verdicts = [_verdict(*row) for row in rows]
-    counts = ", ".join(f"{verdicts.count(each)} {many}" for each, (_, many) in SECTIONS.items())
+    counts = ", ".join(
+        f"{title[0].lower()}{title[1:]} {verdicts.count(each)}" for each, title in SECTIONS.items()
+    )
     parts = [
         "# The paper's claims and ours",
         "",
@@ -61,9 +63,9 @@ def claims_page(
         "*fails* where the whole interval says so; *smaller* is in the paper's direction and short "
         "of its size. `migrate`, by the letter, lets tokens move without their cache and is not "
         "physical; EdgeShard's placement moves them likewise there, and runs as published where "
-        f"tokens are pinned. Of {len(rows)} claims: {counts}.",
+        f"tokens are pinned. Of {len(rows)} claims there are: {counts}.",
     ]
-    for verdict, (title, _) in SECTIONS.items():
+    for verdict, title in SECTIONS.items():
         kept = [row for row, each in zip(rows, verdicts, strict=True) if each is verdict]
         if kept:
             parts += ["", f"## {title}", "", *_table(kept)]
@@ -118,9 +120,9 @@ def shown(said: Said, value: float) -> str:
     """A number as its claim has it."""
     match said.kind:
         case "change":
-            return f"{value:+.1%}"
+            return f"{round(value, 3) + 0.0:+.1%}"  # No "-0.0%".
         case "share":
-            return f"{value:.1%}"
+            return f"{round(value, 3) + 0.0:.1%}"
         case "ratio":
             return f"{value:.2f}x"
         case "plain":

@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-import trimmoe
 from trimmoe.core.profile import Profile, load_profile
 from trimmoe.core.trace import Trace, load_trace
 from trimmoe.experiments.figures.bench import Bench, Execute
@@ -90,11 +88,25 @@ class Recorded:
     text: tuple[Path, ...] = ()
 
 
-def run_claims(
-    geometry: str, recorded: Recorded | None, size: Size, *, seed: int, announce: Announce
-) -> Claimed:
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What the command line asked for."""
+
+    geometry: str
+    """Of the generated tokens."""
+    recorded: Recorded | None
+    size_name: str
+    seed: int
+
+    @property
+    def size(self) -> Size:
+        return SIZES[self.size_name]
+
+
+def run_claims(asked: Asked, announce: Announce) -> Claimed:
     """Every claim on as many worlds as the size says: another cluster each, and other tokens where
     these are generated. Raises `UserError`."""
+    geometry, recorded, size, seed = asked.geometry, asked.recorded, asked.size, asked.seed
     columns = ["letter, generated", *(["letter, embedded"] if recorded else []), "pinned"]
     worlds: dict[str, list[Facts]] = {name: [] for name in columns}
     inputs: dict[str, dict[str, str]] = {}
@@ -186,18 +198,3 @@ def _assumed(
     bench = Bench(world=world, effort=effort, seed=seed, announce=announce)
     facts = depth_facts(bench, ours_by_letter(bench))
     return Assumed(importance=importance, deeper_skips=facts.get("trimmoe.deeper_skips"))
-
-
-def claims_json(claimed: Claimed, *, size: str, seed: int, geometry: str) -> dict[str, Any]:
-    """All facts, with all that is needed to repeat them."""
-    return {
-        "trimmoe_version": trimmoe.__version__,
-        "configuration": {"size": size, "geometry": geometry},
-        "seed": seed,
-        "input_hashes": claimed.inputs,
-        "worlds": {name: [dict(each) for each in facts] for name, facts in claimed.worlds.items()},
-        "assumed": [
-            {"importance": each.importance, "deeper_skips": each.deeper_skips}
-            for each in claimed.assumed
-        ],
-    }

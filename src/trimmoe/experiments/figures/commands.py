@@ -138,40 +138,23 @@ def claims(
     from trimmoe.core.artifact import written_whole
     from trimmoe.core.errors import UserError
     from trimmoe.experiments.compare import write_json
-    from trimmoe.experiments.figures.claim_page import claims_page
-    from trimmoe.experiments.figures.claim_run import SIZES, Recorded, claims_json, run_claims
+    from trimmoe.experiments.figures.claim_report import claims_json, claims_report
+    from trimmoe.experiments.figures.claim_run import Asked, Recorded, run_claims
 
     if (profile is None) != (trace is None):
         raise UserError("Give --profile and --trace together: a trace is of one profile.")
     if text and profile is None:
         raise UserError("--text is for executing a model: give --profile and --trace too.")
-    recorded, given = None, ""
+    recorded = None
     if profile is not None and trace is not None:
         recorded = Recorded(model=model, profile=profile, trace=trace, text=tuple(text or ()))
-        given = f" --model {model} --profile PROFILE --trace TRACE{' --text TEXT' * bool(text)}"
-    console, run = Console(stderr=True), SIZES[size]
-    claimed = run_claims(
-        geometry, recorded, run, seed=seed, announce=lambda what: console.print(what, markup=False)
-    )
-    what, effort = model if recorded else geometry, run.effort
-    notes = [
-        f"Size `{size}`, seed {seed}: {run.worlds} clusters drawn in the ranges of the paper's "
-        f"testbed, on each {effort.sequences * effort.length} tokens; {geometry} with generated "
-        f"tokens, `pinned` on {what}, other models with generated tokens. A request is an answer "
-        f"of {effort.output_tokens} tokens; the paper does not say how many it has. Delays are the "
-        "cost model's."
-    ]
-    if text:
-        notes.append(f"Executed: {run.passages * run.steps} tokens of held-out text on each.")
-    asked = f"--size {size} --seed {seed} --geometry {geometry}{given}"
-    command = f"trimmoe experiment claims -o FILE {asked}"
-    page = claims_page(
-        claimed.worlds, claimed.assumed, command=command, notes=notes, inputs=claimed.inputs
-    )
+    console, asked = Console(stderr=True), Asked(geometry, recorded, size, seed)
+    claimed = run_claims(asked, announce=lambda what: console.print(what, markup=False))
+    page = claims_report(claimed, asked)
     with written_whole(output) as temporary:
         temporary.write_text(page, encoding="utf-8")
     if json_file is not None:
-        write_json(json_file, claims_json(claimed, size=size, seed=seed, geometry=geometry))
+        write_json(json_file, claims_json(claimed, asked))
 
 
 def _run(

@@ -1,0 +1,61 @@
+"""The page and the JSON of a run over the claims."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import trimmoe
+from trimmoe.experiments.figures.claim_page import claims_page
+from trimmoe.experiments.figures.claim_run import Asked, Claimed
+
+
+def claims_report(claimed: Claimed, asked: Asked) -> str:
+    """`docs/claims.md` of a run."""
+    return claims_page(
+        claimed.worlds,
+        claimed.assumed,
+        command=_command(asked),
+        notes=_notes(asked),
+        inputs=claimed.inputs,
+    )
+
+
+def _command(asked: Asked) -> str:
+    given = f"--size {asked.size_name} --seed {asked.seed} --geometry {asked.geometry}"
+    if asked.recorded is not None:
+        given += f" --model {asked.recorded.model} --profile PROFILE --trace TRACE"
+        given += " --text TEXT" if asked.recorded.text else ""
+    return f"trimmoe experiment claims -o FILE {given}"
+
+
+def _notes(asked: Asked) -> list[str]:
+    """What the numbers are of."""
+    size, effort, recorded = asked.size, asked.size.effort, asked.recorded
+    pinned = asked.geometry if recorded is None else recorded.model
+    notes = [
+        f"Size `{asked.size_name}`, seed {asked.seed}: worlds are clusters drawn in the ranges of "
+        f"the paper's testbed, {size.worlds}, on each {effort.sequences * effort.length} tokens; "
+        f"{asked.geometry} with generated tokens, `pinned` on {pinned}, the other models of Fig. 9 "
+        f"with generated tokens. A request is an answer of {effort.output_tokens} tokens; the "
+        "paper does not say how many it has. Delays are the cost model's."
+    ]
+    if recorded is not None and recorded.text:
+        tokens = size.passages * size.steps
+        notes.append(f"Executed: {tokens} tokens of held-out text on each.")
+    return notes
+
+
+def claims_json(claimed: Claimed, asked: Asked) -> dict[str, Any]:
+    """All facts, with all that is needed to repeat them."""
+    return {
+        "trimmoe_version": trimmoe.__version__,
+        "configuration": {"size": asked.size_name, "geometry": asked.geometry},
+        "command": _command(asked),
+        "seed": asked.seed,
+        "input_hashes": claimed.inputs,
+        "worlds": {name: [dict(each) for each in facts] for name, facts in claimed.worlds.items()},
+        "assumed": [
+            {"importance": each.importance, "deeper_skips": each.deeper_skips}
+            for each in claimed.assumed
+        ],
+    }
