@@ -271,7 +271,7 @@ def test_what_real_servers_cannot_run_is_not_compared_with_the_simulator(
     trace = load_trace(world.folder / "trace")
     asked = Asked(prompts=((1,),), output_tokens=2, streams=(1,), requests=1)
     with pytest.raises(UserError, match=f"cannot run the method {name}"):
-        plan_vs_real([name], ServeConfig(budget=BUDGET), found, trace, asked, say=str)
+        plan_vs_real([name], ServeConfig(budget=BUDGET), found, trace, asked, say=print)
 
 
 def nothing_measured(servers: int) -> Speeds:
