@@ -370,3 +370,13 @@ def test_how_busy_servers_say_they_are_decides_how_bold_early_predictions_are() 
     assert not changed_much(
         replace(conditions, busy=np.full(SERVERS, 0.2)), conditions, basis_, 0.25
     )
+
+
+def test_servers_that_share_a_machine_without_a_probe_are_known_to() -> None:
+    """Two of them on one machine with room for one: what they do adds up."""
+    shared = replace(basis("auto"), machine=(0, 0, 1, 2), at_once=1.0)
+    busy = np.array([0.4, 0.5, 0.3, 0.2])
+    cost = measured_cost(shared, replace(Conditions.planned(SERVERS), busy=busy))
+    assert cost.occupancy.tolist() == pytest.approx([0.9, 0.9, 0.3, 0.2])
+    apart = measured_cost(basis("auto"), replace(Conditions.planned(SERVERS), busy=busy))
+    assert apart.occupancy.tolist() == busy.tolist()

@@ -244,6 +244,10 @@ def plan_vs_real(
     prompt_tokens: Annotated[int, typer.Option(min=1)] = 32,
     output_tokens: Annotated[int, typer.Option(min=2)] = 32,
     port_base: Annotated[int, typer.Option(min=1, max=65535)] = 8000,
+    emulate_machines: Annotated[
+        bool,
+        typer.Option(help="Slow machines down as the cluster file says; so must `probe` have."),
+    ] = False,
     seed: int = 0,
     json_path: JsonOption = None,
 ) -> None:
@@ -266,7 +270,7 @@ def plan_vs_real(
         "model": model, "profile": profile, "plan": plan, "machines": machines,
         "kv_slots": max(many) + 8,
         "quantise": quantise, "threads": threads, "port_base": port_base,
-        "emulate_links": True, "emulate_machines": False,
+        "emulate_links": True, "emulate_machines": emulate_machines,
     }  # fmt: skip
     config = serve_config(None, given)
     artifacts = artifacts_of(config, console.print)

@@ -25,6 +25,8 @@ def make_node(parts: NodeParts) -> RunningNode:
             max_waiting=spec.max_waiting,
             slowdown=spec.slowdown if spec.emulate_machines else 1.0,
             threads=spec.thread_count,
+            machine=spec.machine,
+            at_once=spec.at_once,
             seed=spec.index,
         ),
         model=parts.model,

@@ -129,6 +129,17 @@ class ServerSpec:
         return max(1, available_cores() // neighbours)
 
     @property
+    def machine(self) -> tuple[int, ...]:
+        """Number of the machine of each server."""
+        order = list(dict.fromkeys(each.machine for each in self.endpoints))
+        return tuple(order.index(each.machine) for each in self.endpoints)
+
+    @property
+    def at_once(self) -> float:
+        """Servers of a machine that may compute at once, if all machines are like this one."""
+        return max(1.0, available_cores() / self.thread_count)
+
+    @property
     def slowdown(self) -> float:
         """How many times slower than the fastest server this one computes."""
         speed = self.plan.cluster.flops_per_s

@@ -84,7 +84,8 @@ class Node:
             raise UserError("A model with an encoder runs in one process only; use `generate`.")
         self.settings, self.model = settings, model
         self._view, self._transport = view, transport
-        self._basis = Basis.of(plan, profile, view.spec, policy, maker)
+        sharing = {"machine": settings.machine, "at_once": settings.at_once}
+        self._basis = Basis.of(plan, profile, view.spec, policy, maker, **sharing)
         self._names = plan.cluster.server_names
         self._index = {name: index for index, name in enumerate(self._names)}
         assert self._names[settings.server] == transport.name

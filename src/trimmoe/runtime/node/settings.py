@@ -20,6 +20,11 @@ class NodeSettings:
     """Prompt tokens that pass a layer together; what a long prompt delays others by."""
     threads: int = 1
     """That a batch is computed with."""
+    machine: tuple[int, ...] = ()
+    """Number of the machine of each server; empty: each has one to itself."""
+    at_once: float = 1.0
+    """Servers of one machine that may compute at once without holding one another up, where that
+    was not measured."""
     slowdown: float = 1.0
     """Emulates a machine that computes so many times slower than this one."""
     batch_share: float | None = None

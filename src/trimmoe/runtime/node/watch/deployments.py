@@ -87,6 +87,9 @@ class Basis:
     """omega_D to begin with of the plan's routes; empty if all routes share one."""
     maker: PolicyMaker | None = None
     """Makes another policy than that of `settings`."""
+    machine: tuple[int, ...] = ()
+    """As in `NodeSettings`, and so is `at_once`: for plans that were not measured."""
+    at_once: float = 1.0
 
     @staticmethod
     def of(
@@ -95,6 +98,9 @@ class Basis:
         model: ModelSpec,
         settings: PolicySettings,
         maker: PolicyMaker | None = None,
+        *,
+        machine: tuple[int, ...] = (),
+        at_once: float = 1.0,
     ) -> Basis:
         """Raises `UserError` for a policy that no real system can run."""
         if settings.accounting is Accounting.MIGRATE:
@@ -114,6 +120,8 @@ class Basis:
             space=space,
             route_weights=starting_weights(space, planned, profile, settings),
             maker=maker,
+            machine=machine,
+            at_once=at_once,
         )
 
 
@@ -237,6 +245,9 @@ def measured_cost(basis: Basis, conditions: Conditions) -> CostModel:
     bandwidth = np.maximum(bandwidth, slowest)
     cluster = replace(cluster, delay_s=delay_s, bandwidth_bytes_per_s=bandwidth)
     cost = cost_model(basis.model, cluster, basis.settings.accounting)
+    if cost.machine is None and basis.machine:
+        at_once = np.full(cost.server_count, basis.at_once)
+        cost = replace(cost, machine=np.array(basis.machine), at_once=at_once)
     waiting_s = np.nan_to_num(conditions.waiting_s, nan=0.0, posinf=CUT_DELAY_S)
     busy = np.clip(np.nan_to_num(conditions.busy, nan=0.0), 0.0, 1.0)
     return replace(cost.with_waiting(np.clip(waiting_s, 0.0, CUT_DELAY_S)), busy=busy)
