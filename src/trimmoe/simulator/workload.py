@@ -37,9 +37,7 @@ class Workload:
         layer = np.broadcast_to(np.arange(layers)[:, None], expert.shape)
         run = (expert >= 0) & (layer < rows.layers[of][:, None, None])
         took_s = self.expert_s[server[run], layer[run], expert[run]]
-        return np.asarray(
-            np.bincount(server[run], took_s, self.expert_s.shape[0]), dtype=np.float64
-        )
+        return np.bincount(server[run], took_s, self.expert_s.shape[0]).astype(np.float64)
 
     def with_flying(self, rows: Rows, flying: IntArray) -> Workload:
         """The same with tokens in these rows, which are under way, [n]."""
@@ -60,7 +58,7 @@ class Workload:
         """Servers to which the last slot over at `until_s` gave more than they can do in one,
         [M]."""
         last = round(until_s / self.slot_s)
-        return np.asarray((self.use(last - 1, last) > 1.0).any(0))
+        return self.use(last - 1, last)[0] > 1.0
 
 
 def relieved(hosts: BoolArray, full: BoolArray) -> BoolArray:
