@@ -240,7 +240,7 @@ async def test_auto_guesses_while_few_streams_are_under_way(
     async with running(tiny, profile=profile, plan=plan, policy=policy) as cluster:
         for node in cluster.nodes.values():
             engine = node.executor.engine
-            engine.__dict__["guess_streams"] = np.full(engine.routes.shape[0], streams)
+            engine.guess_rules.__dict__["streams"] = np.full(engine.routes.shape[0], streams)
         asked = questions.among(3)[:4]
         made = [(await answers(cluster, [one]))[0] for one in asked]
         said = [node.desk.answers.guessing.made for node in cluster.nodes.values()]
@@ -255,11 +255,15 @@ def test_auto_guesses_nothing_where_that_is_late_or_in_others_way(tiny: Tiny) ->
     auto = PRESETS["auto"]()
     engine = make_engine(plan, profile, tiny.view.spec, auto)
     idle = replace(engine.cost, guess_s=np.full(3, 1e-9))
-    assert np.isfinite(replace(engine, cost=idle).guess_thresholds).all()
     late = replace(engine.cost, guess_s=np.array([1e-9, 1e9, 1e-9]))
-    assert np.isinf(replace(engine, cost=late).guess_thresholds).tolist() == [False, True, False]
     crowded = replace(idle, busy=np.array([0.1, 0.76, 0.1]))
-    assert np.isinf(replace(engine, cost=crowded).guess_thresholds).all(), "all cross server 1"
+    never = {
+        name: np.isinf(replace(engine, cost=cost).guess_rules.thresholds).tolist()
+        for name, cost in (("idle", idle), ("late", late), ("crowded", crowded))
+    }
+    assert never["idle"] == [False] * 3
+    assert never["late"] == [False, True, False]
+    assert never["crowded"] == [True] * 3, "all cross server 1"
     always = replace(engine, cost=crowded, settings=PRESETS["speculative"]())
-    assert np.isfinite(always.guess_thresholds).all()
-    assert np.isinf(always.guess_streams).all()
+    assert np.isfinite(always.guess_rules.thresholds).all()
+    assert np.isinf(always.guess_rules.streams).all()

@@ -322,7 +322,7 @@ def test_where_servers_are_busy_only_guesses_are_followed_that_are_worth_others_
     service_s = one.engine.cost.expert_s.mean(axis=(1, 2))
     waiting = replace(one.engine, cost=one.engine.cost.with_waiting(times * service_s))
     least = max(one.engine.settings.guess_confidence, busy)
-    assert waiting.guess_thresholds == pytest.approx(np.full(len(waiting.routes), least))
+    assert waiting.guess_rules.thresholds == pytest.approx(np.full(len(waiting.routes), least))
     followed = Ahead(
         engine=waiting, feed=TraceFeed(trace=one.trace), seed=0, budget=0.0, confidence=0.9
     )

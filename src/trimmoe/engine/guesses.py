@@ -1,15 +1,17 @@
-"""How long the tokens of a stream take where its user's server guesses ahead."""
+"""When a user's server guesses ahead, and how long the tokens of its streams take then."""
 
 from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import numpy as np
 
 from trimmoe.core.ledger import Ledger
-from trimmoe.core.specs import FloatArray, IntArray
+from trimmoe.core.specs import BoolArray, FloatArray, IntArray
 from trimmoe.cost.model import CostModel
+from trimmoe.policy.settings import PolicySettings
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,6 +62,60 @@ class Lead:
         left = (at_s - interval_s for at_s in self._through_s)
         self._through_s = deque(at_s for at_s in left if at_s > 0)
         return Passed(interval_s=interval_s, in_vain=in_vain)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GuessRules:
+    """When users' servers guess what answers go on with; R routes, the first M by access server."""
+
+    settings: PolicySettings
+    cost: CostModel
+    routes: IntArray
+    """[R, N]."""
+    reference_s: float
+    """d_ref."""
+    busy: FloatArray
+    """Share of the time that servers along each route are busy, see `ExitRules.busy`, [R]."""
+    top_k: int
+
+    @cached_property
+    def thresholds(self) -> FloatArray:
+        """Probability that a server gives its guess at which what follows sets out, [R]; as of
+        drafts, no less than the share of time that servers are busy. Infinite where guesses are not
+        worth their time, see `PolicySettings.guess_below`."""
+        thresholds = np.maximum(self.settings.guess_confidence, self.busy)
+        below = self.settings.guess_below
+        if below is None:
+            return thresholds
+        crowded = self.cost.occupancy[self.routes].max(1) >= below
+        return np.where(crowded | self._late, np.inf, thresholds)
+
+    @cached_property
+    def streams(self) -> FloatArray:
+        """Answers under way from which on guesses are not worth their time, as the cost model has
+        it, [R]: load as it is seen before it can be measured."""
+        below = self.settings.guess_below
+        if below is None:
+            return np.full(self.routes.shape[0], np.inf)
+        return below / stream_share(self.cost, self.routes, self.top_k, self._whole_s)
+
+    @cached_property
+    def _whole_s(self) -> FloatArray:
+        """What a token takes at full depth and on its way to and from its user, without load, [R];
+        users of routes that were added are taken for the others."""
+        servers = np.arange(self.cost.server_count)
+        there, back = self.routes[servers, 0], self.routes[servers, -1]
+        way_s = self.cost.token_transfer_s
+        ends_s = way_s[servers, there] + way_s[back, servers]
+        more = np.full(self.routes.shape[0] - servers.size, ends_s.mean())
+        return self.reference_s * self.cost.layer_count + np.concatenate([ends_s, more])
+
+    @property
+    def _late(self) -> BoolArray:
+        """Whether a user's server takes as long for a guess as tokens do at full depth, [R]."""
+        guess_s = guess_times_s(self.cost, self.top_k)
+        more = np.full(self.routes.shape[0] - guess_s.size, guess_s.max())
+        return np.concatenate([guess_s, more]) >= self._whole_s
 
 
 def stream_share(cost: CostModel, routes: IntArray, top_k: int, whole_s: FloatArray) -> FloatArray:

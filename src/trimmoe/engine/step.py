@@ -52,7 +52,7 @@ from trimmoe.engine.books import (
 )
 from trimmoe.engine.exits import ExitRules
 from trimmoe.engine.feedback import Feedback, observe, observe_audits
-from trimmoe.engine.guesses import guess_times_s, stream_share
+from trimmoe.engine.guesses import GuessRules
 from trimmoe.engine.state import Account, EngineState, new_wave
 from trimmoe.policy.base import Observation, Policy
 from trimmoe.policy.price import own_weight
@@ -99,48 +99,16 @@ class Engine:
         return needed, float(self.exits.charge(np.array([needed]))[0])
 
     @cached_property
-    def guess_thresholds(self) -> FloatArray:
-        """Probability that a server gives its guess at which what follows sets out, by route [R];
-        as of drafts, no less than the share of time that servers are busy, see `ExitRules.busy`.
-        Infinite where guesses are not worth their time, see `PolicySettings.guess_below`."""
-        thresholds = np.maximum(self.settings.guess_confidence, self.exits.busy)
-        below = self.settings.guess_below
-        if below is None:
-            return thresholds
-        crowded = self.cost.occupancy[self.routes].max(1) >= below
-        return np.where(crowded | self._guesses_late, np.inf, thresholds)
-
-    @cached_property
-    def guess_streams(self) -> FloatArray:
-        """Sequences under way from which on guesses are not worth their time, as the cost model has
-        it, by route [R]: load as it is seen before it can be measured."""
-        below = self.settings.guess_below
-        if below is None:
-            return np.full(self.routes.shape[0], np.inf)
-        return below / stream_share(self.cost, self.routes, self._top_k, self._whole_s)
-
-    @property
-    def _top_k(self) -> int:
-        return self.profile.patterns.shape[2]
-
-    @cached_property
-    def _whole_s(self) -> FloatArray:
-        """What a token takes at full depth and on its way to and from its user, without load, [R];
-        users of routes that were added are taken for the others."""
-        servers = np.arange(self.cost.server_count)
-        there, back = self.routes[servers, 0], self.routes[servers, -1]
-        way_s = self.cost.token_transfer_s
-        ends_s = way_s[servers, there] + way_s[back, servers]
-        more = np.full(self.routes.shape[0] - servers.size, ends_s.mean())
-        return self.reference_s * self.cost.layer_count + np.concatenate([ends_s, more])
-
-    @cached_property
-    def _guesses_late(self) -> BoolArray:
-        """Whether a user's server takes as long for a guess as tokens do at full depth, without
-        load, [R]; routes that were added are taken for the others."""
-        guess_s = guess_times_s(self.cost, self._top_k)
-        more = np.full(self.routes.shape[0] - guess_s.size, guess_s.max())
-        return np.concatenate([guess_s, more]) >= self._whole_s
+    def guess_rules(self) -> GuessRules:
+        """When users' servers guess ahead."""
+        return GuessRules(
+            settings=self.settings,
+            cost=self.cost,
+            routes=self.routes,
+            reference_s=self.reference_s,
+            busy=self.exits.busy,
+            top_k=self.profile.patterns.shape[2],
+        )
 
     @cached_property
     def settled(self) -> BoolArray | None:

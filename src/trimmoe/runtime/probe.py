@@ -6,7 +6,7 @@ import os
 import platform
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,6 +17,7 @@ from trimmoe.core.machines import BATCHES, Work
 from trimmoe.core.specs import FloatArray
 from trimmoe.models.base import DROPPED, MoEView
 from trimmoe.runtime.home import StandIns, held_here, home_layers
+from trimmoe.runtime.wire.base import LinkEstimate
 
 FEWEST, MOST = 5, 40
 """Times that one kind of work is timed with one size of batch."""
@@ -53,6 +54,21 @@ class MachineReport:
     work_s: FloatArray
     """Quantiles 0.1, 0.5 and 0.9, [3, W, B] seconds."""
     links: tuple[LinkReport, ...]
+
+
+def link_reports(estimates: Iterable[LinkEstimate]) -> tuple[LinkReport, ...]:
+    """What a transport has learnt of its links."""
+    return tuple(
+        LinkReport(
+            peer=link.peer,
+            delay_s=link.delay_s,
+            bandwidth_bytes_per_s=link.bandwidth_bytes_per_s,
+            jitter_s=None
+            if link.round_trip_s is None or link.delay_s is None
+            else max(link.round_trip_s - 2 * link.delay_s, 0.0),
+        )
+        for link in estimates
+    )
 
 
 def machine_name() -> str:

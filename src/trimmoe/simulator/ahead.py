@@ -115,7 +115,7 @@ class Ahead:
 
     def _guesses(self, tokens: IntArray, access: IntArray) -> tuple[BoolArray, BoolArray]:
         """Whether what `tokens` predict is guessed, and rightly, [n] each."""
-        return self.feed.guesses(tokens, access, self.engine.guess_thresholds[access])
+        return self.feed.guesses(tokens, access, self.engine.guess_rules.thresholds[access])
 
     def prefill(self, requests: IntArray, access: IntArray, tokens: IntArray) -> Itinerary:
         """Prompt tokens [n], which run exactly: without budget, without exit."""

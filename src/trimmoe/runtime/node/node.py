@@ -46,7 +46,13 @@ from trimmoe.runtime.node.switchboard import Switchboard
 from trimmoe.runtime.node.watch.deployments import Basis, Built
 from trimmoe.runtime.node.watch.planner import Planner
 from trimmoe.runtime.node.watch.reports import NodeSnapshot, Reporter
-from trimmoe.runtime.probe import LinkReport, MachineReport, free_bytes, machine_name, time_work
+from trimmoe.runtime.probe import (
+    MachineReport,
+    free_bytes,
+    link_reports,
+    machine_name,
+    time_work,
+)
 from trimmoe.runtime.service import Health, InferenceService, ServedModel
 from trimmoe.runtime.wire.base import (
     PeerChange,
@@ -207,27 +213,16 @@ class Node:
         return self.reporter.snapshot(self)
 
     async def measure(self) -> MachineReport:
-        """What this server can do, timed now; requests wait for a second or two."""
+        """What this server can do, timed now; requests wait for some seconds."""
         work_s = await self.pump.apart(lambda: time_work(self._view, self.executor.homes.stands_in))
-        work_s = work_s * self.settings.slowdown
         return MachineReport(
             server=self._transport.name,
             machine=machine_name(),
             device=str(self._view.device),
             threads=self.settings.threads,
             free_bytes=free_bytes(self._view.device),
-            work_s=work_s,
-            links=tuple(
-                LinkReport(
-                    peer=link.peer,
-                    delay_s=link.delay_s,
-                    bandwidth_bytes_per_s=link.bandwidth_bytes_per_s,
-                    jitter_s=None
-                    if link.round_trip_s is None or link.delay_s is None
-                    else max(link.round_trip_s - 2 * link.delay_s, 0.0),
-                )
-                for link in self._transport.link_estimates().values()
-            ),
+            work_s=work_s * self.settings.slowdown,
+            links=link_reports(self._transport.link_estimates().values()),
         )
 
     def _backroom(self) -> Backroom:

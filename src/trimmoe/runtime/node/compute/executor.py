@@ -140,10 +140,10 @@ class Executor:
     def may_guess(self, route: tuple[int, ...], streams: int) -> bool:
         """Whether guesses are worth their time now, of sequences on a route, while so many streams
         are under way in the cluster."""
-        row, engine = self.route_rows.get(route), self.engine
+        row, rules = self.route_rows.get(route), self.engine.guess_rules
         if row is None:
             return True
-        return engine.guess_thresholds[row] <= 1.0 and streams < engine.guess_streams[row]
+        return bool(rules.thresholds[row] <= 1.0 and streams < rules.streams[row])
 
     def reads_from(self, route: tuple[int, ...]) -> int:
         """The layer that this server's own readings of sequences on a route begin with."""

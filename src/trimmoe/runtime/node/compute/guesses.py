@@ -90,7 +90,7 @@ def _guessed(
     made = []
     for one, scores in zip(going, logits, strict=True):
         confidence = float(scores.float().softmax(-1).max())
-        least = float(worker.engine.guess_thresholds[worker.route_rows[one.route]])
+        least = float(worker.engine.guess_rules.thresholds[worker.route_rows[one.route]])
         token = draw(scores, one.sampling, one.position).token
         made.append(Guessed(reading=one, token=token, wanted=confidence >= least))
     return made

@@ -35,7 +35,8 @@ def affected(message: Message) -> list[int]:
 def vectors_of(parcel: Parcel) -> int:
     """Hidden vectors of generated tokens in a parcel, as ledgers count them."""
     message = parcel.message
-    decoding = isinstance(message, Propagate) or (
-        isinstance(message, (Dispatch, Partial, Onward)) and message.decoding
-    )
-    return message.rows.total if decoding else 0
+    if isinstance(message, Propagate):
+        return message.rows.total
+    if isinstance(message, (Dispatch, Partial, Onward)) and message.decoding:
+        return message.rows.total
+    return 0
