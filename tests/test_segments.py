@@ -32,7 +32,7 @@ from trimmoe.policy.settings import PRESETS, PolicySettings
 from trimmoe.runtime.counters import ExpertCounter
 from trimmoe.runtime.node.compute.segments import Segments
 
-DECIDES_NOTHING = ["exact", "speculative"]
+DECIDES_NOTHING = ["auto", "exact", "speculative"]
 SETTLES = [*DECIDES_NOTHING, "guessing"]
 """Leave those layers settled whose activated experts all run where the token is."""
 
