@@ -1,0 +1,100 @@
+"""What a plan promises beside what a clock shows: when it holds, and whether methods rank alike."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from launching import write_files
+from trimmoe.core.errors import UserError
+from trimmoe.core.specs import Speeds
+from trimmoe.experiments import plan_vs_real as experiment
+from trimmoe.experiments.plan_vs_real import Asked, plan_vs_real_table, ranks_alike
+from trimmoe.experiments.serve_bench import Sent
+from trimmoe.runtime.launch.artifacts import Artifacts, prepare
+from trimmoe.runtime.launch.config import ServeConfig
+
+
+def _row(method: str, streams: int, measured_ms: float, simulated_ms: float) -> dict[str, Any]:
+    return {
+        "method": method,
+        "streams": streams,
+        "measured_mean_ms": measured_ms,
+        "measured_error_ms": 0.5,
+        "measured_p99_ms": 2 * measured_ms,
+        "simulated_mean_ms": simulated_ms,
+        "simulated_p99_ms": 2 * simulated_ms,
+        "mean_ratio": simulated_ms / measured_ms,
+        "p99_ratio": simulated_ms / measured_ms,
+        "holds": True,
+    }
+
+
+@pytest.mark.parametrize(
+    ("others", "alike"),
+    [
+        ((14.0, 9.0), False),  # Slower by far, simulated as faster.
+        ((11.0, 9.0), True),  # Within 1.96 x (0.5 + 0.5) ms nobody can tell.
+        ((14.0, 11.0), True),
+        ((6.0, 11.0), False),  # The other way round.
+    ],
+)
+def test_methods_rank_alike_where_measurement_tells_them_apart(
+    others: tuple[float, float], alike: bool
+) -> None:
+    rows = [_row("exact", 1, 10.0, 10.0), _row("speculative", 1, *others)]
+    assert ranks_alike(rows) == alike
+    assert ranks_alike([rows[0], rows[1] | {"streams": 8}]), "loads are not compared"
+    assert plan_vs_real_table({"cluster": "any", "rows": rows}).row_count == 2
+
+
+def test_expectations_hold_within_what_is_allowed(
+    artifacts: Artifacts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """16 ms measured for each token: 17 ms simulated holds, 19 does not, nor does a tail that is
+    nowhere measured."""
+    sent = [Sent(output_tokens=5, ttft_s=0.1, itl_s=[0.016] * 4, e2el_s=0.164)] * 3
+    asked = Asked(prompts=((1, 2),), output_tokens=5, streams=(1,), requests=3)
+    for simulated_ms, holds in (
+        (np.full(100, 17.0), True),
+        (np.full(100, 19.0), False),
+        (np.append(np.full(90, 15.0), np.full(10, 25.0)), False),
+    ):
+        monkeypatch.setattr(experiment, "_simulated_ms", lambda *_, found=simulated_ms: found)
+        row = experiment._row("exact", 1, sent, ServeConfig(), artifacts, None, asked)  # type: ignore[arg-type]
+        assert row["measured_mean_ms"] == pytest.approx(16.0)
+        assert row["holds"] == holds
+    failed = [*sent, Sent(error="gone")]
+    with pytest.raises(UserError, match="failed on real servers: gone"):
+        experiment._row("exact", 1, failed, ServeConfig(), artifacts, None, asked)  # type: ignore[arg-type]
+
+
+def test_nothing_is_promised_of_machines_that_nobody_measured(artifacts: Artifacts) -> None:
+    asked = Asked(prompts=((1, 2),), output_tokens=5, streams=(1,), requests=3)
+    assert artifacts.plan.cluster.speeds is None
+    with pytest.raises(UserError, match="run `trimmoe probe` first"):
+        experiment.plan_vs_real(["exact"], ServeConfig(), artifacts, None, asked, say=print)  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module")
+def artifacts(tmp_path_factory: pytest.TempPathFactory) -> Artifacts:
+    folder = tmp_path_factory.mktemp("files")
+    files = write_files(folder)
+    config = ServeConfig.model_validate(
+        {"cluster": files.cluster, "model": str(files.model), "profile": files.profile,
+         "plan": files.plan}
+    )  # fmt: skip
+    return prepare(config, sample=str, say=lambda _: None, cache_dir=folder)
+
+
+def test_speeds_are_of_as_many_servers_as_there_are() -> None:
+    ones = np.ones(3)
+    names = ("dense_s", "expert_s", "head_s", "draft_s", "hop_s", "token_s", "at_once")
+    given = dict.fromkeys(names, ones)
+    Speeds(**given, machine=np.arange(3), batch_share=0.5)
+    with pytest.raises(AssertionError):
+        Speeds(**given | {"hop_s": np.ones(2)}, machine=np.arange(3), batch_share=0.5)
+    with pytest.raises(AssertionError):
+        Speeds(**given | {"head_s": ones * np.nan}, machine=np.arange(3), batch_share=0.5)
