@@ -101,6 +101,7 @@ class EchoNode:
             device="cpu",
             threads=1,
             free_bytes=1 << 30,
+            software_s=1e-3,
             work_s=np.full((3, len(Work), len(BATCHES)), 1e-3),
             links=(),
         )

@@ -63,6 +63,7 @@ def _machines(
         delay_s=cluster.delay_s,
         bandwidth_bytes_per_s=cluster.bandwidth_bytes_per_s,
         jitter_s=np.zeros((count, count)),
+        software_s=np.ones(count),
         hop_s=np.full(count, hop_s),
         token_s=np.full(count, token_s),
     )
@@ -197,6 +198,22 @@ def test_what_software_costs_is_found_in_the_clock(
     assert found.token_s * 1e3 == pytest.approx([token_ms] * 4, abs=0.2)
 
 
+def test_software_is_slower_on_slow_servers(rng: np.random.Generator) -> None:
+    """Twice as slow in the interpreter: a message and a token cost twice as much there."""
+    model = random_model_spec(rng, layers=6, experts=4, top_k=2)
+    profile, cluster = random_profile(rng, model), random_cluster(rng, servers=4)
+    plan = random_plan(rng, model, cluster)
+    routes = np.array([[0] * 6, [0, 1] * 3, [2, 3, 0, 1, 2, 3], [3] * 6])
+    plan = replace(plan, hosts=np.ones_like(plan.hosts), routes=routes)
+    artifacts = Artifacts(profile=profile, plan=plan, model=model)
+    slower = np.array([1.0, 1.0, 2.0, 1.0])
+    bare = replace(_machines(cluster, model), software_s=slower)
+    known = replace(bare, hop_s=1.5e-3 * slower, token_s=1.5e-3 * slower)
+    found = probing.with_overheads(bare, artifacts, probing.exact_s(known, artifacts))
+    assert found.hop_s == pytest.approx(known.hop_s, rel=0.05)
+    assert found.token_s == pytest.approx(known.token_s, rel=0.05)
+
+
 def test_a_server_that_lies_costs_speed_only(tmp_path: Path) -> None:
     """What three say is taken, of the fourth nothing makes sense; a plan can be made with it."""
     files = write_files(tmp_path)
@@ -213,6 +230,7 @@ def test_a_server_that_lies_costs_speed_only(tmp_path: Path) -> None:
             device="cpu",
             threads=1,
             free_bytes=1,
+            software_s=1e-3,
             work_s=good if at else np.full_like(good, -np.inf),
             links=(
                 LinkReport(

@@ -55,7 +55,7 @@ def test_expectations_hold_within_what_is_allowed(
 ) -> None:
     """16 ms measured for each token: 17 ms simulated holds, 19 does not, nor does a tail that is
     nowhere measured."""
-    sent = [Sent(output_tokens=5, ttft_s=0.1, itl_s=[0.016] * 4, e2el_s=0.164)] * 3
+    sent = [Sent(output_tokens=5, ttft_s=0.1, token_gaps_s=[0.016] * 4, e2el_s=0.164)] * 3
     asked = Asked(prompts=((1, 2),), output_tokens=5, streams=(1,), requests=3)
     for simulated_ms, holds in (
         (np.full(100, 17.0), True),

@@ -71,6 +71,8 @@ class Machines:
     jitter_s: FloatArray
     """How much longer than the shortest a round trip takes on average, NaN where unknown, [M, M].
     """
+    software_s: FloatArray
+    """What the interpreter takes for a fixed piece of work, [M]."""
     hop_s: FloatArray
     """As in `Speeds`, [M]."""
     token_s: FloatArray
@@ -160,7 +162,7 @@ class Machines:
 
 _ARRAYS = (
     "batches", "work_s", "low_s", "high_s", "together", "machine", "free_bytes", "delay_s",
-    "bandwidth_bytes_per_s", "jitter_s", "hop_s", "token_s",
+    "bandwidth_bytes_per_s", "jitter_s", "software_s", "hop_s", "token_s",
 )  # fmt: skip
 
 

@@ -130,7 +130,7 @@ def _one(url: str, prompt: tuple[int, ...], tokens: int) -> Load:
         prompts=(prompt,),
         output_tokens=tokens,
         ignore_eos=True,
-        extra_body={"ignore_eos": True},
+        extra_body={"ignore_eos": True, "return_token_ids": True},
     )
 
 
@@ -148,7 +148,7 @@ def _row(
     failed = [one.error for one in sent if one.error is not None]
     if failed:
         raise UserError(f"{find_method(name).title} failed on real servers: {failed[0]}")
-    gaps_ms = np.concatenate([np.array(one.itl_s) for one in sent]) * _MS
+    gaps_ms = np.concatenate([np.array(one.token_gaps_s) for one in sent]) * _MS
     paces_ms = np.array([one.tpot_s for one in sent if one.tpot_s is not None]) * _MS
     simulated_ms = _simulated_ms(name, streams, config, artifacts, trace, asked)
     share = artifacts.plan.cluster.access_share

@@ -172,6 +172,9 @@ def machines_of(
         delay_s=delay_s,
         bandwidth_bytes_per_s=bandwidth,
         jitter_s=jitter_s,
+        software_s=plausible(
+            np.array([np.nan if one is None else one.software_s for one in alone]), known
+        ),
         hop_s=np.zeros(count),
         token_s=np.zeros(count),
     )
@@ -188,27 +191,28 @@ def with_overheads(machines: Machines, artifacts: Artifacts, clock_s: FloatArray
     """The same with what software costs a message and a token: what makes the cost model's exact
     answers take what the clock says, [M], by least squares over those servers' users.
 
-    Where all of them have as many messages on their way, nothing tells the two apart, and a message
-    is taken to cost what a token does.
+    Both grow with the time that the interpreter takes on a server. Where all users have as many
+    messages on their way, nothing tells the two apart, and a message is taken to cost what a token
+    does.
     """
     heard = np.isfinite(clock_s)
     if not heard.any():
         raise UserError("No server answered; look into their logs and try again.")
-    bare_s = exact_s(machines, artifacts)
-    unit_s = 1e-3
-    hopped = replace(machines, hop_s=np.full(clock_s.size, unit_s))
-    hops = (exact_s(hopped, artifacts) - bare_s) / unit_s
-    terms = np.stack([hops, np.ones_like(hops)], axis=1)[heard]
+    bare_s, unit_s = exact_s(machines, artifacts), 1e-3
+    slower = machines.software_s / machines.software_s.min()
+    # What the time of a token gains where each of the two costs this much more.
+    costs = ({"hop_s": unit_s * slower}, {"token_s": unit_s * slower})
+    gained = [exact_s(replace(machines, **cost), artifacts) - bare_s for cost in costs]
+    terms = np.stack(gained, axis=1)[heard] / unit_s
     beyond_s = np.maximum(clock_s - bare_s, 0.0)[heard]
     alike = np.array([[_ALIKE, -_ALIKE]])
     (hop_s, token_s), _ = nnls(np.concatenate([terms, alike]), np.append(beyond_s, 0.0))
-    whole = np.ones(clock_s.size)
     settings = machines.header.settings | {"clock_ms": (clock_s * _MS).tolist()}
     return replace(
         machines,
         header=replace(machines.header, settings=settings),
-        hop_s=hop_s * whole,
-        token_s=token_s * whole,
+        hop_s=hop_s * slower,
+        token_s=token_s * slower,
     )
 
 
@@ -269,10 +273,10 @@ def _rest_table(machines: Machines) -> Table:
 
 def overhead_line(machines: Machines) -> str:
     """What software costs, in a sentence."""
-    hop_ms, token_ms = (float(part.mean()) * _MS for part in (machines.hop_s, machines.token_s))
+    hop_ms, token_ms = (float(part.min()) * _MS for part in (machines.hop_s, machines.token_s))
     return (
-        f"Software takes {hop_ms:.2f} ms for every message on a token's way and {token_ms:.2f} ms "
-        "for every token."
+        f"Where it is quickest, software takes {hop_ms:.2f} ms for every message on a token's way "
+        f"and {token_ms:.2f} ms for every token."
     )
 
 

@@ -56,6 +56,9 @@ class Sent:
     """From sending to the first token."""
     itl_s: list[float] = field(default_factory=list)
     """Between successive events with tokens."""
+    token_gaps_s: list[float] = field(default_factory=list)
+    """Between successive tokens; those of one event, which waits until their text is whole, are
+    taken to have come one by one. Only if `extra_body` asks for token ids."""
     e2el_s: float = 0.0
     """From sending to the end."""
     token_ids: list[int] = field(default_factory=list)
@@ -139,12 +142,15 @@ async def _send(
                     return sent
                 if event.get("choices"):
                     now_s, events = clock(), events + 1
+                    token_ids = event["choices"][0].get("token_ids") or []
                     if last_s is None:
                         sent.ttft_s = now_s - start_s
                     else:
-                        sent.itl_s.append(now_s - last_s)
+                        gap_s, count = now_s - last_s, len(token_ids)
+                        sent.itl_s.append(gap_s)
+                        sent.token_gaps_s += [gap_s / max(count, 1)] * count
                     last_s = now_s
-                    sent.token_ids += event["choices"][0].get("token_ids") or []
+                    sent.token_ids += token_ids
                 if usage := event.get("usage"):
                     sent.usage = usage
                     sent.prompt_tokens = usage["prompt_tokens"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import time
@@ -26,6 +27,7 @@ WORK_S = 0.15
 _CONTEXT = 64
 """Positions of a sequence before the one that is timed."""
 _QUANTILES = (0.1, 0.5, 0.9)
+_SOFTWARE_TIMES, _SOFTWARE_ROWS = 15, 1000
 _SPREAD = 8
 """Experts that are timed one after another, so that none is in the processor's cache."""
 
@@ -51,6 +53,8 @@ class MachineReport:
     device: str
     threads: int
     free_bytes: int
+    software_s: float
+    """What the interpreter takes for a fixed piece of work: how quick software is there."""
     work_s: FloatArray
     """Quantiles 0.1, 0.5 and 0.9, [3, W, B] seconds."""
     links: tuple[LinkReport, ...]
@@ -81,6 +85,17 @@ def free_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def time_software() -> float:
+    """Median time of a fixed piece of what servers do between kernels, seconds."""
+    taken = []
+    for _ in range(_SOFTWARE_TIMES):
+        began_s = time.perf_counter()
+        rows = [{"row": at, "values": [at, at + 1]} for at in range(_SOFTWARE_ROWS)]
+        sum(row["row"] for row in json.loads(json.dumps(rows)))
+        taken.append(time.perf_counter() - began_s)
+    return float(np.median(taken))
 
 
 @torch.inference_mode()

@@ -51,6 +51,7 @@ from trimmoe.runtime.probe import (
     free_bytes,
     link_reports,
     machine_name,
+    time_software,
     time_work,
 )
 from trimmoe.runtime.service import Health, InferenceService, ServedModel
@@ -214,13 +215,16 @@ class Node:
 
     async def measure(self) -> MachineReport:
         """What this server can do, timed now; requests wait for some seconds."""
-        work_s = await self.pump.apart(lambda: time_work(self._view, self.executor.homes.stands_in))
+        software_s, work_s = await self.pump.apart(
+            lambda: (time_software(), time_work(self._view, self.executor.homes.stands_in))
+        )
         return MachineReport(
             server=self._transport.name,
             machine=machine_name(),
             device=str(self._view.device),
             threads=self.settings.threads,
             free_bytes=free_bytes(self._view.device),
+            software_s=software_s * self.settings.slowdown,
             work_s=work_s * self.settings.slowdown,
             links=link_reports(self._transport.link_estimates().values()),
         )
