@@ -124,7 +124,7 @@ def stream_share(cost: CostModel, routes: IntArray, top_k: int, whole_s: FloatAr
     layers, servers = np.arange(cost.layer_count), cost.server_count
     machine = np.arange(servers) if cost.machine is None else cost.machine
     at_once = np.ones(servers) if cost.at_once is None else cost.at_once
-    layer_s = cost.dense_s + top_k * cost.expert_s.mean(axis=2)
+    layer_s = _layer_times_s(cost, top_k)
     able = np.ones(int(machine.max()) + 1)
     able[machine] = at_once
     work_s = [
@@ -140,4 +140,9 @@ def guess_times_s(cost: CostModel, top_k: int) -> FloatArray:
     [M] seconds."""
     if cost.guess_s is not None:
         return cost.guess_s
-    return (cost.dense_s + top_k * cost.expert_s.mean(axis=2)).sum(axis=1)
+    return _layer_times_s(cost, top_k).sum(axis=1)
+
+
+def _layer_times_s(cost: CostModel, top_k: int) -> FloatArray:
+    """A layer with the experts that a token activates, were all of them there, [M, N] seconds."""
+    return cost.dense_s + top_k * cost.expert_s.mean(axis=2)

@@ -22,8 +22,8 @@ from trimmoe.core.trace import Trace
 from trimmoe.experiments.compare import access_servers
 from trimmoe.experiments.methods import find_method, replayed
 from trimmoe.experiments.probing import expected_exact_s
-from trimmoe.experiments.serve_bench import Load, Sent, run_load
-from trimmoe.experiments.serve_methods import serving
+from trimmoe.experiments.serve_bench import Sent, run_load
+from trimmoe.experiments.serve_methods import one_server, serving
 from trimmoe.experiments.simulation import simulate_methods
 from trimmoe.runtime.launch.artifacts import Artifacts
 from trimmoe.runtime.launch.config import ServeConfig
@@ -110,28 +110,16 @@ async def _loaded(
     prompts = [asked.prompts[at % len(asked.prompts)] for at in range(count)]
     users = access_servers(artifacts.plan, count, asked.seed).tolist()
     for url in urls:
-        await run_load(_one(url, asked.prompts[0], _WARM_TOKENS))
+        await run_load(one_server(url, asked.prompts[:1], _WARM_TOKENS, 1))
     gate = asyncio.Semaphore(streams)
 
     async def ask(server: int, prompt: tuple[int, ...]) -> Sent:
         async with gate:
-            (sent,), _ = await run_load(_one(urls[server], prompt, asked.output_tokens))
+            (sent,), _ = await run_load(one_server(urls[server], (prompt,), asked.output_tokens, 1))
             return sent
 
     pairs = zip(users, prompts, strict=True)
     return list(await asyncio.gather(*(ask(server, prompt) for server, prompt in pairs)))
-
-
-def _one(url: str, prompt: tuple[int, ...], tokens: int) -> Load:
-    return Load(
-        base_url=url,
-        endpoint="/v1/completions",
-        model="bench",
-        prompts=(prompt,),
-        output_tokens=tokens,
-        ignore_eos=True,
-        extra_body={"ignore_eos": True, "return_token_ids": True},
-    )
 
 
 def _row(
@@ -151,8 +139,6 @@ def _row(
     gaps_ms = np.concatenate([np.array(one.token_gaps_s) for one in sent]) * _MS
     paces_ms = np.array([one.tpot_s for one in sent if one.tpot_s is not None]) * _MS
     simulated_ms = _simulated_ms(name, streams, config, artifacts, trace, asked)
-    share = artifacts.plan.cluster.access_share
-    exact_ms = float(share @ expected_exact_s(artifacts.plan, artifacts)) * _MS
     row = {
         "method": name,
         "streams": streams,
@@ -163,7 +149,9 @@ def _row(
         "simulated_p99_ms": float(np.quantile(simulated_ms, 0.99)),
     }
     if name == "exact" and streams == 1:
-        row["expected_mean_ms"] = exact_ms
+        share = artifacts.plan.cluster.access_share
+        exact_s = float(share @ expected_exact_s(artifacts.plan, artifacts))
+        row["expected_mean_ms"] = exact_s * _MS
     mean, tail = (
         row[f"simulated_{each}_ms"] / row[f"measured_{each}_ms"] for each in ("mean", "p99")
     )

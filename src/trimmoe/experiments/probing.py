@@ -103,7 +103,6 @@ async def _clocked(config: ServeConfig, artifacts: Artifacts) -> FloatArray:
             output_tokens=ANSWER_TOKENS,
             max_concurrency=1,
             ignore_eos=True,
-            extra_body={"ignore_eos": True},
             api_key=config.api_keys[0] if config.api_keys else None,
         )
         sent, _ = await run_load(load)

@@ -165,13 +165,13 @@ async def _loaded(name: str, urls: list[str], artifacts: Artifacts, load: Method
     """All prompts at their users' servers, after a short one at each that is not counted."""
     users = access_servers(artifacts.plan, len(load.prompts), load.seed)
     for url in urls:
-        await run_load(_one_server(url, load.prompts[:1], min(_WARM_TOKENS, load.output_tokens), 1))
+        await run_load(one_server(url, load.prompts[:1], min(_WARM_TOKENS, load.output_tokens), 1))
     groups = {server: np.flatnonzero(users == server).tolist() for server in set(users.tolist())}
     began_s = time.perf_counter()
     results = await asyncio.gather(
         *(
             run_load(
-                _one_server(
+                one_server(
                     urls[server],
                     tuple(load.prompts[at] for at in group),
                     load.output_tokens,
@@ -191,9 +191,10 @@ async def _loaded(name: str, urls: list[str], artifacts: Artifacts, load: Method
     return Ran(method=name, sent=sent, duration_s=duration_s)
 
 
-def _one_server(
+def one_server(
     url: str, prompts: tuple[tuple[int, ...], ...], output_tokens: int, streams: int
 ) -> Load:
+    """What is sent to one of the servers of `serving`, so many requests at a time."""
     return Load(
         base_url=url,
         endpoint="/v1/completions",

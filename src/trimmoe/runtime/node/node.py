@@ -294,9 +294,8 @@ class Node:
         self.pump.wake()
 
     def _may_guess(self, route: tuple[int, ...]) -> bool:
-        up = set(range(len(self._names))) - self._lost()
-        others = sum(count for server, count in self.reporter.running.items() if server in up)
-        return self.executor.may_guess(route, self.desk.running + others)
+        streams = self.desk.running + sum(self.reporter.running.values())
+        return self.executor.may_guess(route, streams)
 
     def _guess_s(self) -> float:
         cost = self.planner.in_force.engine.cost

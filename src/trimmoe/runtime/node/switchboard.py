@@ -93,6 +93,7 @@ class Switchboard:
 
     def peer_down(self, server: int) -> None:
         """Everything under way between that server and this one may be lost: say whose it was."""
+        self.reporter.running.pop(server, None)
         seats = self.floor.seats
         self._release([*seats.of_access(server), *self.entrance.of_access(server)])
         waiting = self.floor.gather.awaiting(server)
