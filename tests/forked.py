@@ -1,4 +1,4 @@
-"""Servers as processes of their own without Ray, forked from one that has imported everything: ten
+"""Servers as processes without a supervisor, forked from one that has imported everything: ten
 of them start on two cores in the time that one would take from nothing."""
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ import os
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
 from multiprocessing.connection import Connection
 
 from launching import free_ports
@@ -16,7 +17,7 @@ from trimmoe.core.profile import Profile
 from trimmoe.core.specs import ModelSpec
 from trimmoe.runtime.launch.artifacts import Artifacts
 from trimmoe.runtime.launch.config import ServeConfig
-from trimmoe.runtime.launch.job import Pieces, server_specs
+from trimmoe.runtime.launch.job import Pieces, server_spec
 from trimmoe.runtime.launch.kernels import compile_decisions
 from trimmoe.runtime.launch.local import local_endpoints
 from trimmoe.runtime.launch.process import ServerProcess, log_path, log_to_file
@@ -51,7 +52,8 @@ def forked(
     )
     artifacts = Artifacts(profile=profile, plan=plan, model=spec)
     where = local_endpoints(config, names)
-    specs = server_specs(config, artifacts, pieces, where, one_machine=True)
+    first = server_spec(config, artifacts, pieces, where, one_machine=True)
+    specs = [replace(first, index=index) for index in range(len(names))]
     compile_decisions(artifacts, pieces.policy)
     with _processes(specs):
         yield [each.url for each in where]

@@ -27,7 +27,7 @@ from trimmoe.models.load import model_spec
 from trimmoe.placement.make import make_plan
 from trimmoe.runtime.launch.status import Phase, ServerStatus
 
-PATIENCE_S = 300.0
+PATIENCE_S = 180.0
 """What a test waits for must come; how soon depends on the machine."""
 SERVERS = ("desk", "shelf", "attic", "cellar")
 

@@ -1,4 +1,4 @@
-"""Processes under Ray that serve a stand-in: started, watched, ended, nothing left.
+"""Processes that serve a stand-in: started, watched, ended, nothing left.
 
 Of two servers each: every process takes seconds to import what it needs.
 `test_serve_e2e.py` starts four.
@@ -12,12 +12,23 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from launching import Files, Serving, answers, await_answer, free_ports, write_files
+from launching import (
+    PATIENCE_S,
+    Files,
+    Serving,
+    answers,
+    await_answer,
+    free_ports,
+    write_files,
+)
 from trimmoe.runtime.launch import family
+from trimmoe.runtime.launch.folder import RunFolder
+from trimmoe.runtime.launch.watching import ask, stop_servers
 
 SERVERS = ("desk", "attic")
 STAND_IN = str(Path(__file__).with_name("serve_standin.py"))
@@ -59,29 +70,23 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Files:
     return write_files(tmp_path_factory.mktemp("files"), SERVERS)
 
 
-def _serve(files: Files, factory: str, port: int) -> Serving:
+def _serve(files: Files, factory: str, port: int, **more: object) -> Serving:
     given = {
         "cluster": files.cluster,
         "model": files.model,
         "profile": files.profile,
         "plan": files.plan,
         "port_base": port,
+        **more,
     }
     pairs = [f"{key}={value}" for key, value in given.items()]
     return Serving([STAND_IN, factory, *pairs], cache=files.folder / "cache")
 
 
-def _server_pids(serving: Serving) -> list[int]:
-    """Process numbers of the actors below a launcher."""
-    found = []
-    for process in family.descendants(serving.process.pid):
-        try:
-            command = Path(f"/proc/{process.pid}/cmdline").read_bytes()
-        except OSError:
-            continue
-        if command.startswith(b"ray::ServerActor"):
-            found.append(process.pid)
-    return sorted(found)
+def _pids(port: int) -> list[int | None]:
+    """Process numbers of the servers, None for one that is not there."""
+    folder = RunFolder.at(port)
+    return [folder.pid(i) if folder.is_alive(i) else None for i in range(len(SERVERS))]
 
 
 def _all_free(port: int) -> None:
@@ -98,21 +103,15 @@ def test_a_server_killed_comes_back_and_ctrl_c_leaves_nothing(files: Files) -> N
         serving.said("Ready")
         assert all(f"127.0.0.1:{port + index}/v1" in serving.text for index in range(len(SERVERS)))
         assert [answers(port + index) for index in range(len(SERVERS))] == [200] * len(SERVERS)
-        pids = _server_pids(serving)
-        assert len(pids) == len(SERVERS), "one process per server"
-        os.kill(pids[1], signal.SIGKILL)
+        pids = _pids(port)
+        assert None not in pids
+        assert len(set(pids)) == len(SERVERS), "one process per server"
+        os.kill(_number(pids[1]), signal.SIGKILL)
         serving.said("is lost and is being started again")
         serving.said("is back")
         for index in range(len(SERVERS)):
             await_answer(port + index)
-        # A listing is taken process by process, and may miss a family that is just growing.
-        now = _server_pids(serving)
-        for _ in range(50):
-            if len(now) == len(SERVERS):
-                break
-            time.sleep(0.2)
-            now = _server_pids(serving)
-        assert set(pids) - set(now) == {pids[1]}, f"one is replaced:\n{serving.text}"
+        assert [new == old for new, old in zip(_pids(port), pids, strict=True)] == [True, False]
         started = family.descendants(serving.process.pid)
         serving.process.send_signal(signal.SIGINT)
         assert serving.ended() == 0
@@ -151,37 +150,56 @@ def test_a_port_taken_is_refused_before_anything_starts(files: Files) -> None:
 
 
 @pytest.mark.slow
-def test_a_launcher_killed_outright_takes_its_servers_with_it(files: Files) -> None:
-    """Nobody is left to clear up, so each server notices by itself, and Ray's raylet too. Two small
-    helpers of Ray's own look for their head for a few minutes more, as docs/deploy.md says."""
+def test_servers_outlive_who_started_them_and_are_still_watched(files: Files) -> None:
+    """Whoever comes next with the same command takes them over; another one is refused."""
     port = free_ports(110)
     with _serve(files, "echo", port) as serving:
         serving.said("Ready")
-        started = family.descendants(serving.process.pid)
-        helpers = frozenset(one for one in started if _is_rays_helper(one.pid))
+        pids = _pids(port)
         serving.process.kill()
         serving.ended()
-        end_s = time.monotonic() + 60
-        # Ray may yet start a server anew before its raylet ends: its port tells.
-        while family.alive(started - helpers) or _is_taken(port):
-            assert time.monotonic() < end_s, "processes were left behind"
-            time.sleep(0.2)
-        for one in family.alive(helpers):
-            os.kill(one.pid, signal.SIGKILL)
+    assert [answers(port + index) for index in range(len(SERVERS))] == [200] * len(SERVERS)
+    os.kill(_number(pids[0]), signal.SIGKILL)
+    _await(lambda: _pids(port)[0] not in (None, pids[0]))
+    await_answer(port)
+    with _serve(files, "echo", port, max_waiting=3) as other:
+        assert other.ended() == 2
+        assert "Other servers run at port" in other.text
+    with _serve(files, "echo", port) as serving:
+        serving.said("taking them over")
+        serving.said("Ready")
+        assert _pids(port)[1] == pids[1]
+        with _serve(files, "echo", port) as other:
+            assert other.ended() == 2
+            assert "Another `trimmoe serve` runs" in other.text
+        serving.process.send_signal(signal.SIGINT)
+        assert serving.ended() == 0
+    assert _pids(port) == [None] * len(SERVERS)
+    _all_free(port)
 
 
-def _is_taken(port: int) -> bool:
-    try:
-        _all_free(port)
-    except OSError:
-        return True
-    return False
+@pytest.mark.slow
+def test_servers_that_nobody_watches_in_a_terminal_end_when_told(files: Files) -> None:
+    port = free_ports(110)
+    with _serve(files, "echo", port) as serving:
+        serving.said("Ready")
+        serving.process.kill()
+        serving.ended()
+    folder = RunFolder.at(port)
+    _await(lambda: ask(folder, "leave") is not None)
+    # Nobody took them over from the one that left: a server starts another.
+    _await(lambda: stop_servers(folder, patience_s=1.0))
+    _await(lambda: folder.read() is None)
+    _all_free(port)
 
 
-def _is_rays_helper(pid: int) -> bool:
-    try:
-        command = Path(f"/proc/{pid}/cmdline").read_bytes()
-    except OSError:
-        return False
-    helpers = (b"DashboardAgent", b"RuntimeEnvAgent", b"dashboard/agent", b"runtime_env/agent")
-    return any(name in command for name in helpers)
+def _await(done: Callable[[], bool]) -> None:
+    end_s = time.monotonic() + PATIENCE_S
+    while not done():
+        assert time.monotonic() < end_s, "waited in vain"
+        time.sleep(0.1)
+
+
+def _number(pid: int | None) -> int:
+    assert pid is not None
+    return pid

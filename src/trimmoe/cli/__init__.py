@@ -41,6 +41,7 @@ COMMANDS = (
     simulate,
     serving.serve,
     serving.serve_local,
+    serving.stop,
 )
 for command in COMMANDS:
     app.command(command.__name__.replace("_", "-"))(command)

@@ -109,6 +109,28 @@ def serve_local(
         local.serve(service, ApiSettings(api_keys=tuple(api_key or ())), listener)
 
 
+def stop(
+    port_base: Annotated[
+        int | None, typer.Option(help="HTTP port of the first server; default: all there are.")
+    ] = None,
+) -> None:
+    """End servers of this machine that `trimmoe serve` started, also after that was killed."""
+    from trimmoe.runtime.launch.folder import RunFolder
+    from trimmoe.runtime.launch.watching import stop_servers
+
+    found = [each for each in RunFolder.all() if each.alive()]
+    if port_base is not None:
+        found = [each for each in found if each.path.name == str(port_base)]
+    for each in found:
+        if not stop_servers(each):
+            raise UserError(
+                f"The servers at port {each.path.name} did not end in time; their logs say why."
+            )
+        say(f"Ended the servers at port {each.path.name}.")
+    if not found:
+        say("No servers run here.")
+
+
 def serve(
     cluster: Annotated[
         Path | None, typer.Option(help="A cluster file, see clusters/; or give --plan.")
@@ -207,8 +229,9 @@ def serve(
     address: Annotated[
         str | None, typer.Option(help="With --head: this machine's address for the others.")
     ] = None,
-    ray_port: Annotated[
-        int | None, typer.Option(help="First of the ports between machines; default 6379.")
+    head_port: Annotated[
+        int | None,
+        typer.Option(help="With --head: where machines join; default 7900.", min=1, max=65535),
     ] = None,
     token_file: Annotated[
         Path | None, typer.Option(help="Holds the cluster token; default: $TRIMMOE_TOKEN.")
@@ -220,15 +243,13 @@ def serve(
 
     if head and join is not None:
         raise UserError("A machine is either the --head or joins one; give one of the two.")
-    if not (head or join) and (server or address or ray_port or token_file):
+    if not (head or join) and (server or address or head_port or token_file):
         raise UserError(
-            "--server, --address, --ray-port and --token-file are for several machines; give "
+            "--server, --address, --head-port and --token-file are for several machines; give "
             "--head or --join too, or leave them out."
         )
     if join is not None:
-        launcher.serve_as_joined(
-            join, say, ray_port=ray_port, servers=server or (), token_file=token_file
-        )
+        launcher.serve_as_joined(join, say, servers=server or (), token_file=token_file)
         return
     given = {
         "cluster": cluster, "model": model, "profile": profile, "plan": plan, "text": text or None,
@@ -246,7 +267,7 @@ def serve(
             chosen,
             say,
             address=address,
-            ray_port=ray_port,
+            head_port=head_port,
             servers=server or (),
             token_file=token_file,
         )

@@ -11,7 +11,6 @@ import asyncio
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 from rich import box
@@ -30,15 +29,12 @@ from trimmoe.experiments.serve_bench import Load, run_load
 from trimmoe.experiments.serve_cluster import Say, artifacts_of, pieces_of
 from trimmoe.placement.capacity import human_bytes
 from trimmoe.placement.routes import route_delay_s
-from trimmoe.runtime.launch.addresses import require_free
 from trimmoe.runtime.launch.artifacts import Artifacts, cluster_of
 from trimmoe.runtime.launch.config import ServeConfig
-from trimmoe.runtime.launch.local import local_endpoints, serve_local
+from trimmoe.runtime.launch.local import local_endpoints, require_startable, serve_local
 from trimmoe.runtime.launch.model import served_name
+from trimmoe.runtime.launch.processes import ProcessHandle
 from trimmoe.runtime.probe import MachineReport
-
-if TYPE_CHECKING:
-    from trimmoe.runtime.launch.actor import RayHandle
 
 PATIENCE_S = 120.0
 """For one server to time itself."""
@@ -57,11 +53,11 @@ def probe(config: ServeConfig, say: Say) -> Machines:
     """Measure the cluster that `config` describes, on this machine. Raises `UserError`."""
     # Exact answers take what is measured and nothing else.
     config = config.model_copy(update={"policy": "exact", "method": None, "budget": None})
-    require_free(local_endpoints(config, cluster_of(config).server_names))
+    require_startable(config, cluster_of(config).server_names)
     artifacts = artifacts_of(config, say)
     found: list[Machines] = []
 
-    def meanwhile(handles: Sequence[RayHandle]) -> None:
+    def meanwhile(handles: Sequence[ProcessHandle]) -> None:
         found.append(_measured(config, artifacts, handles))
 
     serve_local(config, artifacts, pieces_of(config), say, meanwhile=meanwhile)
@@ -70,7 +66,9 @@ def probe(config: ServeConfig, say: Say) -> Machines:
     return found[0]
 
 
-def _measured(config: ServeConfig, artifacts: Artifacts, handles: Sequence[RayHandle]) -> Machines:
+def _measured(
+    config: ServeConfig, artifacts: Artifacts, handles: Sequence[ProcessHandle]
+) -> Machines:
     with _bar(2 * len(handles) + 1) as advance:
         alone: list[MachineReport | None] = []
         for handle in handles:

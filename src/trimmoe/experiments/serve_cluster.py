@@ -14,12 +14,11 @@ from trimmoe.experiments.methods import configured, find_method, plan_for, serve
 from trimmoe.experiments.sample_text import sample_text
 from trimmoe.placement.make import as_published
 from trimmoe.policy.settings import PolicySettings, auto_trimming
-from trimmoe.runtime.launch.addresses import require_free
 from trimmoe.runtime.launch.artifacts import Artifacts, cluster_of, prepare
 from trimmoe.runtime.launch.config import ServeConfig
+from trimmoe.runtime.launch.deployment import DEFAULT_PORT
 from trimmoe.runtime.launch.job import Pieces
-from trimmoe.runtime.launch.local import local_endpoints, serve_local
-from trimmoe.runtime.launch.raylet import DEFAULT_PORT
+from trimmoe.runtime.launch.local import require_startable, serve_local
 from trimmoe.runtime.launch.several import cluster_token, own_address, serve_head, serve_join
 
 Say = Callable[[str], None]
@@ -62,7 +61,7 @@ def serve_here(config: ServeConfig, say: Say, *, pieces: Pieces | None = None) -
     """All servers on this machine, until Ctrl-C. Raises `UserError`."""
     pieces = pieces or pieces_of(config)
     # What can be refused at once is refused before minutes of calibration.
-    require_free(local_endpoints(config, cluster_of(config).server_names))
+    require_startable(config, cluster_of(config).server_names)
     serve_local(config, artifacts_of(config, say), pieces, say)
 
 
@@ -71,7 +70,7 @@ def serve_as_head(
     say: Say,
     *,
     address: str | None,
-    ray_port: int | None,
+    head_port: int | None,
     servers: Sequence[str],
     token_file: Path | None,
     pieces: Pieces | None = None,
@@ -90,23 +89,17 @@ def serve_as_head(
         pieces,
         say,
         address=address or own_address(),
-        port=DEFAULT_PORT if ray_port is None else ray_port,
+        port=DEFAULT_PORT if head_port is None else head_port,
         servers=servers,
         token=token,
     )
 
 
 def serve_as_joined(
-    head: str, say: Say, *, ray_port: int | None, servers: Sequence[str], token_file: Path | None
+    head: str, say: Say, *, servers: Sequence[str], token_file: Path | None
 ) -> None:
     """A machine that joins a head, until Ctrl-C. Raises `UserError`."""
-    serve_join(
-        head,
-        port_base=DEFAULT_PORT if ray_port is None else ray_port,
-        servers=servers,
-        token=cluster_token(token_file),
-        say=say,
-    )
+    serve_join(head, servers=servers, token=cluster_token(token_file), say=say, assemble=pieces_of)
 
 
 def _policy(config: ServeConfig) -> PolicySettings:

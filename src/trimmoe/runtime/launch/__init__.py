@@ -1,1 +1,1 @@
-"""Making nodes run as processes: addresses, cached artifacts, Ray actors, supervision, shutdown."""
+"""Making nodes run as processes: addresses, artifacts, who watches them, joining, the end."""

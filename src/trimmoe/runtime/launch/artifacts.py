@@ -85,6 +85,11 @@ def prepare(
     return Artifacts(profile=profile, plan=plan, model=model)
 
 
+def model_spec_of(config: ServeConfig) -> ModelSpec:
+    """The model that `config` names, from the headers of its files. Raises `UserError`."""
+    return _model_spec(model_folder(config.model), config.planned_dtype, config.quantise)
+
+
 def _as_measured(config: ServeConfig, cluster: ClusterSpec, model: ModelSpec) -> ClusterSpec:
     """The cluster with what was measured of its machines, if anything was. Raises `UserError`."""
     if config.machines is None:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
+import pickle
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
+from trimmoe.core.plan import Plan
+from trimmoe.core.profile import Profile
 from trimmoe.policy.build import PolicyMaker
 from trimmoe.policy.settings import PolicySettings
 from trimmoe.runtime.launch.addresses import Endpoint, is_loopback
@@ -31,43 +35,73 @@ class Pieces:
     """What is said to be served; empty: the policy's name."""
 
 
-def server_specs(
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Job:
+    """What the servers of one machine are, complete: whoever has it can start any of them again."""
+
+    spec: ServerSpec
+    """Of any server of the cluster; the others differ by their index."""
+    here: tuple[int, ...]
+    """Those that run on this machine."""
+    token: str = field(repr=False)
+    import_path: tuple[str, ...]
+    """Where their processes find what they import."""
+
+    def spec_of(self, index: int) -> ServerSpec:
+        return replace(self.spec, index=index)
+
+    @property
+    def identity(self) -> str:
+        """Equal where the same servers would be started: all but the token."""
+        digest = hashlib.blake2b(repr(self.here).encode(), digest_size=16)
+        for each in fields(self.spec):
+            if each.name != "index":
+                digest.update(each.name.encode() + _identified(getattr(self.spec, each.name)))
+        return digest.hexdigest()
+
+
+def _identified(value: Any) -> bytes:
+    if isinstance(value, Profile | Plan):
+        return value.hash.encode()
+    # What is imported by name has no other lasting sign; all else says what it is.
+    imported = callable(value) or isinstance(value, NodeFactory)
+    return pickle.dumps(value) if imported else repr(value).encode()
+
+
+def server_spec(
     config: ServeConfig,
     artifacts: Artifacts,
     pieces: Pieces,
     endpoints: Sequence[Endpoint],
     *,
     one_machine: bool,
-) -> list[ServerSpec]:
-    """One spec per server of the plan, in its order."""
+) -> ServerSpec:
+    """The spec of the plan's first server."""
     emulate, encrypt = config.emulate, config.encrypt
     if emulate is None:
         emulate = one_machine
     links, machines = config.emulate_links, config.emulate_machines
     if encrypt is None:
         encrypt = not all(is_loopback(each.machine) for each in endpoints)
-    return [
-        ServerSpec(
-            index=index,
-            endpoints=tuple(endpoints),
-            model=config.model,
-            served_name=config.served_name or served_name(config.model),
-            device=config.device or artifacts.plan.cluster.device(index),
-            dtype=config.dtype,
-            profile=artifacts.profile,
-            plan=artifacts.plan,
-            policy=pieces.policy,
-            maker=pieces.maker,
-            title=pieces.title or pieces.policy.name,
-            kv_slots=config.kv_slots,
-            max_waiting=config.max_waiting,
-            quantise=config.quantise,
-            threads=config.threads,
-            emulate_links=emulate if links is None else links,
-            emulate_machines=emulate if machines is None else machines,
-            encrypt=encrypt,
-            app=pieces.app,
-            node=pieces.node,
-        )
-        for index in range(len(endpoints))
-    ]
+    return ServerSpec(
+        index=0,
+        endpoints=tuple(endpoints),
+        model=config.model,
+        served_name=config.served_name or served_name(config.model),
+        device=config.device,
+        dtype=config.dtype,
+        profile=artifacts.profile,
+        plan=artifacts.plan,
+        policy=pieces.policy,
+        maker=pieces.maker,
+        title=pieces.title or pieces.policy.name,
+        kv_slots=config.kv_slots,
+        max_waiting=config.max_waiting,
+        quantise=config.quantise,
+        threads=config.threads,
+        emulate_links=emulate if links is None else links,
+        emulate_machines=emulate if machines is None else machines,
+        encrypt=encrypt,
+        app=pieces.app,
+        node=pieces.node,
+    )

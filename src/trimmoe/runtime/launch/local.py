@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
-from trimmoe.runtime.launch.addresses import LOOPBACK, Endpoint, endpoints, is_loopback
+from trimmoe.runtime.launch.addresses import (
+    LOOPBACK,
+    Endpoint,
+    endpoints,
+    is_loopback,
+    require_free,
+)
 from trimmoe.runtime.launch.artifacts import Artifacts
 from trimmoe.runtime.launch.config import ServeConfig
-from trimmoe.runtime.launch.job import Pieces, server_specs
+from trimmoe.runtime.launch.folder import RunFolder
+from trimmoe.runtime.launch.handles import ServerHandle
+from trimmoe.runtime.launch.job import Job, Pieces, server_spec
 from trimmoe.runtime.launch.kernels import compile_decisions
-from trimmoe.runtime.launch.raylet import private_ray
+from trimmoe.runtime.launch.processes import ProcessHandle, importable, start_processes
 from trimmoe.runtime.launch.server import ServerSpec
 from trimmoe.runtime.launch.signals import Stop, stop_on_signal
 from trimmoe.runtime.launch.supervise import Patience, Supervisor
+from trimmoe.runtime.launch.watching import supervising
 from trimmoe.runtime.wire.keys import generate_token
 
-if TYPE_CHECKING:
-    from trimmoe.runtime.launch.actor import RayHandle
-
 Say = Callable[[str], None]
-Meanwhile = Callable[[Sequence["RayHandle"]], None]
+Meanwhile = Callable[[Sequence[ProcessHandle]], None]
 """What is done with servers that are up."""
 
 
@@ -33,6 +38,12 @@ def local_endpoints(config: ServeConfig, names: Sequence[str]) -> tuple[Endpoint
         port_base=config.port_base,
         wire_port_base=config.first_wire_port,
     )
+
+
+def require_startable(config: ServeConfig, names: Sequence[str]) -> None:
+    """Raise `UserError` if a port is in use, but by servers whose supervisor was killed."""
+    if not RunFolder.at(config.port_base).alive():
+        require_free(local_endpoints(config, names))
 
 
 def serve_local(
@@ -48,42 +59,48 @@ def serve_local(
 
     Raises `UserError` if a server does not start.
     """
-    where = local_endpoints(config, artifacts.plan.cluster.server_names)
-    specs = server_specs(config, artifacts, pieces, where, one_machine=True)
+    names = artifacts.plan.cluster.server_names
+    where = local_endpoints(config, names)
+    job = Job(
+        spec=server_spec(config, artifacts, pieces, where, one_machine=True),
+        here=tuple(range(len(names))),
+        token=generate_token(),
+        import_path=importable(),
+    )
     compile_decisions(artifacts, pieces.policy, pieces.maker)
-    with stop_on_signal() as stop:
-        say(f"Starting {len(specs)} servers ...")
-        with private_ray(generate_token()):
-            run_cluster(config, specs, stop, say, pinned=False, meanwhile=meanwhile)
+    with (
+        stop_on_signal() as stop,
+        supervising(RunFolder.at(config.port_base), job, stop, say) as (folder, job),
+    ):
+        say(f"Starting {len(names)} servers ...")
+        handles = start_processes(folder, job)
+
+        def ready() -> None:
+            if meanwhile is not None:
+                meanwhile(handles)
+                stop.set()
+            else:
+                announce(config, job.spec, say)
+
+        watch(config, handles, stop, say, ready)
 
 
-def run_cluster(
+def watch(
     config: ServeConfig,
-    specs: Sequence[ServerSpec],
+    handles: Sequence[ServerHandle],
     stop: Stop,
     say: Say,
-    *,
-    pinned: bool,
-    meanwhile: Meanwhile | None = None,
+    ready: Callable[[], None],
 ) -> None:
-    """Start the servers on the Ray instance at hand and watch them until `stop`, or do something
-    with them and end."""
-    from trimmoe.runtime.launch.actor import start_actors
+    """Watch servers from their start until `stop`, and end them; `ready` is called once all are.
 
-    stop.listen()  # Ray has put a handler of its own in place.
-    handles = start_actors(specs, pinned=pinned)
-    supervisor = Supervisor(
-        handles,
-        say=say,
-        stopping=stop,
-        patience=Patience(ready_s=config.ready_s),
-    )
+    Raises `UserError` if one does not start.
+    """
+    patience = Patience(ready_s=config.ready_s)
+    supervisor = Supervisor(handles, say=say, stopping=stop, patience=patience)
     try:
-        ready = supervisor.wait_ready()
-        if ready and meanwhile is not None:
-            meanwhile(handles)
-        elif ready:
-            announce(config, specs, say)
+        if supervisor.wait_ready():
+            ready()
             supervisor.watch()
         say("Stopping ...")
     finally:
@@ -91,12 +108,12 @@ def run_cluster(
             supervisor.stop()
 
 
-def announce(config: ServeConfig, specs: Sequence[ServerSpec], say: Say) -> None:
+def announce(config: ServeConfig, spec: ServerSpec, say: Say) -> None:
     """Say where each server answers, and to whom."""
-    widest = max(len(spec.name) for spec in specs)
-    for spec in specs:
-        say(f"{spec.name:<{widest}}  {spec.endpoint.url}")
-    exposed = [spec for spec in specs if not is_loopback(spec.endpoint.http_host)]
+    widest = max(len(each.name) for each in spec.endpoints)
+    for each in spec.endpoints:
+        say(f"{each.name:<{widest}}  {each.url}")
+    exposed = [each for each in spec.endpoints if not is_loopback(each.http_host)]
     if exposed and not config.api_keys:
         say("Whoever reaches these ports may use them; give --api-key to ask for a key.")
-    say(f"Ready: model `{specs[0].served_name}`, {specs[0].title}. Ctrl-C ends it.")
+    say(f"Ready: model `{spec.served_name}`, {spec.title}. Ctrl-C ends it.")

@@ -1,6 +1,6 @@
 """A server inside a process of its own: an event loop in a thread, watched from outside it.
 
-The thread keeps whatever started the process (Ray, a test) off the loop that tokens pass through.
+The thread keeps whatever started the process off the loop that tokens pass through.
 """
 
 from __future__ import annotations
@@ -119,7 +119,16 @@ class ServerProcess:
 def log_path(spec: ServerSpec) -> Path:
     """Where a server on this machine writes what went wrong."""
     safe = "".join(each if each.isalnum() or each in "-_." else "_" for each in spec.name)
-    return default_cache_dir() / "logs" / f"{safe}-{spec.endpoint.http_port}.log"
+    return _logs() / f"{safe}-{spec.endpoint.http_port}.log"
+
+
+def keeper_log_path(port: str) -> Path:
+    """Where a keeper of the servers from a port on writes what it sees."""
+    return _logs() / f"keeper-{port}.log"
+
+
+def _logs() -> Path:
+    return default_cache_dir() / "logs"
 
 
 _fault_log: TextIO | None = None

@@ -1,6 +1,6 @@
 """One edge server from its description: model, links, node and HTTP in one event loop.
 
-Knows nothing of Ray: `run_server` is a coroutine that serves until it is told to stop.
+Knows nothing of processes: `run_server` is a coroutine that serves until it is told to stop.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class NodeFactory:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServerSpec:
-    """One server of a cluster, complete: what Ray keeps to start it again."""
+    """One server of a cluster, complete: what it takes to start it again."""
 
     index: int
     """Its row in the plan's cluster."""
@@ -88,8 +88,8 @@ class ServerSpec:
     model: str
     """As in `ServeConfig`; found on the server's own machine."""
     served_name: str
-    device: str
-    """`auto` is the best one that its machine has."""
+    device: str | None
+    """`auto` is the best one that its machine has; None: what the cluster says of the server."""
     dtype: str
     """`auto` follows the device."""
     profile: Profile
@@ -214,7 +214,8 @@ def open_own_part(spec: ServerSpec, path: str) -> MoEView:
 
     Raises `UserError` if the checkpoint on this machine is not the calibrated one.
     """
-    hosts, device = spec.plan.hosts[spec.index], known_device(spec.device)
+    hosts = spec.plan.hosts[spec.index]
+    device = known_device(spec.device or spec.plan.cluster.device(spec.index))
     view = open_model(
         path,
         experts={layer: held.nonzero()[0].tolist() for layer, held in enumerate(hosts)},

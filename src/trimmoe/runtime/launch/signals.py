@@ -1,4 +1,5 @@
-"""Ctrl-C and SIGTERM as an event; a second one hurries what may be hurried, and only that."""
+"""Ctrl-C, SIGTERM and a terminal that closes as an event; a second one hurries what may be hurried,
+and only that."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Stop(threading.Event):
@@ -17,11 +18,25 @@ class Stop(threading.Event):
     def __init__(self) -> None:
         super().__init__()
         self._may_hurry = False
+        self._also: list[threading.Event] = []
+
+    def also(self, event: threading.Event) -> None:
+        """Set that too, now or with this."""
+        self._also.append(event)
+        if self.is_set():
+            event.set()
+
+    def set(self) -> None:
+        super().set()
+        for event in self._also:
+            event.set()
 
     def listen(self) -> None:
-        """Take the signals over, again if something else has since."""
+        """Take the signals over."""
         for number in _SIGNALS:
-            signal.signal(number, self._received)
+            # Under nohup it is to outlive its terminal.
+            if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
+                signal.signal(number, self._received)
 
     def _received(self, _number: int, _frame: FrameType | None) -> None:
         if self.is_set() and self._may_hurry:
@@ -42,7 +57,7 @@ class Stop(threading.Event):
 
 @contextmanager
 def stop_on_signal() -> Iterator[Stop]:
-    """An event that Ctrl-C or SIGTERM sets; as before afterwards."""
+    """An event that Ctrl-C, SIGTERM or SIGHUP sets; as before afterwards."""
     before = {number: signal.getsignal(number) for number in _SIGNALS}
     stop = Stop()
     stop.listen()

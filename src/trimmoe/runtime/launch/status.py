@@ -9,7 +9,6 @@ from enum import StrEnum
 class Phase(StrEnum):
     """How far a server process is."""
 
-    EMPTY = "waiting for its configuration"
     STARTING = "starting"
     SERVING = "serving"
     FAILED = "failed"

@@ -1,0 +1,136 @@
+"""The run folder: where a machine's servers and whoever supervises them find each other.
+
+A supervisor holds the lock of the folder, a server that of a file in it, each for as long as its
+process lives: the system gives locks back however a process ends. So anybody can tell what runs,
+also after everybody who knew has been killed, and two supervisors cannot watch the same servers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import pickle
+import stat
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import trimmoe
+from trimmoe.core.errors import UserError
+
+if TYPE_CHECKING:
+    # A server's process listens before it imports what takes seconds.
+    from trimmoe.runtime.launch.job import Job
+
+_PRIVATE = 0o700
+_JOB = "job"
+
+
+@dataclass(frozen=True, slots=True)
+class RunFolder:
+    """That of the servers whose first HTTP port is the folder's name."""
+
+    path: Path
+
+    @staticmethod
+    def at(port: int) -> RunFolder:
+        """The folder of the servers from `port` on. Raises `UserError` if it is not safe to use."""
+        root = root_folder()
+        _make_private(root)
+        path = root / str(port)
+        _make_private(path)
+        return RunFolder(path)
+
+    @staticmethod
+    def all() -> list[RunFolder]:
+        """Those that there are on this machine, of this user."""
+        root = root_folder()
+        if not root.is_dir():
+            return []
+        return [RunFolder(path) for path in sorted(root.iterdir()) if (path / _JOB).is_file()]
+
+    def server_socket(self, index: int) -> Path:
+        return self.path / f"{index}.sock"
+
+    @property
+    def supervisor_socket(self) -> Path:
+        return self.path / "supervisor.sock"
+
+    def write(self, job: Job) -> None:
+        """Keep what the servers are to be; whole or not at all."""
+        fresh = self.path / f"{_JOB}.new"
+        fresh.touch(mode=0o600)
+        fresh.write_bytes(pickle.dumps((trimmoe.__version__, pickle.dumps(job))))
+        fresh.replace(self.path / _JOB)
+
+    def read(self) -> Job | None:
+        """What they are; None if nobody has said, or another version of this software did."""
+        try:
+            version, job = pickle.loads((self.path / _JOB).read_bytes())
+        except (OSError, EOFError, ValueError, pickle.UnpicklingError):
+            return None
+        return pickle.loads(job) if version == trimmoe.__version__ else None
+
+    def claim(self) -> int | None:
+        """The folder's lock, as a descriptor to keep open; None if a supervisor has it."""
+        return _locked(self.path, os.O_RDONLY | os.O_DIRECTORY)
+
+    def claim_server(self, index: int) -> int | None:
+        """Likewise of one server; None if its process lives."""
+        return _locked(self._server_lock(index), os.O_RDWR | os.O_CREAT)
+
+    def is_alive(self, index: int) -> bool:
+        """Whether the server's process lives."""
+        if not self._server_lock(index).exists():
+            return False
+        descriptor = self.claim_server(index)
+        if descriptor is None:
+            return True
+        os.close(descriptor)
+        return False
+
+    def alive(self) -> list[int]:
+        """The servers that live."""
+        numbers = sorted(int(path.stem) for path in self.path.glob("*.lock"))
+        return [index for index in numbers if self.is_alive(index)]
+
+    def pid(self, index: int) -> int | None:
+        """The process of a server that lives, once it has said so."""
+        with contextlib.suppress(OSError, ValueError):
+            return int(self._server_lock(index).read_text())
+        return None
+
+    def clear(self) -> None:
+        """Forget all; for who holds the lock, once no server lives."""
+        # The folder itself stays: who finds it locked must not hold the lock of another.
+        for path in self.path.iterdir():
+            path.unlink(missing_ok=True)
+
+    def _server_lock(self, index: int) -> Path:
+        return self.path / f"{index}.lock"
+
+
+def root_folder() -> Path:
+    """Short, because socket paths must be; under a name that no other user has."""
+    return Path(os.environ.get("TRIMMOE_RUN") or f"/tmp/trimmoe-{os.getuid()}")
+
+
+def _locked(path: Path, flags: int) -> int | None:
+    descriptor = os.open(path, flags, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(descriptor)
+        return None
+    return descriptor
+
+
+def _make_private(path: Path) -> None:
+    path.mkdir(mode=_PRIVATE, exist_ok=True)
+    found = path.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+        raise UserError(
+            f"{path} must be a folder that only you can enter; remove it, or name another one in "
+            "TRIMMOE_RUN."
+        )
