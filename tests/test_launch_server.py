@@ -62,6 +62,7 @@ def specs(files: Files) -> list[ServerSpec]:
         title="exact",
         kv_slots=4,
         max_waiting=4,
+        patience_s=60.0,
         quantise=Precision.NONE,
         threads=None,
         emulate_links=True,
@@ -81,7 +82,7 @@ def test_a_server_reads_its_own_experts_and_what_all_hold(files: Files) -> None:
             index=index, endpoints=(), model="", served_name="", device="cpu", dtype="float32",
             profile=load_profile(files.profile), plan=plan, policy=exact(), kv_slots=1,
             maker=None, title="exact",
-            max_waiting=0, quantise=Precision.NONE, threads=1, emulate_links=False,
+            max_waiting=0, patience_s=60.0, quantise=Precision.NONE, threads=1, emulate_links=False,
             emulate_machines=False, encrypt=False, app=create_app, node=ECHO,
         )  # fmt: skip
         view = open_own_part(spec, str(files.model))

@@ -220,6 +220,14 @@ def serve(
     max_waiting: Annotated[
         int | None, typer.Option(help="Requests that may wait at a server; default 64.")
     ] = None,
+    patience: Annotated[
+        float | None,
+        typer.Option(help="Seconds that a request waits for a server it needs; default 60."),
+    ] = None,
+    spare: Annotated[
+        bool | None,
+        typer.Option("--spare/--no-spare", help="A process ready for a server that dies; default."),
+    ] = None,
     head: Annotated[bool, typer.Option("--head", help="Wait for other machines to join.")] = False,
     join: Annotated[str | None, typer.Option(help="Join the head at this host[:port].")] = None,
     server: Annotated[
@@ -260,6 +268,7 @@ def serve(
         "encrypt": encrypt, "kv_slots": kv_slots, "max_waiting": max_waiting,
         "emulate_links": emulate_links, "emulate_machines": emulate_machines,
         "quantise": quantise, "threads": threads, "device": device,
+        "patience": patience, "spare": spare,
     }  # fmt: skip
     chosen = serve_config(config, given)
     if head:

@@ -1,6 +1,7 @@
 """The process of one server: `python -m trimmoe.runtime.launch.child FOLDER INDEX LOCK`.
 
-It answers its supervisor from the first moment on, and sees to it that it has one: should the
+As a spare, INDEX is a word, it imports all that takes seconds and waits to become one that died.
+A server answers its supervisor from the first moment on, and sees to it that it has one: should the
 supervisor be killed, the first server to notice starts another.
 """
 
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trimmoe.runtime.launch.control import Control
-from trimmoe.runtime.launch.folder import RunFolder
+from trimmoe.runtime.launch.folder import SPARE, RunFolder, say_pid
 from trimmoe.runtime.launch.status import Phase, ServerStatus
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ class Child:
     def run(self, folder: RunFolder, index: int) -> None:
         """Serve until told to stop."""
         answers = {"status": self.status, "measure": self.measure, "stop": self.stop}
-        control = Control(folder.server_socket(index), answers)
+        control = Control(folder.socket(index), answers)
         try:
             self._serve(folder, index)
         finally:
@@ -81,12 +82,56 @@ def ensure_supervised(folder: RunFolder) -> None:
         start_keeper(folder, lock)
 
 
+class Spare:
+    """A process that is no server yet."""
+
+    def __init__(self, folder: RunFolder) -> None:
+        self._folder = folder
+        self._index: int | None = None
+        self._told = threading.Event()
+
+    def wait(self) -> int | None:
+        """The server to become, ready for it; None once there are none any more."""
+        control = Control(self._folder.socket(SPARE), {"become": self.become})
+        try:
+            self._warm()
+            while not self._told.wait(_WATCH_S):
+                if not self._folder.alive():
+                    return None
+            return self._index
+        finally:
+            control.close()
+
+    def become(self, index: int) -> bool:
+        """Be that server, unless it lives."""
+        if self._told.is_set() or (lock := self._folder.claim_process(index)) is None:
+            return False
+        say_pid(lock)
+        self._index = index
+        self._told.set()
+        return True
+
+    def _warm(self) -> None:
+        from trimmoe.models.load import load_tokenizer
+        from trimmoe.runtime.launch.model import model_folder
+
+        job = self._folder.read()
+        if job is not None:
+            load_tokenizer(model_folder(job.spec.model))
+
+
 def main() -> None:
-    folder, index, lock = RunFolder(Path(sys.argv[1])), int(sys.argv[2]), int(sys.argv[3])
-    os.set_inheritable(lock, False)
-    os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)
-    os.ftruncate(lock, len(f"{os.getpid()}\n"))
-    Child().run(folder, index)
+    folder, name, lock = RunFolder(Path(sys.argv[1])), sys.argv[2], int(sys.argv[3])
+    say_pid(lock)
+    index: int | None
+    if name == SPARE:
+        index = Spare(folder).wait()
+        # Another spare may come.
+        os.close(lock)
+    else:
+        index = int(name)
+    if index is not None:
+        Child().run(folder, index)
 
 
 if __name__ == "__main__":

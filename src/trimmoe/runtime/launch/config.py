@@ -77,6 +77,10 @@ class ServeConfig(BaseModel):
     """In how many bits weights are held and served: those of float32 on a processor."""
     threads: Annotated[int, Field(ge=1)] | None = None
     """That each server computes with; None: its share of the cores of its machine."""
+    patience: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 60.0
+    """How long a request waits for a server that it cannot do without, in seconds."""
+    spare: bool = True
+    """Whether each machine keeps a process ready to become a server that dies."""
     ready_s: Annotated[float, Field(gt=0)] = 600.0
     """How long starting may take, in seconds."""
 

@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 
 _PRIVATE = 0o700
 _JOB = "job"
+SPARE = "spare"
+Name = int | str
+"""Of a process in a run folder: a server's index, or `SPARE`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +53,9 @@ class RunFolder:
             return []
         return [RunFolder(path) for path in sorted(root.iterdir()) if (path / _JOB).is_file()]
 
-    def server_socket(self, index: int) -> Path:
-        return self.path / f"{index}.sock"
+    def socket(self, name: Name) -> Path:
+        """Where a process is asked."""
+        return self.path / f"{name}.sock"
 
     @property
     def supervisor_socket(self) -> Path:
@@ -76,15 +80,15 @@ class RunFolder:
         """The folder's lock, as a descriptor to keep open; None if a supervisor has it."""
         return _locked(self.path, os.O_RDONLY | os.O_DIRECTORY)
 
-    def claim_server(self, index: int) -> int | None:
-        """Likewise of one server; None if its process lives."""
-        return _locked(self._server_lock(index), os.O_RDWR | os.O_CREAT)
+    def claim_process(self, name: Name) -> int | None:
+        """Likewise of one process; None if it lives."""
+        return _locked(self._lock(name), os.O_RDWR | os.O_CREAT)
 
-    def is_alive(self, index: int) -> bool:
-        """Whether the server's process lives."""
-        if not self._server_lock(index).exists():
+    def is_alive(self, name: Name) -> bool:
+        """Whether the process lives."""
+        if not self._lock(name).exists():
             return False
-        descriptor = self.claim_server(index)
+        descriptor = self.claim_process(name)
         if descriptor is None:
             return True
         os.close(descriptor)
@@ -92,13 +96,15 @@ class RunFolder:
 
     def alive(self) -> list[int]:
         """The servers that live."""
-        numbers = sorted(int(path.stem) for path in self.path.glob("*.lock"))
-        return [index for index in numbers if self.is_alive(index)]
+        locks = [path.stem for path in self.path.glob("*.lock")]
+        return [
+            index for index in sorted(int(n) for n in locks if n != SPARE) if self.is_alive(index)
+        ]
 
-    def pid(self, index: int) -> int | None:
-        """The process of a server that lives, once it has said so."""
+    def pid(self, name: Name) -> int | None:
+        """The number of a process that lives, once it has said so."""
         with contextlib.suppress(OSError, ValueError):
-            return int(self._server_lock(index).read_text())
+            return int(self._lock(name).read_text())
         return None
 
     def clear(self) -> None:
@@ -107,8 +113,16 @@ class RunFolder:
         for path in self.path.iterdir():
             path.unlink(missing_ok=True)
 
-    def _server_lock(self, index: int) -> Path:
-        return self.path / f"{index}.lock"
+    def _lock(self, name: Name) -> Path:
+        return self.path / f"{name}.lock"
+
+
+def say_pid(lock: int) -> None:
+    """Whoever finds the lock taken reads the number of this process in it, which has it."""
+    os.set_inheritable(lock, False)
+    said = f"{os.getpid()}\n".encode()
+    os.pwrite(lock, said, 0)
+    os.ftruncate(lock, len(said))
 
 
 def root_folder() -> Path:

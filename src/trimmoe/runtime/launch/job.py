@@ -46,6 +46,8 @@ class Job:
     token: str = field(repr=False)
     import_path: tuple[str, ...]
     """Where their processes find what they import."""
+    spare: bool = True
+    """Whether a process that has imported everything waits to become one that dies."""
 
     def spec_of(self, index: int) -> ServerSpec:
         return replace(self.spec, index=index)
@@ -97,6 +99,7 @@ def server_spec(
         title=pieces.title or pieces.policy.name,
         kv_slots=config.kv_slots,
         max_waiting=config.max_waiting,
+        patience_s=config.patience,
         quantise=config.quantise,
         threads=config.threads,
         emulate_links=emulate if links is None else links,

@@ -66,6 +66,7 @@ def serve_local(
         here=tuple(range(len(names))),
         token=generate_token(),
         import_path=importable(),
+        spare=config.spare,
     )
     compile_decisions(artifacts, pieces.policy, pieces.maker)
     with (

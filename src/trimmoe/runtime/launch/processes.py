@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import signal
 import subprocess
@@ -12,7 +13,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from trimmoe.runtime.launch.control import Question, Unreachable
-from trimmoe.runtime.launch.folder import RunFolder
+from trimmoe.runtime.launch.folder import SPARE, Name, RunFolder
 from trimmoe.runtime.launch.handles import ServerGone
 from trimmoe.runtime.launch.job import Job
 from trimmoe.runtime.launch.process import log_path
@@ -24,13 +25,56 @@ _CHILD = "trimmoe.runtime.launch.child"
 _POLL_S = 0.02
 _AGAIN_S = 1.0
 """Between two attempts to start a server that ends at once."""
+_CALM_S = 10.0
+"""How long nothing was started until a spare is."""
+_BECOMING_S = 2.0
+
+
+class Spares:
+    """A process that has imported everything, to become the next server that dies: that one is back
+    in a third of the time."""
+
+    def __init__(self, folder: RunFolder, job: Job) -> None:
+        self._folder, self._job = folder, job
+        self._calm_s = time.monotonic()
+        """When one was last needed, or this began."""
+        self._spare: subprocess.Popen[bytes] | None = None
+
+    def keep(self) -> None:
+        """Have one, once servers have had the machine to themselves for a while."""
+        if not self._job.spare or time.monotonic() - self._calm_s < _CALM_S:
+            return
+        if self._spare is None or self._spare.poll() is not None:
+            self._spare = _started(self._folder, self._job, SPARE, None)
+
+    def become(self, index: int) -> subprocess.Popen[bytes] | None:
+        """The process that is that server from now on; None if there is none to spare."""
+        self._calm_s = time.monotonic()
+        spare, self._spare = self._spare, None
+        if spare is None or spare.poll() is not None:
+            return None
+        with contextlib.suppress(Unreachable):
+            asked = Question(self._folder.socket(SPARE), "become", index)
+            if asked.answered(_BECOMING_S) and asked.answer():
+                return spare
+        spare.kill()
+        return None
+
+    def end(self) -> None:
+        """Have none."""
+        self._calm_s = math.inf
+        if self._spare is not None:
+            self._spare.kill()
+            self._spare.wait()
+            self._spare = None
 
 
 class ProcessHandle:
     """`ServerHandle` of a process of this machine, whoever started it."""
 
-    def __init__(self, folder: RunFolder, job: Job, index: int) -> None:
+    def __init__(self, folder: RunFolder, job: Job, index: int, spares: Spares) -> None:
         self._folder, self._job, self._index = folder, job, index
+        self._spares = spares
         self.name = job.spec_of(index).name
         self._child: subprocess.Popen[bytes] | None = None
         self._started_s = 0.0
@@ -39,28 +83,14 @@ class ProcessHandle:
 
     def begin(self) -> None:
         """Start its process unless that lives already."""
-        lock = self._folder.claim_server(self._index)
-        if lock is None:
+        if self._folder.is_alive(self._index):
             return
-        self._folder.server_socket(self._index).unlink(missing_ok=True)
+        self._folder.socket(self._index).unlink(missing_ok=True)
         self._started_s = time.monotonic()
-        log = _log_of(self._job, self._index)
-        try:
-            # It has the lock from birth, so that nobody takes it for dead and starts another.
-            self._child = subprocess.Popen(
-                [sys.executable, "-m", _CHILD, str(self._folder.path), str(self._index), str(lock)],
-                env=environment(self._job),
-                stdin=subprocess.DEVNULL,
-                stdout=log or subprocess.DEVNULL,
-                stderr=subprocess.STDOUT,
-                pass_fds=(lock,),
-                # Ctrl-C in a terminal is the supervisor's to pass on.
-                start_new_session=True,
-            )
-        finally:
-            os.close(lock)
-            if log is not None:
-                log.close()
+        self._child = self._spares.become(self._index)
+        if self._child is None:
+            log = _log_of(self._job, self._index)
+            self._child = _started(self._folder, self._job, self._index, log)
 
     def status(self, patience_s: float) -> ServerStatus | None:
         self._reap()
@@ -76,12 +106,15 @@ class ProcessHandle:
             if not self._asked.answered(patience_s):
                 return None
             asked, self._asked = self._asked, None
-            return asked.answer()
+            status: ServerStatus = asked.answer()
         except Unreachable:
             # It is just starting or just ending: the next look tells.
             self._asked = None
             time.sleep(_POLL_S)
             return None
+        if status.ready:
+            self._spares.keep()
+        return status
 
     def begin_measuring(self) -> None:
         """Have it time itself."""
@@ -106,6 +139,7 @@ class ProcessHandle:
             self._question("stop", patience_s)
 
     def kill(self, patience_s: float) -> None:
+        self._spares.end()
         end_s = time.monotonic() + patience_s
         while self._folder.is_alive(self._index) and time.monotonic() < end_s:
             time.sleep(_POLL_S)
@@ -116,7 +150,7 @@ class ProcessHandle:
             self._child.wait()
 
     def _question(self, question: str, *arguments: Any) -> Question:
-        return Question(self._folder.server_socket(self._index), question, *arguments)
+        return Question(self._folder.socket(self._index), question, *arguments)
 
     def _signal(self, number: signal.Signals) -> None:
         if not self._folder.is_alive(self._index):
@@ -140,7 +174,8 @@ class ProcessHandle:
 
 def start_processes(folder: RunFolder, job: Job) -> list[ProcessHandle]:
     """The servers of this machine, those that live already as they are."""
-    handles = [ProcessHandle(folder, job, index) for index in job.here]
+    spares = Spares(folder, job)
+    handles = [ProcessHandle(folder, job, index, spares) for index in job.here]
     for handle in handles:
         handle.begin()
     return handles
@@ -161,6 +196,31 @@ def environment(job: Job) -> dict[str, str]:
 def importable() -> tuple[str, ...]:
     """Where this process finds what it imports, beyond the standard library."""
     return tuple(each for each in sys.path if each and Path(each).is_dir())
+
+
+def _started(
+    folder: RunFolder, job: Job, name: Name, log: IO[bytes] | None
+) -> subprocess.Popen[bytes] | None:
+    """A process; None if it lives already."""
+    lock = folder.claim_process(name)
+    if lock is None:
+        return None
+    try:
+        # It has the lock from birth, so that nobody takes it for dead and starts another.
+        return subprocess.Popen(
+            [sys.executable, "-m", _CHILD, str(folder.path), str(name), str(lock)],
+            env=environment(job),
+            stdin=subprocess.DEVNULL,
+            stdout=log or subprocess.DEVNULL,
+            stderr=subprocess.STDOUT,
+            pass_fds=(lock,),
+            # Ctrl-C in a terminal is the supervisor's to pass on.
+            start_new_session=True,
+        )
+    finally:
+        os.close(lock)
+        if log is not None:
+            log.close()
 
 
 def _log_of(job: Job, index: int) -> IO[bytes] | None:

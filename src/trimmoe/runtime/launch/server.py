@@ -101,6 +101,7 @@ class ServerSpec:
     """Of what decides, for the operator."""
     kv_slots: int
     max_waiting: int
+    patience_s: float
     quantise: Precision
     threads: int | None
     emulate_links: bool

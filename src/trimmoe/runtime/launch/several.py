@@ -72,7 +72,7 @@ def serve_head(
         with ExitStack() as stack:
             handles: list[ServerHandle] = []
             if servers:
-                job = _job(spec, servers, token)
+                job = _job(spec, servers, token, config)
                 folder = RunFolder.at(_first_port(spec, servers))
                 if not folder.alive():
                     require_free(each for each in where if each.name in servers)
@@ -169,10 +169,10 @@ def _joined(
     return None
 
 
-def _job(spec: ServerSpec, servers: Sequence[str], token: str) -> Job:
+def _job(spec: ServerSpec, servers: Sequence[str], token: str, config: ServeConfig) -> Job:
     names = [each.name for each in spec.endpoints]
     here = tuple(index for index, name in enumerate(names) if name in servers)
-    return Job(spec=spec, here=here, token=token, import_path=importable())
+    return Job(spec=spec, here=here, token=token, import_path=importable(), spare=config.spare)
 
 
 def _first_port(spec: ServerSpec, servers: Sequence[str]) -> int:
@@ -224,7 +224,7 @@ def _run(
     pieces = assemble(opened.config)
     spec = server_spec(opened.config, opened.artifacts, pieces, opened.endpoints, one_machine=False)
     compile_decisions(opened.artifacts, pieces.policy, pieces.maker)
-    job = _job(spec, names, token)
+    job = _job(spec, names, token, opened.config)
     with supervising(RunFolder.at(_first_port(spec, names)), job, stop, say) as (run_folder, job):
         supervisor = Supervisor(
             start_processes(run_folder, job),

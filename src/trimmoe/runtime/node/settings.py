@@ -38,7 +38,7 @@ class NodeSettings:
     """Time between two reports of what is measured to the other servers."""
     gather_news_s: float = 0.05
     """How long to wait for more news before an engine is built."""
-    patience_s: float = 10.0
+    patience_s: float = 60.0
     """How long a request whose expert has no live host waits for a lost server to come back."""
     stall_s: float = 5.0
     """A sequence unheard of for so long is asked for; if no server has it in hand after as long

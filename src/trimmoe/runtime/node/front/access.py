@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import math
 from functools import partial
 
 from trimmoe.engine.guesses import Lead
@@ -163,29 +164,33 @@ class Desk:
 
     async def _serve(self, job: Job) -> None:
         """One attempt after the other until one ends well."""
-        made, restarts = -1, 0
+        made, restarts, help_until_s = -1, 0, math.inf
+        loop, planner = asyncio.get_running_loop(), self._room.planner
         while True:
             trouble = await self._attempted(job)
             if not trouble:
                 return
             self._forget(job)
             self.restarts += 1
-            counts = STALL_COUNTS if trouble == STALLED else 1
-            restarts = 0 if len(job.tokens) > made else restarts + counts
-            made = len(job.tokens)
-            if trouble == NO_EXPERT and not await self._help_comes():
-                self._end(job, Unavailable(STRANDED))
-            elif restarts > MOST_RESTARTS:
+            if len(job.tokens) > made:
+                made, restarts, help_until_s = len(job.tokens), 0, math.inf
+            elif trouble != NO_EXPERT or not planner.lost:
+                restarts += STALL_COUNTS if trouble == STALLED else 1
+            if trouble == NO_EXPERT:
+                help_until_s = min(help_until_s, loop.time() + self._room.patience_s)
+                if not await self._help_comes(help_until_s - loop.time()):
+                    self._end(job, Unavailable(STRANDED))
+            if restarts > MOST_RESTARTS:
                 self._end(job, Unavailable(GIVEN_UP))
             await asyncio.sleep(min(FIRST_PAUSE_S * 2**restarts, LONGEST_PAUSE_S))
 
-    async def _help_comes(self) -> bool:
-        """Whether, within the patience there is, the cluster changes while servers are lost."""
+    async def _help_comes(self, patience_s: float) -> bool:
+        """Whether the cluster changes in time, or all servers are back already."""
         planner = self._room.planner
         if not planner.lost:
-            return False
+            return True
         try:
-            await asyncio.wait_for(planner.next_change(), self._room.patience_s)
+            await asyncio.wait_for(planner.next_change(), patience_s)
         except TimeoutError:
             return False
         return True
