@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import threading
+import urllib.request
 from pathlib import Path
 
 import pytest
 
-from launching import Serving, answers, await_answer, free_ports, write_files
+from launching import PATIENCE_S, Serving, answers, await_answer, free_ports, write_files
+from trimmoe.models.exact import greedy
+from trimmoe.models.load import open_model
 from trimmoe.runtime.launch import family
 from trimmoe.runtime.launch.folder import RunFolder
 from trimmoe.runtime.launch.several import own_address
@@ -73,6 +78,58 @@ def test_no_machine_needs_the_head_to_go_on_or_to_start_again(
     stop_servers(RunFolder.at(cluster.port))
 
 
+def test_whoever_joins_is_planned_for_and_no_answer_notices(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No cluster file. Answers are under way while machines join and the plan changes twice."""
+    cluster = _Cluster(tmp_path, monkeypatch)
+    prompt, length = [5, 9, 77, 31], 200
+    with cluster.open_head() as first:
+        first.said("until 2 servers are there")
+        with cluster.joined() as second:
+            first.said("Ready")
+            streams = [_Stream(cluster.port, prompt, length)]
+            first.said("Serving by what was measured of desk, attic")
+            streams.append(_Stream(cluster.port + 1, prompt, length))
+            with cluster.joined(server="cellar") as third:
+                first.said("Serving by what was measured of desk, attic, cellar")
+                streams.append(_Stream(cluster.port + 2, prompt, length))
+                answers = [stream.tokens() for stream in streams]
+                first.process.send_signal(signal.SIGINT)
+                assert [each.ended() for each in (first, second, third)] == [0, 0, 0]
+    assert answers == [cluster.greedy(prompt, length)] * len(streams)
+    assert not any(RunFolder.at(cluster.port, turn).alive() for turn in (0, 1))
+
+
+class _Stream:
+    """An answer that is read from when this is made."""
+
+    def __init__(self, port: int, prompt: list[int], length: int) -> None:
+        self._ids: list[int] = []
+        body = {
+            "model": "tiny", "prompt": prompt, "max_tokens": length, "temperature": 0,
+            "stream": True, "return_token_ids": True, "ignore_eos": True,
+        }  # fmt: skip
+        self._request = urllib.request.Request(
+            f"http://127.0.0.1:{port}/v1/completions",
+            json.dumps(body).encode(),
+            {"Content-Type": "application/json"},
+        )
+        self._thread = threading.Thread(target=self._read)
+        self._thread.start()
+
+    def tokens(self) -> list[int]:
+        self._thread.join()
+        return self._ids
+
+    def _read(self) -> None:
+        with urllib.request.urlopen(self._request, timeout=PATIENCE_S) as lines:
+            for line in lines:
+                if line.startswith(b"data: {"):
+                    for choice in json.loads(line[6:])["choices"]:
+                        self._ids += choice.get("token_ids") or []
+
+
 class _Cluster:
     """Two machines on one; the first is the head."""
 
@@ -93,8 +150,21 @@ class _Cluster:
             *("--port-base", str(self.port)),
         )
 
-    def joined(self, token: str = "token") -> Serving:
-        return self._serving("--join", self.at, "--server", "attic", token=token)
+    def open_head(self) -> Serving:
+        files, (address, port) = self._files, self.at.split(":")
+        return self._serving(
+            *("--head", "--server", "desk", "--address", address, "--head-port", port),
+            *("--host", "127.0.0.1", "--servers", "2", "--model", str(files.model)),
+            *("--policy", "exact", "--profile", str(files.profile)),
+            *("--port-base", str(self.port)),
+        )
+
+    def joined(self, token: str = "token", server: str = "attic") -> Serving:
+        return self._serving("--join", self.at, "--server", server, token=token)
+
+    def greedy(self, prompt: list[int], length: int) -> list[int]:
+        """What transformers' model says."""
+        return greedy(open_model(str(self._files.model)), [prompt], length)[0]
 
     def _serving(self, *options: str, token: str = "token") -> Serving:
         known = ("--token-file", str(self._folder / token))

@@ -25,7 +25,7 @@ from trimmoe.runtime.launch import process
 from trimmoe.runtime.launch.addresses import endpoints
 from trimmoe.runtime.launch.nodes import real_node
 from trimmoe.runtime.launch.process import ServerProcess
-from trimmoe.runtime.launch.server import ServerSpec, Started, open_own_part, run_server
+from trimmoe.runtime.launch.server import Orders, ServerSpec, Started, open_own_part, run_server
 from trimmoe.runtime.launch.status import Phase
 from trimmoe.runtime.wire.keys import generate_token
 
@@ -95,11 +95,11 @@ def test_a_server_reads_its_own_experts_and_what_all_hold(files: Files) -> None:
 
 
 async def _serving(
-    specs: list[ServerSpec], stop: asyncio.Event
+    specs: list[ServerSpec], orders: Orders
 ) -> tuple[list[asyncio.Task[None]], list[Started]]:
     """Servers in this loop, once all are started."""
     started: list[Started] = []
-    tasks = [asyncio.create_task(run_server(spec, stop, started.append)) for spec in specs]
+    tasks = [asyncio.create_task(run_server(spec, orders, started.append)) for spec in specs]
     while len(started) < len(specs):
         assert not any(task.done() for task in tasks), [task.result() for task in tasks]
         await asyncio.sleep(0.01)
@@ -113,13 +113,13 @@ async def test_servers_meet_answer_and_give_their_ports_back(
 ) -> None:
     monkeypatch.setenv("TRIMMOE_TOKEN", generate_token())
     specs = [replace(spec, encrypt=encrypt, node=node) for spec in specs]
-    stop = asyncio.Event()
-    tasks, started = await _serving(specs, stop)
+    orders = Orders()
+    tasks, started = await _serving(specs, orders)
     for each in started:
         await asyncio.wait_for(each.transport.wait_up(*(set(NAMES) - {each.transport.name})), 60)
     ports = [spec.endpoint.http_port for spec in specs]
     assert [await asyncio.to_thread(answers, port) for port in ports] == [200, 200]
-    stop.set()
+    orders.stop.set()
     await asyncio.wait_for(asyncio.gather(*tasks), 60)
     for spec in specs:
         for port in (spec.endpoint.http_port, spec.endpoint.wire_port):
@@ -130,11 +130,11 @@ async def test_another_token_is_another_cluster(
     specs: list[ServerSpec], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("trimmoe.runtime.launch.server._MEETING_S", 0.2)
-    stop, all_started = asyncio.Event(), []
+    orders, all_started = Orders(), []
     tasks = []
     for spec in specs:
         monkeypatch.setenv("TRIMMOE_TOKEN", generate_token())
-        made, started = await _serving([replace(spec, encrypt=True)], stop)
+        made, started = await _serving([replace(spec, encrypt=True)], orders)
         tasks += made
         all_started += started
     end_s = time.monotonic() + 60
@@ -142,7 +142,7 @@ async def test_another_token_is_another_cluster(
         assert time.monotonic() < end_s, "nobody was refused"
         await asyncio.sleep(0.01)
     assert all(each.transport.peers_up() == frozenset() for each in all_started)
-    stop.set()
+    orders.stop.set()
     await asyncio.gather(*tasks)
 
 
@@ -159,7 +159,7 @@ async def test_what_the_operator_can_mend_is_a_sentence(
 ) -> None:
     monkeypatch.delenv("TRIMMOE_TOKEN", raising=False)
     with pytest.raises(UserError, match=sentence):
-        await run_server(replace(specs[0], **change), asyncio.Event(), lambda _: None)
+        await run_server(replace(specs[0], **change), Orders(), lambda _: None)
 
 
 async def test_a_port_taken_meanwhile_is_a_sentence(
@@ -171,7 +171,7 @@ async def test_a_port_taken_meanwhile_is_a_sentence(
         socket.create_server(("127.0.0.1", port)),
         pytest.raises(UserError, match=f"desk cannot listen on 127.0.0.1, port {port}"),
     ):
-        await run_server(specs[0], asyncio.Event(), lambda _: None)
+        await run_server(specs[0], Orders(), lambda _: None)
 
 
 def test_the_slower_machine_computes_slower(specs: list[ServerSpec]) -> None:

@@ -37,6 +37,9 @@ class Fake:
     def restart(self) -> None:
         self.restarts += 1
 
+    def drain(self) -> None:
+        self.calls.append("drain")
+
     def stop(self, patience_s: float) -> None:
         self.calls.append("stop")
 

@@ -30,7 +30,8 @@ from trimmoe.core.precision import Precision
 from trimmoe.core.specs import ClusterSpec, ModelSpec
 from trimmoe.cost.model import Accounting, cost_model
 from trimmoe.engine.guesses import guess_times_s
-from trimmoe.experiments import probing
+from trimmoe.experiments import measuring
+from trimmoe.experiments.probing import machines_tables
 from trimmoe.runtime.launch.artifacts import Artifacts, prepare
 from trimmoe.runtime.launch.config import ServeConfig
 from trimmoe.runtime.probe import LinkReport, MachineReport
@@ -192,8 +193,8 @@ def test_what_software_costs_is_found_in_the_clock(
     plan = replace(plan, hosts=np.ones_like(plan.hosts), routes=routes)
     artifacts = Artifacts(profile=profile, plan=plan, model=model)
     known = _machines(cluster, model, hop_s=hop_ms * 1e-3, token_s=token_ms * 1e-3)
-    clock_s = probing.exact_s(known, artifacts)
-    found = probing.with_overheads(_machines(cluster, model), artifacts, clock_s)
+    clock_s = measuring.exact_s(known, artifacts)
+    found = measuring.with_overheads(_machines(cluster, model), artifacts, clock_s)
     assert found.hop_s * 1e3 == pytest.approx([hop_ms] * 4, abs=0.1)
     assert found.token_s * 1e3 == pytest.approx([token_ms] * 4, abs=0.2)
 
@@ -209,7 +210,7 @@ def test_software_is_slower_on_slow_servers(rng: np.random.Generator) -> None:
     slower = np.array([1.0, 1.0, 2.0, 1.0])
     bare = replace(_machines(cluster, model), software_s=slower)
     known = replace(bare, hop_s=1.5e-3 * slower, token_s=1.5e-3 * slower)
-    found = probing.with_overheads(bare, artifacts, probing.exact_s(known, artifacts))
+    found = measuring.with_overheads(bare, artifacts, measuring.exact_s(known, artifacts))
     assert found.hop_s == pytest.approx(known.hop_s, rel=0.05)
     assert found.token_s == pytest.approx(known.token_s, rel=0.05)
 
@@ -242,13 +243,13 @@ def test_a_server_that_lies_costs_speed_only(tmp_path: Path) -> None:
         )
         for at, name in enumerate(SERVERS)
     ]
-    made = probing.machines_of(artifacts, config, [*reports[:3], None], reports)
+    made = measuring.machines_of(artifacts, config, [*reports[:3], None], reports)
     assert (made.work_s[1:3] == 1e-3).all()
     assert (made.work_s[[0, 3]] == 1e-2).all()
     applied = made.applied(artifacts.plan.cluster, artifacts.model, Precision.NONE)
     assert (applied.delay_s >= 0).all()
     assert np.isfinite(cost_model(artifacts.model, applied).transfer_s).all()
-    assert len(probing.machines_tables(made)) == 3
+    assert len(machines_tables(made)) == 3
 
 
 async def test_a_server_times_itself_while_its_users_wait(tiny: Tiny) -> None:

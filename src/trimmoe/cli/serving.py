@@ -120,13 +120,13 @@ def stop(
 
     found = [each for each in RunFolder.all() if each.alive()]
     if port_base is not None:
-        found = [each for each in found if each.path.name == str(port_base)]
+        found = [each for each in found if each.port == str(port_base)]
     for each in found:
         if not stop_servers(each):
             raise UserError(
-                f"The servers at port {each.path.name} did not end in time; their logs say why."
+                f"The servers at port {each.port} did not end in time; their logs say why."
             )
-        say(f"Ended the servers at port {each.path.name}.")
+        say(f"Ended the servers at port {each.port}.")
     if not found:
         say("No servers run here.")
 
@@ -232,8 +232,18 @@ def serve(
     join: Annotated[str | None, typer.Option(help="Join the head at this host[:port].")] = None,
     server: Annotated[
         list[str] | None,
-        typer.Option(help="With --head or --join: which servers this machine is; repeatable."),
+        typer.Option(
+            help="With --head or --join: which servers this machine is; default: its name."
+        ),
     ] = None,
+    servers: Annotated[
+        int | None,
+        typer.Option(min=1, help="With --head, no cluster file: plan once so many are there."),
+    ] = None,
+    replan: Annotated[
+        bool,
+        typer.Option("--replan/--no-replan", help="With --servers: plan anew when others join."),
+    ] = True,
     address: Annotated[
         str | None, typer.Option(help="With --head: this machine's address for the others.")
     ] = None,
@@ -270,15 +280,15 @@ def serve(
         "quantise": quantise, "threads": threads, "device": device,
         "patience": patience, "spare": spare,
     }  # fmt: skip
-    chosen = serve_config(config, given)
+    chosen = serve_config(config, given, open_to_all=head)
     if head:
-        launcher.serve_as_head(
-            chosen,
-            say,
+        options = launcher.head_options(
             address=address,
-            head_port=head_port,
+            port=head_port,
             servers=server or (),
             token_file=token_file,
+            named=chosen.cluster is not None or chosen.plan is not None,
         )
+        launcher.serve_as_head(chosen, say, console, options=options, count=servers, replan=replan)
     else:
         launcher.serve_here(chosen, say)

@@ -20,8 +20,8 @@ import trimmoe
 from trimmoe.core.errors import UserError
 from trimmoe.core.trace import Trace
 from trimmoe.experiments.compare import access_servers
+from trimmoe.experiments.measuring import expected_exact_s
 from trimmoe.experiments.methods import find_method, replayed
-from trimmoe.experiments.probing import expected_exact_s
 from trimmoe.experiments.serve_bench import Sent, run_load
 from trimmoe.experiments.serve_methods import one_server, serving
 from trimmoe.experiments.simulation import simulate_methods

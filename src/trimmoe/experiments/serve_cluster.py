@@ -7,9 +7,12 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+from rich.console import Console
+
 from trimmoe.api.app import create_app
 from trimmoe.api.settings import ApiSettings
 from trimmoe.core.errors import UserError
+from trimmoe.experiments.joining import JoinedPlanner
 from trimmoe.experiments.methods import configured, find_method, plan_for, served
 from trimmoe.experiments.sample_text import sample_text
 from trimmoe.placement.make import as_published
@@ -19,7 +22,15 @@ from trimmoe.runtime.launch.config import ServeConfig
 from trimmoe.runtime.launch.deployment import DEFAULT_PORT
 from trimmoe.runtime.launch.job import Pieces
 from trimmoe.runtime.launch.local import require_startable, serve_local
-from trimmoe.runtime.launch.several import cluster_token, own_address, serve_head, serve_join
+from trimmoe.runtime.launch.several import (
+    HeadOptions,
+    cluster_token,
+    own_address,
+    own_name,
+    serve_head,
+    serve_join,
+    serve_whoever_joins,
+)
 
 Say = Callable[[str], None]
 POLICIES = (
@@ -68,31 +79,30 @@ def serve_here(config: ServeConfig, say: Say, *, pieces: Pieces | None = None) -
 def serve_as_head(
     config: ServeConfig,
     say: Say,
+    console: Console,
     *,
-    address: str | None,
-    head_port: int | None,
-    servers: Sequence[str],
-    token_file: Path | None,
-    pieces: Pieces | None = None,
+    options: HeadOptions,
+    count: int | None,
+    replan: bool,
 ) -> None:
     """The first machine of several, which others join, until Ctrl-C. Raises `UserError`."""
-    pieces, token = pieces or pieces_of(config), cluster_token(token_file)
+    pieces = pieces_of(config)
+    if config.cluster is None and config.plan is None:
+        if count is None:
+            raise UserError(
+                "Nothing says which servers there are; give --servers with their number, or "
+                "--cluster or --plan."
+            )
+        planner = JoinedPlanner(config, say, console)
+        serve_whoever_joins(config, planner, pieces_of, say, options, count=count, replan=replan)
+        return
     names = cluster_of(config).server_names
-    unknown = [server for server in servers if server not in names]
+    unknown = [server for server in options.servers if server not in names]
     if unknown:
         raise UserError(
             f"There is no server `{unknown[0]}` in the cluster; choose from {', '.join(names)}."
         )
-    serve_head(
-        config,
-        artifacts_of(config, say),
-        pieces,
-        say,
-        address=address or own_address(),
-        port=DEFAULT_PORT if head_port is None else head_port,
-        servers=servers,
-        token=token,
-    )
+    serve_head(config, artifacts_of(config, say), pieces, say, options)
 
 
 def serve_as_joined(
@@ -100,6 +110,25 @@ def serve_as_joined(
 ) -> None:
     """A machine that joins a head, until Ctrl-C. Raises `UserError`."""
     serve_join(head, servers=servers, token=cluster_token(token_file), say=say, assemble=pieces_of)
+
+
+def head_options(
+    *,
+    address: str | None,
+    port: int | None,
+    servers: Sequence[str],
+    token_file: Path | None,
+    named: bool,
+) -> HeadOptions:
+    """What a head is told, and what it finds out; `named`: a file names its servers. Raises
+    `UserError`."""
+    own = tuple(servers) or (() if named else (own_name(),))
+    return HeadOptions(
+        address=address or own_address(),
+        port=DEFAULT_PORT if port is None else port,
+        servers=own,
+        token=cluster_token(token_file),
+    )
 
 
 def _policy(config: ServeConfig) -> PolicySettings:

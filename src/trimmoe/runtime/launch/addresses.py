@@ -94,10 +94,11 @@ def require_free(wanted: Iterable[Endpoint]) -> None:
                 ) from error
 
 
-def listener(host: str, port: int) -> socket.socket:
-    """A TCP socket that listens there; raises `OSError`."""
+def listener(host: str, port: int, *, shared: bool = False) -> socket.socket:
+    """A TCP socket that listens there; raises `OSError`. Only those that are `shared` may listen
+    there at once."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    return socket.create_server((host, port), family=family, backlog=1024)
+    return socket.create_server((host, port), family=family, backlog=1024, reuse_port=shared)
 
 
 def is_loopback(host: str) -> bool:

@@ -90,6 +90,16 @@ def model_spec_of(config: ServeConfig) -> ModelSpec:
     return _model_spec(model_folder(config.model), config.planned_dtype, config.quantise)
 
 
+def profile_of(
+    config: ServeConfig, model: ModelSpec, sample: Callable[[], str], say: Say
+) -> Profile:
+    """The profile that is given, kept, or made now, as in `prepare`. Raises `UserError`."""
+    path = model_folder(config.model)
+    profile = _profile(config, path, model, sample, default_cache_dir(), say)
+    profile.require_model(model.model_hash, model.name)
+    return profile
+
+
 def _as_measured(config: ServeConfig, cluster: ClusterSpec, model: ModelSpec) -> ClusterSpec:
     """The cluster with what was measured of its machines, if anything was. Raises `UserError`."""
     if config.machines is None:
@@ -178,13 +188,13 @@ def _plan(config: ServeConfig, profile: Profile, model: ModelSpec, folder: Path,
         / "plans"
         / f"{_plan_key(profile, model, _inputs_hash(config), settings, search)}.safetensors",
         load=load_plan,
-        make=lambda: _searched(profile, model, cluster, search, settings, cluster_hash),
+        make=lambda: searched_plan(profile, model, cluster, search, settings, cluster_hash),
         say=say,
         what=f"Planning for {cluster.name}",
     )
 
 
-def _searched(
+def searched_plan(
     profile: Profile,
     model: ModelSpec,
     cluster: ClusterSpec,

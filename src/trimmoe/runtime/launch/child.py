@@ -34,7 +34,12 @@ class Child:
 
     def run(self, folder: RunFolder, index: int) -> None:
         """Serve until told to stop."""
-        answers = {"status": self.status, "measure": self.measure, "stop": self.stop}
+        answers = {
+            "status": self.status,
+            "measure": self.measure,
+            "drain": self.drain,
+            "stop": self.stop,
+        }
         control = Control(folder.socket(index), answers)
         try:
             self._serve(folder, index)
@@ -63,6 +68,10 @@ class Child:
     def measure(self) -> MachineReport | None:
         """None if it does not serve."""
         return None if self._process is None else self._process.measure()
+
+    def drain(self) -> None:
+        if self._process is not None:
+            self._process.drain()
 
     def stop(self, patience_s: float) -> None:
         """End in good order; the process ends with it."""

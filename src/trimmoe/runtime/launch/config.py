@@ -102,8 +102,11 @@ class ServeConfig(BaseModel):
         return self.port_base + 100 if self.wire_port_base is None else self.wire_port_base
 
 
-def serve_config(path: Path | None, given: dict[str, Any]) -> ServeConfig:
-    """The settings of a YAML file, overridden by those `given` that are not None.
+def serve_config(
+    path: Path | None, given: dict[str, Any], *, open_to_all: bool = False
+) -> ServeConfig:
+    """The settings of a YAML file, overridden by those `given` that are not None. Something must
+    say which servers there are, unless it is `open_to_all`.
 
     Paths in the file are relative to it. Raises `UserError` naming the key that is wrong.
     """
@@ -119,7 +122,7 @@ def serve_config(path: Path | None, given: dict[str, Any]) -> ServeConfig:
         ) from error
     if config.method is not None and config.policy is not None:
         raise UserError("A method has a policy of its own; give --method or --policy.")
-    if config.cluster is None and config.plan is None:
+    if config.cluster is None and config.plan is None and not open_to_all:
         raise UserError("Nothing says which servers there are; give --cluster or --plan.")
     return config
 

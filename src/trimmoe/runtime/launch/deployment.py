@@ -4,22 +4,28 @@ from __future__ import annotations
 
 import hashlib
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Any
 
 import msgspec
+import numpy as np
 
 from trimmoe.core.errors import UserError
+from trimmoe.core.machines import BATCHES, Work
 from trimmoe.core.plan import Plan, load_plan
 from trimmoe.core.profile import Profile, load_profile
 from trimmoe.runtime.launch.addresses import Endpoint, endpoints
 from trimmoe.runtime.launch.artifacts import Artifacts, model_spec_of
 from trimmoe.runtime.launch.config import ServeConfig
 from trimmoe.runtime.launch.status import Phase, ServerStatus
+from trimmoe.runtime.probe import LinkReport, MachineReport
 from trimmoe.runtime.wire.keys import KeyPair, derive_keys
 
 DEFAULT_PORT = 7900
 """Where a head waits for machines that join."""
+TURN_PORTS = 50
+"""Between the ports that servers have for one another in one turn and in the other."""
 _HEAD, _MEMBER = "/head", "/member"
 """No servers: those have no slash in their names."""
 
@@ -27,16 +33,18 @@ _HEAD, _MEMBER = "/head", "/member"
 class Report(msgspec.Struct, frozen=True, kw_only=True):
     """`ServerStatus` of one server of a member."""
 
+    deployment: str
     name: str
     phase: str
     pid: int
-    error: str
-    healthy: bool
-    reason: str
+    error: str = ""
+    healthy: bool = False
+    reason: str = ""
 
     @staticmethod
-    def of(name: str, status: ServerStatus) -> Report:
+    def of(deployment: str, name: str, status: ServerStatus) -> Report:
         return Report(
+            deployment=deployment,
             name=name,
             phase=status.phase.value,
             pid=status.pid,
@@ -45,16 +53,42 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
             reason=status.reason,
         )
 
+    @staticmethod
+    def failed(deployment: str, name: str, error: str) -> Report:
+        return Report(
+            deployment=deployment, name=name, phase=Phase.FAILED.value, pid=0, error=error
+        )
+
     @property
-    def status(self) -> ServerStatus:
-        """Raises `ValueError` for a phase that there is not."""
+    def status(self) -> ServerStatus | None:
+        """None for a phase that there is not."""
+        try:
+            phase = Phase(self.phase)
+        except ValueError:
+            return None
         return ServerStatus(
-            phase=Phase(self.phase),
+            phase=phase,
             pid=self.pid,
             error=self.error,
             healthy=self.healthy,
             reason=self.reason,
         )
+
+
+class Wish(msgspec.Struct, frozen=True, kw_only=True):
+    """A server is to time itself."""
+
+    server: str
+    deployment: str
+    number: int
+    """Tells wishes apart."""
+
+
+class Timed(msgspec.Struct, frozen=True, kw_only=True):
+    """What came of a wish; `MachineReport` in plain numbers, None if it failed."""
+
+    number: int
+    report: dict[str, Any] | None
 
 
 class Hello(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -65,14 +99,16 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     servers: tuple[str, ...]
     address: str
     """Where the other machines reach it."""
-    runs: str = ""
-    """The deployment that its servers are of; empty: none."""
-    error: str = ""
-    """Why they could not be started."""
+    memory_bytes: int
+    """Free when it joined."""
+    cores: int
+    runs: tuple[str, ...] = ()
+    """The deployments that it has begun and not ended."""
     reports: tuple[Report, ...] = ()
+    timed: tuple[Timed, ...] = ()
 
 
-class Deployment(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class Deployment(msgspec.Struct, frozen=True, kw_only=True):
     """All that a machine needs to start its servers, now and after the head has gone."""
 
     config: bytes
@@ -82,17 +118,28 @@ class Deployment(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Artifacts as files."""
     machines: dict[str, str]
     """The address of each server's machine, in the plan's order."""
+    turn: int = 0
+    """0 or 1: the next one to be served has the other, and other ports between servers."""
 
     @property
     def identity(self) -> str:
         digest = hashlib.blake2b(digest_size=16)
-        for part in (self.config, self.profile, self.plan, repr(self.machines).encode()):
+        told = repr((self.machines, self.turn)).encode()
+        for part in (self.config, self.profile, self.plan, told):
             digest.update(len(part).to_bytes(8, "big") + part)
         return digest.hexdigest()
 
 
-class Heard(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The head has heard a member; it runs what it should, or there is nothing to run yet."""
+class Wanted(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The head has heard a member, and says what it is to run."""
+
+    known: bool
+    """Whether the head knows that yet; if not, all stays as it is."""
+    deployments: tuple[str, ...] = ()
+    """All others are to retire."""
+    fresh: Deployment | None = None
+    """One of those that the member does not have."""
+    wishes: tuple[Wish, ...] = ()
 
 
 class Refused(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -106,10 +153,34 @@ class End(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 ToHead = Hello
-ToMember = Deployment | Heard | Refused | End
+ToMember = Wanted | Refused | End
 encode = msgspec.msgpack.Encoder().encode
 decode_to_head = msgspec.msgpack.Decoder(ToHead).decode
 decode_to_member = msgspec.msgpack.Decoder(ToMember).decode
+decode_deployment = msgspec.msgpack.Decoder(Deployment).decode
+
+
+def timed_of(number: int, report: MachineReport | None) -> Timed:
+    """A report in plain numbers."""
+    plain = None
+    if report is not None:
+        links = [msgspec.to_builtins(link) for link in report.links]
+        rest = {each.name: getattr(report, each.name) for each in fields(report)}
+        plain = rest | {"work_s": report.work_s.tolist(), "links": links}
+    return Timed(number=number, report=plain)
+
+
+def report_of(timed: Timed) -> MachineReport | None:
+    """The report again; None if there is none, or it makes no sense."""
+    if timed.report is None:
+        return None
+    try:
+        work_s = np.array(timed.report["work_s"], dtype=float)
+        links = msgspec.convert(timed.report["links"], tuple[LinkReport, ...])
+        report = MachineReport(**timed.report | {"work_s": work_s, "links": links})
+    except (KeyError, TypeError, ValueError, msgspec.ValidationError):
+        return None
+    return report if work_s.shape == (3, len(Work), len(BATCHES)) else None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -122,18 +193,24 @@ class Opened:
 
 
 def deployment_of(
-    config: ServeConfig, artifacts: Artifacts, machines: dict[str, str]
+    config: ServeConfig, artifacts: Artifacts, machines: dict[str, str], turn: int = 0
 ) -> Deployment:
-    """What members are sent; `machines` as in `Deployment`."""
-    without_files = config.model_copy(
-        update={"cluster": None, "profile": None, "plan": None, "machines": None, "text": ()}
-    )
+    """What members are sent; `machines` and `turn` as in `Deployment`."""
     return Deployment(
-        config=without_files.model_dump_json().encode(),
+        config=settings_of(config),
         profile=_as_file(artifacts.profile),
         plan=_as_file(artifacts.plan),
         machines=machines,
+        turn=turn,
     )
+
+
+def settings_of(config: ServeConfig) -> bytes:
+    """A config as members are sent it."""
+    without_files = config.model_copy(
+        update={"cluster": None, "profile": None, "plan": None, "machines": None, "text": ()}
+    )
+    return without_files.model_dump_json().encode()
 
 
 def _as_file(artifact: Profile | Plan) -> bytes:
@@ -161,12 +238,14 @@ def open_deployment(deployment: Deployment, folder: Path) -> Opened:
         artifacts=Artifacts(
             profile=load_profile(folder / "profile.trim"), plan=plan, model=model_spec_of(config)
         ),
-        endpoints=deployed_endpoints(config, plan.cluster.server_names, deployment.machines),
+        endpoints=deployed_endpoints(
+            config, plan.cluster.server_names, deployment.machines, deployment.turn
+        ),
     )
 
 
 def deployed_endpoints(
-    config: ServeConfig, names: tuple[str, ...], machines: dict[str, str]
+    config: ServeConfig, names: tuple[str, ...], machines: dict[str, str], turn: int
 ) -> tuple[Endpoint, ...]:
     """Where the servers of several machines listen. Raises `UserError`."""
     return endpoints(
@@ -174,7 +253,7 @@ def deployed_endpoints(
         machines,
         http_host=config.host,
         port_base=config.port_base,
-        wire_port_base=config.first_wire_port,
+        wire_port_base=config.first_wire_port + turn * TURN_PORTS,
     )
 
 

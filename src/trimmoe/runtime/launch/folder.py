@@ -32,16 +32,18 @@ Name = int | str
 
 @dataclass(frozen=True, slots=True)
 class RunFolder:
-    """That of the servers whose first HTTP port is the folder's name."""
+    """That of the servers whose first HTTP port is the folder's name, and of those that take their
+    place while they still serve."""
 
     path: Path
 
     @staticmethod
-    def at(port: int) -> RunFolder:
-        """The folder of the servers from `port` on. Raises `UserError` if it is not safe to use."""
+    def at(port: int, turn: int = 0) -> RunFolder:
+        """The folder of the servers from `port` on, of one of two `turn`s. Raises `UserError` if it
+        is not safe to use."""
         root = root_folder()
         _make_private(root)
-        path = root / str(port)
+        path = root / (f"{port}-{turn}" if turn else str(port))
         _make_private(path)
         return RunFolder(path)
 
@@ -52,6 +54,10 @@ class RunFolder:
         if not root.is_dir():
             return []
         return [RunFolder(path) for path in sorted(root.iterdir()) if (path / _JOB).is_file()]
+
+    @property
+    def port(self) -> str:
+        return self.path.name.partition("-")[0]
 
     def socket(self, name: Name) -> Path:
         """Where a process is asked."""

@@ -25,6 +25,10 @@ class ServerHandle(Protocol):
         """End the process at once; another one takes its place."""
         ...
 
+    def drain(self) -> None:
+        """Begin to have it answer what it is at and take nothing more. Harmless if it is gone."""
+        ...
+
     def stop(self, patience_s: float) -> None:
         """Begin to end it in good order; returns at once. Harmless if it is gone."""
         ...

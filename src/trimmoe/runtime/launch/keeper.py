@@ -68,7 +68,7 @@ def main() -> None:
     folder, lock = RunFolder(Path(sys.argv[1])), int(sys.argv[2])
     os.set_inheritable(lock, False)
     logging.basicConfig(
-        filename=keeper_log_path(folder.path.name),
+        filename=keeper_log_path(folder.port),
         level=logging.INFO,
         format="%(asctime)s %(message)s",
     )

@@ -17,8 +17,8 @@ from trimmoe.runtime.launch.folder import RunFolder
 from trimmoe.runtime.launch.handles import ServerHandle
 from trimmoe.runtime.launch.job import Job, Pieces, server_spec
 from trimmoe.runtime.launch.kernels import compile_decisions
+from trimmoe.runtime.launch.model import served_name
 from trimmoe.runtime.launch.processes import ProcessHandle, importable, start_processes
-from trimmoe.runtime.launch.server import ServerSpec
 from trimmoe.runtime.launch.signals import Stop, stop_on_signal
 from trimmoe.runtime.launch.supervise import Patience, Supervisor
 from trimmoe.runtime.launch.watching import supervising
@@ -81,7 +81,7 @@ def serve_local(
                 meanwhile(handles)
                 stop.set()
             else:
-                announce(config, job.spec, say)
+                announce(config, where, job.spec.title, say)
 
         watch(config, handles, stop, say, ready)
 
@@ -109,12 +109,13 @@ def watch(
             supervisor.stop()
 
 
-def announce(config: ServeConfig, spec: ServerSpec, say: Say) -> None:
+def announce(config: ServeConfig, where: Sequence[Endpoint], title: str, say: Say) -> None:
     """Say where each server answers, and to whom."""
-    widest = max(len(each.name) for each in spec.endpoints)
-    for each in spec.endpoints:
+    widest = max(len(each.name) for each in where)
+    for each in where:
         say(f"{each.name:<{widest}}  {each.url}")
-    exposed = [each for each in spec.endpoints if not is_loopback(each.http_host)]
+    exposed = [each for each in where if not is_loopback(each.http_host)]
     if exposed and not config.api_keys:
         say("Whoever reaches these ports may use them; give --api-key to ask for a key.")
-    say(f"Ready: model `{spec.served_name}`, {spec.title}. Ctrl-C ends it.")
+    model = config.served_name or served_name(config.model)
+    say(f"Ready: model `{model}`, {title}. Ctrl-C ends it.")

@@ -1,4 +1,4 @@
-"""A machine that joins: it offers its servers to a head, and runs what it is given.
+"""A machine that joins: its line to the head.
 
 What it was given last is kept on disk. A head that goes away is waited for while the servers serve;
 after a restart of this machine they start without it.
@@ -7,6 +7,7 @@ after a restart of this machine they start without it.
 from __future__ import annotations
 
 import contextlib
+import os
 import secrets
 import socket
 import threading
@@ -19,6 +20,7 @@ import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 import trimmoe
+from trimmoe.core.cores import available_cores
 from trimmoe.core.errors import UserError
 from trimmoe.models.embedded.materialise import default_cache_dir
 from trimmoe.runtime.launch.deployment import (
@@ -27,37 +29,42 @@ from trimmoe.runtime.launch.deployment import (
     Hello,
     Refused,
     Report,
+    Timed,
+    Wanted,
+    decode_deployment,
     decode_to_member,
     encode,
     head_keys,
     member_keys,
 )
-from trimmoe.runtime.launch.status import ServerStatus
 
 Say = Callable[[str], None]
+Told = Callable[[], tuple[tuple[str, ...], tuple[Report, ...], tuple[Timed, ...]]]
+"""What to tell the head: what runs, how it is, and what was timed."""
 _HELLO_S = 1.0
 _MET = zmq.EVENT_CONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED
 _REFUSALS = 4
 """Connections without a handshake, until a machine takes it that the head has another token."""
 _AWAY_S = 10.0
 """Of silence, until a head is taken for gone."""
-ALONE_S = 10.0
-"""How long a head is waited for before servers start with what is on disk."""
 
 
 class Membership:
-    """The line to the head; a thread of its own keeps it open."""
+    """The line to the head; a thread of its own keeps it open while it is entered."""
 
-    def __init__(self, token: str, head: str, servers: tuple[str, ...], say: Say) -> None:
+    def __init__(
+        self, token: str, head: str, servers: tuple[str, ...], say: Say, told: Told
+    ) -> None:
         """`head` is host:port. Raises `UserError` for a token that is too short."""
-        self._say, self._servers, self._head = say, servers, head
+        self._say, self._servers, self._head, self._told = say, servers, head, told
         self._address = address_towards(head)
-        self._lock = threading.Lock()
+        self._memory_bytes = free_memory_bytes()
         self._news = threading.Event()
         self._closed = threading.Event()
-        self._given: Deployment | None = None
-        self._runs, self._error = "", ""
-        self._statuses: Callable[[], dict[str, ServerStatus | None]] = dict
+        self.wanted: Wanted | None = None
+        """What the head said last, once it knew."""
+        self.given: dict[str, Deployment] = {}
+        """The deployments that it has sent and still wants, by identity."""
         self._kept_out = 0
         self.heard = False
         """Whether the head has ever answered."""
@@ -68,7 +75,6 @@ class Membership:
         self._context = zmq.Context()
         self._socket = self._connected(token)
         self._monitor = self._socket.get_monitor_socket(_MET)
-        self._on_change: Callable[[], None] = lambda: None
         self._thread = threading.Thread(target=self._run, name="membership", daemon=True)
 
     def __enter__(self) -> Membership:
@@ -84,30 +90,13 @@ class Membership:
         self._context.term()
 
     @property
-    def given(self) -> Deployment | None:
-        """What this machine is to run."""
-        with self._lock:
-            return self._given
-
-    @property
     def is_over(self) -> bool:
         return self.ended or bool(self.refused)
 
-    def on_change(self, callback: Callable[[], None]) -> None:
-        """What to call, in the line's thread, when there is something else to run or no more."""
-        self._on_change = callback
-
-    def running(
-        self, deployment: Deployment, statuses: Callable[[], dict[str, ServerStatus | None]]
-    ) -> None:
-        """Tell the head from now on that this is what runs here, and how."""
-        with self._lock:
-            self._runs, self._error, self._statuses = deployment.identity, "", statuses
-
-    def failed(self, error: str) -> None:
-        """Tell the head from now on why nothing runs here."""
-        with self._lock:
-            self._error = error
+    def wait(self, patience_s: float) -> None:
+        """Until there is news, or so long."""
+        self._news.wait(patience_s)
+        self._news.clear()
 
     def _connected(self, token: str) -> zmq.Socket[bytes]:
         keys = member_keys(token)
@@ -116,7 +105,7 @@ class Membership:
         line.curve_secretkey, line.curve_publickey = keys.secret, keys.public
         # The same machine to the head after a connection has broken.
         line.setsockopt(zmq.ROUTING_ID, b"m" + secrets.token_bytes(15))
-        # What could not be said in time is not said late.
+        # Little of what could not be said in time is said late.
         line.setsockopt(zmq.SNDHWM, 2)
         line.setsockopt(zmq.RECONNECT_IVL, 200)
         line.setsockopt(zmq.RECONNECT_IVL_MAX, 2000)
@@ -139,27 +128,24 @@ class Membership:
                     f"The head at {self._head} does not let this machine in; check the cluster "
                     "token."
                 )
-                self._tell()
+                self._news.set()
                 return
             elif self.heard and not away and time.monotonic() - heard_s > _AWAY_S:
                 away = True
                 self._say(f"The head at {self._head} is away; the servers here go on without it.")
 
     def _greet(self) -> None:
-        with self._lock:
-            reports = [
-                Report.of(name, status)
-                for name, status in self._statuses().items()
-                if status is not None
-            ]
-            hello = Hello(
-                version=trimmoe.__version__,
-                servers=self._servers,
-                address=self._address,
-                runs=self._runs,
-                error=self._error,
-                reports=tuple(reports),
-            )
+        runs, reports, timed = self._told()
+        hello = Hello(
+            version=trimmoe.__version__,
+            servers=self._servers,
+            address=self._address,
+            memory_bytes=self._memory_bytes,
+            cores=available_cores(),
+            runs=runs,
+            reports=reports,
+            timed=timed,
+        )
         with contextlib.suppress(zmq.Again):
             self._socket.send(encode(hello), zmq.NOBLOCK)
 
@@ -173,16 +159,20 @@ class Membership:
             if not isinstance(message, Refused):
                 self._say(f"Joined {self._head} as {', '.join(self._servers)}.")
         match message:
-            case Deployment():
-                with self._lock:
-                    self._given = message
             case Refused(reason=reason):
                 self.refused = reason
             case End():
                 self.ended = True
+            case Wanted(known=True):
+                given = {
+                    one: each for one, each in self.given.items() if one in message.deployments
+                }
+                if message.fresh is not None:
+                    given[message.fresh.identity] = message.fresh
+                self.given, self.wanted = given, message
             case _:
                 return
-        self._tell()
+        self._news.set()
 
     def _is_kept_out(self) -> bool:
         """Whether the head is there, but ends every connection before a word is said."""
@@ -192,19 +182,10 @@ class Membership:
             self._kept_out = 0 if met else self._kept_out + 1
         return self._kept_out >= _REFUSALS
 
-    def _tell(self) -> None:
-        self._news.set()
-        self._on_change()
 
-    def wait(self, patience_s: float) -> None:
-        """Until there is news, or so long."""
-        self._news.wait(patience_s)
-        self._news.clear()
-
-
-def kept_at(head: str, servers: tuple[str, ...]) -> Path:
-    """Where this machine keeps what the head gave it."""
-    name = "".join(c if c.isalnum() or c in "-." else "_" for c in "-".join((head, *servers)))
+def kept_at(who: str, servers: tuple[str, ...]) -> Path:
+    """Where this machine keeps what it runs for a head, or as one."""
+    name = "".join(c if c.isalnum() or c in "-." else "_" for c in "-".join((who, *servers)))
     return default_cache_dir() / "joined" / name
 
 
@@ -218,12 +199,16 @@ def keep(deployment: Deployment, folder: Path) -> None:
 
 
 def kept(folder: Path) -> Deployment | None:
-    """What was given last; None if nothing was, or another version's."""
+    """What was kept last; None if nothing was, or another version's."""
     try:
-        found = decode_to_member((folder / "deployment").read_bytes())
+        return decode_deployment((folder / "deployment").read_bytes())
     except (OSError, msgspec.DecodeError):
         return None
-    return found if isinstance(found, Deployment) else None
+
+
+def free_memory_bytes() -> int:
+    """What this machine has to give."""
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def address_towards(head: str) -> str:

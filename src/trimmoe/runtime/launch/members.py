@@ -1,4 +1,4 @@
-"""The head's end: who has joined, what they run, and the word that ends them.
+"""The head's end: who has joined, what they are to run, and the word that ends them.
 
 Nothing that serves depends on it. When the head goes, members go on with what they have; when it
 comes back they say what they run, and if that is what it would have them run, nothing happens.
@@ -7,10 +7,11 @@ comes back they say what they run, and if that is what it would have them run, n
 from __future__ import annotations
 
 import hmac
+import itertools
 import threading
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import msgspec
 import zmq
@@ -21,17 +22,19 @@ from trimmoe.core.errors import UserError
 from trimmoe.runtime.launch.deployment import (
     Deployment,
     End,
-    Heard,
     Hello,
     Refused,
+    Timed,
     ToMember,
+    Wanted,
+    Wish,
     decode_to_head,
     encode,
     head_keys,
     member_keys,
 )
 from trimmoe.runtime.launch.handles import ServerGone
-from trimmoe.runtime.launch.status import Phase, ServerStatus
+from trimmoe.runtime.launch.status import ServerStatus
 
 AWAY_S = 6.0
 """Of silence, until a member is taken for gone."""
@@ -39,32 +42,36 @@ _POLL_MS = 100
 _LARGEST_BYTES = 1 << 20
 """Of a member's word."""
 _RESEND_S = 30.0
-"""What a member gets to say that it runs what it was sent."""
+"""What a member gets to begin what it was sent."""
 
 
 @dataclass(slots=True)
 class _Member:
     """One machine that has joined."""
 
-    peer: bytes
     hello: Hello
     heard_s: float
-    sent: str = ""
-    """The deployment that it was last sent, `sent_s` ago on the clock."""
-    sent_s: float = 0.0
+    sent_s: dict[str, float] = field(default_factory=dict)
+    """When it was sent what, by the clock."""
+
+    @property
+    def is_there(self) -> bool:
+        return time.monotonic() - self.heard_s < AWAY_S
 
 
 class Members:
-    """Listens from when it is entered; a thread of its own answers."""
+    """Listens while it is entered; a thread of its own answers."""
 
     def __init__(self, token: str, address: str, port: int, *, own: Sequence[str]) -> None:
         """`own` are the servers of the head's machine. Raises `UserError`."""
         self._lock = threading.Lock()
         self._members: dict[bytes, _Member] = {}
         self._own = frozenset(own)
-        self._deployment: Deployment | None = None
-        self._identity = ""
-        self._ending = False
+        self._deployments: dict[str, Deployment] = {}
+        self._known = self._ending = False
+        self._numbers = itertools.count(1)
+        self._wishes: dict[int, Wish] = {}
+        self._timed: dict[int, Timed] = {}
         self._closed = threading.Event()
         self._context = zmq.Context()
         self._authenticator = ThreadAuthenticator(self._context)
@@ -82,44 +89,61 @@ class Members:
         self._authenticator.stop()
         self._context.term()
 
-    def machines(self) -> dict[str, str]:
-        """The address of every joined server's machine, of those that are there."""
-        now_s = time.monotonic()
+    def joined(self) -> dict[str, Hello]:
+        """Those that are there, by each of their servers."""
         with self._lock:
-            there = [each for each in self._members.values() if now_s - each.heard_s < AWAY_S]
-            return {name: each.hello.address for each in there for name in each.hello.servers}
+            there = [each.hello for each in self._members.values() if each.is_there]
+        return {name: hello for hello in there for name in hello.servers}
 
-    def deploy(self, deployment: Deployment) -> None:
-        """What all members are to run from now on."""
+    def want(self, deployments: Sequence[Deployment]) -> None:
+        """What all members are to run from now on, and nothing else."""
         with self._lock:
-            self._deployment, self._identity = deployment, deployment.identity
+            self._known = True
+            self._deployments = {each.identity: each for each in deployments}
 
     def end(self) -> None:
         """Have all members end."""
         with self._lock:
             self._ending = True
 
-    def status_of(self, server: str) -> ServerStatus | None:
-        """How a member's server is; None if it does not run what it should yet. Raises
-        `ServerGone`."""
+    def status_of(self, deployment: str, server: str) -> ServerStatus | None:
+        """How a member's server is; None if nothing is known yet. Raises `ServerGone`."""
         with self._lock:
-            member = self._of(server)
-            identity = self._identity
-        if member is None or time.monotonic() - member.heard_s > AWAY_S:
+            hello = self._of(server)
+        if hello is None:
             raise ServerGone("its machine is away")
-        if member.hello.runs != identity:
-            return None
-        if member.hello.error:
-            return ServerStatus(phase=Phase.FAILED, pid=0, error=member.hello.error)
-        report = next((each for each in member.hello.reports if each.name == server), None)
-        try:
-            return None if report is None else report.status
-        except ValueError:
-            return None
+        for report in hello.reports:
+            if (report.deployment, report.name) == (deployment, server):
+                return report.status
+        return None
 
-    def _of(self, server: str) -> _Member | None:
-        found = [each for each in self._members.values() if server in each.hello.servers]
-        return max(found, key=lambda each: each.heard_s, default=None)
+    def begin_measuring(self, deployment: str, server: str) -> int:
+        """Have a server time itself; the number to ask for its answer by."""
+        number = next(self._numbers)
+        with self._lock:
+            self._wishes[number] = Wish(server=server, deployment=deployment, number=number)
+        return number
+
+    def measured(self, number: int, patience_s: float, look_s: float = 0.1) -> Timed | None:
+        """What came of it; None if it is not through in time."""
+        end_s = time.monotonic() + patience_s
+        while time.monotonic() < end_s:
+            with self._lock:
+                if number in self._timed:
+                    return self._timed.pop(number)
+            time.sleep(look_s)
+        with self._lock:
+            self._wishes.pop(number, None)
+        return None
+
+    def _of(self, server: str) -> Hello | None:
+        """Who has a server, if it is there."""
+        found = [
+            each
+            for each in self._members.values()
+            if each.is_there and server in each.hello.servers
+        ]
+        return max(found, key=lambda each: each.heard_s).hello if found else None
 
     def _listening(self, token: str, address: str) -> zmq.Socket[bytes]:
         keys, known = head_keys(token), member_keys(token).public
@@ -151,37 +175,58 @@ class Members:
                     hello = decode_to_head(frames[0])
                 except (msgspec.DecodeError, IndexError):
                     continue
-                self._tell(peer, self._answer(peer, hello))
+                with self._lock:
+                    answer = self._answer(peer, hello)
+                self._tell(peer, answer)
         # Those who have not asked since the end was decided hear of it now.
-        with self._lock:
-            if self._ending:
-                for peer in self._members:
-                    self._tell(peer, End())
+        if self._ending:
+            for peer in self._members:
+                self._tell(peer, End())
 
     def _tell(self, peer: bytes, message: ToMember) -> None:
         self._socket.send_multipart([peer, encode(message)])
 
     def _answer(self, peer: bytes, hello: Hello) -> ToMember:
+        if (reason := self._objection(peer, hello)) is not None:
+            return Refused(reason=reason)
         now_s = time.monotonic()
-        with self._lock:
-            if (reason := self._objection(peer, hello, now_s)) is not None:
-                return Refused(reason=reason)
-            member = self._members.setdefault(peer, _Member(peer, hello, now_s))
-            member.hello, member.heard_s = hello, now_s
-            self._members = {
-                known: each
-                for known, each in self._members.items()
-                if known == peer or not set(each.hello.servers) & set(hello.servers)
-            }
-            if self._ending:
-                return End()
-            due = member.sent != self._identity or now_s - member.sent_s > _RESEND_S
-            if self._deployment is None or hello.runs == self._identity or not due:
-                return Heard()
-            member.sent, member.sent_s = self._identity, now_s
-            return self._deployment
+        member = self._members.get(peer) or _Member(hello, now_s)
+        member.hello, member.heard_s = hello, now_s
+        # Whoever had these servers before is this machine, started again.
+        self._members = {
+            known: each
+            for known, each in self._members.items()
+            if not set(each.hello.servers) & set(hello.servers)
+        } | {peer: member}
+        self._hear(hello.timed)
+        if self._ending:
+            return End()
+        return Wanted(
+            known=self._known,
+            deployments=tuple(self._deployments),
+            fresh=self._due(member, now_s),
+            wishes=tuple(each for each in self._wishes.values() if each.server in hello.servers),
+        )
 
-    def _objection(self, peer: bytes, hello: Hello, now_s: float) -> str | None:
+    def _due(self, member: _Member, now_s: float) -> Deployment | None:
+        """What a member is to have and has not."""
+        for identity, deployment in self._deployments.items():
+            before_s = member.sent_s.get(identity)
+            if identity in member.hello.runs or not set(member.hello.servers) & set(
+                deployment.machines
+            ):
+                continue
+            if before_s is None or now_s - before_s > _RESEND_S:
+                member.sent_s[identity] = now_s
+                return deployment
+        return None
+
+    def _hear(self, timed: Sequence[Timed]) -> None:
+        for each in timed:
+            if self._wishes.pop(each.number, None) is not None:
+                self._timed[each.number] = each
+
+    def _objection(self, peer: bytes, hello: Hello) -> str | None:
         """Why somebody cannot join."""
         if hello.version != trimmoe.__version__:
             return (
@@ -192,7 +237,7 @@ class Members:
         for known, each in self._members.items():
             # From one address it is the same machine, started again.
             elsewhere = known != peer and each.hello.address != hello.address
-            if elsewhere and now_s - each.heard_s < AWAY_S:
+            if elsewhere and each.is_there:
                 taken |= set(each.hello.servers)
         twice = sorted(taken.intersection(hello.servers))
         if twice:
@@ -208,29 +253,3 @@ class _Admitted:
 
     def callback(self, _domain: str, key: bytes) -> bool:
         return hmac.compare_digest(key, self._known)
-
-
-class RemoteHandle:
-    """`ServerHandle` of a server that a member's own supervisor watches."""
-
-    def __init__(self, name: str, members: Members) -> None:
-        self.name, self._members = name, members
-
-    def status(self, patience_s: float) -> ServerStatus | None:
-        return self._members.status_of(self.name)
-
-    def restart(self) -> None:
-        """Its own supervisor sees to that."""
-
-    def stop(self, patience_s: float) -> None:
-        self._members.end()
-
-    def kill(self, patience_s: float) -> None:
-        """Not this machine's."""
-
-
-def remote_handles(
-    members: Members, machines: Mapping[str, str], own: Sequence[str]
-) -> list[RemoteHandle]:
-    """Those of all servers but the head's own."""
-    return [RemoteHandle(name, members) for name in machines if name not in own]

@@ -22,7 +22,7 @@ import torch
 
 from trimmoe.core.errors import UserError
 from trimmoe.models.embedded.materialise import default_cache_dir
-from trimmoe.runtime.launch.server import ServerSpec, Started, run_server
+from trimmoe.runtime.launch.server import Orders, ServerSpec, Started, run_server
 from trimmoe.runtime.launch.status import Phase, ServerStatus
 from trimmoe.runtime.probe import MachineReport
 
@@ -35,7 +35,7 @@ class ServerProcess:
     def __init__(self, spec: ServerSpec) -> None:
         self._spec = spec
         self._loop = asyncio.new_event_loop()
-        self._stop = asyncio.Event()
+        self._orders = Orders()
         self._started: Started | None = None
         self._error = ""
         self._thread = threading.Thread(target=self._run, name=f"trimmoe-{spec.name}", daemon=True)
@@ -58,7 +58,7 @@ class ServerProcess:
     async def _look(self, started: Started) -> ServerStatus:
         health, stats = started.service.health(), started.service.stats()
         return ServerStatus(
-            phase=Phase.SERVING,
+            phase=Phase.DRAINED if self._orders.drained else Phase.SERVING,
             pid=os.getpid(),
             healthy=health.ok,
             reason=health.reason,
@@ -75,10 +75,15 @@ class ServerProcess:
             raise UserError(f"{self._spec.name} does not serve, so that nothing can be measured.")
         return asyncio.run_coroutine_threadsafe(self._started.measure(), self._loop).result()
 
+    def drain(self) -> None:
+        """Take no more requests; `status` tells when all there were are answered."""
+        if self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._orders.drain.set)
+
     def stop(self, patience_s: float) -> None:
         """End what is being answered, give the ports back and return when done or out of time."""
         if self._thread.is_alive():
-            self._loop.call_soon_threadsafe(self._stop.set)
+            self._loop.call_soon_threadsafe(self._orders.stop.set)
             self._thread.join(patience_s)
 
     def _run(self) -> None:
@@ -88,7 +93,7 @@ class ServerProcess:
         sys.setswitchinterval(0.0005)
         asyncio.set_event_loop(self._loop)
         try:
-            self._loop.run_until_complete(run_server(self._spec, self._stop, self._on_started))
+            self._loop.run_until_complete(run_server(self._spec, self._orders, self._on_started))
         except UserError as error:
             self._error = str(error)
         except BaseException as error:

@@ -134,6 +134,10 @@ class ProcessHandle:
         self._forget()
         self._signal(signal.SIGKILL)
 
+    def drain(self) -> None:
+        with contextlib.suppress(Unreachable):
+            self._question("drain")
+
     def stop(self, patience_s: float) -> None:
         with contextlib.suppress(Unreachable):
             self._question("stop", patience_s)

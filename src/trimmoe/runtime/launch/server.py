@@ -158,10 +158,20 @@ class Started:
     """Times the server."""
 
 
-async def run_server(
-    spec: ServerSpec, stop: asyncio.Event, started: Callable[[Started], None]
-) -> None:
-    """Serve until `stop` is set; `started` is called once both ports answer.
+class Orders:
+    """What a running server is told, and how far it is with it; used in its event loop."""
+
+    def __init__(self) -> None:
+        self.stop = asyncio.Event()
+        """End."""
+        self.drain = asyncio.Event()
+        """Take no more requests of users, and go on with all else."""
+        self.drained = False
+        """Whether all users that there were have their answers."""
+
+
+async def run_server(spec: ServerSpec, orders: Orders, started: Callable[[Started], None]) -> None:
+    """Serve until told to stop; `started` is called once both ports answer.
 
     Raises `UserError` for what the operator can mend, before `started`.
     """
@@ -180,7 +190,7 @@ async def run_server(
         parts = NodeParts(
             spec=spec, view=view, transport=transport, model=_served_model(spec, view, path)
         )
-        await _met(transport, spec, stop)
+        await _met(transport, spec, orders.stop)
         node = spec.node.make(parts)
         try:
             await node.start()
@@ -190,7 +200,7 @@ async def run_server(
                 bytes_read=view.bytes_read,
                 measure=node.measure,
             )
-            await _serve_http(spec, node.service, stop, lambda: started(news))
+            await _serve_http(spec, node.service, orders, lambda: started(news))
         finally:
             await node.close()
 
@@ -270,39 +280,48 @@ def _served_model(spec: ServerSpec, view: MoEView, path: str) -> ServedModel:
 
 
 async def _serve_http(
-    spec: ServerSpec, service: InferenceService, stop: asyncio.Event, ready: Callable[[], None]
+    spec: ServerSpec, service: InferenceService, orders: Orders, ready: Callable[[], None]
 ) -> None:
-    """The app on its port until `stop`; the app's lifespan starts and closes the service."""
+    """The app on its port until told to drain or stop; the app's lifespan starts and closes the
+    service. Returns when told to stop."""
     endpoint = spec.endpoint
     try:
-        listening = listener(endpoint.http_host, endpoint.http_port)
+        # Shared with the servers of another plan that take this one's place, and with nobody else:
+        # the run folder sees to that.
+        listening = listener(endpoint.http_host, endpoint.http_port, shared=True)
     except OSError as error:
         raise UserError(
             f"{endpoint.name} cannot listen on {endpoint.http_host}, port {endpoint.http_port} "
             f"({error.strerror}); free the port or choose another --port-base."
         ) from error
-    server = uvicorn.Server(
-        uvicorn.Config(
-            spec.app(service),
-            lifespan="on",
-            log_config=None,
-            access_log=False,
-            timeout_graceful_shutdown=_GRACE_S,
-        )
+    config = uvicorn.Config(
+        spec.app(service),
+        lifespan="on",
+        log_config=None,
+        access_log=False,
+        timeout_graceful_shutdown=_GRACE_S,
     )
+    server = uvicorn.Server(config)
     serving = asyncio.create_task(server.serve(sockets=[listening]))
-    stopping = asyncio.create_task(stop.wait())
+    told = [asyncio.create_task(each.wait()) for each in (orders.stop, orders.drain)]
     try:
-        while not (server.started or serving.done() or stop.is_set()):
-            await asyncio.sleep(0.02)
+        while not (server.started or serving.done() or any(each.done() for each in told)):
+            await asyncio.sleep(_LOOK_S)
         if server.started:
             ready()
-        await asyncio.wait((serving, stopping), return_when=asyncio.FIRST_COMPLETED)
-        ended_by_itself = serving.done() and not stop.is_set()
-        server.should_exit = True
-        await serving
-        if ended_by_itself:
+        await asyncio.wait((serving, *told), return_when=asyncio.FIRST_COMPLETED)
+        if serving.done() and not any(each.done() for each in told):
             raise RuntimeError("the HTTP server ended by itself; see the log")
+        if not orders.stop.is_set():
+            config.timeout_graceful_shutdown = None
+            server.should_exit = True
+            await asyncio.wait((serving, told[0]), return_when=asyncio.FIRST_COMPLETED)
+            orders.drained = serving.done()
+            await orders.stop.wait()
+        # Whoever is still being answered after draining has had all the time there is.
+        server.should_exit, server.force_exit = True, orders.drain.is_set()
+        await serving
     finally:
-        stopping.cancel()
+        for each in told:
+            each.cancel()
         listening.close()

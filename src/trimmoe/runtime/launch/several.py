@@ -5,82 +5,149 @@ from __future__ import annotations
 import os
 import socket
 import threading
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
+from trimmoe.core.cores import available_cores
 from trimmoe.core.errors import UserError
 from trimmoe.models.embedded.materialise import default_cache_dir
-from trimmoe.runtime.launch.addresses import require_free
+from trimmoe.runtime.launch.addresses import Endpoint
 from trimmoe.runtime.launch.artifacts import Artifacts
 from trimmoe.runtime.launch.config import ServeConfig
-from trimmoe.runtime.launch.deployment import (
-    DEFAULT_PORT,
-    Deployment,
-    deployed_endpoints,
-    deployment_of,
-    open_deployment,
-)
-from trimmoe.runtime.launch.folder import RunFolder
-from trimmoe.runtime.launch.handles import ServerHandle
-from trimmoe.runtime.launch.job import Job, Pieces, server_spec
-from trimmoe.runtime.launch.kernels import compile_decisions
-from trimmoe.runtime.launch.local import Say, announce, watch
-from trimmoe.runtime.launch.member import ALONE_S, Membership, keep, kept, kept_at
-from trimmoe.runtime.launch.members import Members, remote_handles
-from trimmoe.runtime.launch.processes import importable, start_processes
-from trimmoe.runtime.launch.server import TOKEN_VARIABLE, ServerSpec
+from trimmoe.runtime.launch.deployment import DEFAULT_PORT, Hello
+from trimmoe.runtime.launch.head import Head, ServerView
+from trimmoe.runtime.launch.job import Pieces
+from trimmoe.runtime.launch.local import Say, announce
+from trimmoe.runtime.launch.machine import Assemble, Machine
+from trimmoe.runtime.launch.member import Membership, free_memory_bytes, keep, kept, kept_at
+from trimmoe.runtime.launch.members import Members
+from trimmoe.runtime.launch.server import TOKEN_VARIABLE
 from trimmoe.runtime.launch.signals import Stop, stop_on_signal
-from trimmoe.runtime.launch.supervise import Patience, Supervisor
-from trimmoe.runtime.launch.watching import supervising
+from trimmoe.runtime.launch.timing import Timing
 from trimmoe.runtime.wire.keys import SHORTEST_TOKEN, generate_token
 
 _LOOK_S = 0.5
+ALONE_S = 10.0
+"""How long a head is waited for before servers start with what is on disk."""
+MISSED_S = 120.0
+"""How long a machine may be away until the others are planned without it."""
 _ELSEWHERE = ("192.0.2.1", 9)
 """An address of nobody: the way to it shows which of its own a machine uses."""
-Assemble = Callable[[ServeConfig], Pieces]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HeadOptions:
+    """What only a head is told."""
+
+    address: str
+    """Where the other machines reach it."""
+    port: int
+    servers: tuple[str, ...]
+    """Those that run on its own machine."""
+    token: str | None
+    """None: its own, made once and kept."""
+
+
+class Planner(Protocol):
+    """Makes plans for whoever has joined."""
+
+    def nominal(self, joined: Mapping[str, Hello]) -> Artifacts:
+        """A plan before anything is measured, by the machine of each server. Raises `UserError` if
+        the model does not fit."""
+        ...
+
+    def measured(
+        self, now: Artifacts, where: Sequence[Endpoint], servers: Sequence[ServerView]
+    ) -> Artifacts:
+        """Measure servers that run, and plan again. Raises `UserError`."""
+        ...
 
 
 def serve_head(
-    config: ServeConfig,
-    artifacts: Artifacts,
-    pieces: Pieces,
-    say: Say,
-    *,
-    address: str,
-    port: int,
-    servers: Sequence[str],
-    token: str | None,
+    config: ServeConfig, artifacts: Artifacts, pieces: Pieces, say: Say, options: HeadOptions
 ) -> None:
     """Wait until every server's machine has joined, then serve until Ctrl-C or SIGTERM.
 
-    `servers` run on this machine, which others reach at `address`. Without a `token` one is
-    made, kept and shown. Raises `UserError`.
+    Raises `UserError`.
     """
     names = artifacts.plan.cluster.server_names
-    compile_decisions(artifacts, pieces.policy, pieces.maker)
-    if token is None:
-        token = _kept_token(say)
-    with stop_on_signal() as stop, Members(token, address, port, own=servers) as members:
-        own = dict.fromkeys(servers, address)
-        machines = _joined(names, members, own, f"{address}:{port}", stop, say)
-        if machines is None:
-            members.end()
+    with _leading(config, lambda _: pieces, say, options, names) as (head, members, stop):
+        if not _all_there(names, members, options, stop, say):
             return
-        where = deployed_endpoints(config, names, machines)
-        spec = server_spec(config, artifacts, pieces, where, one_machine=False)
-        with ExitStack() as stack:
-            handles: list[ServerHandle] = []
-            if servers:
-                job = _job(spec, servers, token, config)
-                folder = RunFolder.at(_first_port(spec, servers))
-                if not folder.alive():
-                    require_free(each for each in where if each.name in servers)
-                folder, job = stack.enter_context(supervising(folder, job, stop, say))
-                handles += start_processes(folder, job)
-            members.deploy(deployment_of(config, artifacts, machines))
-            handles += remote_handles(members, machines, servers)
-            watch(config, handles, stop, say, lambda: announce(config, spec, say))
+        machines = {name: _hello(members, options, name).address for name in names}
+        if head.move(artifacts, machines):
+            _announce(config, head, pieces.title or pieces.policy.name, say)
+            head.watch(stop)
+
+
+def serve_whoever_joins(
+    config: ServeConfig,
+    planner: Planner,
+    assemble: Assemble,
+    say: Say,
+    options: HeadOptions,
+    *,
+    count: int,
+    replan: bool,
+) -> None:
+    """Wait until `count` servers are there, plan for them and serve; with `replan`, move to another
+    plan when further ones join or some stay away. Until Ctrl-C or SIGTERM. Raises `UserError`."""
+    title = assemble(config).policy.name
+    with _leading(config, assemble, say, options, ("any",)) as (head, members, stop):
+        at = f"{options.address}:{options.port}"
+        say(f"Waiting at {at} until {count} servers are there ...")
+        known: tuple[str, ...] = ()
+        while not stop.is_set():
+            found = _roll(members, options, known)
+            if len(found) < count:
+                stop.wait(_LOOK_S)
+                continue
+            try:
+                _serve_with(config, title, head, planner, members, options, found, say)
+            except UserError as error:
+                if head.current is None:
+                    raise
+                say(f"The plan stays as it is: {error}")
+            known = found
+            leaving = threading.Event()
+            stop.also(leaving)
+            if replan:
+                _Watch(members, options, known, leaving)
+            head.watch(leaving)
+
+
+def _serve_with(
+    config: ServeConfig,
+    title: str,
+    head: Head,
+    planner: Planner,
+    members: Members,
+    options: HeadOptions,
+    names: tuple[str, ...],
+    say: Say,
+) -> None:
+    """Serve with those; what was served before a head was lost is served on."""
+    joined = [_hello(members, options, name) for name in names]
+    machines = {name: each.address for name, each in zip(names, joined, strict=True)}
+    before = kept(kept_at("head", ("any",))) if head.current is None else None
+    if before is not None and before.machines == machines and head.may_take_up(before):
+        say("Serving what was served before.")
+        if head.take_up(before):
+            _announce(config, head, title, say)
+        return
+    nominal = planner.nominal(dict(zip(names, joined, strict=True)))
+    first = head.current is None
+    if not head.move(nominal, machines):
+        return
+    if first:
+        _announce(config, head, title, say)
+    assert head.current is not None
+    views = [head.view(head.current.identity, name) for name in names]
+    if head.move(planner.measured(nominal, head.endpoints(), views), machines):
+        say(f"Serving by what was measured of {', '.join(names)}.")
 
 
 def serve_join(
@@ -88,23 +155,59 @@ def serve_join(
 ) -> None:
     """Offer this machine as `servers` to the head at `host` or `host:port`, until Ctrl-C or until
     the head ends the cluster. Raises `UserError`."""
-    if not servers:
-        raise UserError("A machine that joins must say which server it is; give --server.")
     if token is None:
         raise UserError(
             f"Joining needs the cluster token that the head shows; set {TOKEN_VARIABLE} to it, or "
             "give --token-file."
         )
-    at, names = head if ":" in head else f"{head}:{DEFAULT_PORT}", tuple(servers)
-    with stop_on_signal() as stop, Membership(token, at, names, say) as membership:
-        while not stop.is_set() and not membership.is_over:
-            deployment = _given(membership, at, names, stop, say)
-            if deployment is not None:
-                _run(deployment, membership, names, token, at, stop, say, assemble)
+    at, names = head if ":" in head else f"{head}:{DEFAULT_PORT}", tuple(servers) or (own_name(),)
+    folder = kept_at(at, names)
+    machine = Machine(names, token, folder, say, assemble)
+    timing = Timing(machine)
+
+    def told():
+        return machine.runs, machine.reports(), timing.timed()
+
+    with stop_on_signal() as stop, Membership(token, at, names, say, told) as membership:
+        try:
+            _follow(membership, machine, timing, folder, at, stop, say)
+        finally:
+            with stop.hurried():
+                machine.end()
         if membership.refused:
             raise UserError(membership.refused)
         if membership.ended:
             say("The head ended the cluster.")
+
+
+def _follow(
+    membership: Membership,
+    machine: Machine,
+    timing: Timing,
+    folder: Path,
+    head: str,
+    stop: Stop,
+    say: Say,
+) -> None:
+    """Run what the head wants, or what it wanted last if it is silent from the start."""
+    waited_s, kept_identity = 0.0, ""
+    while not stop.is_set() and not membership.is_over:
+        wanted = membership.wanted
+        if wanted is not None:
+            machine.want(list(membership.given.values()), wanted.deployments)
+            timing.take(wanted.wishes)
+            newest = wanted.deployments[-1:]
+            if newest and newest[0] != kept_identity and newest[0] in membership.given:
+                kept_identity = newest[0]
+                keep(membership.given[kept_identity], folder)
+        elif not membership.heard and not machine.runs and waited_s >= ALONE_S:
+            before = kept(folder)
+            if before is not None:
+                say(f"The head at {head} does not answer; starting with what it gave before.")
+                machine.want([before], [before.identity])
+            waited_s = 0.0
+        membership.wait(_LOOK_S)
+        waited_s += _LOOK_S
 
 
 def cluster_token(path: Path | None) -> str | None:
@@ -127,6 +230,11 @@ def cluster_token(path: Path | None) -> str | None:
             f"least {SHORTEST_TOKEN}."
         )
     return token
+
+
+def own_name() -> str:
+    """What this machine is called unless somebody says."""
+    return socket.gethostname().partition(".")[0] or "server"
 
 
 def own_address() -> str:
@@ -152,94 +260,89 @@ def _kept_token(say: Say) -> str:
     return token
 
 
-def _joined(
-    names: tuple[str, ...], members: Members, own: dict[str, str], at: str, stop: Stop, say: Say
-) -> dict[str, str] | None:
-    """Each server's machine, once all are there; None if told to stop before."""
+@contextmanager
+def _leading(
+    config: ServeConfig,
+    assemble: Assemble,
+    say: Say,
+    options: HeadOptions,
+    names: tuple[str, ...],
+) -> Iterator[tuple[Head, Members, Stop]]:
+    """A head with its members; all that was started has ended afterwards."""
+    token = options.token or _kept_token(say)
+    folder = kept_at("head", names)
+    with (
+        stop_on_signal() as stop,
+        Members(token, options.address, options.port, own=options.servers) as members,
+    ):
+        machine = Machine(options.servers, token, folder, say, assemble)
+        try:
+            yield Head(config, members, machine, folder, stop, say), members, stop
+            say("Stopping ...")
+        finally:
+            members.end()
+            with stop.hurried():
+                machine.end()
+
+
+def _announce(config: ServeConfig, head: Head, title: str, say: Say) -> None:
+    announce(config, head.endpoints(), title, say)
+
+
+def _hello(members: Members, options: HeadOptions, name: str) -> Hello:
+    """What is known of the machine of a server that is there."""
+    if name not in options.servers:
+        return members.joined()[name]
+    return Hello(
+        version="",
+        servers=options.servers,
+        address=options.address,
+        memory_bytes=free_memory_bytes(),
+        cores=available_cores(),
+    )
+
+
+def _all_there(
+    names: tuple[str, ...], members: Members, options: HeadOptions, stop: Stop, say: Say
+) -> bool:
+    """Wait for the machine of each of the servers; False if told to stop before."""
     missing: tuple[str, ...] | None = None
     while not stop.is_set():
-        machines = members.machines() | own
-        still = tuple(name for name in names if name not in machines)
+        there = {*members.joined(), *options.servers}
+        still = tuple(name for name in names if name not in there)
         if not still:
-            return {name: machines[name] for name in names}
+            return True
         if still != missing:
-            say(f"Waiting at {at} for {', '.join(still)} ...")
+            say(f"Waiting at {options.address}:{options.port} for {', '.join(still)} ...")
             missing = still
         stop.wait(_LOOK_S)
-    return None
+    return False
 
 
-def _job(spec: ServerSpec, servers: Sequence[str], token: str, config: ServeConfig) -> Job:
-    names = [each.name for each in spec.endpoints]
-    here = tuple(index for index, name in enumerate(names) if name in servers)
-    return Job(spec=spec, here=here, token=token, import_path=importable(), spare=config.spare)
+def _roll(members: Members, options: HeadOptions, known: tuple[str, ...]) -> tuple[str, ...]:
+    """Who is there: the head's own servers, those known before in their order, then new ones."""
+    there = [*options.servers, *sorted(members.joined())]
+    return tuple(dict.fromkeys([*(name for name in known if name in there), *there]))
 
 
-def _first_port(spec: ServerSpec, servers: Sequence[str]) -> int:
-    return min(each.http_port for each in spec.endpoints if each.name in servers)
+class _Watch:
+    """Sets an event once others are there than those planned for."""
 
+    def __init__(
+        self,
+        members: Members,
+        options: HeadOptions,
+        known: tuple[str, ...],
+        leaving: threading.Event,
+    ) -> None:
+        self._members, self._options, self._known = members, options, known
+        self._leaving = leaving
+        threading.Thread(target=self._run, name="watching members", daemon=True).start()
 
-def _given(
-    membership: Membership, head: str, names: tuple[str, ...], stop: Stop, say: Say
-) -> Deployment | None:
-    """What to run: the head's, or what it gave before if it is silent; None after a while."""
-    waited_s = 0.0
-    while not stop.is_set() and not membership.is_over:
-        if membership.given is not None:
-            return membership.given
-        if not membership.heard and waited_s >= ALONE_S:
-            before = kept(kept_at(head, names))
-            if before is not None:
-                say(f"The head at {head} does not answer; starting with what it gave before.")
-                return before
-        membership.wait(_LOOK_S)
-        waited_s += _LOOK_S
-    return None
-
-
-def _run(
-    deployment: Deployment,
-    membership: Membership,
-    names: tuple[str, ...],
-    token: str,
-    head: str,
-    stop: Stop,
-    say: Say,
-    assemble: Assemble,
-) -> None:
-    """Serve that until told to stop or to serve something else."""
-    folder = kept_at(head, names)
-    leaving = threading.Event()
-
-    def changed() -> None:
-        given = membership.given
-        if membership.is_over or (given is not None and given.identity != deployment.identity):
-            leaving.set()
-
-    stop.also(leaving)
-    membership.on_change(changed)
-    changed()
-    opened = open_deployment(deployment, folder)
-    keep(deployment, folder)
-    pieces = assemble(opened.config)
-    spec = server_spec(opened.config, opened.artifacts, pieces, opened.endpoints, one_machine=False)
-    compile_decisions(opened.artifacts, pieces.policy, pieces.maker)
-    job = _job(spec, names, token, opened.config)
-    with supervising(RunFolder.at(_first_port(spec, names)), job, stop, say) as (run_folder, job):
-        supervisor = Supervisor(
-            start_processes(run_folder, job),
-            say=say,
-            stopping=leaving,
-            patience=Patience(ready_s=opened.config.ready_s),
-        )
-        membership.running(deployment, lambda: supervisor.statuses)
-        try:
-            if supervisor.wait_ready():
-                supervisor.watch()
-        except UserError as error:
-            membership.failed(str(error))
-            membership.wait(2 * _LOOK_S + 2.0)
-            raise
-        finally:
-            with stop.hurried():
-                supervisor.stop()
+    def _run(self) -> None:
+        missed_s = 0.0
+        while not self._leaving.wait(_LOOK_S):
+            there = set(_roll(self._members, self._options, self._known))
+            missed_s = 0.0 if there >= set(self._known) else missed_s + _LOOK_S
+            if there - set(self._known) or missed_s > MISSED_S:
+                self._leaving.set()

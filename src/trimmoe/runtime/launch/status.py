@@ -12,7 +12,11 @@ class Phase(StrEnum):
     STARTING = "starting"
     SERVING = "serving"
     FAILED = "failed"
+    DRAINED = "drained"
+    """It takes no requests any more and has answered all it had; others may still need it."""
     STOPPED = "stopped"
+    LOST = "lost"
+    """Its process has ended, and is being started again."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

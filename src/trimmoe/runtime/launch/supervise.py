@@ -98,10 +98,28 @@ class Supervisor:
         for watched in self._watched:
             watched.handle.kill(max(end_s - self._clock(), 0.0))
 
+    def retire(self, patience_s: float) -> None:
+        """Have all servers answer what they are at and nothing more; until they have, or until told
+        to stop, or so long. Those that die meanwhile stay dead."""
+        for watched in self._watched:
+            watched.handle.drain()
+        end_s = self._clock() + patience_s
+        left = list(self._watched)
+        while left and self._clock() < end_s and not self._stopping.wait(self._patience.look_s):
+            left = [watched for watched in left if not self._is_drained(watched)]
+
+    def _is_drained(self, watched: _Watched) -> bool:
+        try:
+            status = watched.handle.status(self._patience.answer_s)
+        except ServerGone:
+            return True
+        return status is not None and status.phase in (Phase.DRAINED, Phase.STOPPED, Phase.FAILED)
+
     @property
     def statuses(self) -> dict[str, ServerStatus | None]:
         """What was last known, by name."""
-        return {each.handle.name: each.seen for each in self._watched}
+        lost = ServerStatus(phase=Phase.LOST, pid=0)
+        return {each.handle.name: each.seen if each.here else lost for each in self._watched}
 
     def _look_at_start(self, watched: _Watched) -> None:
         name = watched.handle.name

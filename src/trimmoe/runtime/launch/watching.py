@@ -67,12 +67,12 @@ def _claimed(folder: RunFolder) -> int:
     while (lock := folder.claim()) is None:
         if ask(folder, "leave") is False:
             raise UserError(
-                f"Another `trimmoe serve` runs at port {folder.path.name}; end it, or choose "
+                f"Another `trimmoe serve` runs at port {folder.port}; end it, or choose "
                 "another --port-base."
             )
         if time.monotonic() > end_s:
             raise UserError(
-                f"What watches the servers at port {folder.path.name} does not answer; end them "
+                f"What watches the servers at port {folder.port} does not answer; end them "
                 "with `trimmoe stop`, or choose another --port-base."
             )
         time.sleep(_POLL_S)
@@ -87,7 +87,7 @@ def _taken_over(folder: RunFolder, job: Job, say: Callable[[str], None]) -> Job:
     before = folder.read()
     if before is None or before.identity != job.identity:
         raise UserError(
-            f"Other servers run at port {folder.path.name}, whose `trimmoe serve` was killed; end "
+            f"Other servers run at port {folder.port}, whose `trimmoe serve` was killed; end "
             "them with `trimmoe stop`, or choose another --port-base."
         )
     say("The servers run already; taking them over.")

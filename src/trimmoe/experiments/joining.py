@@ -1,0 +1,93 @@
+"""Plans for whoever joins: no cluster file, first by what machines say of themselves, then by what
+was measured of them."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+from rich.console import Console
+
+from trimmoe.core.plan import Plan
+from trimmoe.core.specs import ClusterSpec
+from trimmoe.experiments.explain import explain_plan
+from trimmoe.experiments.measuring import measured
+from trimmoe.experiments.sample_text import sample_text
+from trimmoe.placement.make import default
+from trimmoe.placement.optimise import SearchSettings
+from trimmoe.runtime.launch.addresses import Endpoint
+from trimmoe.runtime.launch.artifacts import Artifacts, model_spec_of, profile_of, searched_plan
+from trimmoe.runtime.launch.config import ServeConfig
+from trimmoe.runtime.launch.deployment import Hello
+from trimmoe.runtime.launch.head import ServerView
+
+Say = Callable[[str], None]
+_MEMORY_SHARE = 0.7
+"""Of what is free on a machine, for weights; the rest is for caches and batches."""
+_PROCESS_BYTES = 600e6
+"""What a server takes beside that."""
+_FLOPS_PER_CORE_S = 50e9
+_LINK_BYTES_PER_S, _LINK_S = 1e9 / 8, 1e-3
+"""Nominal, until measured."""
+
+
+class JoinedPlanner:
+    """`Planner` of `trimmoe serve --head` without a cluster file."""
+
+    def __init__(self, config: ServeConfig, say: Say, console: Console) -> None:
+        """Calibrates if need be. Raises `UserError`."""
+        self._config, self._say, self._console = config, say, console
+        self._model = model_spec_of(config)
+        self._profile = profile_of(config, self._model, lambda: sample_text("calibration"), say)
+
+    def nominal(self, joined: Mapping[str, Hello]) -> Artifacts:
+        """A plan by memory and cores, over links that are all alike. Raises `UserError`."""
+        return self._artifacts(joined_cluster(joined))
+
+    def measured(
+        self, now: Artifacts, where: Sequence[Endpoint], servers: Sequence[ServerView]
+    ) -> Artifacts:
+        """Measure servers that run by `now`, and plan again; shows the plan."""
+        machines = measured(self._exact, now, where, servers)
+        cluster = machines.applied(now.plan.cluster, self._model, self._config.quantise)
+        made = self._artifacts(cluster)
+        explain_plan(made.plan, made.profile, made.model, self._console, lambda: True)
+        return made
+
+    @property
+    def _exact(self) -> ServeConfig:
+        return self._config.model_copy(update={"policy": "exact", "method": None, "budget": None})
+
+    def _artifacts(self, cluster: ClusterSpec) -> Artifacts:
+        return Artifacts(profile=self._profile, plan=self._planned(cluster), model=self._model)
+
+    def _planned(self, cluster: ClusterSpec) -> Plan:
+        search = SearchSettings(iterations=self._config.plan_iterations)
+        told = repr((cluster.server_names, cluster.memory_bytes.tolist()))
+        identity = hashlib.sha256(told.encode()).hexdigest()
+        return searched_plan(self._profile, self._model, cluster, search, default(), identity)
+
+
+def joined_cluster(joined: Mapping[str, Hello]) -> ClusterSpec:
+    """What machines say of themselves; servers of one machine share what it has."""
+    count = len(joined)
+    hosted = np.array([len(each.servers) for each in joined.values()])
+    free = np.array([each.memory_bytes for each in joined.values()]) * _MEMORY_SHARE / hosted
+    cores = np.array([each.cores for each in joined.values()])
+    bandwidth, delay_s = (
+        np.full((count, count), _LINK_BYTES_PER_S),
+        np.full((count, count), _LINK_S),
+    )
+    np.fill_diagonal(bandwidth, np.inf)
+    np.fill_diagonal(delay_s, 0.0)
+    return ClusterSpec(
+        name="joined",
+        server_names=tuple(joined),
+        memory_bytes=np.maximum(free - _PROCESS_BYTES, 0.0).astype(np.int64),
+        memory_ratio=None,
+        flops_per_s=cores * _FLOPS_PER_CORE_S / hosted,
+        access_share=np.full(count, 1.0 / count),
+        bandwidth_bytes_per_s=bandwidth,
+        delay_s=delay_s,
+    )

@@ -1,0 +1,225 @@
+"""Measuring the servers of a cluster that run: they time themselves, one after another and then all
+at once. Their links are measured by themselves as soon as they are up. What software costs a token
+beside all this is what a client's clock says of exact answers beyond what was measured.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Protocol
+
+import numpy as np
+from rich.progress import Progress
+from scipy.optimize import nnls
+
+from trimmoe.core.errors import UserError
+from trimmoe.core.machines import BATCHES, Machines, Work, machines_header, plausible
+from trimmoe.core.plan import Plan
+from trimmoe.core.specs import FloatArray, IntArray
+from trimmoe.cost.expected import expected_layer_delay_s
+from trimmoe.cost.model import cost_model
+from trimmoe.experiments.serve_bench import Load, run_load
+from trimmoe.placement.routes import route_delay_s
+from trimmoe.runtime.launch.addresses import Endpoint
+from trimmoe.runtime.launch.artifacts import Artifacts
+from trimmoe.runtime.launch.config import ServeConfig
+from trimmoe.runtime.launch.model import served_name
+from trimmoe.runtime.probe import MachineReport
+
+PATIENCE_S = 120.0
+"""For one server to time itself."""
+PROMPTS = (
+    "An operator is a symbol that tells the program to",
+    "The history of the city begins with",
+    "She opened the door and saw",
+)
+ANSWER_TOKENS = 32
+_MS = 1e3
+_ALIKE = 0.2
+"""How much it weighs that a message and a token cost the same, against one user's clock."""
+
+
+class TimedServer(Protocol):
+    """A server that times itself when asked."""
+
+    def begin_measuring(self) -> None:
+        """Have it begin."""
+        ...
+
+    def measured(self, patience_s: float) -> MachineReport | None:
+        """What that gave; None if it failed or is not through in time."""
+        ...
+
+
+def measured(
+    config: ServeConfig,
+    artifacts: Artifacts,
+    where: Sequence[Endpoint],
+    handles: Sequence[TimedServer],
+) -> Machines:
+    """What servers that run and answer to `where` can do. Raises `UserError` if none answers."""
+    with _bar(2 * len(handles) + 1) as advance:
+        alone: list[MachineReport | None] = []
+        for handle in handles:
+            handle.begin_measuring()
+            alone.append(handle.measured(PATIENCE_S))
+            advance()
+        clock_s = asyncio.run(_clocked(config, where))
+        advance()
+        for handle in handles:
+            handle.begin_measuring()
+        together = []
+        for handle in handles:
+            together.append(handle.measured(PATIENCE_S))
+            advance()
+    machines = machines_of(artifacts, config, alone, together)
+    return with_overheads(machines, artifacts, clock_s)
+
+
+async def _clocked(config: ServeConfig, where: Sequence[Endpoint]) -> FloatArray:
+    """Mean time per output token of the users of each server, [M] seconds; NaN where none came."""
+    name = config.served_name or served_name(config.model)
+    found = np.full(len(where), np.nan)
+    for at, endpoint in enumerate(where):
+        load = Load(
+            base_url=endpoint.url.removesuffix("/v1"),
+            endpoint="/v1/completions",
+            model=name,
+            prompts=PROMPTS,
+            output_tokens=ANSWER_TOKENS,
+            max_concurrency=1,
+            ignore_eos=True,
+            api_key=config.api_keys[0] if config.api_keys else None,
+        )
+        sent, _ = await run_load(load)
+        # The first answer finds nothing warm.
+        taken = [one.tpot_s for one in sent[1:] if one.error is None and one.tpot_s is not None]
+        if taken:
+            found[at] = float(np.median(taken))
+    return found
+
+
+def machines_of(
+    artifacts: Artifacts,
+    config: ServeConfig,
+    alone: Sequence[MachineReport | None],
+    together: Sequence[MachineReport | None],
+) -> Machines:
+    """What servers said of themselves, nonsense taken at its slowest plausible; nothing is known
+    yet of what software costs."""
+    cluster = artifacts.plan.cluster
+    count, known = len(alone), np.array([one is not None for one in alone])
+    shape = (3, len(Work), len(BATCHES))
+    said = np.stack([np.full(shape, np.nan) if one is None else one.work_s for one in alone])
+    low_s, work_s, high_s = (plausible(said[:, q], known) for q in range(3))
+    ratio = np.ones(count)
+    for at, one in enumerate(together):
+        if one is not None and known[at]:
+            longer = float(np.median(one.work_s[1] / work_s[at]))
+            ratio[at] = max(longer, 1.0) if np.isfinite(longer) else 1.0
+    links = np.full((3, count, count), np.nan)
+    index = {name: at for at, name in enumerate(cluster.server_names)}
+    for at, one in enumerate(alone):
+        for link in () if one is None else one.links:
+            values = (link.delay_s, link.bandwidth_bytes_per_s, link.jitter_s)
+            links[:, at, index[link.peer]] = [
+                value if value is not None and 0.0 <= value < np.inf else np.nan for value in values
+            ]
+    delay_s, bandwidth, jitter_s = links
+    np.fill_diagonal(delay_s, 0.0)
+    np.fill_diagonal(bandwidth, np.inf)
+    np.fill_diagonal(jitter_s, 0.0)
+    return Machines(
+        header=machines_header(
+            cluster,
+            config.quantise,
+            settings={
+                "devices": [None if one is None else one.device for one in alone],
+                "threads": [None if one is None else one.threads for one in alone],
+            },
+            input_hashes={
+                "model": artifacts.profile.model_hash,
+                "profile": artifacts.profile.hash,
+                "plan": artifacts.plan.hash,
+            },
+        ),
+        cluster_name=cluster.name,
+        server_names=cluster.server_names,
+        model_hash=artifacts.profile.model_hash,
+        precision=config.quantise,
+        batches=np.array(BATCHES),
+        work_s=work_s,
+        low_s=low_s,
+        high_s=high_s,
+        together=ratio,
+        machine=_numbered([None if one is None else one.machine for one in alone]),
+        free_bytes=np.array([0 if one is None else one.free_bytes for one in alone]),
+        delay_s=delay_s,
+        bandwidth_bytes_per_s=bandwidth,
+        jitter_s=jitter_s,
+        software_s=plausible(
+            np.array([np.nan if one is None else one.software_s for one in alone]), known
+        ),
+        hop_s=np.zeros(count),
+        token_s=np.zeros(count),
+    )
+
+
+def _numbered(names: Sequence[str | None]) -> IntArray:
+    """Equal numbers for equal names; who is unknown is by itself."""
+    known = [name if name is not None else f"unknown {at}" for at, name in enumerate(names)]
+    order = list(dict.fromkeys(known))
+    return np.array([order.index(name) for name in known])
+
+
+def with_overheads(machines: Machines, artifacts: Artifacts, clock_s: FloatArray) -> Machines:
+    """The same with what software costs a message and a token: what makes the cost model's exact
+    answers take what the clock says, [M], by least squares over those servers' users.
+
+    Both grow with the time that the interpreter takes on a server. Where all users have as many
+    messages on their way, nothing tells the two apart, and a message is taken to cost what a token
+    does.
+    """
+    heard = np.isfinite(clock_s)
+    if not heard.any():
+        raise UserError("No server answered; look into their logs and try again.")
+    bare_s, unit_s = exact_s(machines, artifacts), 1e-3
+    slower = machines.software_s / machines.software_s.min()
+    # What the time of a token gains where each of the two costs this much more.
+    costs = ({"hop_s": unit_s * slower}, {"token_s": unit_s * slower})
+    gained = [exact_s(replace(machines, **cost), artifacts) - bare_s for cost in costs]
+    terms = np.stack(gained, axis=1)[heard] / unit_s
+    beyond_s = np.maximum(clock_s - bare_s, 0.0)[heard]
+    alike = np.array([[_ALIKE, -_ALIKE]])
+    (hop_s, token_s), _ = nnls(np.concatenate([terms, alike]), np.append(beyond_s, 0.0))
+    settings = machines.header.settings | {"clock_ms": (clock_s * _MS).tolist()}
+    return replace(
+        machines,
+        header=replace(machines.header, settings=settings),
+        hop_s=hop_s * slower,
+        token_s=token_s * slower,
+    )
+
+
+def exact_s(machines: Machines, artifacts: Artifacts) -> FloatArray:
+    """What the cost model says of exact answers to each server's users, [M] seconds a token."""
+    plan, model = artifacts.plan, artifacts.model
+    cluster = machines.applied(plan.cluster, model, machines.precision)
+    return expected_exact_s(replace(plan, cluster=cluster), artifacts)
+
+
+def expected_exact_s(plan: Plan, artifacts: Artifacts) -> FloatArray:
+    """The expected time of a token of each server's users on a plan, [M] seconds."""
+    cost = cost_model(artifacts.model, plan.cluster)
+    tables = expected_layer_delay_s(cost, plan.hosts, artifacts.profile)
+    return route_delay_s(cost, tables, plan.routes)
+
+
+@contextmanager
+def _bar(steps: int) -> Iterator[Callable[[], None]]:
+    with Progress() as progress:
+        task = progress.add_task("Measuring", total=steps)
+        yield lambda: progress.advance(task)
