@@ -77,13 +77,15 @@ class Tiny:
         )
         return LocalService(decoder, self.model(), max_waiting=max_waiting)
 
-    def greedy(self, prompt: list[int], new: int, *, eos: int | None = EOS) -> list[int]:
-        """What transformers itself generates."""
+    def greedy(
+        self, prompt: list[int], new: int, *, eos: int | None = EOS, **options: Any
+    ) -> list[int]:
+        """What transformers itself generates, with any `options` of its `generate`."""
         reference: Any = Qwen2MoeForCausalLM.from_pretrained(self.folder)
         ids = torch.tensor([prompt])
         made = reference.generate(
             ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, do_sample=False,
-            eos_token_id=eos, pad_token_id=258,
+            eos_token_id=eos, pad_token_id=258, **options,
         )  # fmt: skip
         return made[0, len(prompt) :].tolist()
 

@@ -13,12 +13,17 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 from transformers.generation.logits_process import (
     LogitsProcessorList,
+    MinNewTokensLengthLogitsProcessor,
     MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    SequenceBiasLogitsProcessor,
     TopKLogitsWarper,
     TopPLogitsWarper,
 )
 
+from trimmoe.runtime.processors import shaped
 from trimmoe.runtime.sampling import Sampling, choose, draw, uniform
+from trimmoe.runtime.seen import UNKNOWN, Seen
 
 _LOGITS = arrays(np.float32, st.integers(1, 40), elements=st.floats(-20, 20, width=32))
 _SEEDS = st.integers(-(2**63), 2**63 - 1)
@@ -136,3 +141,59 @@ def test_logprobs_are_reported_only_if_asked_for() -> None:
     assert two.logprob == pytest.approx(float(expected[two.token]))
     assert [token for token, _ in two.top] == [1, 2]
     assert [p for _, p in two.top] == pytest.approx(expected[[1, 2]].tolist())
+
+
+_PROMPT, _ANSWER, _SIZE = [3, 1, 4], [1, 5, 5, 2], 8
+
+
+@given(
+    st.lists(st.integers(-60, 60), min_size=_SIZE, max_size=_SIZE, unique=True),
+    st.floats(0.2, 3),
+    st.dictionaries(st.integers(0, _SIZE - 1), st.floats(-100, 100), max_size=3),
+    st.integers(0, 8),
+)
+def test_logits_change_as_transformers_changes_them(
+    scores: list[int], penalty: float, bias: dict[int, float], least: int
+) -> None:
+    """Bias, repetition, least length, in this order, of the float32 logits."""
+    logits = torch.tensor([scores], dtype=torch.float32) / 10
+    stop = [2, 6]
+    theirs = LogitsProcessorList(
+        [
+            RepetitionPenaltyLogitsProcessor(penalty),
+            MinNewTokensLengthLogitsProcessor(len(_PROMPT), least, stop),
+        ]
+    )
+    if bias:
+        each = [[[token], value] for token, value in bias.items()]
+        theirs.insert(0, SequenceBiasLogitsProcessor(cast(Any, each)))
+    ids: Any = torch.tensor([_PROMPT + _ANSWER])
+    expected: Any = theirs(ids, cast(Any, logits.clone()))
+    ours = Sampling(
+        repetition_penalty=penalty,
+        logit_bias=tuple(bias.items()),
+        min_tokens=least,
+        stop_ids=tuple(stop),
+    )
+    # What comes after the position, as when a guess is withdrawn, does not matter.
+    seen = Seen(prompt=len(_PROMPT), tokens=[*_PROMPT, *_ANSWER, 7, 0])
+    position = len(_PROMPT + _ANSWER)
+    assert torch.equal(shaped(logits[0], ours, position, seen), expected[0])
+
+
+def test_what_the_answer_has_loses_by_its_count_and_once() -> None:
+    sampling = Sampling(frequency_penalty=0.5, presence_penalty=0.25)
+    seen = Seen(prompt=len(_PROMPT), tokens=_PROMPT + _ANSWER)
+    changed = shaped(torch.zeros(_SIZE), sampling, len(seen.tokens), seen)
+    assert changed.tolist() == [0, -0.75, -0.75, 0, 0, -1.25, 0, 0]
+    first = shaped(torch.zeros(_SIZE), sampling, len(_PROMPT), seen)
+    assert not first.any()
+
+
+def test_a_withdrawn_token_is_put_anew_and_gaps_are_filled_later() -> None:
+    seen = Seen(prompt=2, tokens=[7, 8])
+    seen.put(3, 1)
+    assert (seen.at(2), seen.at(3), seen.at(9)) == (UNKNOWN, 1, UNKNOWN)
+    seen.put(2, 5)
+    seen.put(3, 6)
+    assert (seen.before(3), seen.answer(4)) == ([7, 8, 5], [5, 6])

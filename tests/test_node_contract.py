@@ -147,6 +147,29 @@ async def test_the_same_seed_draws_the_same_tokens_and_can_be_continued(
     assert made != tiny.greedy([70, 71, 72], 16, eos=None)
 
 
+SHAPED = {
+    "repetition": ({"repetition_penalty": 1.3}, {"repetition_penalty": 1.3}),
+    "bias": ({"logit_bias": ((65, 3.0), (66, -2.0))}, {"sequence_bias": {(65,): 3.0, (66,): -2.0}}),
+    "least length": ({"min_tokens": 9}, {"min_new_tokens": 9}),
+}
+
+
+@pytest.mark.parametrize("option", sorted(SHAPED))
+async def test_logits_are_processed_as_by_transformers(
+    driver: Driver, tiny: Tiny, option: str
+) -> None:
+    ours, theirs = SHAPED[option]
+    plain = tiny.greedy([9, 10, 11], 12, eos=None)
+    # An end that comes at once, so that a least length matters.
+    end = plain[1] if option == "least length" else EOS
+    expected = tiny.greedy([9, 10, 11], 12, eos=end, **theirs)
+    sampling = Sampling(**ours, stop_ids=(end,))
+    async with driver.serving(PRESETS["exact"]()) as service:
+        asked = request([9, 10, 11], 12, sampling=sampling, stop_ids=frozenset({end}))
+        assert tokens_of(await soon(read(service.submit(asked)))) == expected
+    assert expected != tiny.greedy([9, 10, 11], 12, eos=end)
+
+
 async def test_logprobs_come_with_the_tokens(driver: Driver) -> None:
     async with driver.serving(PRESETS["exact"]()) as service:
         events = await soon(

@@ -74,7 +74,10 @@ class Answer:
     def _shown(self, event: TokenEvent) -> tuple[str, FinishReason | None]:
         """The text that may be shown now, and whether it is the last."""
         ended_by_token = event.finish_reason == "stop"
-        text = self._stops.push("" if ended_by_token else self._text.push(event.token))
+        text = "" if ended_by_token else self._text.push(event.token)
+        if self.made < self.request.sampling.min_tokens:
+            return text, event.finish_reason
+        text = self._stops.push(text)
         if self._stops.stopped:
             return text, "stop"
         if event.finish_reason is not None:

@@ -9,18 +9,13 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),
-    "frequency_penalty": (0,),
     "functions": ([],),
     "length_penalty": (1,),
-    "logit_bias": ({},),
-    "min_tokens": (0,),
     "parallel_tool_calls": (True, False),
-    "presence_penalty": (0,),
-    "repetition_penalty": (1,),
     "response_format": ({"type": "text"},),
     "store": (False,),
     "suffix": ("",),
@@ -34,6 +29,8 @@ MAX_PROMPTS = 256
 """In one request."""
 
 # Lists stop at their first fault: a megabyte of them would make as many error records.
+Penalty = Annotated[float, Field(ge=-2, le=2)]
+Bias = Annotated[float, Field(ge=-100, le=100)]
 NonEmpty = Annotated[str, Field(min_length=1)]
 Stop = Annotated[str, Field(min_length=1, max_length=256)]
 TokenId = Annotated[int, Field(ge=0)]
@@ -81,6 +78,16 @@ class Sampled(_Body):
     """Draw from so many most probable tokens; -1 or 0: from all."""
     min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
     """Draw from tokens at least this share as probable as the most probable one."""
+    frequency_penalty: Penalty = 0.0
+    """Taken off a token's logit for each time that the answer has it."""
+    presence_penalty: Penalty = 0.0
+    """Taken off a token's logit if the answer has it."""
+    repetition_penalty: Annotated[float, Field(gt=0, le=100)] = 1.0
+    """Makes tokens of prompt and answer less likely above 1, more likely below."""
+    logit_bias: Annotated[dict[str, Bias], Field(max_length=1024)] = Field(default_factory=dict)
+    """What is added to the logits of tokens, by id."""
+    min_tokens: Annotated[int, Field(ge=0, lt=2**31)] = 0
+    """Nothing ends an answer before it has so many tokens."""
     n: Annotated[int, Field(ge=1, le=16)] = 1
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     stop: Stop | Annotated[list[Stop], Field(max_length=16, fail_fast=True)] | None = None
@@ -106,6 +113,13 @@ class Sampled(_Body):
     """Confidence an early exit needs; above 1 nothing exits."""
     exact: bool = False
     """Every layer and every expert of every token."""
+
+    @field_validator("logit_bias")
+    @classmethod
+    def _biases_are_of_tokens(cls, given: dict[str, float]) -> dict[str, float]:
+        if not all(token.isascii() and token.isdigit() and len(token) < 10 for token in given):
+            raise ValueError('the names are ids of tokens, such as {"42": -100}')
+        return given
 
     @property
     def stop_strings(self) -> list[str]:

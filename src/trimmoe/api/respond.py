@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
+from dataclasses import replace
 from typing import Protocol
 
 from fastapi import Request
@@ -57,6 +58,10 @@ def requests_for(
     model = context.service.model
     # Without a seed every request draws its own numbers.
     seed = secrets.randbits(63) if body.seed is None else body.seed
+    _check_tokens(body, model.vocab_size)
+    _check_least(body.min_tokens, max_new_tokens)
+    stop_ids = _stop_ids(body, model)
+    sampling = _sampling(body, model, stop_ids, seed=seed, logprobs=logprobs)
     made = []
     for at, prompt in enumerate(prompts):
         _check_prompt(prompt, model.vocab_size)
@@ -67,22 +72,57 @@ def requests_for(
                     request_id=f"{name}-{len(made)}",
                     prompt_ids=tuple(prompt),
                     max_new_tokens=room if max_new_tokens is None else max_new_tokens,
-                    sampling=Sampling(
-                        temperature=body.temperature,
-                        top_p=body.top_p,
-                        top_k=max(body.top_k, 0),
-                        min_p=body.min_p,
-                        seed=seed,
-                        stream=at * body.n + answer,
-                        logprobs=logprobs,
-                    ),
-                    stop_ids=_stop_ids(body, model),
+                    sampling=replace(sampling, stream=at * body.n + answer),
+                    stop_ids=stop_ids,
                     quality_budget=body.quality_budget,
                     confidence=body.confidence,
                     exact=body.exact,
                 )
             )
     return made
+
+
+def _sampling(
+    body: Sampled,
+    model: ServedModel,
+    stop_ids: frozenset[int],
+    *,
+    seed: int,
+    logprobs: int | None,
+) -> Sampling:
+    """How all answers are drawn, but for the stream of numbers."""
+    return Sampling(
+        temperature=body.temperature,
+        top_p=body.top_p,
+        top_k=max(body.top_k, 0),
+        min_p=body.min_p,
+        seed=seed,
+        logprobs=logprobs,
+        frequency_penalty=body.frequency_penalty,
+        presence_penalty=body.presence_penalty,
+        repetition_penalty=body.repetition_penalty,
+        logit_bias=tuple((int(token), bias) for token, bias in body.logit_bias.items()),
+        min_tokens=body.min_tokens,
+        stop_ids=tuple(sorted(one for one in stop_ids if one < model.vocab_size)),
+    )
+
+
+def _check_tokens(body: Sampled, vocab_size: int) -> None:
+    if any(int(token) >= vocab_size for token in body.logit_bias):
+        raise ApiError(
+            400,
+            f"`logit_bias`: ids of tokens go from 0 to {vocab_size - 1}; leave out the others.",
+            param="logit_bias",
+        )
+
+
+def _check_least(least: int, most: int | None) -> None:
+    if most is not None and least > most:
+        raise ApiError(
+            400,
+            f"`min_tokens` is {least}, but no more than {most} tokens are asked for; lower it.",
+            param="min_tokens",
+        )
 
 
 def _stop_ids(body: Sampled, model: ServedModel) -> frozenset[int]:

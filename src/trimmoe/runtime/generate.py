@@ -9,6 +9,7 @@ from trimmoe.core.errors import UserError
 from trimmoe.core.ledger import Ledger
 from trimmoe.runtime.local import LocalDriver
 from trimmoe.runtime.sampling import Sampling, draw
+from trimmoe.runtime.seen import Seen
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,11 +40,13 @@ def generate(
     room = driver.view.spec.context_length - len(prompt)
     logits = driver.open(0, prompt, access=access, budget=budget, confidence=confidence)
     ledger: Ledger | None = None
+    seen = Seen(prompt=len(prompt), tokens=list(prompt))
     try:
-        for made in range(min(max_new_tokens, room)):
-            token = draw(logits, sampling, len(prompt) + made).token
+        for position in range(len(prompt), len(prompt) + min(max_new_tokens, room)):
+            token = draw(logits, sampling, position, seen).token
+            seen.put(position, token)
             yield Generated(token=token, ledger=ledger)
-            if token in stop or made + 1 == min(max_new_tokens, room):
+            if token in stop or position + 1 == len(prompt) + min(max_new_tokens, room):
                 return
             (decoded,) = driver.decode({0: token})
             logits, ledger = decoded.logits, decoded.ledger

@@ -21,6 +21,7 @@ from torch import Tensor
 from trimmoe.core.ledger import Ledger
 from trimmoe.runtime.decoder import Decoder
 from trimmoe.runtime.sampling import draw
+from trimmoe.runtime.seen import Seen
 from trimmoe.runtime.service import (
     GenerationRequest,
     Health,
@@ -46,6 +47,8 @@ class _Job:
     sequence: int
     out: asyncio.Queue[Item]
     cancelled: bool = False
+    seen: Seen | None
+    """Its tokens, where draws look back."""
     made: int = 0
     next_token: int = -1
 
@@ -90,7 +93,12 @@ class LocalService:
                 raise Unavailable(health.reason)
             if len(shared.running) + len(shared.waiting) >= self._decoder.slots + self._max_waiting:
                 raise Overloaded(RETRY_AFTER_S)
-            job = _Job(request=request, sequence=next(self._sequences), out=asyncio.Queue())
+            job = _Job(
+                request=request,
+                sequence=next(self._sequences),
+                out=asyncio.Queue(),
+                seen=request.seen(),
+            )
             shared.waiting.append(job)
             shared.changed.notify()
         return QueueStream(job.out, partial(self.cancel, job))
@@ -177,7 +185,10 @@ class LocalService:
     def _next(self, job: _Job, logits: Tensor, ledger: Ledger | None) -> TokenEvent:
         """Draw the job's next token and retire the job if it is the last."""
         request = job.request
-        drawn = draw(logits, request.sampling, len(request.prompt_ids) + job.made)
+        position = len(request.prompt_ids) + job.made
+        drawn = draw(logits, request.sampling, position, job.seen)
+        if job.seen is not None:
+            job.seen.put(position, drawn.token)
         job.made += 1
         job.next_token = drawn.token
         reason = None

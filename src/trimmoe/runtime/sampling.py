@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 
 from trimmoe.core.specs import FloatArray
+from trimmoe.runtime.processors import shaped
+from trimmoe.runtime.seen import Seen
 
 _WORD = 2**64
 
@@ -35,6 +37,17 @@ class Sampling:
     """Tells apart several answers to one prompt under one seed."""
     logprobs: int | None = None
     """How many alternatives to report with each token; None reports no probabilities at all."""
+    frequency_penalty: float = 0.0
+    """Taken off a token's logit for each time that the answer has it."""
+    presence_penalty: float = 0.0
+    """Taken off a token's logit if the answer has it."""
+    repetition_penalty: float = 1.0
+    """Divides positive logits of tokens that prompt or answer have, multiplies negative ones."""
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """(token, what is added to its logit)."""
+    min_tokens: int = 0
+    """None of `stop_ids` is drawn before the answer has so many tokens."""
+    stop_ids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         assert self.temperature >= 0
@@ -42,6 +55,16 @@ class Sampling:
         assert self.top_k >= 0
         assert 0 <= self.min_p <= 1
         assert self.logprobs is None or self.logprobs >= 0
+        assert self.repetition_penalty > 0
+        assert self.min_tokens >= 0
+
+    @property
+    def looks_back(self) -> bool:
+        """Whether what may be drawn hangs on the tokens before."""
+        return (
+            bool(self.frequency_penalty or self.presence_penalty or self.min_tokens)
+            or self.repetition_penalty != 1
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,14 +80,12 @@ class Draw:
     """(token, logprob) of the most probable tokens, best first."""
 
 
-def draw(logits: Tensor, sampling: Sampling, position: int) -> Draw:
-    """The token that goes to `position` (counted from the prompt's start), from logits [V]."""
-    if sampling.temperature == 0:
-        token = int(logits.argmax())
-    else:
-        scaled = logits.double().cpu() / sampling.temperature
-        probabilities = torch.softmax(scaled, dim=-1).numpy()
-        token = choose(probabilities, sampling, uniform(sampling, position))
+def draw(logits: Tensor, sampling: Sampling, position: int, seen: Seen | None = None) -> Draw:
+    """The token that goes to `position` (counted from the prompt's start), from logits [V].
+
+    `seen`, what comes before it, is needed where `sampling.looks_back`.
+    """
+    token = pick(shaped(logits, sampling, position, seen), sampling, position)
     if sampling.logprobs is None:
         return Draw(token=token)
     logprobs = torch.log_softmax(logits.float(), dim=-1)
@@ -74,6 +95,15 @@ def draw(logits: Tensor, sampling: Sampling, position: int) -> Draw:
         logprob=float(logprobs[token]),
         top=tuple(zip(ids.tolist(), values.tolist(), strict=True)),
     )
+
+
+def pick(scores: Tensor, sampling: Sampling, position: int) -> int:
+    """The token that goes to `position`, from logits [V] that nothing is to be done to any more."""
+    if sampling.temperature == 0:
+        return int(scores.argmax())
+    scaled = scores.double().cpu() / sampling.temperature
+    probabilities = torch.softmax(scaled, dim=-1).numpy()
+    return choose(probabilities, sampling, uniform(sampling, position))
 
 
 def uniform(sampling: Sampling, position: int) -> float:

@@ -18,6 +18,7 @@ from trimmoe.core.specs import IntArray
 from trimmoe.policy.settings import PolicySettings
 from trimmoe.runtime.counters import ExpertUse
 from trimmoe.runtime.sampling import Sampling
+from trimmoe.runtime.seen import Seen
 
 FinishReason = Literal["stop", "length"]
 NEVER_EXIT = 2.0
@@ -61,6 +62,12 @@ class GenerationRequest:
     def __post_init__(self) -> None:
         assert self.prompt_ids
         assert self.max_new_tokens >= 1
+
+    def seen(self) -> Seen | None:
+        """The prompt, for draws that look back; None where they do not."""
+        if not self.sampling.looks_back:
+            return None
+        return Seen(prompt=len(self.prompt_ids), tokens=list(self.prompt_ids))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

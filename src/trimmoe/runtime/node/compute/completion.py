@@ -119,7 +119,7 @@ def token_of(
 ) -> Token:
     """The token drawn after the unit's last row."""
     position = unit.start + unit.count
-    drawn = draw(logits, unit.seat.sampling, position)
+    drawn = draw(logits, unit.seat.sampling, position, unit.seat.seen)
     return Token(
         sequence=unit.seat.sequence,
         position=position,

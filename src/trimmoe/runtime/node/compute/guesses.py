@@ -18,7 +18,8 @@ from trimmoe.runtime.node.compute.executor import Executor
 from trimmoe.runtime.node.compute.passing import SLICE_S
 from trimmoe.runtime.node.records.outcome import Outcome
 from trimmoe.runtime.node.records.readings import Guessed, Reading
-from trimmoe.runtime.sampling import draw
+from trimmoe.runtime.processors import shaped
+from trimmoe.runtime.sampling import pick
 
 AT_ONCE = 4
 """Layers between two looks at the clock."""
@@ -89,8 +90,9 @@ def _guessed(
     logits = homes.view.logits(states[torch.from_numpy(last)])
     made = []
     for one, scores in zip(going, logits, strict=True):
-        confidence = float(scores.float().softmax(-1).max())
+        chosen_from = shaped(scores, one.sampling, one.position, one.seen)
+        confidence = float(chosen_from.float().softmax(-1).max())
         least = float(worker.engine.guess_rules.thresholds[worker.route_rows[one.route]])
-        token = draw(scores, one.sampling, one.position).token
+        token = pick(chosen_from, one.sampling, one.position)
         made.append(Guessed(reading=one, token=token, wanted=confidence >= least))
     return made

@@ -19,7 +19,7 @@ from trimmoe.core.wave import Wave
 from trimmoe.models.base import DROPPED
 from trimmoe.runtime.node.records.messages import Dispatch, Onward, Parcel
 from trimmoe.runtime.node.records.rows import Rows
-from trimmoe.runtime.node.records.units import Unit, epochs_of
+from trimmoe.runtime.node.records.units import Unit, epochs_of, tokens_of
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -109,8 +109,11 @@ class Cargo:
         index, counts = np.unique(self.unit_of[which], return_counts=True)
         return [self.units[i] for i in index.tolist()], counts
 
-    def rows(self, which: IntArray, units: Sequence[Unit], counts: IntArray) -> Rows:
-        """The message's description of these rows, of which `of` says the other two."""
+    def rows(
+        self, which: IntArray, units: Sequence[Unit], counts: IntArray, *, moving: bool = False
+    ) -> Rows:
+        """The message's description of these rows, of which `of` says the other two; with their
+        tokens if the units are `moving` on."""
         whole = all(u.count == c for u, c in zip(units, counts.tolist(), strict=True))
         return Rows(
             [unit.seat.sequence for unit in units],
@@ -118,6 +121,7 @@ class Cargo:
             counts.tolist(),
             [] if whole else self.offset[which].tolist(),
             epochs_of(units),
+            tokens_of(units) if moving else [],
         )
 
 
@@ -193,7 +197,7 @@ def _onward(
         to=destination,
         message=Onward(
             layer=cargo.layer,
-            rows=cargo.rows(which, units, counts),
+            rows=cargo.rows(which, units, counts, moving=True),
             awaited=[np.flatnonzero(servers).tolist() for servers in by_unit],
             raw=np.flatnonzero(raw).tolist(),
             probes=[unit.probe for unit in units],

@@ -25,8 +25,8 @@ from trimmoe.runtime.node.records.messages import (
     Parcel,
     Release,
     Reserve,
-    SamplingSpec,
 )
+from trimmoe.runtime.node.records.samplings import pack_sampling, pack_seen
 from trimmoe.runtime.service import (
     GenerationRequest,
     Health,
@@ -240,18 +240,15 @@ class Desk:
     ) -> asyncio.Future[bool]:
         grant: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         attempt.grants[server] = grant
-        sampling = job.request.sampling
-        spec = SamplingSpec(
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            top_k=sampling.top_k,
-            min_p=sampling.min_p,
-            seed=sampling.seed,
-            stream=sampling.stream,
-            logprobs=sampling.logprobs,
-        )
         budget, _ = self.answers.quality_of(job)
-        reserve = Reserve(attempt.sequence, list(attempt.route), spec, budget, waits)
+        reserve = Reserve(
+            sequence=attempt.sequence,
+            route=list(attempt.route),
+            sampling=pack_sampling(job.request.sampling),
+            budget=budget,
+            waits=waits,
+            seen=pack_seen(job.request.seen(), job.tokens),
+        )
         self._post(server, reserve)
         return grant
 
@@ -265,6 +262,7 @@ class Desk:
         guesses = room.planner.settings.guesses
         if guesses:
             attempt.lead = Lead(guesses=guesses, guess_s=room.guess_s())
+            attempt.seen = request.seen()
         room.post(prompt(attempt.route[0], attempt.sequence, ids))
         self.answers.guess(job, attempt)
 

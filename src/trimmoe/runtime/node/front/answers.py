@@ -149,12 +149,15 @@ class Answers:
         tokens = tuple(ids[attempt.read : attempt.read + room.chunk])
         if not tokens:
             return
+        if attempt.seen is not None:
+            attempt.seen.tokens = ids
         attempt.reading = Reading(
             sequence=attempt.sequence,
             start=attempt.read,
             tokens=tokens,
             route=attempt.route,
             sampling=request.sampling,
+            seen=attempt.seen,
         )
         room.guess(attempt.reading)
         attempt.read += len(tokens)

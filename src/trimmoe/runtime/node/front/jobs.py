@@ -14,6 +14,7 @@ from trimmoe.runtime.node.records.messages import Parcel, Token
 from trimmoe.runtime.node.records.outcome import Arrival
 from trimmoe.runtime.node.records.readings import Reading
 from trimmoe.runtime.node.watch.planner import Planner
+from trimmoe.runtime.seen import Seen
 from trimmoe.runtime.service import GenerationRequest, Health, ServiceStats
 from trimmoe.runtime.streams import Item
 
@@ -45,6 +46,8 @@ class Attempt:
     """Where this server guesses ahead: how long its tokens take by that."""
     early: dict[int, Token] = field(default_factory=dict)
     """Tokens that overtook the one that is awaited, by position."""
+    seen: Seen | None = None
+    """What guesses are drawn after, where draws look back."""
     read: int = 0
     """Up to where this server has read the sequence by itself, or is about to."""
     reading: Reading | None = None

@@ -22,11 +22,11 @@ from trimmoe.runtime.node.records.messages import (
     Prompt,
     Propagate,
     Reserve,
-    SamplingSpec,
     Start,
     Weather,
 )
 from trimmoe.runtime.node.records.passengers import MalformedPassengers
+from trimmoe.runtime.node.records.samplings import can_sample
 
 _STATES = (torch.float32, torch.bfloat16, torch.float16)
 """What states may be: servers on other devices compute in other dtypes."""
@@ -59,7 +59,8 @@ def check(geometry: Geometry, message: Message, tensors: Sequence[Tensor]) -> No
             good = _are_rows(geometry, message, tensors)
         case Reserve():
             good = len(message.route) == geometry.layer_count
-            good = good and geometry.is_server(*message.route) and _can_sample(message.sampling)
+            good = good and geometry.is_server(*message.route)
+            good = good and can_sample(message.sampling, message.seen)
         case Weather():
             counts = {len(message.delay_s), len(message.bandwidth_bytes_per_s)}
             good = counts == {geometry.server_count} and geometry.is_server(*message.unreachable)
@@ -82,16 +83,6 @@ def prompt(to: int, sequence: int, ids: Sequence[int]) -> Parcel:
     """The tokens that a sequence begins with, to the server of its first layer."""
     tokens = (torch.tensor(ids, dtype=torch.int32),)
     return Parcel(to=to, message=Prompt(sequence), tensors=tokens)
-
-
-def _can_sample(sampling: SamplingSpec) -> bool:
-    return (
-        sampling.temperature >= 0
-        and 0 < sampling.top_p <= 1
-        and sampling.top_k >= 0
-        and 0 <= sampling.min_p <= 1
-        and (sampling.logprobs is None or sampling.logprobs >= 0)
-    )
 
 
 def _are_rows(

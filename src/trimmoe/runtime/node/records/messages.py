@@ -43,6 +43,19 @@ class SamplingSpec(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_
     seed: int
     stream: int
     logprobs: int | None
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    min_tokens: int = 0
+    stop_ids: tuple[int, ...] = ()
+
+
+class SeenSpec(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """`runtime.seen.Seen` on the wire."""
+
+    prompt: int
+    tokens: list[int]
 
 
 class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
@@ -60,6 +73,8 @@ class Reserve(Message, frozen=True, tag="reserve"):
     """Quality loss that a token of it may incur."""
     waits: bool
     """Whether to wait for a place or to be refused if there is none."""
+    seen: SeenSpec | None = None
+    """What the sequence begins with, where draws look back."""
 
 
 class Granted(Message, frozen=True, tag="granted"):

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from trimmoe.runtime.sampling import Sampling
+from trimmoe.runtime.seen import Seen
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -21,6 +22,8 @@ class Reading:
     tokens: tuple[int, ...]
     route: tuple[int, ...]
     sampling: Sampling
+    seen: Seen | None = None
+    """The sequence's tokens up to what is guessed, where draws look back."""
     layer: int = 0
     """That they enter next."""
     hidden: Tensor | None = None

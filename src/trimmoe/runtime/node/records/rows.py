@@ -12,6 +12,8 @@ from typing import NamedTuple
 
 import msgspec
 
+from trimmoe.runtime.seen import UNKNOWN
+
 
 class UnitName(NamedTuple):
     """What tells a unit from all others."""
@@ -34,6 +36,8 @@ class Rows(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=T
     epochs: list[int] = []
     """How often tokens of each unit's sequence had been withdrawn when it set out; empty if never.
     """
+    tokens: list[int] = []
+    """The token of each unit, `UNKNOWN` where nobody asks for it; empty if nobody asks at all."""
 
     @property
     def total(self) -> int:
@@ -56,6 +60,10 @@ class Rows(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=T
             yield UnitName(*name), slice(at, at + count)
             at += count
 
+    def token(self, unit: int) -> int:
+        """Of one of the units."""
+        return self.tokens[unit] if self.tokens else UNKNOWN
+
     def well_formed(self) -> bool:
         units = len(self.sequences)
         return (
@@ -64,4 +72,5 @@ class Rows(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=T
             and min(self.starts) >= 0
             and (not self.offsets or len(self.offsets) == self.total)
             and (not self.epochs or (len(self.epochs) == units and min(self.epochs) >= 0))
+            and (not self.tokens or (len(self.tokens) == units and min(self.tokens) >= UNKNOWN))
         )

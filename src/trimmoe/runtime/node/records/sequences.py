@@ -16,7 +16,10 @@ from typing import Any
 
 from trimmoe.models.cache import KVCache
 from trimmoe.runtime.node.records.messages import Reserve, access_of
+from trimmoe.runtime.node.records.passengers import MalformedPassengers
+from trimmoe.runtime.node.records.samplings import unpack_sampling, unpack_seen
 from trimmoe.runtime.sampling import Sampling
+from trimmoe.runtime.seen import UNKNOWN, Seen
 
 
 @dataclass(kw_only=True, slots=True)
@@ -54,6 +57,8 @@ class Seat:
     """Quality loss that a token of it may incur."""
     written: dict[int, Written]
     """By layer that this server has of the route; layer N stands for what follows the last."""
+    seen: Seen | None = None
+    """Its tokens, as far as they have come by; None where no draw looks back."""
     open: bool = True
     cuts: list[int] = field(default_factory=list)
     """From which position on tokens were withdrawn, time after time; ascending, since what is
@@ -85,6 +90,16 @@ class Seat:
         for written in self.written.values():
             written.cut(start)
         return True
+
+    def note(self, start: int, epoch: int, token: int) -> None:
+        """What is at a position comes by; raises `MalformedPassengers` if nobody says what it is
+        and draws look back."""
+        if self.seen is None or self.is_void(start, epoch):
+            return
+        if token != UNKNOWN:
+            self.seen.put(start, token)
+        elif self.seen.at(start) == UNKNOWN:
+            raise MalformedPassengers("a token without its name")
 
     def is_void(self, start: int, epoch: int) -> bool:
         """Whether a unit was withdrawn."""
@@ -162,20 +177,12 @@ class Seats:
         layers = [layer for layer, server in enumerate(route) if server == self._server]
         if route[-1] == self._server:
             layers.append(len(route))
-        spec = asked.sampling
         self._seats[asked.sequence] = Seat(
             sequence=asked.sequence,
             slot=self._cache.alloc(),
             route=route,
-            sampling=Sampling(
-                temperature=spec.temperature,
-                top_p=spec.top_p,
-                top_k=spec.top_k,
-                min_p=spec.min_p,
-                seed=spec.seed,
-                stream=spec.stream,
-                logprobs=spec.logprobs,
-            ),
+            sampling=unpack_sampling(asked.sampling),
+            seen=unpack_seen(asked.seen),
             budget=asked.budget,
             written={layer: Written() for layer in layers},
         )

@@ -13,6 +13,7 @@ from trimmoe.core.wave import Wave, join_waves
 from trimmoe.runtime.node.records.messages import NO_TOKEN
 from trimmoe.runtime.node.records.rows import Rows, UnitName
 from trimmoe.runtime.node.records.sequences import Seat
+from trimmoe.runtime.seen import UNKNOWN
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -198,7 +199,17 @@ def rows_of(units: Sequence[Unit]) -> Rows:
         [unit.count for unit in units],
         [],
         epochs_of(units),
+        tokens_of(units),
     )
+
+
+def tokens_of(units: Sequence[Unit]) -> list[int]:
+    """As in `Rows`."""
+    tokens = [
+        UNKNOWN if unit.seat.seen is None or unit.count > 1 else unit.seat.seen.at(unit.start)
+        for unit in units
+    ]
+    return tokens if max(tokens) > UNKNOWN else []
 
 
 def epochs_of(setting_out: Sequence[Unit] | Sequence[Arrival]) -> list[int]:

@@ -186,6 +186,7 @@ class Floor:
         for row, ((sequence, start, epoch), _) in enumerate(message.rows.split()):
             if (seat := self.seats.get(sequence)) is not None:
                 self.withdraw(sequence, start, epoch)
+                seat.note(start, epoch, message.tokens[row])
                 self.enter(
                     Unit(
                         seat=seat,
@@ -238,6 +239,7 @@ class Floor:
             if seat is None:
                 continue
             self.withdraw(sequence, start, epoch)
+            seat.note(start, epoch, rows.token(index))
             unit = Unit(
                 seat=seat,
                 layer=message.layer,
@@ -289,8 +291,9 @@ class Floor:
         )
 
     def _propagate(self, sender: int, message: Propagate, tensors: tuple, wave: None) -> None:
-        for (sequence, start, _), where in message.rows.split():
+        for index, ((sequence, start, epoch), where) in enumerate(message.rows.split()):
             if (seat := self.seats.get(sequence)) is not None:
+                seat.note(start, epoch, message.rows.token(index))
                 unit = Unit(
                     seat=seat,
                     layer=message.layer,

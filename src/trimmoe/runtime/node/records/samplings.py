@@ -1,0 +1,52 @@
+"""How tokens are drawn, as servers tell one another."""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+
+from trimmoe.runtime.node.records.messages import SamplingSpec, SeenSpec
+from trimmoe.runtime.sampling import Sampling
+from trimmoe.runtime.seen import Seen
+
+
+def pack_sampling(sampling: Sampling) -> SamplingSpec:
+    """For the wire."""
+    names = SamplingSpec.__struct_fields__
+    return SamplingSpec(**{name: getattr(sampling, name) for name in names})
+
+
+def unpack_sampling(spec: SamplingSpec) -> Sampling:
+    """From the wire; `can_sample` has passed it."""
+    return Sampling(**msgspec.structs.asdict(spec))
+
+
+def pack_seen(seen: Seen | None, tokens: list[int]) -> SeenSpec | None:
+    """What a sequence begins with, and the `tokens` of the answer that there are already."""
+    return None if seen is None else SeenSpec(seen.prompt, [*seen.tokens, *tokens])
+
+
+def unpack_seen(spec: SeenSpec | None) -> Seen | None:
+    """From the wire."""
+    return None if spec is None else Seen(prompt=spec.prompt, tokens=list(spec.tokens))
+
+
+def can_sample(spec: SamplingSpec, seen: SeenSpec | None) -> bool:
+    """Whether tokens can be drawn as a peer says."""
+    penalties = (spec.frequency_penalty, spec.presence_penalty)
+    good = (
+        spec.temperature >= 0
+        and 0 < spec.top_p <= 1
+        and spec.top_k >= 0
+        and 0 <= spec.min_p <= 1
+        and (spec.logprobs is None or spec.logprobs >= 0)
+        and all(math.isfinite(each) for each in penalties)
+        and 0 < spec.repetition_penalty < math.inf
+        and all(token >= 0 and math.isfinite(bias) for token, bias in spec.logit_bias)
+        and spec.min_tokens >= 0
+        and min(spec.stop_ids, default=0) >= 0
+    )
+    if not good or not unpack_sampling(spec).looks_back:
+        return good
+    return seen is not None and 0 < seen.prompt <= len(seen.tokens) and min(seen.tokens) >= 0

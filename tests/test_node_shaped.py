@@ -1,0 +1,88 @@
+"""Options that look back at an answer change nothing about who draws: nodes answer as one process
+does, whatever they guess or draft ahead and whoever dies."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from nodes import (
+    UnevenNetwork,
+    answers,
+    constant_routes,
+    drafting,
+    guessing,
+    hybrid_routes,
+    read,
+    request,
+    running,
+    staircase_routes,
+    tokens_of,
+    world,
+)
+from questions import Questions
+from serving import EOS, Tiny
+from trimmoe.policy.settings import PolicySettings
+from trimmoe.runtime.sampling import Sampling
+from trimmoe.runtime.service import GenerationRequest
+from wires import soon
+
+PENALTIES = Sampling(frequency_penalty=0.7, presence_penalty=0.4, repetition_penalty=1.2)
+SAMPLINGS = {
+    "greedy": PENALTIES,
+    "drawn": replace(PENALTIES, temperature=0.9, top_p=0.95, seed=4, min_tokens=5, stop_ids=(EOS,)),
+}
+POLICIES = {"guesses": guessing(3), "drafts": drafting(0.0)}
+ROUTES = {"hybrid": hybrid_routes, "staircase": staircase_routes, "constant": constant_routes}
+
+
+async def in_one_process(tiny: Tiny, asked: Sequence[GenerationRequest]) -> list[list[int]]:
+    """What the model in one process answers."""
+    service = tiny.exact(slots=len(asked))
+    await service.start()
+    try:
+        streams = [service.submit(one) for one in asked]
+        made = await soon(asyncio.gather(*(read(stream) for stream in streams)))
+    finally:
+        await service.close()
+    return [tokens_of(events) for events in made]
+
+
+@pytest.mark.parametrize("how", sorted(SAMPLINGS))
+@pytest.mark.parametrize("routes", sorted(ROUTES))
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+async def test_nodes_answer_as_one_process_however_they_guess(
+    tiny: Tiny, policy: str, routes: str, how: str
+) -> None:
+    asked = Questions(tiny=tiny, count=6).among(3, sampling=SAMPLINGS[how])
+    expected = await in_one_process(tiny, [one for _, one in asked])
+    plain = await in_one_process(tiny, [replace(one, sampling=Sampling()) for _, one in asked])
+    profile, plan = world(tiny, servers=3, routes=ROUTES[routes](3))
+    settings: dict[str, Any] = {"network": UnevenNetwork(3), "kv_slots": 8}
+    async with running(
+        tiny, profile=profile, plan=plan, policy=POLICIES[policy], **settings
+    ) as servers:
+        made = await answers(servers, asked)
+        await servers.all_free()
+    assert [tokens_of(events) for events in made] == expected
+    assert expected != plain
+
+
+@pytest.mark.parametrize("policy", [guessing(2), drafting(0.0)], ids=["guesses", "drafts"])
+async def test_an_answer_goes_on_after_a_loss_with_all_that_it_has(
+    tiny: Tiny, policy: PolicySettings
+) -> None:
+    asked = request([70, 71, 72], 40, sampling=SAMPLINGS["greedy"])
+    (expected,) = await in_one_process(tiny, [asked])
+    profile, plan = world(tiny, servers=3, routes=hybrid_routes(3), density=1.0)
+    async with running(tiny, profile=profile, plan=plan, policy=policy) as servers:
+        stream = servers.nodes[0].service.submit(asked)
+        first = [await soon(anext(aiter(stream))) for _ in range(8)]
+        await servers.kill(1)
+        rest = await soon(read(stream))
+        assert servers.nodes[0].desk.restarts > 0
+    assert tokens_of([*first, *rest]) == expected
