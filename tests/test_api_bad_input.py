@@ -142,7 +142,8 @@ def test_wrong_chats_are_refused(url: str, change: dict[str, Any], says: str) ->
         {"temperature": None, "stop": None, "logprobs": None},
         {"frequency_penalty": 0, "presence_penalty": 0.0, "logit_bias": {}, "user": "me"},
         {"best_of": 1, "repetition_penalty": 1.0, "top_k": -1, "min_p": 0},
-        {"metadata": {"who": "me"}, "service_tier": "auto", "prompt_cache_key": "a"},
+        {"metadata": {"who": "me"}, "service_tier": "auto", "prompt_cache_key": "a", "store": True},
+        {"parallel_tool_calls": True, "modalities": ["text"], "safety_identifier": "me"},
         {"confidence": 2, "temperature": 1, "top_p": 1, "seed": -1},
     ],
 )
@@ -278,6 +279,8 @@ def test_any_request_that_the_document_allows_or_not_is_answered_as_it_says(
             "get /v1/models/{name}",
             "get /health",
             "get /metrics",
+            "post /tokenize",
+            "post /detokenize",
         }
         for operation in operations:
             _fuzz(operation, schemathesis.GenerationMode.POSITIVE, url)

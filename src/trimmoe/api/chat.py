@@ -35,7 +35,7 @@ router = APIRouter()
 async def chat_completions(body: ChatRequest, http: Request, context: Serving) -> Response:
     """Answer a chat."""
     context.require_model(body.model)
-    prompt = await context.codec.encode_chat([_turn(message) for message in body.messages])
+    prompt = await context.codec.encode_chat([turn_of(message) for message in body.messages])
     name = f"chatcmpl-{uuid4().hex}"
     requests = requests_for(
         context,
@@ -48,7 +48,7 @@ async def chat_completions(body: ChatRequest, http: Request, context: Serving) -
     return await respond(http, context, body, requests, _ChatForm(body, context.codec, name))
 
 
-def _turn(message: Message) -> dict[str, str]:
+def turn_of(message: Message) -> dict[str, str]:
     """What chat templates read; they know developers as the system."""
     role = "system" if message.role == "developer" else message.role
     named = {} if message.name is None else {"name": message.name}

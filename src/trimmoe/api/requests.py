@@ -14,14 +14,16 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),
     "functions": ([],),
+    "function_call": ("none", "auto"),
     "length_penalty": (1,),
+    "modalities": (["text"],),
     "parallel_tool_calls": (True, False),
     "response_format": ({"type": "text"},),
-    "store": (False,),
     "suffix": ("",),
     "tool_choice": ("none", "auto"),
     "tools": ([],),
     "use_beam_search": (False,),
+    "verbosity": ("medium",),
 }
 """Values with which options that we do not have change nothing."""
 
@@ -39,7 +41,9 @@ Prompts = Annotated[list[NonEmpty], Field(min_length=1, max_length=MAX_PROMPTS, 
 ManyIds = Annotated[list[Ids], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)]
 
 
-class _Body(BaseModel):
+class Body(BaseModel):
+    """Any JSON object of a request."""
+
     model_config = ConfigDict(
         extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True
     )
@@ -61,14 +65,14 @@ class _Body(BaseModel):
         return kept
 
 
-class StreamOptions(_Body):
+class StreamOptions(Body):
     """Options of a streamed answer."""
 
     include_usage: bool = False
     """End with a chunk that has no choice but the usage."""
 
 
-class Sampled(_Body):
+class Sampled(Body):
     """What completions and chats have in common."""
 
     model: Annotated[str, Field(min_length=1, max_length=256)]
@@ -98,10 +102,12 @@ class Sampled(_Body):
     stream: bool = False
     stream_options: StreamOptions | None = None
     user: str | None = None
-    """Accepted and not looked at, as are the next four."""
+    """Accepted and not looked at, as are the next six."""
     metadata: dict[str, str] | None = None
     service_tier: str | None = None
+    store: bool = False
     prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
     safety_identifier: str | None = None
     ignore_eos: bool = False
     """Go on past the model's own end."""
@@ -150,14 +156,14 @@ class CompletionRequest(Sampled):
         return self
 
 
-class TextPart(_Body):
+class TextPart(Body):
     """A piece of a message."""
 
     type: Literal["text"]
     text: str
 
 
-class Message(_Body):
+class Message(Body):
     """One turn of a chat."""
 
     role: Literal["system", "developer", "user", "assistant"]

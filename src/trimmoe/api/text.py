@@ -22,14 +22,18 @@ class TextCodec:
         """Tokenizers may change their own settings in a call and bear no two at a time."""
         self.token_text = lru_cache(maxsize=65536)(self._token_text)
 
-    async def encode(self, text: str) -> list[int]:
-        """The tokens of a prompt, with those the model wants around it."""
+    async def encode(self, text: str, *, special: bool = True) -> list[int]:
+        """The tokens of a prompt, with those the model wants around it if they are `special`."""
         async with self._one_at_a_time:
-            encoded = await asyncio.to_thread(self._tokenizer, text, verbose=False)
+            encoded = await asyncio.to_thread(
+                self._tokenizer, text, add_special_tokens=special, verbose=False
+            )
         return list(encoded["input_ids"])
 
-    async def encode_chat(self, turns: list[dict[str, str]]) -> list[int]:
-        """The tokens of a chat, up to where the assistant's turn begins."""
+    async def encode_chat(
+        self, turns: list[dict[str, str]], *, answering: bool = True
+    ) -> list[int]:
+        """The tokens of a chat, up to where the assistant's turn begins if it is `answering`."""
         if not self._tokenizer.chat_template:
             raise ApiError(400, "This model has no chat template; use /v1/completions.")
         try:
@@ -37,7 +41,7 @@ class TextCodec:
                 text = await asyncio.to_thread(
                     self._tokenizer.apply_chat_template,
                     turns,
-                    add_generation_prompt=True,
+                    add_generation_prompt=answering,
                     tokenize=False,
                 )
         except Exception as error:  # Templates refuse turns in their own ways.
@@ -46,17 +50,13 @@ class TextCodec:
                 f"The model's chat template does not take these messages ({error}).",
                 param="messages",
             ) from error
-        async with self._one_at_a_time:
-            # The template has put in the special tokens already.
-            encoded = await asyncio.to_thread(
-                self._tokenizer, text, add_special_tokens=False, verbose=False
-            )
-        return list(encoded["input_ids"])
+        # The template has put in the special tokens already.
+        return await self.encode(text, special=False)
 
-    def decode(self, tokens: Sequence[int]) -> str:
-        """Text as it is, without special tokens."""
+    def decode(self, tokens: Sequence[int], *, special: bool = False) -> str:
+        """Text as it is, without special tokens unless those are wanted."""
         return self._tokenizer.decode(
-            list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False
+            list(tokens), skip_special_tokens=not special, clean_up_tokenization_spaces=False
         )
 
     def stream(self) -> TextStream:
