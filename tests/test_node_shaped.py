@@ -27,12 +27,23 @@ from nodes import (
 from questions import Questions
 from serving import EOS, Tiny
 from trimmoe.policy.settings import PolicySettings
+from trimmoe.runtime.guides import json_grammar, regex_grammar
 from trimmoe.runtime.sampling import Sampling
 from trimmoe.runtime.service import GenerationRequest
 from wires import soon
 
 PENALTIES = Sampling(frequency_penalty=0.7, presence_penalty=0.4, repetition_penalty=1.2)
+PARTS = regex_grammar("[a-f]{3,9}(-[0-9]{2}){2,40}")
+OBJECT = json_grammar(
+    {
+        "type": "object",
+        "properties": {"kind": {"enum": ["hop", "skip"]}, "ids": {"items": {"type": "integer"}}},
+        "required": ["kind", "ids"],
+    }
+)
 SAMPLINGS = {
+    "regex": replace(PENALTIES, grammar=PARTS),
+    "json": Sampling(temperature=1.1, seed=2, grammar=OBJECT, min_tokens=30, stop_ids=(EOS,)),
     "greedy": PENALTIES,
     "drawn": replace(PENALTIES, temperature=0.9, top_p=0.95, seed=4, min_tokens=5, stop_ids=(EOS,)),
 }
@@ -73,10 +84,11 @@ async def test_nodes_answer_as_one_process_however_they_guess(
 
 
 @pytest.mark.parametrize("policy", [guessing(2), drafting(0.0)], ids=["guesses", "drafts"])
+@pytest.mark.parametrize("how", ["greedy", "regex"])
 async def test_an_answer_goes_on_after_a_loss_with_all_that_it_has(
-    tiny: Tiny, policy: PolicySettings
+    tiny: Tiny, policy: PolicySettings, how: str
 ) -> None:
-    asked = request([70, 71, 72], 40, sampling=SAMPLINGS["greedy"])
+    asked = request([70, 71, 72], 40, sampling=SAMPLINGS[how], stop_ids=frozenset({EOS}))
     (expected,) = await in_one_process(tiny, [asked])
     profile, plan = world(tiny, servers=3, routes=hybrid_routes(3), density=1.0)
     async with running(tiny, profile=profile, plan=plan, policy=policy) as servers:

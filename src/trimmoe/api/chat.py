@@ -25,6 +25,7 @@ from trimmoe.api.responses import (
     TopLogprob,
     Usage,
 )
+from trimmoe.api.structure import checked_grammar
 from trimmoe.api.text import TextCodec
 from trimmoe.api.wording import finite, shown_tokens
 
@@ -44,6 +45,7 @@ async def chat_completions(body: ChatRequest, http: Request, context: Serving) -
         name=name,
         max_new_tokens=body.max_completion_tokens or body.max_tokens,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+        grammar=await checked_grammar(body, context.guides),
     )
     return await respond(http, context, body, requests, _ChatForm(body, context.codec, name))
 

@@ -15,6 +15,7 @@ from trimmoe.api.openapi import generation_responses
 from trimmoe.api.requests import CompletionRequest
 from trimmoe.api.respond import requests_for, respond
 from trimmoe.api.responses import Completion, CompletionChoice, CompletionLogprobs, Usage
+from trimmoe.api.structure import checked_grammar
 from trimmoe.api.text import TextCodec
 from trimmoe.api.wording import finite, shown_tokens
 
@@ -34,6 +35,7 @@ async def completions(body: CompletionRequest, http: Request, context: Serving) 
         name=name,
         max_new_tokens=body.max_tokens,
         logprobs=body.logprobs,
+        grammar=await checked_grammar(body, context.guides),
     )
     echoes = _echoes(body, prompts, context.codec)
     form = _CompletionForm(body, context.codec, name, echoes)

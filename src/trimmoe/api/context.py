@@ -10,6 +10,7 @@ from fastapi import Depends, Request
 from trimmoe.api.errors import ApiError
 from trimmoe.api.metrics import ApiMetrics
 from trimmoe.api.text import TextCodec
+from trimmoe.runtime.guides import Guides, guides_of
 from trimmoe.runtime.service import InferenceService
 
 
@@ -20,6 +21,11 @@ class Context:
     service: InferenceService
     metrics: ApiMetrics
     codec: TextCodec
+
+    @property
+    def guides(self) -> Guides:
+        """What holds answers to grammars."""
+        return guides_of(self.service.model)
 
     def require_model(self, name: str) -> None:
         """Raise 404 for a model that is not the served one."""

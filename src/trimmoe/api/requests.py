@@ -18,7 +18,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "length_penalty": (1,),
     "modalities": (["text"],),
     "parallel_tool_calls": (True, False),
-    "response_format": ({"type": "text"},),
     "suffix": ("",),
     "tool_choice": ("none", "auto"),
     "tools": ([],),
@@ -54,12 +53,13 @@ class Body(BaseModel):
         """Drop nulls, which stand for defaults, and neutral values of options we do not have."""
         if not isinstance(data, dict):
             return data
+        known = {field.alias or name for name, field in cls.model_fields.items()}
         kept = {}
         for name, value in data.items():
             neutral = name in _NEUTRAL and value in _NEUTRAL[name]
             if value is None or neutral:
                 continue
-            if name not in cls.model_fields:
+            if name not in known:
                 raise ValueError(f"This server has no option `{name[:64]}`; leave it out.")
             kept[name] = value
         return kept
@@ -70,6 +70,29 @@ class StreamOptions(Body):
 
     include_usage: bool = False
     """End with a chunk that has no choice but the usage."""
+
+
+class JsonSchema(Body):
+    """What an answer's JSON has to be like."""
+
+    name: Annotated[str, Field(min_length=1, max_length=256)] = "answer"
+    description: str | None = None
+    described: Annotated[dict[str, Any], Field(alias="schema")] = Field(default_factory=dict)
+    strict: bool | None = None
+    """Answers are always held to the schema."""
+
+
+class ResponseFormat(Body):
+    """What an answer has to be like."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    @model_validator(mode="after")
+    def _schema_if_named(self) -> ResponseFormat:
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise ValueError("`json_schema` goes with type `json_schema`, and only with that")
+        return self
 
 
 class Sampled(Body):
@@ -92,6 +115,16 @@ class Sampled(Body):
     """What is added to the logits of tokens, by id."""
     min_tokens: Annotated[int, Field(ge=0, lt=2**31)] = 0
     """Nothing ends an answer before it has so many tokens."""
+    response_format: ResponseFormat | None = None
+    """JSON, or JSON that a schema describes."""
+    guided_regex: Annotated[str, Field(min_length=1, max_length=10_000)] | None = None
+    """A regular expression that answers match as a whole."""
+    guided_json: dict[str, Any] | None = None
+    """A JSON schema, as in `response_format`."""
+    guided_choice: (
+        Annotated[list[NonEmpty], Field(min_length=1, max_length=1024, fail_fast=True)] | None
+    ) = None
+    """Answers are one of these texts."""
     n: Annotated[int, Field(ge=1, le=16)] = 1
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     stop: Stop | Annotated[list[Stop], Field(max_length=16, fail_fast=True)] | None = None
@@ -132,6 +165,16 @@ class Sampled(Body):
         if self.stop is None:
             return []
         return [self.stop] if isinstance(self.stop, str) else self.stop
+
+    @model_validator(mode="after")
+    def _one_form(self) -> Sampled:
+        free = self.response_format is None or self.response_format.type == "text"
+        forms = [self.guided_regex, self.guided_json, self.guided_choice, None if free else 1]
+        if len(forms) - forms.count(None) > 1:
+            raise ValueError(
+                "`response_format` and the `guided_` options exclude one another; give one of them."
+            )
+        return self
 
     @model_validator(mode="after")
     def _options_need_a_stream(self) -> Sampled:

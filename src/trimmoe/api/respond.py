@@ -50,9 +50,11 @@ def requests_for(
     name: str,
     max_new_tokens: int | None,
     logprobs: int | None,
+    grammar: str = "",
 ) -> list[GenerationRequest]:
     """One request per prompt and answer, prompt by prompt; raises `ApiError`.
 
+    `grammar`, if there is one, was checked.
     `max_new_tokens` None asks for all that the context holds.
     """
     model = context.service.model
@@ -60,8 +62,10 @@ def requests_for(
     seed = secrets.randbits(63) if body.seed is None else body.seed
     _check_tokens(body, model.vocab_size)
     _check_least(body.min_tokens, max_new_tokens)
-    stop_ids = _stop_ids(body, model)
-    sampling = _sampling(body, model, stop_ids, seed=seed, logprobs=logprobs)
+    stop_ids = _stop_ids(body, model, guided=bool(grammar))
+    sampling = replace(
+        _sampling(body, model, stop_ids), seed=seed, logprobs=logprobs, grammar=grammar
+    )
     made = []
     for at, prompt in enumerate(prompts):
         _check_prompt(prompt, model.vocab_size)
@@ -82,22 +86,13 @@ def requests_for(
     return made
 
 
-def _sampling(
-    body: Sampled,
-    model: ServedModel,
-    stop_ids: frozenset[int],
-    *,
-    seed: int,
-    logprobs: int | None,
-) -> Sampling:
-    """How all answers are drawn, but for the stream of numbers."""
+def _sampling(body: Sampled, model: ServedModel, stop_ids: frozenset[int]) -> Sampling:
+    """How all answers are drawn, as far as completions and chats say it alike."""
     return Sampling(
         temperature=body.temperature,
         top_p=body.top_p,
         top_k=max(body.top_k, 0),
         min_p=body.min_p,
-        seed=seed,
-        logprobs=logprobs,
         frequency_penalty=body.frequency_penalty,
         presence_penalty=body.presence_penalty,
         repetition_penalty=body.repetition_penalty,
@@ -125,9 +120,10 @@ def _check_least(least: int, most: int | None) -> None:
         )
 
 
-def _stop_ids(body: Sampled, model: ServedModel) -> frozenset[int]:
-    """What ends an answer: the tokens asked for, and the model's own unless they are ignored."""
-    own = frozenset[int]() if body.ignore_eos else model.stop_ids
+def _stop_ids(body: Sampled, model: ServedModel, *, guided: bool) -> frozenset[int]:
+    """What ends an answer: the tokens asked for, and the model's own unless they are ignored; a
+    grammar's end cannot be."""
+    own = frozenset[int]() if body.ignore_eos and not guided else model.stop_ids
     return own | frozenset(body.stop_token_ids)
 
 

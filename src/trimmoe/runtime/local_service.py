@@ -97,7 +97,7 @@ class LocalService:
                 request=request,
                 sequence=next(self._sequences),
                 out=asyncio.Queue(),
-                seen=request.seen(),
+                seen=request.seen(self.model),
             )
             shared.waiting.append(job)
             shared.changed.notify()

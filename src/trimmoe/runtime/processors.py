@@ -1,9 +1,10 @@
 """What a request does to the logits before a token is drawn from them.
 
 The same as transformers' logits processors, in their order: `SequenceBiasLogitsProcessor`,
-`RepetitionPenaltyLogitsProcessor`, OpenAI's two penalties, which transformers does not have, and
-`MinNewTokensLengthLogitsProcessor`. All of them read the tokens before the one that is drawn and
-nothing else, so a guess, a draft and full depth are drawn alike at a position.
+`RepetitionPenaltyLogitsProcessor`, OpenAI's two penalties, which transformers does not have,
+`MinNewTokensLengthLogitsProcessor` and, for grammars, `PrefixConstrainedLogitsProcessor`. All of
+them read the tokens before the one that is drawn and nothing else, so a guess, a draft and full
+depth are drawn alike at a position.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from trimmoe.runtime.guides import forbidden
 from trimmoe.runtime.seen import Seen
 
 if TYPE_CHECKING:
@@ -36,9 +38,24 @@ def shaped(logits: Tensor, sampling: Sampling, position: int, seen: Seen | None)
         _penalise_repetition(scores, sampling.repetition_penalty, seen, position)
     if sampling.frequency_penalty or sampling.presence_penalty:
         _penalise_answered(scores, sampling, seen, position)
+    ends = list(sampling.stop_ids)
+    held = scores[ends]
     if position - seen.prompt < sampling.min_tokens:
-        scores[list(sampling.stop_ids)] = -math.inf
+        scores[ends] = -math.inf
+    if sampling.grammar:
+        _hold_to_grammar(scores, seen, position)
+        if not torch.isfinite(scores).any():
+            # The grammar is at its end before the answer is long enough.
+            scores[ends] = held
     return scores
+
+
+def _hold_to_grammar(scores: Tensor, seen: Seen, position: int) -> None:
+    """Only what the answer's guide allows can be drawn."""
+    assert seen.guide is not None
+    mask = seen.guide.allowed(seen.answer(position))
+    ids = torch.from_numpy(forbidden(mask, scores.shape[0]))
+    scores[ids.to(scores.device)] = -math.inf
 
 
 def _penalise_repetition(scores: Tensor, penalty: float, seen: Seen, position: int) -> None:

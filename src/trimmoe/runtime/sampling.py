@@ -48,6 +48,8 @@ class Sampling:
     min_tokens: int = 0
     """None of `stop_ids` is drawn before the answer has so many tokens."""
     stop_ids: tuple[int, ...] = ()
+    grammar: str = ""
+    """What answers are held to, as llguidance writes it; see `runtime.guides`."""
 
     def __post_init__(self) -> None:
         assert self.temperature >= 0
@@ -62,7 +64,8 @@ class Sampling:
     def looks_back(self) -> bool:
         """Whether what may be drawn hangs on the tokens before."""
         return (
-            bool(self.frequency_penalty or self.presence_penalty or self.min_tokens)
+            bool(self.frequency_penalty or self.presence_penalty)
+            or bool(self.min_tokens or self.grammar)
             or self.repetition_penalty != 1
         )
 

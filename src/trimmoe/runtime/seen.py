@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from trimmoe.runtime.guides import Guide
 
 UNKNOWN = -1
 """In place of a token that has not come by yet."""
@@ -20,6 +24,8 @@ class Seen:
     prompt: int
     """How many of them the user sent; what follows is the answer."""
     tokens: list[int] = field(default_factory=list)
+    guide: Guide | None = None
+    """What holds the answer to a grammar, if anything does."""
 
     def put(self, position: int, token: int) -> None:
         """The token at a position came by, perhaps before one ahead of it."""

@@ -17,6 +17,7 @@ from trimmoe.core.profile import Profile
 from trimmoe.core.specs import IntArray
 from trimmoe.policy.settings import PolicySettings
 from trimmoe.runtime.counters import ExpertUse
+from trimmoe.runtime.guides import guides_of
 from trimmoe.runtime.sampling import Sampling
 from trimmoe.runtime.seen import Seen
 
@@ -63,11 +64,15 @@ class GenerationRequest:
         assert self.prompt_ids
         assert self.max_new_tokens >= 1
 
-    def seen(self) -> Seen | None:
+    def seen(self, model: ServedModel) -> Seen | None:
         """The prompt, for draws that look back; None where they do not."""
         if not self.sampling.looks_back:
             return None
-        return Seen(prompt=len(self.prompt_ids), tokens=list(self.prompt_ids))
+        return Seen(
+            prompt=len(self.prompt_ids),
+            tokens=list(self.prompt_ids),
+            guide=guides_of(model).guide(self.sampling.grammar),
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

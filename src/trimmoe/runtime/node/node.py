@@ -20,6 +20,7 @@ from trimmoe.engine.guesses import guess_times_s
 from trimmoe.models.base import EncoderDecoderView, MoEView
 from trimmoe.policy.build import PolicyMaker
 from trimmoe.policy.settings import PolicySettings
+from trimmoe.runtime.guides import guides_of
 from trimmoe.runtime.node.compute.completion import withdrawn
 from trimmoe.runtime.node.compute.executor import Executor
 from trimmoe.runtime.node.compute.pace import EmulatedPace, Pace
@@ -136,7 +137,7 @@ class Node:
         await self.planner.build_first()
         self.reporter = Reporter(self._transport, self._names, loop.time)
         spec = self._view.spec
-        seats = Seats(self.executor.cache, settings.server)
+        seats = Seats(self.executor.cache, settings.server, guides_of(self.model).guide)
         scheduler = Scheduler(
             max_rows=settings.max_batch, now=loop.time, waited=self.reporter.waited
         )

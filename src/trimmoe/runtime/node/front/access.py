@@ -247,7 +247,7 @@ class Desk:
             sampling=pack_sampling(job.request.sampling),
             budget=budget,
             waits=waits,
-            seen=pack_seen(job.request.seen(), job.tokens),
+            seen=pack_seen(job.request, job.tokens),
         )
         self._post(server, reserve)
         return grant
@@ -262,7 +262,7 @@ class Desk:
         guesses = room.planner.settings.guesses
         if guesses:
             attempt.lead = Lead(guesses=guesses, guess_s=room.guess_s())
-            attempt.seen = request.seen()
+            attempt.seen = request.seen(self.model)
         room.post(prompt(attempt.route[0], attempt.sequence, ids))
         self.answers.guess(job, attempt)
 

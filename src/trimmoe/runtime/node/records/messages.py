@@ -49,6 +49,7 @@ class SamplingSpec(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_
     logit_bias: tuple[tuple[int, float], ...] = ()
     min_tokens: int = 0
     stop_ids: tuple[int, ...] = ()
+    grammar: str = ""
 
 
 class SeenSpec(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):

@@ -6,9 +6,11 @@ import math
 
 import msgspec
 
+from trimmoe.runtime.guides import Guide
 from trimmoe.runtime.node.records.messages import SamplingSpec, SeenSpec
 from trimmoe.runtime.sampling import Sampling
 from trimmoe.runtime.seen import Seen
+from trimmoe.runtime.service import GenerationRequest
 
 
 def pack_sampling(sampling: Sampling) -> SamplingSpec:
@@ -22,14 +24,19 @@ def unpack_sampling(spec: SamplingSpec) -> Sampling:
     return Sampling(**msgspec.structs.asdict(spec))
 
 
-def pack_seen(seen: Seen | None, tokens: list[int]) -> SeenSpec | None:
-    """What a sequence begins with, and the `tokens` of the answer that there are already."""
-    return None if seen is None else SeenSpec(seen.prompt, [*seen.tokens, *tokens])
+def pack_seen(request: GenerationRequest, made: list[int]) -> SeenSpec | None:
+    """What a sequence begins with: the prompt and what was made of the answer already. None where
+    no draw looks back."""
+    if not request.sampling.looks_back:
+        return None
+    return SeenSpec(len(request.prompt_ids), [*request.prompt_ids, *made])
 
 
-def unpack_seen(spec: SeenSpec | None) -> Seen | None:
+def unpack_seen(spec: SeenSpec | None, guide: Guide | None) -> Seen | None:
     """From the wire."""
-    return None if spec is None else Seen(prompt=spec.prompt, tokens=list(spec.tokens))
+    if spec is None:
+        return None
+    return Seen(prompt=spec.prompt, tokens=list(spec.tokens), guide=guide)
 
 
 def can_sample(spec: SamplingSpec, seen: SeenSpec | None) -> bool:

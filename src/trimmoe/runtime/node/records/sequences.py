@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from trimmoe.models.cache import KVCache
+from trimmoe.runtime.guides import Guide
 from trimmoe.runtime.node.records.messages import Reserve, access_of
 from trimmoe.runtime.node.records.passengers import MalformedPassengers
 from trimmoe.runtime.node.records.samplings import unpack_sampling, unpack_seen
@@ -113,8 +114,11 @@ class Seat:
 class Seats:
     """The places of one server; used by the event loop only."""
 
-    def __init__(self, cache: KVCache, server: int) -> None:
-        self._cache, self._server = cache, server
+    def __init__(
+        self, cache: KVCache, server: int, guide: Callable[[str], Guide | None] = lambda _: None
+    ) -> None:
+        """`guide` gives what holds an answer to a grammar."""
+        self._cache, self._server, self._guide = cache, server, guide
         self._seats: dict[int, Seat] = {}
         self._waiting: deque[tuple[Reserve, Callable[[bool], None]]] = deque()
 
@@ -182,7 +186,7 @@ class Seats:
             slot=self._cache.alloc(),
             route=route,
             sampling=unpack_sampling(asked.sampling),
-            seen=unpack_seen(asked.seen),
+            seen=unpack_seen(asked.seen, self._guide(asked.sampling.grammar)),
             budget=asked.budget,
             written={layer: Written() for layer in layers},
         )
