@@ -18,7 +18,7 @@ from transformers import Qwen2MoeForCausalLM
 
 from factories import random_cluster, random_profile
 from synthetic import random_plan
-from tiny import CONTEXT, VOCABULARY, write_tiny_checkpoint
+from tiny import VOCABULARY, write_tiny_checkpoint
 from trimmoe.api.app import create_app
 from trimmoe.api.settings import ApiSettings
 from trimmoe.experiments.methods import make_engine
@@ -48,7 +48,7 @@ class Tiny:
         return ServedModel(
             id=MODEL,
             tokenizer=self.tokenizer,
-            context_length=CONTEXT,
+            context_length=self.view.spec.context_length,
             vocab_size=VOCABULARY,
             created=1,
             stop_ids=stop_ids,

@@ -27,6 +27,7 @@ from trimmoe.api.guards import BodyLimit
 from trimmoe.api.requests import ChatRequest, CompletionRequest
 
 COMPLETION = {"model": MODEL, "prompt": "x", "max_tokens": 2}
+CALL = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "x"}], "max_tokens": 2}
 
 
@@ -138,6 +139,11 @@ def test_wrong_values_are_named(url: str, change: dict[str, Any], status: int, s
         ({"top_logprobs": 3}, "logprobs"),
         ({"max_completion_tokens": 3}, "max_tokens"),
         ({"tools": [{"type": "function"}]}, "tools"),
+        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "knows no tools"),
+        ({"tool_choice": "required"}, "needs `tools`"),
+        ({"tool_choice": "often"}, "tool_choice"),
+        ({"messages": [{"role": "assistant"}]}, "says nothing"),
+        ({"messages": [{"role": "user", "content": "x", "tool_calls": [CALL]}]}, "assistant"),
         ({"messages": [{"role": "user", "content": "x" * CONTEXT}]}, "context"),
     ],
 )

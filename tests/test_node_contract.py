@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from nodes import hybrid_routes, read, request, running, tokens_of, world
-from serving import CONTEXT, EOS, Tiny
+from serving import EOS, Tiny
+from tiny import CONTEXT
 from trimmoe.core.ledger import Kind, Ledger
 from trimmoe.core.profile import ExitState
 from trimmoe.experiments.methods import make_engine

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import json
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 from uuid import uuid4
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from trimmoe.api.context import Serving
+from trimmoe.api.calls import CallPart, CallReader
+from trimmoe.api.context import Context, Serving
 from trimmoe.api.generation import Piece
 from trimmoe.api.openapi import generation_responses
-from trimmoe.api.requests import ChatRequest, Message
+from trimmoe.api.requests import ChatRequest, Message, ToolCall
 from trimmoe.api.respond import requests_for, respond
 from trimmoe.api.responses import (
     AssistantMessage,
+    Call,
+    CallText,
     ChatChoice,
     ChatChunk,
     ChatCompletion,
@@ -25,8 +30,9 @@ from trimmoe.api.responses import (
     TopLogprob,
     Usage,
 )
-from trimmoe.api.structure import checked_grammar
+from trimmoe.api.structure import check_grammar, checked_grammar
 from trimmoe.api.text import TextCodec
+from trimmoe.api.tools import Offer, offer_grammar, offered
 from trimmoe.api.wording import finite, shown_tokens
 
 router = APIRouter()
@@ -36,7 +42,11 @@ router = APIRouter()
 async def chat_completions(body: ChatRequest, http: Request, context: Serving) -> Response:
     """Answer a chat."""
     context.require_model(body.model)
-    prompt = await context.codec.encode_chat([turn_of(message) for message in body.messages])
+    codec, offer = context.codec, offered(body, context.codec)
+    prompt = await codec.encode_chat(
+        [turn_of(message) for message in body.messages],
+        tools=None if offer is None else offer.described(),
+    )
     name = f"chatcmpl-{uuid4().hex}"
     requests = requests_for(
         context,
@@ -45,16 +55,48 @@ async def chat_completions(body: ChatRequest, http: Request, context: Serving) -
         name=name,
         max_new_tokens=body.max_completion_tokens or body.max_tokens,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
-        grammar=await checked_grammar(body, context.guides),
+        grammar=await _grammar(body, offer, context),
     )
-    return await respond(http, context, body, requests, _ChatForm(body, context.codec, name))
+    form = _ChatForm(body, codec, name)
+    return await respond(http, context, body, requests, form, reader_of(offer))
 
 
-def turn_of(message: Message) -> dict[str, str]:
+async def _grammar(body: ChatRequest, offer: Offer | None, context: Context) -> str:
+    """What the answer is held to; raises `ApiError` if it cannot be."""
+    if offer is None:
+        return await checked_grammar(body, context.guides)
+    grammar, option = offer_grammar(body, offer, context.codec)
+    if grammar:
+        await check_grammar(context.guides, grammar, option)
+    return grammar
+
+
+def reader_of(offer: Offer | None) -> Callable[[], CallReader | None]:
+    """What makes a reader of calls for each answer, if tools are offered."""
+    if offer is None:
+        return lambda: None
+    parallel = offer.parallel
+    return lambda: CallReader(parallel=parallel)
+
+
+def turn_of(message: Message) -> dict[str, Any]:
     """What chat templates read; they know developers as the system."""
-    role = "system" if message.role == "developer" else message.role
-    named = {} if message.name is None else {"name": message.name}
-    return {"role": role, "content": message.text, **named}
+    turn: dict[str, Any] = {
+        "role": "system" if message.role == "developer" else message.role,
+        "content": message.text,
+    }
+    for name in ("name", "tool_call_id", "reasoning_content"):
+        if (value := getattr(message, name)) is not None:
+            turn[name] = value
+    if message.tool_calls:
+        turn["tool_calls"] = [_call_of(call) for call in message.tool_calls]
+    return turn
+
+
+def _call_of(call: ToolCall) -> dict[str, Any]:
+    """A call that was made, its arguments no longer text: templates write them down themselves."""
+    function = {"name": call.function.name, "arguments": json.loads(call.function.arguments)}
+    return {"type": call.type, "id": call.id, "function": function}
 
 
 class _ChatForm:
@@ -68,7 +110,11 @@ class _ChatForm:
         choices = [
             ChatChoice(
                 index=index,
-                message=AssistantMessage(role="assistant", content=piece.text),
+                message=AssistantMessage(
+                    role="assistant",
+                    content=None if piece.calls and not piece.text else piece.text,
+                    tool_calls=[_told(part, None) for part in piece.calls] or None,
+                ),
                 logprobs=self._logprobs(piece),
                 finish_reason=piece.finish_reason,
                 token_ids=self._token_ids(piece),
@@ -90,7 +136,10 @@ class _ChatForm:
     def chunk(self, index: int, piece: Piece) -> ChatChunk:
         delta = ChatDelta(
             index=index,
-            delta=AssistantMessage(content=piece.text),
+            delta=AssistantMessage(
+                content=None if piece.calls and not piece.text else piece.text,
+                tool_calls=[_told(part, part.index) for part in piece.calls] or None,
+            ),
             logprobs=self._logprobs(piece),
             finish_reason=piece.finish_reason,
             token_ids=self._token_ids(piece),
@@ -131,3 +180,13 @@ class _ChatForm:
             logprob=finite(logprob),
             bytes=self._codec.token_bytes(token),
         )
+
+
+def _told(part: CallPart, index: int | None) -> Call:
+    """A call, or with its index a part of one."""
+    return Call(
+        index=index,
+        id=part.id,
+        type=None if part.id is None else "function",
+        function=CallText(name=part.name, arguments=part.arguments),
+    )

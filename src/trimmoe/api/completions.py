@@ -95,6 +95,7 @@ class _CompletionForm:
 
     def _choice(self, index: int, piece: Piece) -> CompletionChoice:
         echo, self._echoes[index] = self._echoes[index], ""
+        assert piece.finish_reason != "tool_calls", "completions offer no tools"
         return CompletionChoice(
             index=index,
             text=echo + piece.text,

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass
+from typing import Literal
 
+from trimmoe.api.calls import CallPart, CallReader, joined
 from trimmoe.api.detokenise import StopStrings
 from trimmoe.api.metrics import ApiMetrics, Measured
 from trimmoe.api.responses import LedgerUsage, Usage
 from trimmoe.api.text import TextCodec
+from trimmoe.api.tools import CLOSE, OPEN
 from trimmoe.core.ledger import Kind, Ledger
 from trimmoe.runtime.service import (
     FinishReason,
@@ -20,6 +23,8 @@ from trimmoe.runtime.service import (
     TokenEvent,
 )
 
+EndReason = FinishReason | Literal["tool_calls"]
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Piece:
@@ -28,8 +33,10 @@ class Piece:
     text: str
     """What may be shown now; often not that of the piece's own tokens."""
     tokens: tuple[TokenEvent, ...]
-    finish_reason: FinishReason | None = None
+    finish_reason: EndReason | None = None
     """Set on the last piece."""
+    calls: tuple[CallPart, ...] = ()
+    """Of tools, what is new of them."""
 
 
 class Answer:
@@ -42,12 +49,16 @@ class Answer:
         codec: TextCodec,
         request: GenerationRequest,
         stop: Sequence[str],
+        calls: CallReader | None = None,
     ) -> None:
-        """Raises `ServiceError` if the service refuses at once."""
+        """`calls` reads those of tools out of the text. Raises `ServiceError` if the service
+        refuses at once."""
         self.request = request
         self.made = 0
         self.ledger: Ledger | None = None
-        self._text, self._stops = codec.stream(), StopStrings(stop)
+        self._calls = calls
+        self._text = codec.stream(() if calls is None else (OPEN, CLOSE))
+        self._stops = StopStrings(stop)
         self._metrics = metrics
         self._measured = Measured(
             prompt_tokens=len(request.prompt_ids), started_s=time.perf_counter()
@@ -59,17 +70,29 @@ class Answer:
         try:
             async for event in self._stream:
                 self._count(event)
-                text, reason = self._shown(event)
-                if reason is not None:
-                    await self._end(reason)
-                yield Piece(text=text, tokens=(event,), finish_reason=reason)
-                if reason is not None:
+                piece = self._read(event, *self._shown(event))
+                if piece.finish_reason is not None:
+                    await self._end(piece.finish_reason)
+                yield piece
+                if piece.finish_reason is not None:
                     return
         except ServiceError:
             await self._end("error")
             raise
         finally:
             await self._end("abort")
+
+    def _read(self, event: TokenEvent, text: str, reason: EndReason | None) -> Piece:
+        """What may be shown, parted into text and calls."""
+        parts: tuple[CallPart, ...] = ()
+        if self._calls is not None:
+            text, parts = self._calls.push(text)
+            if reason is not None:
+                more, last = self._calls.flush()
+                text, parts = text + more, parts + last
+            if self._calls.done or (reason == "stop" and self._calls.count):
+                reason = "tool_calls"
+        return Piece(text=text, tokens=(event,), finish_reason=reason, calls=parts)
 
     def _shown(self, event: TokenEvent) -> tuple[str, FinishReason | None]:
         """The text that may be shown now, and whether it is the last."""
@@ -106,12 +129,13 @@ async def submit_all(
     codec: TextCodec,
     requests: Sequence[GenerationRequest],
     stop: Sequence[str],
+    reader: Callable[[], CallReader | None] = lambda: None,
 ) -> list[Answer]:
-    """Submit all requests or none."""
+    """Submit all requests or none; `reader` makes what reads calls out of an answer."""
     answers: list[Answer] = []
     async with AsyncExitStack() as undo:
         for request in requests:
-            answer = Answer(service, metrics, codec, request, stop)
+            answer = Answer(service, metrics, codec, request, stop, reader())
             undo.push_async_callback(answer.close)
             answers.append(answer)
         undo.pop_all()
@@ -122,13 +146,17 @@ async def collect(pieces: AsyncGenerator[Piece]) -> Piece:
     """A whole answer as one piece."""
     text: list[str] = []
     tokens: list[TokenEvent] = []
-    reason: FinishReason | None = None
+    calls: list[CallPart] = []
+    reason: EndReason | None = None
     async with aclosing(pieces):
         async for piece in pieces:
             text.append(piece.text)
             tokens += piece.tokens
+            calls += piece.calls
             reason = piece.finish_reason
-    return Piece(text="".join(text), tokens=tuple(tokens), finish_reason=reason)
+    return Piece(
+        text="".join(text), tokens=tuple(tokens), finish_reason=reason, calls=joined(calls)
+    )
 
 
 def usage(answers: Sequence[Answer], prompt_tokens: int) -> Usage:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from typing import Protocol
@@ -12,6 +12,7 @@ from fastapi import Request
 from pydantic import BaseModel
 from starlette.responses import JSONResponse, Response
 
+from trimmoe.api.calls import CallReader
 from trimmoe.api.context import Context
 from trimmoe.api.errors import ApiError
 from trimmoe.api.generation import Answer, Piece, collect, submit_all, usage
@@ -142,10 +143,12 @@ async def respond(
     body: Sampled,
     requests: Sequence[GenerationRequest],
     form: Form,
+    reader: Callable[[], CallReader | None] = lambda: None,
 ) -> Response:
-    """Generate and answer; a client that hangs up cancels the generation."""
+    """Generate and answer; a client that hangs up cancels the generation. `reader` makes what
+    reads calls of tools out of an answer."""
     answers = await submit_all(
-        context.service, context.metrics, context.codec, requests, body.stop_strings
+        context.service, context.metrics, context.codec, requests, body.stop_strings, reader
     )
     prompt_tokens = sum(len(one.prompt_ids) for one in requests[:: body.n])
     try:

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
-from pydantic import BaseModel
+from pydantic import BaseModel, SerializerFunctionWrapHandler, model_serializer
+
+
+def without_nulls(told: dict[str, Any]) -> dict[str, Any]:
+    """Clients put parts of calls together field by field; a null would take the place of what came
+    before."""
+    return {name: value for name, value in told.items() if value is not None}
 
 
 class LedgerUsage(BaseModel):
@@ -90,11 +96,37 @@ class ChatLogprobs(BaseModel):
     content: list[TokenLogprob]
 
 
+class CallText(BaseModel):
+    """Which function is called with what; in chunks what is new of it."""
+
+    name: str | None = None
+    arguments: str
+
+    @model_serializer(mode="wrap")
+    def _without_nulls(self, nested: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        return without_nulls(nested(self))
+
+
+class Call(BaseModel):
+    """A call of a tool; in chunks a part of one, whose first has `id`, `type` and `name`."""
+
+    index: int | None = None
+    """Which of the answer's, in chunks."""
+    id: str | None = None
+    type: Literal["function"] | None = None
+    function: CallText
+
+    @model_serializer(mode="wrap")
+    def _without_nulls(self, nested: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        return without_nulls(nested(self))
+
+
 class AssistantMessage(BaseModel):
     """The model's turn; in chunks what is new of it."""
 
     role: Literal["assistant"] | None = None
     content: str | None = None
+    tool_calls: list[Call] | None = None
 
 
 class ChatChoice(BaseModel):
@@ -103,7 +135,7 @@ class ChatChoice(BaseModel):
     index: int
     message: AssistantMessage
     logprobs: ChatLogprobs | None = None
-    finish_reason: Literal["stop", "length"] | None = None
+    finish_reason: Literal["stop", "length", "tool_calls"] | None = None
     token_ids: list[int] | None = None
 
 
@@ -113,7 +145,7 @@ class ChatDelta(BaseModel):
     index: int
     delta: AssistantMessage
     logprobs: ChatLogprobs | None = None
-    finish_reason: Literal["stop", "length"] | None = None
+    finish_reason: Literal["stop", "length", "tool_calls"] | None = None
     token_ids: list[int] | None = None
 
 

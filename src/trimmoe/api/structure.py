@@ -27,11 +27,16 @@ def asked_grammar(body: Sampled) -> tuple[str, str]:
         return choice_grammar(body.guided_choice), "guided_choice"
     if body.guided_json is not None:
         return json_grammar(body.guided_json), "guided_json"
+    schema = asked_schema(body)
+    return ("", "") if schema is None else (json_grammar(dict(schema)), "response_format")
+
+
+def asked_schema(body: Sampled) -> Mapping[str, Any] | None:
+    """The schema of `response_format`, if it asks for JSON."""
     if body.response_format is None or body.response_format.type == "text":
-        return "", ""
+        return None
     described = body.response_format.json_schema
-    schema = _OBJECT if described is None else described.described
-    return json_grammar(dict(schema)), "response_format"
+    return _OBJECT if described is None else described.described
 
 
 async def checked_grammar(body: Sampled, guides: Guides) -> str:

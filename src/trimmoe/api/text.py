@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
-from functools import lru_cache
+from collections.abc import Collection, Sequence
+from functools import cached_property, lru_cache
 from typing import Any
 
 from trimmoe.api.detokenise import TextStream
@@ -30,17 +30,27 @@ class TextCodec:
             )
         return list(encoded["input_ids"])
 
-    async def encode_chat(
-        self, turns: list[dict[str, str]], *, answering: bool = True
-    ) -> list[int]:
-        """The tokens of a chat, up to where the assistant's turn begins if it is `answering`."""
+    def chat_template(self, *, tools: bool = False) -> str:
+        """The model's chat template, for chats with tools if it has one of its own for them."""
         if not self._tokenizer.chat_template:
             raise ApiError(400, "This model has no chat template; use /v1/completions.")
+        return self._tokenizer.get_chat_template(tools=[{}] if tools else None)
+
+    async def encode_chat(
+        self,
+        turns: list[dict[str, Any]],
+        *,
+        answering: bool = True,
+        tools: list[dict[str, Any]] | None = None,
+    ) -> list[int]:
+        """The tokens of a chat, up to where the assistant's turn begins if it is `answering`."""
+        self.chat_template()
         try:
             async with self._one_at_a_time:
                 text = await asyncio.to_thread(
                     self._tokenizer.apply_chat_template,
                     turns,
+                    tools=tools,
                     add_generation_prompt=answering,
                     tokenize=False,
                 )
@@ -59,8 +69,26 @@ class TextCodec:
             list(tokens), skip_special_tokens=not special, clean_up_tokenization_spaces=False
         )
 
-    def stream(self) -> TextStream:
-        return TextStream(self.decode)
+    def stream(self, keep: Collection[str] = ()) -> TextStream:
+        """Text as it grows, without special tokens but for those to `keep`."""
+        kept = {token for each in keep if (token := self.token_of(each)) is not None}
+        if not kept:
+            return TextStream(self.decode)
+        hidden = self._special - kept
+        return TextStream(
+            lambda tokens: self.decode([one for one in tokens if one not in hidden], special=True)
+        )
+
+    @cached_property
+    def _special(self) -> frozenset[int]:
+        """Tokens that are not shown."""
+        added = self._tokenizer.added_tokens_decoder
+        marked = (token for token, told in added.items() if told.special)
+        return frozenset([*self._tokenizer.all_special_ids, *marked])
+
+    def token_of(self, text: str) -> int | None:
+        """The one token that a text is, if it is one that is not made of others."""
+        return self._tokenizer.get_added_vocab().get(text)
 
     def _token_text(self, token: int) -> str:
         """One token alone, with its leading space, special or not."""
