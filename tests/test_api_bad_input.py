@@ -290,6 +290,7 @@ def test_any_request_that_the_document_allows_or_not_is_answered_as_it_says(
         assert {f"{one.method} {one.path}" for one in operations} == {
             "post /v1/completions",
             "post /v1/chat/completions",
+            "post /v1/responses",
             "get /v1/models",
             "get /v1/models/{name}",
             "get /health",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import openai
@@ -13,29 +13,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken
 
+from scripted import TEMPLATE, Scripted, client_of, open_caller
 from serving import EOS, MODEL, Tiny, served
-from tiny import VOCABULARY, byte_tokenizer, write_tiny_checkpoint
+from tiny import VOCABULARY, byte_tokenizer
 from trimmoe.api.calls import CallPart, CallReader, joined
 from trimmoe.api.requests import Tool
 from trimmoe.api.text import TextCodec
-from trimmoe.models.load import open_model
 from trimmoe.runtime.guides import guides_of
-from trimmoe.runtime.service import (
-    GenerationRequest,
-    Health,
-    ServedModel,
-    ServiceStats,
-    TokenEvent,
-    TokenStream,
-)
 
-TEMPLATE = """{%- if tools %}{{ 'Tools: ' }}{% for tool in tools %}{{ tool | tojson }}{% endfor %}
-Answer <tool_call>{"name": <name>, "arguments": <object>}</tool_call>
-{% endif %}{% for m in messages %}{{ m.role }}: {{ m.content }}{% for call in m.tool_calls or [] %}
-<tool_call>
-{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}
-</tool_call>{% endfor %}
-{% endfor %}assistant:"""
 WEATHER: Any = {
     "type": "function",
     "function": {
@@ -112,17 +97,7 @@ def test_where_one_call_is_allowed_the_answer_ends_with_it() -> None:
 
 @pytest.fixture(scope="module")
 def caller(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
-    """A tiny model of long context with a template that knows tools."""
-    folder = write_tiny_checkpoint(tmp_path_factory.mktemp("caller"))
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 2048}))
-    tokenizer = byte_tokenizer()
-    tokenizer.chat_template = TEMPLATE
-    return Tiny(folder=folder, view=open_model(folder), tokenizer=tokenizer)
-
-
-def client_of(url: str) -> Any:
-    return openai.OpenAI(base_url=f"{url}/v1", api_key="any", max_retries=0)
+    return open_caller(tmp_path_factory.mktemp("caller"))
 
 
 @pytest.fixture(scope="module")
@@ -203,53 +178,6 @@ def test_what_cannot_be_called_is_said(client: Any, change: dict[str, Any], says
     fields = {key: value for key, value in change.items() if key not in body}
     with pytest.raises(openai.BadRequestError, match=says):
         client.chat.completions.create(**asked(**fields), extra_body=body)
-
-
-class _Script:
-    """A stream of given tokens."""
-
-    def __init__(self, tokens: Sequence[int]) -> None:
-        self._left = list(tokens)
-
-    def __aiter__(self) -> AsyncIterator[TokenEvent]:
-        return self
-
-    async def __anext__(self) -> TokenEvent:
-        if not self._left:
-            raise StopAsyncIteration
-        token = self._left.pop(0)
-        return TokenEvent(token=token, finish_reason=None if self._left else "stop")
-
-    async def aclose(self) -> None:
-        self._left.clear()
-
-
-class Scripted:
-    """A service whose model says what it is told."""
-
-    def __init__(self, tokenizer: Any, text: str) -> None:
-        self.model = ServedModel(
-            id=MODEL, tokenizer=tokenizer, context_length=4096, vocab_size=len(tokenizer),
-            created=1, stop_ids=frozenset({EOS}),
-        )  # fmt: skip
-        self._tokens = [*tokenizer(text)["input_ids"], EOS]
-        self.asked: list[GenerationRequest] = []
-
-    async def start(self) -> None:
-        """Nothing to do."""
-
-    async def close(self) -> None:
-        """Nothing to do."""
-
-    def submit(self, request: GenerationRequest) -> TokenStream:
-        self.asked.append(request)
-        return _Script(self._tokens)
-
-    def health(self) -> Health:
-        return Health(ok=True)
-
-    def stats(self) -> ServiceStats:
-        return ServiceStats(running=0, waiting=0, kv_cache_usage=0.0)
 
 
 def marked_tokenizer(*, special: bool) -> Any:

@@ -10,7 +10,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 import trimmoe
-from trimmoe.api import chat, completions, errors, tokenising
+from trimmoe.api import chat, completions, errors, response_route, tokenising
 from trimmoe.api.context import Context, Serving
 from trimmoe.api.guards import OPEN_PATHS, ApiKeys, BodyLimit, Stopping
 from trimmoe.api.metrics import ApiMetrics
@@ -77,7 +77,8 @@ def create_app(service: InferenceService, settings: ApiSettings | None = None) -
     app.state.context = Context(
         service=service, metrics=ApiMetrics(service), codec=TextCodec(service.model.tokenizer)
     )
-    for one in (router, completions.router, chat.router, tokenising.router):
+    rooms = (completions, chat, response_route, tokenising)
+    for one in (router, *(room.router for room in rooms)):
         app.include_router(one)
     errors.install(app)
     app.openapi = lambda: document(app, OPEN_PATHS, keys=bool(settings.api_keys))

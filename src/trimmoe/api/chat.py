@@ -26,14 +26,13 @@ from trimmoe.api.responses import (
     ChatCompletion,
     ChatDelta,
     ChatLogprobs,
-    TokenLogprob,
-    TopLogprob,
     Usage,
 )
 from trimmoe.api.structure import check_grammar, checked_grammar
 from trimmoe.api.text import TextCodec
 from trimmoe.api.tools import Offer, offer_grammar, offered
-from trimmoe.api.wording import finite, shown_tokens
+from trimmoe.api.wording import token_logprobs
+from trimmoe.runtime.service import GenerationRequest
 
 router = APIRouter()
 
@@ -42,12 +41,22 @@ router = APIRouter()
 async def chat_completions(body: ChatRequest, http: Request, context: Serving) -> Response:
     """Answer a chat."""
     context.require_model(body.model)
+    name = f"chatcmpl-{uuid4().hex}"
+    requests, offer = await chat_requests(context, body, name)
+    form = _ChatForm(body, context.codec, name)
+    return await respond(http, context, body, requests, form, reader_of(offer))
+
+
+async def chat_requests(
+    context: Context, body: ChatRequest, name: str
+) -> tuple[list[GenerationRequest], Offer | None]:
+    """What a chat asks of the service, and the tools that its answers may call; raises
+    `ApiError`."""
     codec, offer = context.codec, offered(body, context.codec)
     prompt = await codec.encode_chat(
         [turn_of(message) for message in body.messages],
         tools=None if offer is None else offer.described(),
     )
-    name = f"chatcmpl-{uuid4().hex}"
     requests = requests_for(
         context,
         body,
@@ -57,8 +66,7 @@ async def chat_completions(body: ChatRequest, http: Request, context: Serving) -
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         grammar=await _grammar(body, offer, context),
     )
-    form = _ChatForm(body, codec, name)
-    return await respond(http, context, body, requests, form, reader_of(offer))
+    return requests, offer
 
 
 async def _grammar(body: ChatRequest, offer: Offer | None, context: Context) -> str:
@@ -158,28 +166,13 @@ class _ChatForm:
             usage=counts,
         )
 
-    def _token_ids(self, piece: Piece) -> list[int] | None:
-        return [e.token for e in piece.tokens] if self._body.return_token_ids else None
-
     def _logprobs(self, piece: Piece) -> ChatLogprobs | None:
         if not self._body.logprobs:
             return None
-        return ChatLogprobs(
-            content=[
-                TokenLogprob(
-                    **self._logprob(event.token, event.logprob).model_dump(),
-                    top_logprobs=[self._logprob(*one) for one in event.top_logprobs],
-                )
-                for event in shown_tokens(piece)
-            ]
-        )
+        return ChatLogprobs(content=token_logprobs(piece, self._codec))
 
-    def _logprob(self, token: int, logprob: float | None) -> TopLogprob:
-        return TopLogprob(
-            token=self._codec.token_text(token),
-            logprob=finite(logprob),
-            bytes=self._codec.token_bytes(token),
-        )
+    def _token_ids(self, piece: Piece) -> list[int] | None:
+        return [e.token for e in piece.tokens] if self._body.return_token_ids else None
 
 
 def _told(part: CallPart, index: int | None) -> Call:

@@ -13,7 +13,7 @@ from fastapi.responses import JSONResponse
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
-from trimmoe.api.requests import MAX_PROMPTS
+from trimmoe.api.sampled import MAX_PROMPTS
 from trimmoe.runtime.service import Overloaded, RequestTooLong, ServiceError, Unavailable
 
 _log = logging.getLogger(__name__)
@@ -105,6 +105,8 @@ def _said(path: list[str], first: Mapping[str, Any]) -> str:
             "give a string, token ids, or a list of either, of up to "
             f"{MAX_PROMPTS} prompts; none empty"
         )
+    if path[0] == "input":
+        return "give a string, or a list of messages with text, function calls and their outputs"
     return first["msg"].removeprefix("Value error, ")
 
 

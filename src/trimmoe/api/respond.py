@@ -16,8 +16,8 @@ from trimmoe.api.calls import CallReader
 from trimmoe.api.context import Context
 from trimmoe.api.errors import ApiError
 from trimmoe.api.generation import Answer, Piece, collect, submit_all, usage
-from trimmoe.api.requests import Sampled
 from trimmoe.api.responses import Usage
+from trimmoe.api.sampled import Sampled
 from trimmoe.api.streaming import EventStream, gathered, merged, until_gone
 from trimmoe.runtime.sampling import Sampling
 from trimmoe.runtime.service import GenerationRequest, ServedModel

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from contextlib import aclosing
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from pydantic import BaseModel
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from trimmoe.api.errors import STOPPING, ApiError, ClientGone, from_service
+from trimmoe.api.errors import STOPPING, ApiError, ClientGone, ErrorBody, ErrorDetail, from_service
 from trimmoe.runtime.service import ServiceError, Unavailable
 
 T = TypeVar("T")
@@ -83,18 +84,40 @@ async def _cancelled(tasks: Sequence[asyncio.Task[Any]]) -> None:
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Framing:
+    """How a stream is written down."""
+
+    event: Callable[[BaseModel], bytes]
+    failure: Callable[[ErrorDetail], bytes]
+    """What a stream ends with that cannot go on; it is too late for a status."""
+    end: bytes
+
+
+def _chunk(chunk: BaseModel) -> bytes:
+    return f"data: {chunk.model_dump_json()}\n\n".encode()
+
+
+CHUNKS = Framing(
+    event=_chunk, failure=lambda error: _chunk(ErrorBody(error=error)) + DONE, end=DONE
+)
+"""Of completions and chats."""
+
+
 class EventStream(Response):
-    """Chunks as server-sent events, ended by `[DONE]`.
+    """Chunks as server-sent events.
 
     The stream is closed as soon as the client hangs up, not at the next attempt to send.
     """
 
     media_type = "text/event-stream"
 
-    def __init__(self, first: BaseModel, rest: AsyncGenerator[BaseModel]) -> None:
+    def __init__(
+        self, first: BaseModel, rest: AsyncGenerator[BaseModel], framing: Framing = CHUNKS
+    ) -> None:
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
-        self._first, self._rest = first, rest
+        self._first, self._rest, self._framing = first, rest, framing
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -108,21 +131,20 @@ class EventStream(Response):
             await self._rest.aclose()
 
     async def _break_off(self, send: Send, error: ApiError) -> None:
-        """An error event: it is too late for a status."""
-        await _send(send, _event(error.body()) + DONE)
+        await _send(send, self._framing.failure(error.detail))
         await send(_END)
 
     async def _send_all(self, send: Send) -> None:
         headers = self.raw_headers
         await send({"type": "http.response.start", "status": self.status_code, "headers": headers})
-        await _send(send, _event(self._first))
+        await _send(send, self._framing.event(self._first))
         try:
             async for chunk in self._rest:
-                await _send(send, _event(chunk))
+                await _send(send, self._framing.event(chunk))
         except ServiceError as error:
             await self._break_off(send, from_service(error))
             return
-        await _send(send, DONE)
+        await _send(send, self._framing.end)
         await send(_END)
 
 
@@ -131,7 +153,3 @@ _END = {"type": "http.response.body", "body": b"", "more_body": False}
 
 async def _send(send: Send, body: bytes) -> None:
     await send({"type": "http.response.body", "body": body, "more_body": True})
-
-
-def _event(chunk: BaseModel) -> bytes:
-    return f"data: {chunk.model_dump_json()}\n\n".encode()

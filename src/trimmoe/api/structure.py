@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from trimmoe.api.errors import ApiError
-from trimmoe.api.requests import Sampled
+from trimmoe.api.sampled import Sampled
 from trimmoe.runtime.guides import (
     Guides,
     Ungrammatical,

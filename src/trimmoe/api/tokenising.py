@@ -11,7 +11,8 @@ from trimmoe.api.chat import turn_of
 from trimmoe.api.context import Serving
 from trimmoe.api.errors import ApiError
 from trimmoe.api.openapi import error_responses
-from trimmoe.api.requests import Body, Message, TokenId
+from trimmoe.api.requests import Message
+from trimmoe.api.sampled import Body, TokenId
 
 router = APIRouter()
 

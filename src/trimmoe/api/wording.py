@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from trimmoe.api.generation import Piece
+from trimmoe.api.responses import TokenLogprob, TopLogprob
+from trimmoe.api.text import TextCodec
 from trimmoe.runtime.service import TokenEvent
 
 LEAST_LOGPROB = -9999.0
@@ -18,3 +20,22 @@ def finite(logprob: float | None) -> float:
 def shown_tokens(piece: Piece) -> list[TokenEvent]:
     """The piece's tokens without the one that ended the answer, which has no text in it."""
     return [event for event in piece.tokens if event.finish_reason != "stop"]
+
+
+def token_logprobs(piece: Piece, codec: TextCodec) -> list[TokenLogprob]:
+    """One entry for each token of a piece that asked for logprobs."""
+
+    def told(token: int, logprob: float | None) -> TopLogprob:
+        return TopLogprob(
+            token=codec.token_text(token),
+            logprob=finite(logprob),
+            bytes=codec.token_bytes(token),
+        )
+
+    return [
+        TokenLogprob(
+            **told(event.token, event.logprob).model_dump(),
+            top_logprobs=[told(*one) for one in event.top_logprobs],
+        )
+        for event in shown_tokens(piece)
+    ]
