@@ -49,8 +49,8 @@ def client_of(url: str) -> Any:
 class _Script:
     """A stream of given tokens."""
 
-    def __init__(self, tokens: Sequence[int]) -> None:
-        self._left = list(tokens)
+    def __init__(self, tokens: Sequence[int], logprobs: int | None) -> None:
+        self._left, self._logprobs = list(tokens), logprobs
 
     def __aiter__(self) -> AsyncIterator[TokenEvent]:
         return self
@@ -59,7 +59,10 @@ class _Script:
         if not self._left:
             raise StopAsyncIteration
         token = self._left.pop(0)
-        return TokenEvent(token=token, finish_reason=None if self._left else "stop")
+        # It is sure of itself.
+        sure: Any = {"logprob": 0.0, "top_logprobs": ((token, 0.0),)}
+        told: Any = {} if self._logprobs is None else sure
+        return TokenEvent(token=token, finish_reason=None if self._left else "stop", **told)
 
     async def aclose(self) -> None:
         self._left.clear()
@@ -84,7 +87,7 @@ class Scripted:
 
     def submit(self, request: GenerationRequest) -> TokenStream:
         self.asked.append(request)
-        return _Script(self._tokens)
+        return _Script(self._tokens, request.sampling.logprobs)
 
     def health(self) -> Health:
         return Health(ok=True)

@@ -84,7 +84,7 @@ def refused(answer: httpx.Response, status: int, says: str) -> None:
         ({"n": 10_000}, 400, "`n`"),
         ({"seed": 2**70}, 400, "seed"),
         ({"stop": ""}, 400, "stop"),
-        ({"stop": ["a"] * 17}, 400, "stop"),
+        ({"stop": ["a"] * 65}, 400, "stop"),
         ({"stop": [None]}, 400, "stop"),
         ({"stop_token_ids": [-1]}, 400, "stop_token_ids"),
         ({"stop_token_ids": 7}, 400, "stop_token_ids"),

@@ -125,7 +125,7 @@ class Drawn(Body):
     ) = None
     """Answers are one of these texts."""
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
-    stop: Stop | Annotated[list[Stop], Field(max_length=16, fail_fast=True)] | None = None
+    stop: Stop | Annotated[list[Stop], Field(max_length=64, fail_fast=True)] | None = None
     stop_token_ids: Annotated[list[TokenId], Field(max_length=64, fail_fast=True)] = Field(
         default_factory=list
     )
