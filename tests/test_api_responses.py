@@ -51,11 +51,11 @@ def asked(**changes: Any) -> dict[str, Any]:
 
 
 def told(response: Any) -> dict[str, Any]:
-    """All of a response but for its ids and times."""
+    """All of a response but for its ids, its time and what was kept of earlier ones."""
     out = response.to_dict()
-    items = [
-        {k: v for k, v in item.items() if k not in ("id", "call_id")} for item in out["output"]
-    ]
+    out["usage"].pop("input_tokens_details")
+    kept = ("id", "call_id")
+    items = [{k: v for k, v in item.items() if k not in kept} for item in out["output"]]
     return {"output": items, "status": out["status"], "usage": out["usage"]}
 
 
