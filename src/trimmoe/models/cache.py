@@ -77,6 +77,11 @@ class KVCache:
         self._taken.remove(slot)
         heapq.heappush(self._free, slot)
 
+    def copy(self, source: int, slot: int, length: int) -> None:
+        """Have a slot hold the first `length` positions of another one, in every block."""
+        for slab in (slab for both in self._slabs.values() for slab in both):
+            slab[slot, :, :length] = slab[source, :, :length]
+
     def forget(self) -> None:
         """Give back the memory of all blocks; the slots stay taken, and what is written next is
         all they hold."""

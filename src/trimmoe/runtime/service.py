@@ -87,6 +87,9 @@ class TokenEvent:
     ledger: Ledger | None = None
     """What predicting it cost; None for the first, which the prompt predicts, unless experts of
     the prompt had to be substituted: then what that was charged."""
+    cached_tokens: int = 0
+    """Of the prompt, that were not read again since a request before began with them; told with the
+    first token."""
     finish_reason: FinishReason | None = None
     """Set on the last event of a stream, and only there."""
 
@@ -174,6 +177,10 @@ class ServiceStats:
     guesses: int = 0
     """Tokens that set out on a guess of their user's server and were checked."""
     right_guesses: int = 0
+    prefix_queries: int = 0
+    """Tokens of prompts that were looked for among what had been read."""
+    prefix_hits: int = 0
+    """Those of them that were not read again."""
 
 
 class InferenceService(Protocol):

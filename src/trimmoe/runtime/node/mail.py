@@ -13,6 +13,7 @@ from trimmoe.runtime.node.records.messages import (
     Parcel,
     Partial,
     Release,
+    Retain,
     access_of,
 )
 from trimmoe.runtime.node.records.passengers import sealed
@@ -67,7 +68,7 @@ class Mail:
             return
         except PeerUnreachable as error:
             loop = asyncio.get_running_loop()
-            if isinstance(message, Release) and error.reason != "not up":
+            if isinstance(message, (Release, Retain)) and error.reason != "not up":
                 # A peer that is up would keep the places for ever; one that is down frees them.
                 loop.call_later(RETRY_S, self.post, parcel)
                 return

@@ -26,12 +26,15 @@ from trimmoe.runtime.node.compute.executor import Executor
 from trimmoe.runtime.node.compute.pace import EmulatedPace, Pace
 from trimmoe.runtime.node.front.access import Backroom, Desk
 from trimmoe.runtime.node.front.entrance import Entrance
+from trimmoe.runtime.node.front.jobs import Begun
 from trimmoe.runtime.node.mail import Mail
 from trimmoe.runtime.node.records.checks import Geometry
 from trimmoe.runtime.node.records.messages import (
     Ask,
+    Evicted,
     Message,
     Parcel,
+    access_of,
     first_sequence,
 )
 from trimmoe.runtime.node.records.outcome import Arrival
@@ -137,7 +140,13 @@ class Node:
         await self.planner.build_first()
         self.reporter = Reporter(self._transport, self._names, loop.time)
         spec = self._view.spec
-        seats = Seats(self.executor.cache, settings.server, guides_of(self.model).guide)
+        seats = Seats(
+            self.executor.cache,
+            settings.server,
+            guides_of(self.model).guide,
+            copy=self._copy_slot,
+            evicted=self._evicted,
+        )
         scheduler = Scheduler(
             max_rows=settings.max_batch, now=loop.time, waited=self.reporter.waited
         )
@@ -244,6 +253,9 @@ class Node:
             open_account=worker.open,
             begin_anew=worker.begin_anew,
             close_account=worker.close,
+            prefix_cache=settings.prefix_cache,
+            retire=worker.retire,
+            adopt=self._adopt,
             settle=worker.settle,
             arrive=self._arrive,
             guess=self._guess,
@@ -285,6 +297,18 @@ class Node:
     def _withdrawn(self, units: Sequence[Unit]) -> None:
         for parcel in withdrawn(units, self._view.spec.hidden_bytes):
             self.mail.post(parcel)
+
+    def _copy_slot(self, source: int, slot: int, length: int) -> None:
+        self.pump.control(lambda: self.executor.cache.copy(source, slot, length))
+
+    def _evicted(self, sequence: int) -> None:
+        # Not at once: whoever is told may be about to retain it.
+        parcel = Parcel(to=access_of(sequence), message=Evicted(sequence))
+        asyncio.get_running_loop().call_soon(self.mail.post, parcel)
+
+    def _adopt(self, sequence: int, begun: Begun, length: int) -> None:
+        prefix = begun.prefix
+        self.executor.homes.adopt(sequence, prefix.sequence, begun.read, length, moves=prefix.moves)
 
     def _arrive(self, arrival: Arrival) -> None:
         self.floor.scheduler.put(Step.ARRIVE, 0, arrival)

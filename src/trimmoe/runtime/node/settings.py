@@ -43,6 +43,8 @@ class NodeSettings:
     stall_s: float = 5.0
     """A sequence unheard of for so long is asked for; if no server has it in hand after as long
     again, it is begun anew."""
+    prefix_cache: bool = True
+    """Whether what was read of prompts and answers is kept for those that begin alike."""
     seed: int = 0
     """Of the draws that choose which exits are audited."""
     log_events: bool = False

@@ -12,6 +12,7 @@ from trimmoe.runtime.node.records.checks import Geometry, check
 from trimmoe.runtime.node.records.messages import (
     ANY_POSITION,
     Ask,
+    Evicted,
     Followed,
     Granted,
     InHand,
@@ -19,6 +20,7 @@ from trimmoe.runtime.node.records.messages import (
     Parcel,
     Release,
     Reserve,
+    Retain,
     Stranded,
     Tokens,
     Weather,
@@ -58,10 +60,14 @@ class Switchboard:
         match parcel.message:
             case Reserve() as message:
                 self.entrance.admit(message)
-            case Granted(sequence=sequence, ok=ok):
-                self.desk.granted(sender, sequence, ok)
+            case Granted(sequence=sequence, ok=ok, kept=kept):
+                self.desk.granted(sender, sequence, ok, kept)
             case Release(sequences=sequences):
                 self._release(sequences)
+            case Retain(sequences=sequences):
+                self.floor.release(sequences, retained=True)
+            case Evicted(sequence=sequence):
+                self.desk.memory.evicted(sender, sequence)
             case Withdraw(sequence=sequence, start=start, epoch=epoch):
                 self.floor.withdraw(sequence, start, epoch)
             case Tokens(tokens=tokens):

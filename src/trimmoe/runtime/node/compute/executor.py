@@ -173,6 +173,13 @@ class Executor:
         if sequence in self.state.accounts:
             self.tell(SequenceClosed(sequence=sequence))
 
+    def retire(self, sequence: int, read: int, length: int) -> None:
+        """Close an account and keep what this server has read of its sequence up to `read`, and the
+        states to read on from there up to `length`."""
+        self.homes.retain(sequence, read, length)
+        if sequence in self.state.accounts:
+            self.tell(SequenceClosed(sequence=sequence))
+
     def settle(self, receipts: tuple[Receipt, ...], agrees: list[bool]) -> None:
         """Tokens of this server's users finished elsewhere, or were audited anywhere."""
         if receipts:

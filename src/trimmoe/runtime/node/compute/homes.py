@@ -2,7 +2,7 @@
 
 The worker's part: a cache of its own, apart from that of the sequences that cross this server. It
 holds what the home pass has read of each sequence; where tokens were withdrawn, what comes next is
-written over them.
+written over them. What was read of a sequence that is over is retained with it.
 """
 
 from __future__ import annotations
@@ -36,6 +36,8 @@ class Homes:
     """Readings whose states are still to come, by sequence."""
     _cache: KVCache | None = None
     _slot_of: dict[int, int] = field(default_factory=dict)
+    _retained: dict[int, None] = field(default_factory=dict)
+    """Sequences that are over; longest ago first."""
 
     @staticmethod
     def of(view: MoEView, slots: int, profile: Profile | None) -> Homes:
@@ -52,15 +54,15 @@ class Homes:
 
     @property
     def free(self) -> int:
-        """Places left."""
-        return self.slots - len(self._slot_of)
+        """Places left, with those that are only retained."""
+        return self.slots - len(self._slot_of.keys() - self._retained.keys())
 
     def seated(self, readings: Sequence[Reading]) -> list[Reading]:
         """Those of them that have a place, or get one now."""
         for one in readings:
             begins = one.start == 0
-            if begins and one.sequence not in self._slot_of and self.cache.free_slots:
-                self._slot_of[one.sequence] = self.cache.alloc()
+            if begins and one.sequence not in self._slot_of:
+                self._seat(one.sequence)
         return [one for one in readings if one.sequence in self._slot_of]
 
     def slots_of(self, readings: Sequence[Reading]) -> tuple[int, ...]:
@@ -101,9 +103,43 @@ class Homes:
         self.states[sequence] = {at: state for at, state in store.items() if at < start}
         self.waiting.pop(sequence, None)
 
+    def retain(self, sequence: int, read: int, length: int) -> None:
+        """A sequence of so many tokens is over, of which so many were read here."""
+        self.waiting.pop(sequence, None)
+        self.states[sequence] = self._states(sequence, read, length)
+        self._retained[sequence] = None
+
+    def adopt(self, sequence: int, source: int, read: int, length: int, *, moves: bool) -> None:
+        """A sequence begins with `length` tokens of another one, `read` of which were read here; if
+        it `moves`, that is over and leaves everything to it."""
+        read = min(read, length)
+        self.states[sequence] = self._states(source, read, length)
+        if moves and source in self._slot_of:
+            self._slot_of[sequence] = self._slot_of.pop(source)
+        elif read and source in self._slot_of and self._seat(sequence, spared=source):
+            self.cache.copy(self._slot_of[source], self._slot_of[sequence], read)
+        if moves:
+            self.close(source)
+
+    def _seat(self, sequence: int, spared: int | None = None) -> bool:
+        """Take a place if there is one, or else that of a sequence that is over, but for one."""
+        if not self.cache.free_slots:
+            others = (each for each in self._retained if each in self._slot_of and each != spared)
+            if (oldest := next(others, None)) is not None:
+                self.close(oldest)
+        if self.cache.free_slots:
+            self._slot_of[sequence] = self.cache.alloc()
+        return sequence in self._slot_of
+
+    def _states(self, sequence: int, first: int, last: int) -> dict[int, Tensor]:
+        """Those of the positions [first, last)."""
+        store = self.states.get(sequence, {})
+        return {at: state for at, state in store.items() if first <= at < last}
+
     def close(self, sequence: int) -> None:
         """Give its place back if it has one."""
         self.states.pop(sequence, None)
         self.waiting.pop(sequence, None)
+        self._retained.pop(sequence, None)
         if sequence in self._slot_of:
             self.cache.free(self._slot_of.pop(sequence))

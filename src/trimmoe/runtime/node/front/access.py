@@ -17,6 +17,7 @@ from functools import partial
 from trimmoe.engine.guesses import Lead
 from trimmoe.runtime.node.front.answers import Answers
 from trimmoe.runtime.node.front.jobs import NO_EXPERT, Attempt, Backroom, Job
+from trimmoe.runtime.node.front.memory import Memory
 from trimmoe.runtime.node.front.stalls import stalled
 from trimmoe.runtime.node.records.checks import prompt
 from trimmoe.runtime.node.records.messages import (
@@ -25,6 +26,7 @@ from trimmoe.runtime.node.records.messages import (
     Parcel,
     Release,
     Reserve,
+    Withdraw,
 )
 from trimmoe.runtime.node.records.samplings import pack_sampling, pack_seen
 from trimmoe.runtime.service import (
@@ -68,7 +70,10 @@ class Desk:
         """Places are asked for by one request at a time, in order."""
         self.blocked = False
         """Whether the one whose turn it is had to queue for a place."""
-        self.answers = Answers(backroom, self._by_sequence.get, lambda job: self._end(job, None))
+        self.memory = Memory(backroom)
+        self.answers = Answers(
+            backroom, self.memory, self._by_sequence.get, lambda job: self._end(job, None)
+        )
         self.restarts = 0
         """Attempts that were lost."""
         self.stalls = 0
@@ -109,12 +114,13 @@ class Desk:
         """Its reader went away: free everything now."""
         self._end(job, None)
 
-    def granted(self, server: int, sequence: int, ok: bool) -> None:
-        """A server answered a reservation."""
+    def granted(self, server: int, sequence: int, ok: bool, kept: int) -> None:
+        """A server answered a reservation, and has so much of the sequence already."""
         attempt = self._attempt(sequence)
         self.in_hand(sequence)
         grant = attempt.grants.get(server) if attempt else None
-        if grant is not None and not grant.done():
+        if attempt and grant is not None and not grant.done():
+            attempt.kept[server] = kept
             grant.set_result(ok)
 
     def in_hand(self, sequence: int) -> None:
@@ -145,6 +151,7 @@ class Desk:
 
     def server_lost(self, server: int) -> None:
         """What crosses a server cannot go on as it is."""
+        self.memory.server_lost(server)
         for job in self._by_sequence.values():
             if job.attempt and server in job.attempt.route:
                 job.attempt.fail(LOST)
@@ -205,6 +212,7 @@ class Desk:
                 sequence=next(self._sequences),
                 route=route,
                 trouble=asyncio.get_running_loop().create_future(),
+                begun=self.memory.match(route, _ids(job)),
             )
             job.attempt = attempt
             self._by_sequence[attempt.sequence] = job
@@ -224,6 +232,8 @@ class Desk:
         self.blocked = True
         try:
             self._release(attempt)
+            if attempt.begun is not None and attempt.begun.prefix.moves:
+                attempt.begun = None
             # Released under the old number, asked for under a new one: no answer is mistaken.
             del self._by_sequence[attempt.sequence]
             attempt.sequence = next(self._sequences)
@@ -241,6 +251,7 @@ class Desk:
         grant: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         attempt.grants[server] = grant
         budget, _ = self.answers.quality_of(job)
+        prefix = None if attempt.begun is None else attempt.begun.prefix
         reserve = Reserve(
             sequence=attempt.sequence,
             route=list(attempt.route),
@@ -248,38 +259,65 @@ class Desk:
             budget=budget,
             waits=waits,
             seen=pack_seen(job.request, job.tokens),
+            prefix=prefix,
         )
         self._post(server, reserve)
         return grant
 
     def _send_off(self, job: Job, attempt: Attempt) -> None:
-        """The prompt, with what was made of the answer, enters the route."""
-        request, room = job.request, self._room
+        """The prompt, with what was made of the answer, enters the route: what is not there yet."""
+        room = self._room
         opened = self.answers.opened(job, attempt)
         room.control(lambda: room.open_account(opened, attempt.route))
-        ids = [*request.prompt_ids, *job.tokens]
+        ids = _ids(job)
         attempt.position = attempt.prompt = len(ids)
+        self._begin(attempt)
+        self.memory.began(job, attempt, attempt.start)
         guesses = room.planner.settings.guesses
         if guesses:
             attempt.lead = Lead(guesses=guesses, guess_s=room.guess_s())
             attempt.seen = request.seen(self.model)
-        room.post(prompt(attempt.route[0], attempt.sequence, ids))
+        start, epoch = attempt.start, attempt.epoch
+        room.post(prompt(attempt.route[0], attempt.sequence, ids, start=start, epoch=epoch))
         self.answers.guess(job, attempt)
+
+    def _begin(self, attempt: Attempt) -> None:
+        """Go on from what every server of the route has."""
+        if (begun := attempt.begun) is None:
+            return
+        attempt.start = min(attempt.kept.values())
+        attempt.read = min(begun.read, attempt.start)
+        sequence, start, room = attempt.sequence, attempt.start, self._room
+        room.control(lambda: room.adopt(sequence, begun, start))
+        if max(attempt.kept.values()) > start:
+            # Some have more, which is void then.
+            attempt.epoch = 1
+            for server in attempt.servers:
+                self._post(server, Withdraw(sequence, start, attempt.epoch))
 
     def _post(self, server: int, message: Message) -> None:
         self._room.post(Parcel(to=server, message=message))
 
     def _release(self, attempt: Attempt) -> None:
+        gone = [attempt.sequence]
+        if attempt.begun is not None and attempt.begun.prefix.moves:
+            # Where it has not taken over the place of that, nobody will.
+            source = attempt.begun.prefix.sequence
+            gone.append(source)
+            self._room.control(lambda: self._room.close_account(source))
         for server in attempt.servers:
-            self._post(server, Release([attempt.sequence]))
+            self._post(server, Release(gone))
 
-    def _forget(self, job: Job) -> None:
-        """Free what the job's attempt holds on every server."""
+    def _forget(self, job: Job, *, retained: bool = False) -> None:
+        """Free what the job's attempt holds on every server, unless it is to be retained."""
         attempt, job.attempt, job.seated = job.attempt, None, False
         if attempt is None:
             return
         sequence = attempt.sequence
         self._by_sequence.pop(sequence, None)
+        self.memory.forget(sequence)
+        if retained and self.memory.ended(job, attempt):
+            return
         self._release(attempt)
         self._room.control(lambda: self._room.close_account(sequence))
 
@@ -288,8 +326,13 @@ class Desk:
         if job not in self._jobs:
             return
         self._jobs.remove(job)
-        self._forget(job)
+        self._forget(job, retained=error is None)
         if error is not None:
             job.out.put_nowait(error)
         if job.task is not None:
             job.task.cancel()
+
+
+def _ids(job: Job) -> list[int]:
+    """The prompt, with what was made of the answer."""
+    return [*job.request.prompt_ids, *job.tokens]

@@ -15,6 +15,7 @@ from trimmoe.core.ledger import Ledger
 from trimmoe.policy.settings import BudgetRule
 from trimmoe.runtime.node.front.drafts import Guessing
 from trimmoe.runtime.node.front.jobs import Attempt, Backroom, Job
+from trimmoe.runtime.node.front.memory import Memory
 from trimmoe.runtime.node.records.messages import After, Parcel, Token, Withdraw
 from trimmoe.runtime.node.records.outcome import Arrival
 from trimmoe.runtime.node.records.passengers import unpack_charge, unpack_ledger, unpack_receipt
@@ -27,9 +28,13 @@ class Answers:
     those that are complete."""
 
     def __init__(
-        self, room: Backroom, job_of: Callable[[int], Job | None], end: Callable[[Job], None]
+        self,
+        room: Backroom,
+        memory: Memory,
+        job_of: Callable[[int], Job | None],
+        end: Callable[[Job], None],
     ) -> None:
-        self._room, self._job_of, self._end = room, job_of, end
+        self._room, self._memory, self._job_of, self._end = room, memory, job_of, end
         self.guessing = Guessing()
 
     def received(self, tokens: list[Token]) -> None:
@@ -235,6 +240,8 @@ class Answers:
         """Hand out what nothing can change any more."""
         for entry in attempt.pending.shown():
             token, ledger = entry.token, entry.ledger
+            cached = 0 if job.tokens else job.cached
+            self._memory.shown(job, attempt, token.position, ledger)
             if ledger is not None and token.charge is None:
                 job.credit += ledger.budget - ledger.loss
                 if job.after is not None:
@@ -246,6 +253,7 @@ class Answers:
                 logprob=token.logprob,
                 top_logprobs=tuple((each, value) for each, value in token.top),
                 ledger=ledger,
+                cached_tokens=cached,
                 finish_reason=reason,
             )
             job.out.put_nowait(event)

@@ -50,6 +50,8 @@ class Entrance:
 
     def _reserve(self, asked: Reserve) -> None:
         def answer(ok: bool) -> None:
-            self._post(Parcel(to=access_of(asked.sequence), message=Granted(asked.sequence, ok)))
+            seat = self._seats.get(asked.sequence)
+            granted = Granted(asked.sequence, ok, seat.kept if seat else 0)
+            self._post(Parcel(to=access_of(asked.sequence), message=granted))
 
         self._seats.reserve(asked, answer)

@@ -10,7 +10,7 @@ from trimmoe.core.events import Receipt, SequenceOpened
 from trimmoe.core.ledger import Ledger
 from trimmoe.engine.guesses import Lead
 from trimmoe.runtime.node.front.drafts import Pending
-from trimmoe.runtime.node.records.messages import Parcel, Token
+from trimmoe.runtime.node.records.messages import Parcel, Prefix, Token
 from trimmoe.runtime.node.records.outcome import Arrival
 from trimmoe.runtime.node.records.readings import Reading
 from trimmoe.runtime.node.watch.planner import Planner
@@ -21,6 +21,15 @@ from trimmoe.runtime.streams import Item
 NO_EXPERT = "no expert"
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Begun:
+    """What a sequence may begin with."""
+
+    prefix: Prefix
+    read: int
+    """Up to where this server has read that by itself."""
+
+
 @dataclass(eq=False, kw_only=True, slots=True)
 class Attempt:
     """One sequence under way."""
@@ -29,9 +38,17 @@ class Attempt:
     route: tuple[int, ...]
     trouble: asyncio.Future[str]
     """Why it is over; empty if the answer is complete."""
+    begun: Begun | None = None
+    """What was read of it before."""
     grants: dict[int, asyncio.Future[bool]] = field(default_factory=dict)
+    kept: dict[int, int] = field(default_factory=dict)
+    """Positions of which servers have the states already."""
     prompt: int = 0
     """Tokens that it began with."""
+    start: int = 0
+    """Those of them that were not read again."""
+    exact: int = 0
+    """Up to where its states are those of tokens that were read whole."""
     position: int = 0
     """Of the token that is awaited."""
     fed: int = 0
@@ -63,6 +80,11 @@ class Attempt:
     def servers(self) -> list[int]:
         return sorted(set(self.route))
 
+    @property
+    def has_read(self) -> int:
+        """Up to where this server is through with its own reading."""
+        return self.read if self.reading is None else self.reading.start
+
     def strand(self) -> None:
         """It cannot go on if a stranded token is one of the answer; a draft may yet be wrong."""
         first = self.pending.unconfirmed
@@ -92,6 +114,8 @@ class Job:
     """What they cost after their answers, as far as it is known and was not handed out."""
     attempt: Attempt | None = None
     seated: bool = False
+    cached: int = 0
+    """Tokens of the prompt that its attempt did not read again."""
     task: asyncio.Task[None] | None = None
 
     def owe(self, ledger: Ledger) -> None:
@@ -117,6 +141,13 @@ class Backroom:
     begin_anew: Callable[[SequenceOpened, tuple[int, ...], int], None]
     """Open an account again of which tokens from a position on were withdrawn."""
     close_account: Callable[[int], None]
+    prefix_cache: bool
+    """Whether what was read is kept."""
+    retire: Callable[[int, int, int], None]
+    """Close an account and keep what this server has read of it, up to the first position; the
+    sequence itself goes to the second one."""
+    adopt: Callable[[int, Begun, int], None]
+    """Have a sequence begin with what this server has read of another one, as far as a position."""
     settle: Callable[[tuple[Receipt, ...], list[bool]], None]
     arrive: Callable[[Arrival], None]
     guess: Callable[[Reading], None]

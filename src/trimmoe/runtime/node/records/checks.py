@@ -24,6 +24,7 @@ from trimmoe.runtime.node.records.messages import (
     Reserve,
     Start,
     Weather,
+    access_of,
 )
 from trimmoe.runtime.node.records.passengers import MalformedPassengers
 from trimmoe.runtime.node.records.samplings import can_sample
@@ -51,7 +52,7 @@ def check(geometry: Geometry, message: Message, tensors: Sequence[Tensor]) -> No
     """Raise `MalformedPassengers` unless the message can be acted upon."""
     match message:
         case Prompt():
-            good = _is_prompt(tensors)
+            good = _is_prompt(tensors) and min(message.start, message.epoch) >= 0
         case Start():
             good = message.rows.well_formed() and len(message.tokens) == message.rows.total
             good = good and set(message.rows.counts) == {1}
@@ -60,7 +61,7 @@ def check(geometry: Geometry, message: Message, tensors: Sequence[Tensor]) -> No
         case Reserve():
             good = len(message.route) == geometry.layer_count
             good = good and geometry.is_server(*message.route)
-            good = good and can_sample(message.sampling, message.seen)
+            good = good and can_sample(message.sampling, message.seen) and _is_prefix(message)
         case Weather():
             counts = {len(message.delay_s), len(message.bandwidth_bytes_per_s)}
             good = counts == {geometry.server_count} and geometry.is_server(*message.unreachable)
@@ -79,10 +80,19 @@ def _is_prompt(tensors: Sequence[Tensor]) -> bool:
     return ids.ndim == 1 and ids.dtype == torch.int32 and ids.numel() > 0
 
 
-def prompt(to: int, sequence: int, ids: Sequence[int]) -> Parcel:
-    """The tokens that a sequence begins with, to the server of its first layer."""
-    tokens = (torch.tensor(ids, dtype=torch.int32),)
-    return Parcel(to=to, message=Prompt(sequence), tensors=tokens)
+def prompt(to: int, sequence: int, ids: Sequence[int], *, start: int = 0, epoch: int = 0) -> Parcel:
+    """The tokens that a sequence begins with, from position `start` on, to the server of its first
+    layer."""
+    tokens = (torch.tensor(ids[start:], dtype=torch.int32),)
+    return Parcel(to=to, message=Prompt(sequence, start, epoch), tensors=tokens)
+
+
+def _is_prefix(asked: Reserve) -> bool:
+    """Whether what a sequence is to begin with, if anything, is of the same server's users."""
+    prefix = asked.prefix
+    return prefix is None or (
+        prefix.length > 0 and access_of(prefix.sequence) == access_of(asked.sequence)
+    )
 
 
 def _are_rows(

@@ -63,6 +63,16 @@ class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_lik
     """Any of the messages below."""
 
 
+class Prefix(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """A sequence on the same route that begins with the same tokens."""
+
+    sequence: int
+    length: int
+    """How many."""
+    moves: bool
+    """Whether it is over and its place may be taken; else its states are copied."""
+
+
 class Reserve(Message, frozen=True, tag="reserve"):
     """Access server to every server of a route: keep a place for this sequence."""
 
@@ -76,6 +86,8 @@ class Reserve(Message, frozen=True, tag="reserve"):
     """Whether to wait for a place or to be refused if there is none."""
     seen: SeenSpec | None = None
     """What the sequence begins with, where draws look back."""
+    prefix: Prefix | None = None
+    """Whose states it may begin with."""
 
 
 class Granted(Message, frozen=True, tag="granted"):
@@ -83,12 +95,27 @@ class Granted(Message, frozen=True, tag="granted"):
 
     sequence: int
     ok: bool
+    kept: int = 0
+    """Positions of which the states are there already."""
 
 
 class Release(Message, frozen=True, tag="release"):
     """Access server to every server of a route: these sequences are over."""
 
     sequences: list[int]
+
+
+class Retain(Message, frozen=True, tag="retain"):
+    """Access server to every server of a route: these are over too, but others may begin with their
+    states, for as long as nobody needs their places."""
+
+    sequences: list[int]
+
+
+class Evicted(Message, frozen=True, tag="evicted"):
+    """To the access server: somebody needed the place of a sequence that was retained."""
+
+    sequence: int
 
 
 class Withdraw(Message, frozen=True, tag="withdraw"):
@@ -104,6 +131,10 @@ class Prompt(Message, frozen=True, tag="prompt"):
     """Access server to kappa(0); beside it the token ids, int32 [T]."""
 
     sequence: int
+    start: int = 0
+    """Position of the first of them; the states of what is before it are there."""
+    epoch: int = 0
+    """As of `Rows`."""
 
 
 class Start(Message, frozen=True, tag="start"):
@@ -307,6 +338,8 @@ MESSAGE_TYPES: tuple[type[msgspec.Struct], ...] = (
     Reserve,
     Granted,
     Release,
+    Retain,
+    Evicted,
     Withdraw,
     Prompt,
     Start,

@@ -4,6 +4,10 @@ where every layer is written.
 A place is granted at once, or waited for in order. An access server that needs places on several
 servers first tries all at once without waiting; if one refuses it gives back what it got and
 waits for one server after the other in ascending order, so that no two can wait for each other.
+
+A sequence that is over may be *retained*: its place stays taken until somebody needs it, the one
+first that was used longest ago, and another sequence that begins with the same tokens takes it
+over, or copies what they have in common. Each server says how much of that it has.
 """
 
 from __future__ import annotations
@@ -16,7 +20,7 @@ from typing import Any
 
 from trimmoe.models.cache import KVCache
 from trimmoe.runtime.guides import Guide
-from trimmoe.runtime.node.records.messages import Reserve, access_of
+from trimmoe.runtime.node.records.messages import Prefix, Reserve, access_of
 from trimmoe.runtime.node.records.passengers import MalformedPassengers
 from trimmoe.runtime.node.records.samplings import unpack_sampling, unpack_seen
 from trimmoe.runtime.sampling import Sampling
@@ -58,6 +62,8 @@ class Seat:
     """Quality loss that a token of it may incur."""
     written: dict[int, Written]
     """By layer that this server has of the route; layer N stands for what follows the last."""
+    kept: int = 0
+    """Positions that were written when it took its place."""
     seen: Seen | None = None
     """Its tokens, as far as they have come by; None where no draw looks back."""
     open: bool = True
@@ -80,6 +86,11 @@ class Seat:
 
     def crosses(self, server: int) -> bool:
         return server == self.access or server in self.route
+
+    @property
+    def length(self) -> int:
+        """Up to where all layers are written."""
+        return min(written.length for written in self.written.values())
 
     def withdraw(self, start: int, epoch: int) -> bool:
         """What set out before the `epoch`-th time that tokens were withdrawn is void from `start`
@@ -115,11 +126,22 @@ class Seats:
     """The places of one server; used by the event loop only."""
 
     def __init__(
-        self, cache: KVCache, server: int, guide: Callable[[str], Guide | None] = lambda _: None
+        self,
+        cache: KVCache,
+        server: int,
+        guide: Callable[[str], Guide | None] = lambda _: None,
+        *,
+        copy: Callable[[int, int, int], None] | None = None,
+        evicted: Callable[[int], None] | None = None,
     ) -> None:
-        """`guide` gives what holds an answer to a grammar."""
+        """`guide` gives what holds an answer to a grammar; `copy` is told which slot's first
+        positions another one is to hold, and how many; `evicted` which retained sequence had to
+        make way."""
         self._cache, self._server, self._guide = cache, server, guide
+        self._copy, self._evicted = copy or cache.copy, evicted
         self._seats: dict[int, Seat] = {}
+        self._retained: dict[int, Seat] = {}
+        """Used longest ago first."""
         self._waiting: deque[tuple[Reserve, Callable[[bool], None]]] = deque()
 
     def __iter__(self) -> Iterator[Seat]:
@@ -130,12 +152,17 @@ class Seats:
 
     @property
     def free(self) -> int:
-        return self._cache.free_slots
+        return self._cache.free_slots + len(self._retained)
 
     @property
     def usage(self) -> float:
-        """Share of the places that are taken."""
-        return 1.0 - self._cache.free_slots / self._cache.slots
+        """Share of the places that are taken; one that is retained is as good as free."""
+        return 1.0 - self.free / self._cache.slots
+
+    @property
+    def retained(self) -> int:
+        """Sequences that are over and whose states are kept."""
+        return len(self._retained)
 
     def get(self, sequence: int) -> Seat | None:
         return self._seats.get(sequence)
@@ -148,7 +175,7 @@ class Seats:
         """Take a place now, later or not at all; `answer` is told."""
         if asked.sequence in self._seats:
             answer(True)
-        elif self._cache.free_slots and not self._waiting:
+        elif self.free and not self._waiting:
             self._take(asked)
             answer(True)
         elif asked.waits:
@@ -162,31 +189,80 @@ class Seats:
         self._waiting = deque(each for each in self._waiting if each[0].sequence not in gone)
         seats = [self._seats.pop(sequence) for sequence in gone if sequence in self._seats]
         for seat in seats:
-            seat.open = False
-            seat.parked.clear()
+            _close(seat)
+        seats += [self._retained.pop(sequence) for sequence in gone & self._retained.keys()]
+        for seat in seats:
             self._cache.free(seat.slot)
-        while self._waiting and self._cache.free_slots:
+        self._seat_waiting()
+        return seats
+
+    def retain(self, sequences: Iterable[int]) -> None:
+        """These are over; their places are kept until somebody needs them."""
+        for sequence in sequences:
+            if (seat := self._seats.pop(sequence, None)) is not None:
+                _close(seat)
+                self._retained[sequence] = seat
+        self._seat_waiting()
+
+    def of_access(self, server: int) -> list[int]:
+        """Sequences, seated, retained or waiting, of one server's users."""
+        known = [*self._seats, *self._retained, *(asked.sequence for asked, _ in self._waiting)]
+        return [sequence for sequence in known if access_of(sequence) == server]
+
+    def _seat_waiting(self) -> None:
+        while self._waiting and self.free:
             asked, answer = self._waiting.popleft()
             self._take(asked)
             answer(True)
-        return seats
 
-    def of_access(self, server: int) -> list[int]:
-        """Sequences, seated or waiting, of one server's users."""
-        known = [*self._seats, *(asked.sequence for asked, _ in self._waiting)]
-        return [sequence for sequence in known if access_of(sequence) == server]
+    def _begun(self, prefix: Prefix | None, route: tuple[int, ...]) -> Seat | None:
+        """The sequence that another one on a route may begin with, if it is known here."""
+        if prefix is None:
+            return None
+        seat = self._seats.get(prefix.sequence) or self._retained.get(prefix.sequence)
+        return seat if seat is not None and seat.route == route else None
+
+    def _slot(self, source: Seat | None, *, moves: bool) -> int:
+        """A slot to take: that of `source` if it moves or nothing else is left to take."""
+        if moves and source is not None and self._retained.pop(source.sequence, None):
+            return source.slot
+        if self._cache.free_slots:
+            return self._cache.alloc()
+        oldest = next((seat for seat in self._retained.values() if seat is not source), source)
+        assert oldest is not None
+        del self._retained[oldest.sequence]
+        if self._evicted is not None:
+            self._evicted(oldest.sequence)
+        return oldest.slot
 
     def _take(self, asked: Reserve) -> None:
         route = tuple(asked.route)
         layers = [layer for layer, server in enumerate(route) if server == self._server]
         if route[-1] == self._server:
             layers.append(len(route))
+        prefix = asked.prefix
+        source = self._begun(prefix, route)
+        slot = self._slot(source, moves=prefix is not None and prefix.moves)
+        kept = 0
+        if prefix is not None and source is not None:
+            kept = min(source.length, prefix.length)
+            if source.slot != slot:
+                self._copy(source.slot, slot, kept)
+            if source.sequence in self._retained:
+                self._retained[source.sequence] = self._retained.pop(source.sequence)
         self._seats[asked.sequence] = Seat(
             sequence=asked.sequence,
-            slot=self._cache.alloc(),
+            slot=slot,
             route=route,
             sampling=unpack_sampling(asked.sampling),
             seen=unpack_seen(asked.seen, self._guide(asked.sampling.grammar)),
             budget=asked.budget,
-            written={layer: Written() for layer in layers},
+            written={layer: Written(length=kept) for layer in layers},
+            kept=kept,
         )
+
+
+def _close(seat: Seat) -> None:
+    """Nothing more is done for a sequence."""
+    seat.open = False
+    seat.parked.clear()

@@ -126,10 +126,14 @@ class Floor:
                 rows = len(one.tokens)
                 self.scheduler.put(Step.GUESS, one.layer, one, rows=rows)
 
-    def release(self, sequences: Iterable[int]) -> None:
-        """These sequences are over: free their places and forget their work."""
+    def release(self, sequences: Iterable[int], *, retained: bool = False) -> None:
+        """These sequences are over: free their places, unless they are to be retained, and forget
+        their work."""
         gone = set(sequences)
-        self.seats.release(gone)
+        if retained:
+            self.seats.retain(gone)
+        else:
+            self.seats.release(gone)
         self.gather.drop(gone)
         self.scheduler.drop(lambda item: gone.issuperset(item.sequences))
 
@@ -168,13 +172,16 @@ class Floor:
         if seat is None:
             return
         ids = tensors[0].tolist()
+        if message.epoch:
+            self.withdraw(message.sequence, message.start, message.epoch)
         for start in range(0, len(ids), self._chunk):
             tokens = tuple(ids[start : start + self._chunk])
             self.enter(
                 Unit(
                     seat=seat,
                     layer=0,
-                    start=start,
+                    start=message.start + start,
+                    epoch=message.epoch,
                     count=len(tokens),
                     tokens=tokens,
                     last=start + len(tokens) == len(ids),

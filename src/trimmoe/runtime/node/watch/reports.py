@@ -30,7 +30,9 @@ class NodeSnapshot:
     reason: str
     peers_up: tuple[str, ...]
     sequences: int
-    """Whose routes cross this server."""
+    """Under way, whose routes cross this server."""
+    retained: int
+    """Sequences that are over and whose states are kept here."""
     kv_cache_usage: float
     queued: int
     """Items that are ready to be computed."""
@@ -136,6 +138,8 @@ class Reporter:
             false_exits=feedback.false_exits,
             guesses=node.desk.answers.guessing.made,
             right_guesses=node.desk.answers.guessing.right,
+            prefix_queries=node.desk.memory.asked,
+            prefix_hits=node.desk.memory.tokens,
         )
 
     def snapshot(self, node: Node) -> NodeSnapshot:
@@ -147,6 +151,7 @@ class Reporter:
             reason=health.reason,
             peers_up=tuple(sorted(self._transport.peers_up())),
             sequences=len(node.floor.seats),
+            retained=node.floor.seats.retained,
             kv_cache_usage=node.floor.seats.usage,
             queued=len(node.floor.scheduler),
             gathering=len(node.floor.gather),

@@ -1,0 +1,141 @@
+"""What an access server remembers of its users' sequences, so that nobody reads them again.
+
+The states of a sequence are on the servers of its route. When it is over its places are retained
+there, and a request whose prompt begins with the same tokens goes on from what they have in common:
+it takes the places over where next to nothing else is in them, else it copies. Prompts that have
+been read are copied too while their answers are under way. Only states of tokens that were read
+whole are used, so that they are a matter of the tokens alone.
+
+A server that needs a place evicts what was used longest ago and says so; the others on the route
+give it up too. Nothing rests on that: every server says what it has when it grants a place, and
+reading begins with what one of them lacks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from trimmoe.core.ledger import Ledger
+from trimmoe.runtime.node.front.jobs import Attempt, Backroom, Begun, Job
+from trimmoe.runtime.node.records.messages import Parcel, Prefix, Release, Retain
+from trimmoe.runtime.prefixes import BLOCK, Prefixes, is_exact
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Kept:
+    """A sequence whose states are there."""
+
+    route: tuple[int, ...]
+    attempt: Attempt | None
+    """None if it is over."""
+    read: int = 0
+    """Up to where this server had read it by itself."""
+
+
+class Memory:
+    """Of one access server."""
+
+    def __init__(self, room: Backroom) -> None:
+        self._room = room
+        self._prefixes = Prefixes()
+        self._kept: dict[int, _Kept] = {}
+        self.asked = 0
+        """Tokens of prompts so far."""
+        self.hits = 0
+        """Prompts that began with what had been read."""
+        self.tokens = 0
+        """Of them that were not read again."""
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def match(self, route: tuple[int, ...], ids: Sequence[int]) -> Begun | None:
+        """What a prompt may begin with on a route; a token is left to be read, since it says what
+        follows."""
+        found = self._prefixes.find(route, ids) if self._room.prefix_cache else None
+        if found is None:
+            return None
+        kept, length = self._kept[found.key], min(found.length, len(ids) - 1)
+        read = kept.read if kept.attempt is None else kept.attempt.has_read
+        moves = found.whole and kept.attempt is None
+        if moves:
+            self._drop(found.key)
+        prefix = Prefix(found.key, length, moves)
+        return Begun(prefix=prefix, read=min(read, length))
+
+    def began(self, job: Job, attempt: Attempt, start: int) -> None:
+        """A prompt is about to be read from a position on."""
+        self.asked += attempt.prompt
+        self.hits += start > 0
+        self.tokens += start
+        job.cached = start
+
+    def shown(self, job: Job, attempt: Attempt, position: int, ledger: Ledger | None) -> None:
+        """The token at a position is confirmed, after tokens that `ledger` says more of."""
+        if position == attempt.prompt:
+            attempt.exact = attempt.start if ledger is not None else position
+            self._read(job, attempt)
+        elif attempt.exact == position - 1 and ledger is not None:
+            drafts = self._room.planner.settings.drafts
+            attempt.exact += is_exact(ledger, exits=drafts)
+
+    def ended(self, job: Job, attempt: Attempt) -> bool:
+        """An answer is over: whether its states are retained."""
+        self.forget(attempt.sequence)
+        sequence, length, room = attempt.sequence, attempt.exact, self._room
+        failed = attempt.trouble.done() and attempt.trouble.result()
+        if not room.prefix_cache or length < BLOCK or failed:
+            return False
+        read = min(attempt.has_read, length)
+        kept = _Kept(route=attempt.route, attempt=None, read=read)
+        self._keep(sequence, _ids(job)[:length], kept)
+        for server in attempt.servers:
+            room.post(Parcel(to=server, message=Retain([sequence])))
+        room.control(lambda: room.retire(sequence, read, length))
+        return True
+
+    def forget(self, sequence: int) -> None:
+        """A sequence under way begins no others any more."""
+        self._drop(sequence)
+
+    def evicted(self, server: int, sequence: int) -> None:
+        """A server needed the place of a sequence that it had retained."""
+        kept = self._kept.get(sequence)
+        if kept is not None and kept.attempt is None:
+            self._let_go(sequence, kept, spared=server)
+
+    def server_lost(self, server: int) -> None:
+        """What crosses a server is gone there."""
+        for sequence, kept in list(self._kept.items()):
+            if server not in kept.route:
+                continue
+            if kept.attempt is None:
+                self._let_go(sequence, kept, spared=server)
+            else:
+                self._drop(sequence)
+
+    def _read(self, job: Job, attempt: Attempt) -> None:
+        """A prompt was read: it may begin others."""
+        if self._room.prefix_cache and attempt.exact >= BLOCK:
+            kept = _Kept(route=attempt.route, attempt=attempt)
+            self._keep(attempt.sequence, _ids(job)[: attempt.exact], kept)
+
+    def _keep(self, sequence: int, ids: Sequence[int], kept: _Kept) -> None:
+        self._kept[sequence] = kept
+        self._prefixes.keep(sequence, kept.route, ids)
+
+    def _drop(self, sequence: int) -> None:
+        self._kept.pop(sequence, None)
+        self._prefixes.drop(sequence)
+
+    def _let_go(self, sequence: int, kept: _Kept, *, spared: int) -> None:
+        """Free the places of a retained sequence, but for one server that has done so."""
+        self._drop(sequence)
+        for server in sorted(set(kept.route) - {spared}):
+            self._room.post(Parcel(to=server, message=Release([sequence])))
+        self._room.control(lambda: self._room.close_account(sequence))
+
+
+def _ids(job: Job) -> list[int]:
+    return [*job.request.prompt_ids, *job.tokens]
