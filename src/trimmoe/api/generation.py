@@ -11,7 +11,7 @@ from typing import Literal
 from trimmoe.api.calls import CallPart, CallReader, joined
 from trimmoe.api.detokenise import StopStrings
 from trimmoe.api.metrics import ApiMetrics, Measured
-from trimmoe.api.responses import LedgerUsage, Usage
+from trimmoe.api.responses import LedgerUsage, PromptTokensDetails, Usage
 from trimmoe.api.text import TextCodec
 from trimmoe.api.tools import CLOSE, OPEN
 from trimmoe.core.ledger import Kind, Ledger
@@ -54,7 +54,7 @@ class Answer:
         """`calls` reads those of tools out of the text. Raises `ServiceError` if the service
         refuses at once."""
         self.request = request
-        self.made = 0
+        self.made = self.cached_tokens = 0
         self.ledger: Ledger | None = None
         self._calls = calls
         self._text = codec.stream(() if calls is None else (OPEN, CLOSE))
@@ -109,6 +109,7 @@ class Answer:
 
     def _count(self, event: TokenEvent) -> None:
         self.made += 1
+        self.cached_tokens += event.cached_tokens
         self._metrics.token(self._measured, time.perf_counter(), event.ledger)
         if event.ledger is not None:
             self.ledger = event.ledger if self.ledger is None else self.ledger + event.ledger
@@ -162,11 +163,18 @@ async def collect(pieces: AsyncGenerator[Piece]) -> Piece:
 def usage(answers: Sequence[Answer], prompt_tokens: int) -> Usage:
     """Counts of all answers to one HTTP request."""
     made = sum(answer.made for answer in answers)
+    # Of several answers to one prompt the first may have to read what the others need not.
+    kept: dict[tuple[int, ...], int] = {}
+    for answer in answers:
+        ids = answer.request.prompt_ids
+        kept[ids] = min(kept.get(ids, answer.cached_tokens), answer.cached_tokens)
+    cached = sum(kept.values())
     ledgers = [answer.ledger for answer in answers if answer.ledger is not None]
     return Usage(
         prompt_tokens=prompt_tokens,
         completion_tokens=made,
         total_tokens=prompt_tokens + made,
+        prompt_tokens_details=PromptTokensDetails(cached_tokens=cached),
         trimmoe=ledger_usage(ledgers),
     )
 

@@ -122,6 +122,8 @@ class _ServiceCollector:
             ("exits_false", "Audited exits that would have changed the token.", stats.false_exits),
             ("guesses", "Tokens that set out on a guess and were checked.", stats.guesses),
             ("guesses_right", "Of these, what full depth confirmed.", stats.right_guesses),
+            ("prefix_cache_queries", "Prompt tokens looked for.", stats.prefix_queries),
+            ("prefix_cache_hits", "Of these, tokens not read again.", stats.prefix_hits),
         ):
             yield _family(CounterMetricFamily, name, text, ("model_name",), [((model,), value)])
         yield from _links(stats)

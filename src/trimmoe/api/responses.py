@@ -36,12 +36,20 @@ class LedgerUsage(BaseModel):
     measured then: no measurement of this answer."""
 
 
+class PromptTokensDetails(BaseModel):
+    """Of the tokens of prompts."""
+
+    cached_tokens: int = 0
+    """Not read again, since a request before began with them."""
+
+
 class Usage(BaseModel):
     """Token counts, and the ledger."""
 
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
     trimmoe: LedgerUsage
 
 

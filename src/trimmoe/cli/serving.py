@@ -228,6 +228,13 @@ def serve(
         bool | None,
         typer.Option("--spare/--no-spare", help="A process ready for a server that dies; default."),
     ] = None,
+    prefix_cache: Annotated[
+        bool | None,
+        typer.Option(
+            "--prefix-cache/--no-prefix-cache",
+            help="Keep what was read for requests that begin alike; default: yes.",
+        ),
+    ] = None,
     head: Annotated[bool, typer.Option("--head", help="Wait for other machines to join.")] = False,
     join: Annotated[str | None, typer.Option(help="Join the head at this host[:port].")] = None,
     server: Annotated[
@@ -279,6 +286,7 @@ def serve(
         "emulate_links": emulate_links, "emulate_machines": emulate_machines,
         "quantise": quantise, "threads": threads, "device": device,
         "patience": patience, "spare": spare,
+        "prefix_cache": prefix_cache,
     }  # fmt: skip
     chosen = serve_config(config, given, open_to_all=head)
     if head:

@@ -18,6 +18,7 @@ from trimmoe.models.base import EncoderDecoderView, MoEView
 from trimmoe.models.exact import full_depth
 from trimmoe.runtime.counters import ExpertCounter, ExpertUse
 from trimmoe.runtime.local import Decoded, LocalDriver
+from trimmoe.runtime.places import Places
 from trimmoe.runtime.service import GenerationRequest, LinkStats, quality
 
 
@@ -43,6 +44,10 @@ class Decoder(Protocol):
 
     def open(self, sequence: int, request: GenerationRequest) -> Tensor:
         """Run a prompt; logits [V] after it."""
+        ...
+
+    def kept(self, sequence: int) -> int:
+        """Tokens of an open sequence's prompt that were not read again."""
         ...
 
     def close(self, sequence: int) -> None:
@@ -71,9 +76,12 @@ class PlannedDecoder:
         server_names: tuple[str, ...],
         access: int = 0,
         seed: int = 0,
+        prefix_cache: bool = True,
     ) -> None:
         self._slots, self._access, self._profile = slots, access, profile
-        self._driver = LocalDriver(view, profile, engine, slots=slots, seed=seed)
+        self._driver = LocalDriver(
+            view, profile, engine, slots=slots, seed=seed, prefix_cache=prefix_cache
+        )
         self._driver.log = []
         self._names = server_names
         self._counter = ExpertCounter(view.spec.layer_count, view.spec.expert_count)
@@ -92,6 +100,9 @@ class PlannedDecoder:
             budget=budget,
             confidence=confidence,
         )
+
+    def kept(self, sequence: int) -> int:
+        return self._driver.kept(sequence)
 
     def close(self, sequence: int) -> None:
         self._driver.close(sequence)
@@ -133,11 +144,12 @@ class PlannedDecoder:
 class ExactDecoder:
     """The exact model in one place, for a model without profile and plan: nothing is decided."""
 
-    def __init__(self, view: MoEView, *, slots: int) -> None:
+    def __init__(self, view: MoEView, *, slots: int, prefix_cache: bool = True) -> None:
         self._view, self._slots = view, slots
         self._cache = view.new_cache(slots=slots)
-        self._slot_of: dict[int, int] = {}
-        self._length_of: dict[int, int] = {}
+        # What is read by an encoder is not in the cache of tokens.
+        retain = prefix_cache and not isinstance(view, EncoderDecoderView)
+        self._places = Places(self._cache, retain=retain)
         self._ledger = _exact_ledger(view)
 
     @property
@@ -145,26 +157,30 @@ class ExactDecoder:
         return self._slots
 
     def open(self, sequence: int, request: GenerationRequest) -> Tensor:
-        slot = self._cache.alloc()
-        prompt: Sequence[int] = request.prompt_ids
+        view, prompt = self._view, request.prompt_ids
         with torch.inference_mode():
-            if isinstance(self._view, EncoderDecoderView):
-                self._view.attach(self._cache, slot, self._view.encode([prompt])[0])
-                prompt = [self._view.start_token]
-            self._slot_of[sequence], self._length_of[sequence] = slot, len(prompt)
-            return self._run([slot], [prompt], [0])[-1]
+            if isinstance(view, EncoderDecoderView):
+                at = self._places.open(sequence, [view.start_token])
+                view.attach(self._cache, at.slot, view.encode([prompt])[0])
+            else:
+                at = self._places.open(sequence, prompt)
+            logits = self._run([at.slot], [at.tokens[at.start :]], [at.start])[-1]
+        self._places.has_read(sequence)
+        return logits
+
+    def kept(self, sequence: int) -> int:
+        return self._places[sequence].start
 
     def close(self, sequence: int) -> None:
-        self._cache.free(self._slot_of.pop(sequence))
-        del self._length_of[sequence]
+        self._places.close(sequence)
 
     @torch.inference_mode()
     def decode(self, tokens: dict[int, int]) -> list[Decoded]:
-        slots = [self._slot_of[sequence] for sequence in tokens]
-        starts = [self._length_of[sequence] for sequence in tokens]
+        places = [self._places[sequence] for sequence in tokens]
+        slots, starts = [at.slot for at in places], [len(at.tokens) for at in places]
         logits = self._run(slots, [[token] for token in tokens.values()], starts)
-        for sequence in tokens:
-            self._length_of[sequence] += 1
+        for sequence, token in tokens.items():
+            self._places.fed(sequence, token, exact=True)
         return [
             Decoded(sequence=sequence, logits=scores, ledger=self._ledger)
             for sequence, scores in zip(tokens, logits, strict=True)

@@ -50,18 +50,18 @@ class Guesser:
         self._held = torch.from_numpy(engine.hosts).to(view.device)
         self._stands_in = stand_ins(view, engine.profile)
         self._guess_s = guess_times_s(engine.cost, view.spec.top_k)
-        self._cache = view.new_cache(slots=slots)
+        self.cache = view.new_cache(slots=slots)
         self._streams: dict[int, _Stream] = {}
 
-    def open(self, sequence: int, *, slot: int, access: int) -> None:
-        """Begin a sequence that enters at server `access`, with nothing read."""
+    def open(self, sequence: int, *, slot: int, access: int, length: int = 0) -> None:
+        """Begin a sequence that enters at server `access`, of which so many tokens are read."""
         lead = Lead(guesses=self._settings.guesses, guess_s=float(self._guess_s[access]))
-        self._streams[sequence] = _Stream(slot=slot, access=access, lead=lead)
+        self._streams[sequence] = _Stream(slot=slot, access=access, lead=lead, length=length)
 
     def attach(self, sequence: int, states: Tensor) -> None:
         """Give a sequence its encoder's states [S, d], before it reads anything."""
         assert isinstance(self._view, EncoderDecoderView)
-        self._view.attach(self._cache, self._streams[sequence].slot, states)
+        self._view.attach(self.cache, self._streams[sequence].slot, states)
 
     def close(self, sequence: int) -> None:
         """End a sequence."""
@@ -118,10 +118,10 @@ class Guesser:
             range(stream.length, stream.length + len(row))
             for stream, row in zip(streams, rows, strict=True)
         ]
-        batch = self._view.batch(self._cache, [stream.slot for stream in streams], positions)
+        batch = self._view.batch(self.cache, [stream.slot for stream in streams], positions)
         access = torch.tensor([stream.access for stream in streams], device=self._held.device)
         held = self._held[access[batch.groups]]
-        states = home_states(self._view, rows, batch, self._cache, held, self._stands_in)
+        states = home_states(self._view, rows, batch, self.cache, held, self._stands_in)
         for stream, row in zip(streams, rows, strict=True):
             stream.length += len(row)
         return states

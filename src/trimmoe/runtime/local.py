@@ -39,6 +39,8 @@ from trimmoe.models.base import EncoderDecoderView, MoEView
 from trimmoe.models.exact import full_depth
 from trimmoe.runtime.execution import Execution, Running
 from trimmoe.runtime.guesser import Guesser
+from trimmoe.runtime.places import Places
+from trimmoe.runtime.prefixes import is_exact
 
 WAVE = 0
 """This driver runs one wave at a time."""
@@ -69,8 +71,16 @@ class LocalDriver:
     """Decodes many sequences step by step under one engine."""
 
     def __init__(
-        self, view: MoEView, profile: Profile, engine: Engine, *, slots: int, seed: int = 0
+        self,
+        view: MoEView,
+        profile: Profile,
+        engine: Engine,
+        *,
+        slots: int,
+        seed: int = 0,
+        prefix_cache: bool = False,
     ) -> None:
+        """`prefix_cache`: whether what was read is kept for sequences that begin alike."""
         self.view, self.engine = view, engine
         self.state: EngineState = engine.start()
         exit_state = engine.settings.exit_state
@@ -80,8 +90,12 @@ class LocalDriver:
             self.guesser = Guesser(view, engine, slots=slots)
         self.log: list[tuple[Event, tuple[Command, ...]]] | None = None
         """Set to a list to record every event with its commands, e.g. to replay them."""
-        self._slot_of: dict[int, int] = {}
-        self._length_of: dict[int, int] = {}
+        caches = [self.execution.cache]
+        if self.guesser is not None:
+            caches.append(self.guesser.cache)
+        # What is read by an encoder is not in these caches.
+        retain = prefix_cache and not isinstance(view, EncoderDecoderView)
+        self._places = Places(*caches, retain=retain)
         self._draws = np.random.default_rng(seed)
 
     def open(
@@ -102,27 +116,35 @@ class LocalDriver:
     ) -> list[Tensor]:
         """Admit sequences and run their prompts as one batch; logits [V] after each."""
         cache = self.execution.cache
-        slots = [cache.alloc() for _ in admitted]
         prompts = [prompt for _, prompt in admitted]
         sequences = [opened.sequence for opened, _ in admitted]
-        if self.guesser is not None:
-            for (opened, _), slot in zip(admitted, slots, strict=True):
-                self.guesser.open(opened.sequence, slot=slot, access=opened.access)
+        encoded = self.view.encode(prompts) if isinstance(self.view, EncoderDecoderView) else []
         if isinstance(self.view, EncoderDecoderView):
-            encoded = self.view.encode(prompts)
-            for sequence, slot, states in zip(sequences, slots, encoded, strict=True):
-                self.view.attach(cache, slot, states)
-                if self.guesser is not None:
-                    self.guesser.attach(sequence, states)
             prompts = [[self.view.start_token] for _ in prompts]
+        # Of which server's users it is matters to what that guesses.
+        places = [
+            self._places.open(opened.sequence, prompt, realm=opened.access if self.guesser else 0)
+            for (opened, _), prompt in zip(admitted, prompts, strict=True)
+        ]
         if self.guesser is not None:
-            self.guesser.read(dict(zip(sequences, prompts, strict=True)))
-        batch = self.view.batch(cache, slots, [range(len(prompt)) for prompt in prompts])
-        hidden = self.view.embed(batch.pad(prompts), batch)
+            for (opened, _), at in zip(admitted, places, strict=True):
+                self.guesser.open(
+                    opened.sequence, slot=at.slot, access=opened.access, length=at.start
+                )
+        for sequence, at, states in zip(sequences, places, encoded, strict=False):
+            assert isinstance(self.view, EncoderDecoderView)
+            self.view.attach(cache, at.slot, states)
+            if self.guesser is not None:
+                self.guesser.attach(sequence, states)
+        unread = [at.tokens[at.start :] for at in places]
+        if self.guesser is not None:
+            self.guesser.read(dict(zip(sequences, unread, strict=True)))
+        positions = [range(at.start, len(at.tokens)) for at in places]
+        batch = self.view.batch(cache, [at.slot for at in places], positions)
+        hidden = self.view.embed(batch.pad(unread), batch)
         last = batch.last(batch.unpack(full_depth(self.view, hidden, batch, cache)))
-        for (opened, _), slot, prompt in zip(admitted, slots, prompts, strict=True):
-            self._slot_of[opened.sequence] = slot
-            self._length_of[opened.sequence] = len(prompt)
+        for opened, _ in admitted:
+            self._places.has_read(opened.sequence)
             self._tell(opened)
         return list(self.view.logits(last))
 
@@ -130,13 +152,17 @@ class LocalDriver:
         """End a sequence and free its cache."""
         if self.guesser is not None:
             self.guesser.close(sequence)
-        self.execution.cache.free(self._slot_of.pop(sequence))
-        del self._length_of[sequence]
+        self._places.close(sequence)
         self._tell(SequenceClosed(sequence=sequence))
 
     def place_of(self, sequence: int) -> tuple[int, int]:
         """Cache slot of an open sequence, and the position of its next token."""
-        return self._slot_of[sequence], self._length_of[sequence]
+        at = self._places[sequence]
+        return at.slot, len(at.tokens)
+
+    def kept(self, sequence: int) -> int:
+        """Tokens of an open sequence's prompt that were not read again."""
+        return self._places[sequence].start
 
     def led(self, sequence: int) -> bool:
         """Whether the next token of a sequence sets out on a guess."""
@@ -168,9 +194,11 @@ class LocalDriver:
         pending = list(self._tell(arrived))
         while pending:
             pending.extend(self._obey(pending.pop(0), step))
-        for sequence in sequences:
-            self._length_of[sequence] += 1
         done = [step.done[row] for row in range(len(sequences))]
+        drafts = self.engine.settings.drafts
+        for one in done:
+            exact = is_exact(one.ledger, exits=drafts)
+            self._places.fed(one.sequence, tokens[one.sequence], exact=exact)
         return done if self.guesser is None else _guessed(self.guesser, tokens, done)
 
     def _tell(self, event: Event) -> tuple[Command, ...]:

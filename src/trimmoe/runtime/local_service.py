@@ -50,6 +50,8 @@ class _Job:
     seen: Seen | None
     """Its tokens, where draws look back."""
     made: int = 0
+    cached: int = 0
+    """Tokens of its prompt that were not read again."""
     next_token: int = -1
 
 
@@ -71,6 +73,8 @@ class LocalService:
         self.model = model
         self._decoder, self._max_waiting = decoder, max_waiting
         self._shared = _Shared()
+        self._queried = self._hit = 0
+        """Tokens of prompts so far, and those of them that were not read again."""
         self._sequences = itertools.count()
         self._thread = threading.Thread(target=self._work, name="trimmoe-decode", daemon=True)
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -121,6 +125,8 @@ class LocalService:
             expert_executions=stats.expert_executions,
             audits=stats.audits,
             false_exits=stats.false_exits,
+            prefix_queries=self._queried,
+            prefix_hits=self._hit,
         )
 
     def cancel(self, job: _Job) -> None:
@@ -169,6 +175,9 @@ class LocalService:
             job = shared.waiting.popleft()
             shared.running[job.sequence] = job
         logits = self._decoder.open(job.sequence, job.request)
+        job.cached = self._decoder.kept(job.sequence)
+        self._queried += len(job.request.prompt_ids)
+        self._hit += job.cached
         self._deliver([(job, self._next(job, logits, None))])
 
     def _decode(self) -> None:
@@ -203,6 +212,7 @@ class LocalService:
             logprob=drawn.logprob,
             top_logprobs=drawn.top,
             ledger=ledger,
+            cached_tokens=job.cached if job.made == 1 else 0,
             finish_reason=reason,
         )
 

@@ -66,6 +66,8 @@ class ServeConfig(BaseModel):
     """Whether links are encrypted; None: as soon as any of them leaves its machine."""
     kv_slots: Annotated[int, Field(ge=1, le=4096)] = 16
     """Sequences a server admits at once; each may fill the model's context."""
+    prefix_cache: bool = True
+    """Whether what was read of prompts and answers is kept for requests that begin alike."""
     max_waiting: Annotated[int, Field(ge=0)] = 64
     """Requests that may wait for a slot before a server refuses more."""
     device: Annotated[str, Field(pattern=f"^({DEVICE})$")] | None = None

@@ -100,6 +100,7 @@ def server_spec(
         kv_slots=config.kv_slots,
         max_waiting=config.max_waiting,
         patience_s=config.patience,
+        prefix_cache=config.prefix_cache,
         quantise=config.quantise,
         threads=config.threads,
         emulate_links=emulate if links is None else links,

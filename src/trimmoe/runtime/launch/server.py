@@ -110,6 +110,7 @@ class ServerSpec:
     app: Callable[[InferenceService], Any]
     """Makes the ASGI app that starts and closes the service with itself."""
     node: NodeFactory
+    prefix_cache: bool = True
     version: str = trimmoe.__version__
 
     @property

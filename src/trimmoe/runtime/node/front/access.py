@@ -276,7 +276,7 @@ class Desk:
         guesses = room.planner.settings.guesses
         if guesses:
             attempt.lead = Lead(guesses=guesses, guess_s=room.guess_s())
-            attempt.seen = request.seen(self.model)
+            attempt.seen = job.request.seen(self.model)
         start, epoch = attempt.start, attempt.epoch
         room.post(prompt(attempt.route[0], attempt.sequence, ids, start=start, epoch=epoch))
         self.answers.guess(job, attempt)
