@@ -25,6 +25,7 @@ from trimmoe.runtime.node.records.messages import (
     Onward,
     Parcel,
     Partial,
+    Prefix,
     Prompt,
     Propagate,
     Reserve,
@@ -238,6 +239,11 @@ NONSENSE: list[tuple[Message, tuple[torch.Tensor, ...]]] = [
     (Reserve(7, [0], SamplingSpec(0.0, 1.0, 0, 0.0, 0, 0, None), 0.0, True), ()),
     (Reserve(7, [0, 1, 2, 99], SamplingSpec(0.0, 1.0, 0, 0.0, 0, 0, None), 0.0, True), ()),
     (Reserve(7, [0, 1, 0, 1], SamplingSpec(-1.0, 1.0, 0, 0.0, 0, 0, None), 0.0, True), ()),
+    *(
+        (Reserve(7, [0] * 4, SamplingSpec(0.0, 1.0, 0, 0.0, 0, 0, None), 0.0, True, prefix), ())
+        for prefix in (Prefix(3, 0, True), Prefix(first_sequence(1, 0), 5, True))
+    ),
+    *((Prompt(7, *numbers), (torch.ones(1, dtype=torch.int32),)) for numbers in ((-1,), (0, -1))),
     (Weather([], [], 0.0, 0.0, []), ()),
     (Weather([None] * 2, [None] * 2, 0.0, 0.0, [99]), ()),
     *(

@@ -19,6 +19,7 @@ from trimmoe.runtime.node.records.messages import (
     Message,
     Parcel,
     Partial,
+    Prefix,
     Release,
     Reserve,
     SamplingSpec,
@@ -26,7 +27,7 @@ from trimmoe.runtime.node.records.messages import (
 )
 from trimmoe.runtime.node.records.outcome import Outcome
 from trimmoe.runtime.node.records.rows import Rows
-from trimmoe.runtime.node.records.sequences import Seats
+from trimmoe.runtime.node.records.sequences import Seat, Seats
 from trimmoe.runtime.node.records.work import Step, Work
 from trimmoe.runtime.wire.base import PeerUnreachable
 from wires import until
@@ -35,16 +36,19 @@ SAMPLING = SamplingSpec(0.0, 1.0, 0, 0.0, 0, 0, None)
 ROUTE = [0, 1, 0]
 
 
-def seats(slots: int) -> Seats:
-    cache = KVCache(
+def small_cache(slots: int, *, context_limit: int = 8) -> KVCache:
+    return KVCache(
         slots=slots,
         heads=1,
         head_size=2,
-        context_limit=8,
+        context_limit=context_limit,
         dtype=torch.float32,
         device=torch.device("cpu"),
     )
-    return Seats(cache, server=0)
+
+
+def seats(slots: int) -> Seats:
+    return Seats(small_cache(slots), server=0)
 
 
 def ask(places: Seats, sequence: int, *, waits: bool) -> list[bool]:
@@ -190,3 +194,113 @@ def test_an_emulated_machine_takes_that_many_times_longer(
     work = Work(step=Step.ARRIVE, layer=0, items=[])
     perform_module.perform(Idle(), None, work, slowdown=factor)  # type: ignore[arg-type]
     assert slept == ([] if factor == 1.0 else [4.0])
+
+
+def begin(places: Seats, sequence: int, prefix: Prefix | None, route: list[int] = ROUTE) -> Seat:
+    """Reserve at once; the seat."""
+    answers: list[bool] = []
+    asked = Reserve(sequence, route, SAMPLING, 0.1, False, prefix)
+    places.reserve(asked, answers.append)
+    assert answers == [True]
+    seat = places.get(sequence)
+    assert seat is not None
+    return seat
+
+
+def write(seat: Seat, length: int) -> None:
+    for written in seat.written.values():
+        written.mark(written.length, length - written.length)
+
+
+def recording(slots: int) -> tuple[Seats, list[tuple[int, int, int]], list[int]]:
+    """Places, and what was copied and evicted."""
+    copied: list[tuple[int, int, int]] = []
+    evicted: list[int] = []
+
+    def copy(source: int, slot: int, length: int) -> None:
+        copied.append((source, slot, length))
+
+    return Seats(small_cache(slots), 0, copy=copy, evicted=evicted.append), copied, evicted
+
+
+def test_a_sequence_that_is_over_leaves_its_place_to_one_that_begins_alike() -> None:
+    places, copied, evicted = recording(2)
+    first = begin(places, 1, None)
+    write(first, 6)
+    places.retain([1, 99])
+    assert (first.open, places.retained, places.usage, len(places)) == (False, 1, 0.0, 0)
+    second = begin(places, 2, Prefix(1, 4, True))
+    assert (second.slot, second.kept, second.length) == (first.slot, 4, 4)
+    assert (places.retained, copied, evicted) == (0, [], [])
+    # Void is what was beyond, not what comes next.
+    assert second.is_next(0, 4)
+    places.release([2])
+    assert places.free == 2
+
+
+def test_what_is_shared_is_copied_from_one_under_way_or_over() -> None:
+    places, copied, evicted = recording(3)
+    source = begin(places, 1, None)
+    write(source, 5)
+    second = begin(places, 2, Prefix(1, 4, False))
+    places.retain([1])
+    third = begin(places, 3, Prefix(1, 9, False))
+    assert (second.kept, third.kept) == (4, 5)
+    assert copied == [(source.slot, second.slot, 4), (source.slot, third.slot, 5)]
+    assert len({source.slot, second.slot, third.slot}) == 3
+    assert (places.retained, evicted) == (1, [])
+
+
+def test_the_longest_unused_make_way_and_what_is_shared_last() -> None:
+    places, copied, evicted = recording(3)
+    for sequence in (1, 2, 3):
+        write(begin(places, sequence, None), 3)
+    for sequence in (1, 2, 3):
+        places.retain([sequence])
+    assert begin(places, 4, Prefix(1, 3, False)).kept == 3
+    assert evicted == [2]
+    # The first has been used since the third was.
+    begin(places, 5, None)
+    assert evicted == [2, 3]
+    last = begin(places, 6, Prefix(1, 2, False))
+    assert (evicted, last.kept) == ([2, 3, 1], 2)
+    assert len(copied) == 1
+    assert ask(places, 7, waits=False) == [False]
+
+
+def test_a_place_is_not_kept_from_those_who_wait() -> None:
+    places, _, evicted = recording(1)
+    begin(places, 1, None)
+    second = ask(places, 2, waits=True)
+    places.retain([1])
+    assert (second, evicted, places.retained) == ([True], [1], 0)
+
+
+def test_what_is_not_there_or_of_another_route_is_not_begun_with() -> None:
+    places, copied, _ = recording(5)
+    write(begin(places, 1, None), 5)
+    for sequence, prefix, route in (
+        (2, Prefix(9, 5, True), ROUTE),
+        (3, Prefix(1, 5, False), [1, 0, 0]),
+    ):
+        assert begin(places, sequence, prefix, route).kept == 0
+    assert copied == []
+    places.retain([1])
+    assert begin(places, 4, Prefix(1, 5, True), [0, 0, 1]).kept == 0
+    places.release([1])
+    assert begin(places, 5, Prefix(1, 5, True)).kept == 0
+
+
+def test_a_slot_is_copied_in_all_blocks_as_far_as_it_is_written() -> None:
+    cache = small_cache(3, context_limit=200)
+    for block, length in ((0, 5), (2, 130)):
+        keys = torch.arange(2.0 * length).reshape(1, 1, length, 2) + 1
+        cache.write_slot(block, 1, keys, -keys)
+    cache.copy(1, 2, 100)
+    for block, length in ((0, 5), (2, 100)):
+        ours, theirs = (cache.read_slot(block, slot, length) for slot in (2, 1))
+        for one, other in zip(ours, theirs, strict=True):
+            assert torch.equal(one, other)
+            assert one.all()
+    assert not cache.read_slot(2, 2, 130)[0][:, :, 100:].any()
+    assert not cache.read_slot(0, 0, 5)[0].any()
