@@ -246,6 +246,9 @@ def test_chats_go_through_the_template(client: Any, tiny: Tiny) -> None:
     assert deltas[0].role == "assistant"
     assert "".join(one.content for one in deltas) == text_of(tiny, expected)
     assert chunks[-1].choices[0].finish_reason == answer.choices[0].finish_reason
+    # It was read for the first answer, but for the last token, which says what follows.
+    assert last.usage.prompt_tokens_details.cached_tokens == len(prompt) - 1
+    last.usage.prompt_tokens_details = answer.usage.prompt_tokens_details
     assert last.usage == answer.usage
 
 
@@ -326,6 +329,39 @@ def _metric(url: str, name: str, **labels: str) -> float:
         for sample in _metrics(url).get(name, [])
         if labels.items() <= sample.labels.items()
     )
+
+
+def test_the_next_turn_does_not_read_the_first_again(client: Any, url: str) -> None:
+    """Usage says so, of several answers to a prompt too, and the metrics count it."""
+
+    def asked(messages: list[dict[str, str]], **options: Any) -> Any:
+        return client.chat.completions.create(
+            model=MODEL,
+            messages=messages,
+            max_tokens=6,
+            temperature=0,
+            extra_body=EXACT | {"ignore_eos": True},
+            **options,
+        )
+
+    before = [_metric(url, f"trimmoe:prefix_cache_{name}_total") for name in ("queries", "hits")]
+    messages = [{"role": "user", "content": "Where do the swallows go when it is cold?"}]
+    first = asked(messages)
+    said = first.choices[0].message.content
+    messages += [{"role": "assistant", "content": said}, {"role": "user", "content": "And then?"}]
+    second, third = asked(messages), asked(messages, n=2)
+    prompts = [each.usage.prompt_tokens for each in (first, second, third)]
+    cached = [each.usage.prompt_tokens_details.cached_tokens for each in (first, second, third)]
+    # The text of an answer may be other tokens than the ones it was made of.
+    assert cached[0] < 16
+    assert prompts[0] <= cached[1] < prompts[1]
+    assert cached[2] == prompts[2] - 1
+    assert [each.choices[0].message.content for each in (second, third)] == [
+        third.choices[1].message.content
+    ] * 2
+    after = [_metric(url, f"trimmoe:prefix_cache_{name}_total") for name in ("queries", "hits")]
+    grown = [new - old for new, old in zip(after, before, strict=True)]
+    assert grown == [sum(prompts) + prompts[2], sum(cached) + cached[2]]
 
 
 def test_metrics_count_what_was_served(client: Any, url: str) -> None:
