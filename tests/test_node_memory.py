@@ -452,3 +452,59 @@ async def test_the_in_process_service_remembers_too(tiny: Tiny, which: str) -> N
             await soon(read(service.submit(request(words(20, seed=80 + seed), 3))))
         assert cached(await soon(read(service.submit(request(shared, 5))))) == 0
         assert service.stats().prefix_hits == 51 + 62 + 40 + 41
+
+
+@lossless
+async def test_conversations_while_a_server_dies_and_comes_back(
+    tiny: Tiny, policy: PolicySettings
+) -> None:
+    """Some answers are stopped midway, and there are fewer places than conversations."""
+    profile, plan = world(
+        tiny, servers=4, routes=[[0, 1, 1, 0], [1, 1, 2, 2], [2, 2, 3, 3], [3, 0, 0, 3]]
+    )
+    plan = replace(plan, hosts=np.ones_like(plan.hosts))
+    async with running(
+        tiny,
+        profile=profile,
+        plan=plan,
+        policy=policy,
+        network=UnevenNetwork(1),
+        kv_slots=3,
+        prefill_chunk=8,
+    ) as cluster:
+
+        async def converse(user: int) -> int:
+            rng = np.random.default_rng(user)
+            so_far, saved = words(20, seed=40 + user % 2), 0
+            for turn in range(5):
+                so_far += words(int(rng.integers(1, 9)), seed=10 * user + turn)
+                new = int(rng.integers(1, 12))
+                stream = cluster.nodes[user % 3].service.submit(request(so_far, new))
+                shown = [await anext(stream) for _ in range(int(rng.integers(1, new + 1)))]
+                await stream.aclose()
+                assert tokens_of(shown) == greedy(tiny.view, [so_far], len(shown))[0]
+                so_far += tokens_of(shown)
+                saved += cached(shown)
+            return saved
+
+        async def meanwhile() -> None:
+            while not over.is_set():
+                await asyncio.sleep(0.3)
+                await cluster.kill(3)
+                await asyncio.sleep(0.1)
+                await cluster.revive(3)
+
+        over = asyncio.Event()
+        dying = asyncio.create_task(meanwhile())
+        saved = await soon(asyncio.gather(*(converse(user) for user in range(6))))
+        over.set()
+        await soon(dying)
+        assert sum(saved) > 0
+        survivors = [cluster.nodes[server] for server in range(3)]
+        await until(lambda: not any(node.snapshot().sequences for node in survivors))
+        for node in survivors:
+            # What is read here for guesses is kept for as long as the states are, and no longer.
+            kept = node.desk.memory
+            await until(lambda node=node, kept=kept: len(node.executor.homes.states) <= len(kept))
+            assert all(sequence in kept for sequence in node.executor.homes.states)
+            assert node.floor.seats.free == 3

@@ -50,6 +50,9 @@ class Memory:
     def __len__(self) -> int:
         return len(self._kept)
 
+    def __contains__(self, sequence: int) -> bool:
+        return sequence in self._kept
+
     def match(self, route: tuple[int, ...], ids: Sequence[int]) -> Begun | None:
         """What a prompt may begin with on a route; a token is left to be read, since it says what
         follows."""
