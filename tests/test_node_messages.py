@@ -240,7 +240,12 @@ NONSENSE: list[tuple[Message, tuple[torch.Tensor, ...]]] = [
     (Reserve(7, [0, 1, 2, 99], SamplingSpec(0.0, 1.0, 0, 0.0, 0, 0, None), 0.0, True), ()),
     (Reserve(7, [0, 1, 0, 1], SamplingSpec(-1.0, 1.0, 0, 0.0, 0, 0, None), 0.0, True), ()),
     *(
-        (Reserve(7, [0] * 4, SamplingSpec(0.0, 1.0, 0, 0.0, 0, 0, None), 0.0, True, prefix), ())
+        (
+            Reserve(
+                7, [0] * 4, SamplingSpec(0.0, 1.0, 0, 0.0, 0, 0, None), 0.0, True, prefix=prefix
+            ),
+            (),
+        )
         for prefix in (Prefix(3, 0, True), Prefix(first_sequence(1, 0), 5, True))
     ),
     *((Prompt(7, *numbers), (torch.ones(1, dtype=torch.int32),)) for numbers in ((-1,), (0, -1))),

@@ -199,7 +199,7 @@ def test_an_emulated_machine_takes_that_many_times_longer(
 def begin(places: Seats, sequence: int, prefix: Prefix | None, route: list[int] = ROUTE) -> Seat:
     """Reserve at once; the seat."""
     answers: list[bool] = []
-    asked = Reserve(sequence, route, SAMPLING, 0.1, False, prefix)
+    asked = Reserve(sequence, route, SAMPLING, 0.1, False, prefix=prefix)
     places.reserve(asked, answers.append)
     assert answers == [True]
     seat = places.get(sequence)
