@@ -6,10 +6,11 @@ from typing import TYPE_CHECKING
 
 from trimmoe.core.errors import UserError
 from trimmoe.core.precision import Precision
-from trimmoe.models.base import MoEView
 
 if TYPE_CHECKING:
     import torch
+
+    from trimmoe.models.base import MoEView
 
 BESIDE_WEIGHTS_BYTES = 2_000_000_000
 """What calibrating takes besides the weights, for the widths of published models."""

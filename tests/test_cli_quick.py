@@ -1,0 +1,41 @@
+"""What answers at once imports nothing heavy; seconds are never asserted, modules are."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from importlib.resources import files
+
+import pytest
+
+HEAVY = ("torch", "transformers", "numpy", "numba", "scipy", "ray", "fastapi", "matplotlib")
+SHOW = f"import sys; print([name for name in {HEAVY!r} if name in sys.modules])"
+
+
+def imported(code: str) -> str:
+    """Which heavy modules are there after `code`, run by a fresh interpreter."""
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return ran.stdout.splitlines()[-1]
+
+
+def test_the_package_imports_nothing_heavy() -> None:
+    assert imported(f"import trimmoe\n{SHOW}") == "[]"
+
+
+@pytest.mark.parametrize("command", [[], ["serve"], ["plan"], ["bench", "serve"], ["experiment"]])
+def test_help_imports_nothing_heavy(command: list[str]) -> None:
+    code = f"""
+import sys
+from trimmoe import cli
+sys.argv = ["trimmoe", *{command!r}, "--help"]
+try:
+    cli.main()
+except SystemExit as left:
+    assert not left.code
+{SHOW}
+"""
+    assert imported(code) == "[]"
+
+
+def test_types_are_told_to_checkers() -> None:
+    assert (files("trimmoe") / "py.typed").is_file()
