@@ -32,6 +32,7 @@ Texts = Annotated[
 ]
 ProfileOption = Annotated[Path, typer.Option("--profile", help="Made by `trimmoe calibrate`.")]
 PlanOption = Annotated[Path, typer.Option("--plan", help="Made by `trimmoe plan`.")]
+CLUSTER_HELP = "A cluster file, or the name of a sample: see `trimmoe clusters`."
 Output = Annotated[Path, typer.Option("--output", "-o", help="Where to write the result.")]
 Budget = Annotated[
     float, typer.Option(min=0.0, max=1.0, help="Flip rate a generated token may lose on average.")

@@ -1,4 +1,4 @@
-"""Commands that prepare: fetch, sample-text, calibrate, plan, tune.
+"""Commands that prepare: fetch, calibrate, plan, probe, tune.
 
 Everything heavy is imported inside the command that needs it.
 """
@@ -13,6 +13,7 @@ import typer
 from rich.markup import escape
 
 from trimmoe.cli.options import (
+    CLUSTER_HELP,
     Budget,
     Confidence,
     Device,
@@ -38,17 +39,6 @@ from trimmoe.experiments.opening import must_stream, open_view, resolved
 def fetch() -> None:
     """Fetch and materialise the embedded model; prints its folder."""
     print(resolved("embedded"))
-
-
-def sample_text(
-    output: Output,
-    part: Annotated[Literal["calibration", "held-out"], typer.Option()] = "calibration",
-) -> None:
-    """Write English prose that every Python carries: a text to try things with."""
-    from trimmoe.experiments.sample_text import write_sample_text
-
-    write_sample_text(output, part)
-    console.print(f"Wrote {escape(str(output))}.")
 
 
 def calibrate(
@@ -110,9 +100,7 @@ def plan(
     profile: Annotated[
         Path, typer.Argument(help="Made by `trimmoe calibrate`; left out with --dry-run.")
     ],
-    cluster: Annotated[
-        Path | None, typer.Argument(help="A cluster file, see clusters/.", show_default=False)
-    ] = None,
+    cluster: Annotated[Path | None, typer.Argument(help=CLUSTER_HELP, show_default=False)] = None,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Where to write the result.")
     ] = None,
@@ -190,6 +178,7 @@ def plan(
     from trimmoe.core.cluster_file import load_cluster
     from trimmoe.core.machines import load_machines
     from trimmoe.core.profile import load_profile
+    from trimmoe.core.sample_clusters import cluster_path
     from trimmoe.experiments.explain import explain_plan, plot_plan
     from trimmoe.experiments.planning import Countdown, optimise_for, search_settings
     from trimmoe.models.load import model_spec
@@ -204,6 +193,7 @@ def plan(
         raise UserError("--optimise starts from every seed; leave out --preset and --seed-plan.")
     if grow and seed_plan is None:
         raise UserError("--grow adds to a seed plan; name one with --seed-plan.")
+    cluster = cluster_path(cluster)
     calibrated = load_profile(profile)
     # What is measured, and what is quantised, runs in float32.
     single = machines is not None or quantise is not Precision.NONE
@@ -233,7 +223,7 @@ def plan(
 
 
 def probe(
-    cluster: Annotated[Path, typer.Argument(help="A cluster file, see clusters/.")],
+    cluster: Annotated[Path, typer.Argument(help=CLUSTER_HELP)],
     output: Output,
     model: ModelOption = "embedded",
     profile: Annotated[

@@ -6,12 +6,13 @@ Everything heavy is imported inside the command that needs it.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.markup import escape
 
 from trimmoe.cli.options import (
+    CLUSTER_HELP,
     Budget,
     Confidence,
     Device,
@@ -25,6 +26,9 @@ from trimmoe.cli.options import (
 from trimmoe.core.errors import UserError
 from trimmoe.core.precision import Precision
 from trimmoe.experiments.opening import open_view, resolved
+
+if TYPE_CHECKING:
+    from trimmoe.runtime.launch.config import ServeConfig
 
 
 def serve_local(
@@ -131,9 +135,20 @@ def stop(
         say("No servers run here.")
 
 
+def _default_cluster(config: ServeConfig) -> Path:
+    """The servers where none are named, said in one line."""
+    from trimmoe.core.sample_clusters import sample_path
+    from trimmoe.experiments.default_cluster import default_cluster
+
+    name, why = default_cluster(config.model)
+    say(why)
+    return sample_path(name)
+
+
 def serve(
     cluster: Annotated[
-        Path | None, typer.Option(help="A cluster file, see clusters/; or give --plan.")
+        Path | None,
+        typer.Option(help=f"{CLUSTER_HELP} Or give --plan; default: what suits this machine."),
     ] = None,
     config: Annotated[
         Path | None, typer.Option(help="YAML with these options as keys; options given win.")
@@ -288,7 +303,9 @@ def serve(
         "patience": patience, "spare": spare,
         "prefix_cache": prefix_cache,
     }  # fmt: skip
-    chosen = serve_config(config, given, open_to_all=head)
+    chosen = serve_config(
+        config, given, default_cluster=_default_cluster, open_to_all=head
+    )
     if head:
         options = launcher.head_options(
             address=address,

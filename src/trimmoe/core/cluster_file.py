@@ -28,6 +28,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from trimmoe.core.errors import UserError
+from trimmoe.core.sample_clusters import cluster_path, sample_names
 from trimmoe.core.specs import DEVICE, ClusterSpec, FloatArray
 
 _BYTES_PER_GB = 1e9
@@ -76,7 +77,9 @@ class _ClusterFile(_Section):
 
 
 def load_cluster(path: Path) -> ClusterSpec:
-    """Read a cluster file; raises `UserError` naming file, place and what to do."""
+    """Read a cluster file, or the sample cluster of that name (`core.sample_clusters`); raises
+    `UserError` naming file, place and what to do."""
+    path = cluster_path(path)
     content = _read_yaml(path)
     try:
         parsed = _ClusterFile.model_validate(content)
@@ -117,7 +120,8 @@ def _read_yaml(path: Path) -> Any:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError as error:
         raise UserError(
-            f"There is no cluster file at {path}; write one or take one from clusters/."
+            f"There is no cluster file at {path}; write one (`trimmoe clusters` shows how) or name "
+            f"a sample: {', '.join(sample_names())}."
         ) from error
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(

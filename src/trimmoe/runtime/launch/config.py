@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -10,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from trimmoe.core.errors import UserError
 from trimmoe.core.precision import Precision
+from trimmoe.core.sample_clusters import cluster_path
 from trimmoe.core.specs import DEVICE
 
 _HIGHEST_PORT = 65535
@@ -105,12 +107,17 @@ class ServeConfig(BaseModel):
 
 
 def serve_config(
-    path: Path | None, given: dict[str, Any], *, open_to_all: bool = False
+    path: Path | None,
+    given: dict[str, Any],
+    *,
+    default_cluster: Callable[[ServeConfig], Path] | None = None,
+    open_to_all: bool = False,
 ) -> ServeConfig:
-    """The settings of a YAML file, overridden by those `given` that are not None. Something must
-    say which servers there are, unless it is `open_to_all`.
+    """The settings of a YAML file, overridden by those `given` that are not None.
 
-    Paths in the file are relative to it. Raises `UserError` naming the key that is wrong.
+    Paths in the file are relative to it. Where neither says which servers there are,
+    `default_cluster` does, unless it is
+    `open_to_all`. Raises `UserError` naming the key that is wrong.
     """
     content = {} if path is None else _read(path)
     chosen = content | {name: value for name, value in given.items() if value is not None}
@@ -125,11 +132,22 @@ def serve_config(
     if config.method is not None and config.policy is not None:
         raise UserError("A method has a policy of its own; give --method or --policy.")
     if config.cluster is None and config.plan is None and not open_to_all:
-        raise UserError("Nothing says which servers there are; give --cluster or --plan.")
+        if default_cluster is None:
+            raise UserError("Nothing says which servers there are; give --cluster or --plan.")
+        return config.model_copy(update={"cluster": default_cluster(config)})
+    if config.cluster is not None:
+        return config.model_copy(update={"cluster": cluster_path(config.cluster)})
     return config
 
 
 _PATHS = ("cluster", "profile", "plan", "machines")
+
+
+def _beside(path: Path, key: str, given: str) -> Path:
+    """A file named in the settings at `path`, or the sample cluster of that name."""
+    named = cluster_path(Path(given)) if key == "cluster" else Path(given)
+    file = path.parent / given
+    return file if file.is_file() or not named.is_absolute() else named
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -146,7 +164,7 @@ def _read(path: Path) -> dict[str, Any]:
     content = {str(key).replace("-", "_"): value for key, value in content.items()}
     for key in _PATHS:
         if isinstance(content.get(key), str):
-            content[key] = path.parent / content[key]
+            content[key] = _beside(path, key, content[key])
     if isinstance(content.get("text"), list):
         content["text"] = [path.parent / str(each) for each in content["text"]]
     return content
