@@ -29,13 +29,13 @@ from trimmoe.cli.options import (
     stop_tokens,
 )
 from trimmoe.core.precision import Precision
-from trimmoe.experiments.opening import open_view, resolved
+from trimmoe.experiments.opening import open_view, profile_path, resolved
 
 
 def generate(
     prompt: Annotated[str, typer.Argument(help="The text to continue.")],
-    profile: ProfileOption,
     plan: PlanOption,
+    profile: ProfileOption = None,
     model: ModelOption = "embedded",
     method: Annotated[str, typer.Option(help="The policy: see `trimmoe compare`.")] = "trimmoe",
     budget: Budget = 0.02,
@@ -65,7 +65,8 @@ def generate(
     from trimmoe.runtime.local import LocalDriver
 
     chosen = find_method(method)
-    calibrated, placed = load_profile(profile), load_plan(plan)
+    calibrated = load_profile(profile_path(profile, model, dtype))
+    placed = load_plan(plan)
     server = server_index(placed.cluster.server_names, access)
     path = resolved(model)
     spec = model_spec(path, hashed=True)
@@ -101,8 +102,8 @@ def generate(
 
 def compare(
     text: Texts,
-    profile: ProfileOption,
     plan: PlanOption,
+    profile: ProfileOption = None,
     model: ModelOption = "embedded",
     method: Annotated[
         list[str] | None, typer.Option(help="Repeatable; default: the four that compare fairly.")
@@ -138,7 +139,8 @@ def compare(
             require_folder(wanted)
     for name in method or ():
         find_method(name)
-    calibrated, placed = load_profile(profile), load_plan(plan)
+    calibrated = load_profile(profile_path(profile, model, dtype))
+    placed = load_plan(plan)
     texts = read_texts(text)
     path = resolved(model)
     spec = model_spec(path, hashed=True)
@@ -167,8 +169,8 @@ def compare(
 
 
 def evaluate(
-    profile: ProfileOption,
     plan: PlanOption,
+    profile: ProfileOption = None,
     tasks: Annotated[
         str, typer.Option(help="Separated by commas; with --data: wikitext, squad, gsm8k.")
     ] = "wikitext,squad,gsm8k",
@@ -226,7 +228,7 @@ def evaluate(
         ),
         console,
         model=model,
-        profile=profile,
+        profile=profile_path(profile, model, dtype),
         plan=plan,
         dtype=dtype,
         device=device,

@@ -30,7 +30,13 @@ Texts = Annotated[
     list[Path],
     typer.Option("--text", help="UTF-8 text or .jsonl[.gz] with a `text` field; repeatable."),
 ]
-ProfileOption = Annotated[Path, typer.Option("--profile", help="Made by `trimmoe calibrate`.")]
+ProfileOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--profile",
+        help="Made by `trimmoe calibrate`; default: what comes with the embedded model.",
+    ),
+]
 PlanOption = Annotated[Path, typer.Option("--plan", help="Made by `trimmoe plan`.")]
 CLUSTER_HELP = "A cluster file, or the name of a sample: see `trimmoe clusters`."
 Output = Annotated[Path, typer.Option("--output", "-o", help="Where to write the result.")]

@@ -33,7 +33,7 @@ from trimmoe.cli.options import (
 )
 from trimmoe.core.errors import UserError
 from trimmoe.core.precision import Precision
-from trimmoe.experiments.opening import must_stream, open_view, resolved
+from trimmoe.experiments.opening import must_stream, open_view, profile_path, resolved
 
 
 def fetch() -> None:
@@ -43,8 +43,15 @@ def fetch() -> None:
 
 def calibrate(
     model: Model,
-    text: Texts,
     output: Output,
+    text: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--text",
+            help="UTF-8 text or .jsonl[.gz] with a `text` field; repeatable; default: the prose "
+            "of `trimmoe sample-text`.",
+        ),
+    ] = None,
     tokens: Annotated[int, typer.Option(help="Calibration tokens.")] = 20_000,
     budget: Budget = 0.02,
     confidence: Annotated[float, typer.Option(help="Exit confidence p_J.")] = 0.9,
@@ -72,6 +79,7 @@ def calibrate(
     from trimmoe.calibrate.run import calibrate as run
     from trimmoe.calibrate.settings import CalibrationSettings
     from trimmoe.calibrate.text import read_texts
+    from trimmoe.experiments.sample_text import sample_text as prose
     from trimmoe.models.load import load_tokenizer
 
     require_folder(output)
@@ -83,7 +91,7 @@ def calibrate(
         exit_heads=exit_heads,
         seed=seed,
     )
-    texts = read_texts(text)
+    texts = read_texts(text) if text else [prose("calibration")]
     path = resolved(model)
     if streamed is None and (why := must_stream(path, dtype, device)):
         console.print(escape(why))
@@ -98,7 +106,11 @@ def calibrate(
 
 def plan(
     profile: Annotated[
-        Path, typer.Argument(help="Made by `trimmoe calibrate`; left out with --dry-run.")
+        Path,
+        typer.Argument(
+            help="Made by `trimmoe calibrate`; left out with --dry-run, and for the embedded "
+            "model, which brings one."
+        ),
     ],
     cluster: Annotated[Path | None, typer.Argument(help=CLUSTER_HELP, show_default=False)] = None,
     output: Annotated[
@@ -170,8 +182,10 @@ def plan(
     if dry_run or config is not None:
         show_dry_run(config if dry_run else None, profile, cluster)
         return
-    if cluster is None or output is None:
-        raise UserError("Give a profile, a cluster file and --output; see `trimmoe plan --help`.")
+    if output is None:
+        raise UserError("Say where to write the plan with --output; see `trimmoe plan --help`.")
+    if cluster is None:
+        profile, cluster = _shipped_for(model), profile
     import torch
 
     from trimmoe.core.artifact import file_hash
@@ -222,6 +236,15 @@ def plan(
             explain_plan(made, calibrated, spec, console, countdown.keep_going)
 
 
+def _shipped_for(model: str) -> Path:
+    """The profile where `plan` is given one argument, a cluster. Raises `UserError`."""
+    if model != "embedded":
+        raise UserError(
+            "Give a profile and a cluster file: only the embedded model brings a profile."
+        )
+    return profile_path(None, model)
+
+
 def probe(
     cluster: Annotated[Path, typer.Argument(help=CLUSTER_HELP)],
     output: Output,
@@ -265,9 +288,9 @@ def probe(
 
 def tune(
     text: Texts,
-    profile: ProfileOption,
     plan: PlanOption,
     output: Output,
+    profile: ProfileOption = None,
     model: ModelOption = "embedded",
     budget: Annotated[
         list[float] | None,
@@ -293,7 +316,8 @@ def tune(
     from trimmoe.models.load import load_tokenizer
 
     require_folder(output)
-    calibrated, placed, texts = load_profile(profile), load_plan(plan), read_texts(text)
+    calibrated = load_profile(profile_path(profile, model, dtype))
+    placed, texts = load_plan(plan), read_texts(text)
     path = resolved(model)
     view = open_view(path, dtype, device, quantise=quantise)
     require_fitting(calibrated, placed, view.spec)

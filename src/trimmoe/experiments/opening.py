@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trimmoe.core.errors import UserError
@@ -23,6 +24,19 @@ def resolved(model: str) -> str:
     from trimmoe.models.embedded import ensure_embedded_model
 
     return str(ensure_embedded_model())
+
+
+def profile_path(given: Path | None, model: str, dtype: str = "auto") -> Path:
+    """The profile given, or that which comes with the embedded model. Raises `UserError`."""
+    if given is not None:
+        return given
+    if model != "embedded":
+        raise UserError(
+            "Give --profile, made by `trimmoe calibrate`: only the embedded model brings one."
+        )
+    from trimmoe.models.embedded.shipped import SHIPPED_DTYPE, shipped_profile
+
+    return shipped_profile(dtype=SHIPPED_DTYPE if dtype == "auto" else dtype)
 
 
 def open_view(

@@ -16,7 +16,13 @@ from trimmoe.core.errors import UserError
 
 console = Console()
 
-ProfileOption = Annotated[Path, typer.Option("--profile", help="Made by `trimmoe calibrate`.")]
+ProfileOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--profile",
+        help="Made by `trimmoe calibrate`; default: what comes with the embedded model.",
+    ),
+]
 
 
 def record(
@@ -25,8 +31,8 @@ def record(
         list[Path],
         typer.Option("--text", help="UTF-8 text or .jsonl[.gz] with a `text` field; repeatable."),
     ],
-    profile: ProfileOption,
     output: Annotated[Path, typer.Option("--output", "-o", help="Where to write the trace.")],
+    profile: ProfileOption = None,
     plan: Annotated[
         Path | None,
         typer.Option(help="Also what its servers would guess by themselves, for `speculative`."),
@@ -45,11 +51,12 @@ def record(
     from trimmoe.core.plan import load_plan
     from trimmoe.core.profile import load_profile
     from trimmoe.experiments.methods import require_fitting
-    from trimmoe.experiments.opening import open_view, resolved
+    from trimmoe.experiments.opening import open_view, profile_path, resolved
     from trimmoe.models.load import load_tokenizer
 
     _require_folder(output)
-    calibrated, texts = load_profile(profile), read_texts(text)
+    calibrated = load_profile(profile_path(profile, model, dtype))
+    texts = read_texts(text)
     path = resolved(model)
     view = open_view(path, dtype, device)
     settings = TraceSettings(tokens=tokens, length=length, seed=seed)
@@ -80,8 +87,8 @@ def record(
 
 def simulate(
     plan: Annotated[Path, typer.Argument(help="Made by `trimmoe plan`.")],
-    profile: ProfileOption,
     trace: Annotated[Path, typer.Option("--trace", help="Made by `trimmoe record`.")],
+    profile: ProfileOption = None,
     model: Annotated[
         str,
         typer.Option(
@@ -141,6 +148,7 @@ def simulate(
     from trimmoe.cost.model import Accounting
     from trimmoe.experiments.compare import write_json
     from trimmoe.experiments.methods import find_method, possible_methods, require_fitting
+    from trimmoe.experiments.opening import profile_path
     from trimmoe.experiments.simulation import (
         model_of,
         simulate_methods,
@@ -172,7 +180,8 @@ def simulate(
         waiting_feedback=waiting_feedback,
         sla_s=sla_ms / 1e3,
     )
-    placed, calibrated, recorded = load_plan(plan), load_profile(profile), load_trace(trace)
+    calibrated = load_profile(profile_path(profile, model))
+    placed, recorded = load_plan(plan), load_trace(trace)
     spec = model_of(model)
     require_fitting(calibrated, placed, spec)
     methods = tuple(method) if method else possible_methods(placed, calibrated, spec)

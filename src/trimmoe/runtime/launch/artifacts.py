@@ -26,11 +26,12 @@ from trimmoe.core.precision import Precision
 from trimmoe.core.profile import PROFILE_FORMAT, Profile, load_profile
 from trimmoe.core.specs import ClusterSpec, ModelSpec
 from trimmoe.models.embedded.materialise import default_cache_dir
+from trimmoe.models.embedded.shipped import SHIPPED_DTYPE, shipped_profile
 from trimmoe.placement.make import PlanSettings, default, make_plan
 from trimmoe.placement.optimise import SearchSettings, optimise_plan
 from trimmoe.progress import track
 from trimmoe.runtime.launch.config import ServeConfig
-from trimmoe.runtime.launch.model import model_folder
+from trimmoe.runtime.launch.model import EMBEDDED, model_folder
 
 Artifact = TypeVar("Artifact", Profile, Plan)
 Say = Callable[[str], None]
@@ -130,6 +131,12 @@ def _profile(
 ) -> Profile:
     if config.profile is not None:
         return load_profile(config.profile)
+    if config.model == EMBEDDED:
+        why = _made_anew_because(config)
+        shipped = load_profile(shipped_profile(folder)) if not why else None
+        if shipped is not None and shipped.model_hash == model.model_hash:
+            return shipped
+        say(f"The profile that comes with {EMBEDDED} {why or 'is of another build of it'}.")
     texts = read_texts(config.text) if config.text else [sample()]
     settings = CalibrationSettings(
         tokens=config.calibration_tokens,
@@ -152,6 +159,20 @@ def _profile(
         say=say,
         what=f"Calibrating {model.name} (once; this takes minutes)",
     )
+
+
+def _made_anew_because(config: ServeConfig) -> str:
+    """Why the profile that comes with the embedded model will not do; empty if it will.
+
+    It holds at any budget, confidence and precision of weights, as one given with --profile does.
+    """
+    if config.text:
+        return "was not made from your text"
+    if config.planned_dtype != SHIPPED_DTYPE:
+        return f"is for {SHIPPED_DTYPE}, not for {config.planned_dtype}"
+    if config.calibration_tokens != ServeConfig.model_fields["calibration_tokens"].default:
+        return f"was not made from {config.calibration_tokens} tokens"
+    return ""
 
 
 def _calibrated(
