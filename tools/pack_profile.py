@@ -18,7 +18,7 @@ from trimmoe.models.load import model_spec
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description="Ship a profile with the package.")
     parser.add_argument("profile", type=Path)
     parser.add_argument("--output", type=Path, default=SHIPPED_PATH)
     asked = parser.parse_args()

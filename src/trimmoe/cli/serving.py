@@ -303,9 +303,7 @@ def serve(
         "patience": patience, "spare": spare,
         "prefix_cache": prefix_cache,
     }  # fmt: skip
-    chosen = serve_config(
-        config, given, default_cluster=_default_cluster, open_to_all=head
-    )
+    chosen = serve_config(config, given, default_cluster=_default_cluster, open_to_all=head)
     if head:
         options = launcher.head_options(
             address=address,
