@@ -18,7 +18,8 @@ from trimmoe.runtime.launch.addresses import (
     require_free,
 )
 from trimmoe.runtime.launch.config import ServeConfig, serve_config
-from trimmoe.runtime.launch.several import cluster_token, serve_join
+from trimmoe.runtime.launch.join import serve_join
+from trimmoe.runtime.launch.naming import cluster_token
 
 GIVEN = {"cluster": "c.yaml"}
 

@@ -16,7 +16,7 @@ from trimmoe.models.exact import greedy
 from trimmoe.models.load import open_model
 from trimmoe.runtime.launch import family
 from trimmoe.runtime.launch.folder import RunFolder
-from trimmoe.runtime.launch.several import own_address
+from trimmoe.runtime.launch.naming import own_address
 from trimmoe.runtime.launch.watching import stop_servers
 from trimmoe.runtime.wire.keys import generate_token
 

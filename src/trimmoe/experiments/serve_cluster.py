@@ -21,16 +21,11 @@ from trimmoe.runtime.launch.artifacts import Artifacts, cluster_of, prepare
 from trimmoe.runtime.launch.config import ServeConfig
 from trimmoe.runtime.launch.deployment import DEFAULT_PORT
 from trimmoe.runtime.launch.job import Pieces
+from trimmoe.runtime.launch.join import serve_join
 from trimmoe.runtime.launch.local import require_startable, serve_local
-from trimmoe.runtime.launch.several import (
-    HeadOptions,
-    cluster_token,
-    own_address,
-    own_name,
-    serve_head,
-    serve_join,
-    serve_whoever_joins,
-)
+from trimmoe.runtime.launch.naming import cluster_token, own_address, own_name
+from trimmoe.runtime.launch.several import HeadOptions, serve_head
+from trimmoe.runtime.launch.whoever import serve_whoever_joins
 
 Say = Callable[[str], None]
 POLICIES = (

@@ -1,0 +1,66 @@
+"""What a machine calls itself, where others find it, and the token that lets it in."""
+
+from __future__ import annotations
+
+import os
+import socket
+from pathlib import Path
+
+from trimmoe.core.errors import UserError
+from trimmoe.models.embedded.materialise import default_cache_dir
+from trimmoe.runtime.launch.local import Say
+from trimmoe.runtime.launch.server import TOKEN_VARIABLE
+from trimmoe.runtime.wire.keys import SHORTEST_TOKEN, generate_token
+
+_ELSEWHERE = ("192.0.2.1", 9)
+"""An address of nobody: the way to it shows which of its own a machine uses."""
+
+
+def cluster_token(path: Path | None) -> str | None:
+    """The token in a file, or in the environment; None if there is neither.
+
+    Raises `UserError` if the file cannot be read or what is found is too short to be secret.
+    """
+    if path is None:
+        token = os.environ.get(TOKEN_VARIABLE, "").strip()
+    else:
+        try:
+            token = path.read_text(encoding="utf-8").strip()
+        except (OSError, UnicodeDecodeError) as error:
+            raise UserError(f"Cannot read the cluster token in {path} ({error}).") from error
+    if not token and path is None:
+        return None
+    if len(token) < SHORTEST_TOKEN:
+        raise UserError(
+            f"The cluster token has {len(token)} characters; take the one the head shows, of at "
+            f"least {SHORTEST_TOKEN}."
+        )
+    return token
+
+
+def own_name() -> str:
+    """What this machine is called unless somebody says."""
+    return socket.gethostname().partition(".")[0] or "server"
+
+
+def own_address() -> str:
+    """The address of this machine as others on its network see it."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(_ELSEWHERE)  # Sends nothing.
+            return str(probe.getsockname()[0])
+        except OSError:
+            return socket.gethostbyname(socket.gethostname())
+
+
+def own_token(say: Say) -> str:
+    """This machine's own, so that a head that starts again is the same to its members."""
+    path = default_cache_dir() / "cluster-token"
+    token = path.read_text(encoding="utf-8").strip() if path.is_file() else ""
+    if len(token) < SHORTEST_TOKEN:
+        token = generate_token()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch(mode=0o600)
+        path.write_text(token, encoding="utf-8")
+    say(f"The cluster token, for {TOKEN_VARIABLE} on every machine that joins:\n{token}")
+    return token

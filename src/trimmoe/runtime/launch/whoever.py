@@ -1,0 +1,136 @@
+"""A cluster of whoever joins: planned for as they come, moved to another plan as they change."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+from trimmoe.core.errors import UserError
+from trimmoe.runtime.launch.addresses import Endpoint
+from trimmoe.runtime.launch.artifacts import Artifacts
+from trimmoe.runtime.launch.config import ServeConfig
+from trimmoe.runtime.launch.deployment import Hello
+from trimmoe.runtime.launch.head import Head, ServerView
+from trimmoe.runtime.launch.local import Say
+from trimmoe.runtime.launch.machine import Assemble
+from trimmoe.runtime.launch.member import kept, kept_at
+from trimmoe.runtime.launch.members import Members
+from trimmoe.runtime.launch.several import HeadOptions, announced, hello_of, leading
+
+_LOOK_S = 0.5
+MISSED_S = 120.0
+"""How long a machine may be away until the others are planned without it."""
+_ANY = ("any",)
+"""In place of names that are not known yet."""
+
+
+class Planner(Protocol):
+    """Makes plans for whoever has joined."""
+
+    def nominal(self, joined: Mapping[str, Hello]) -> Artifacts:
+        """A plan before anything is measured, by the machine of each server. Raises `UserError` if
+        the model does not fit."""
+        ...
+
+    def measured(
+        self, now: Artifacts, where: Sequence[Endpoint], servers: Sequence[ServerView]
+    ) -> Artifacts:
+        """Measure servers that run, and plan again. Raises `UserError`."""
+        ...
+
+
+def serve_whoever_joins(
+    config: ServeConfig,
+    planner: Planner,
+    assemble: Assemble,
+    say: Say,
+    options: HeadOptions,
+    *,
+    count: int,
+    replan: bool,
+) -> None:
+    """Wait until `count` servers are there, plan for them and serve; with `replan`, move to another
+    plan when further ones join or some stay away. Until Ctrl-C or SIGTERM. Raises `UserError`."""
+    title = assemble(config).policy.name
+    with leading(config, assemble, say, options, _ANY) as (head, members, stop):
+        at = f"{options.address}:{options.port}"
+        say(f"Waiting at {at} until {count} servers are there ...")
+        known: tuple[str, ...] = ()
+        while not stop.is_set():
+            found = _roll(members, options, known)
+            if len(found) < count:
+                stop.wait(_LOOK_S)
+                continue
+            try:
+                _serve_with(config, title, head, planner, members, options, found, say)
+            except UserError as error:
+                if head.current is None:
+                    raise
+                say(f"The plan stays as it is: {error}")
+            known = found
+            leaving = threading.Event()
+            stop.also(leaving)
+            if replan:
+                _Watch(members, options, known, leaving)
+            head.watch(leaving)
+
+
+def _serve_with(
+    config: ServeConfig,
+    title: str,
+    head: Head,
+    planner: Planner,
+    members: Members,
+    options: HeadOptions,
+    names: tuple[str, ...],
+    say: Say,
+) -> None:
+    """Serve with those; what was served before a head was lost is served on."""
+    joined = [hello_of(members, options, name) for name in names]
+    machines = {name: each.address for name, each in zip(names, joined, strict=True)}
+    before = kept(kept_at("head", _ANY)) if head.current is None else None
+    if before is not None and before.machines == machines and head.may_take_up(before):
+        say("Serving what was served before.")
+        if head.take_up(before):
+            announced(config, head, title, say)
+        return
+    nominal = planner.nominal(dict(zip(names, joined, strict=True)))
+    first = head.current is None
+    if not head.move(nominal, machines):
+        return
+    if first:
+        announced(config, head, title, say)
+    assert head.current is not None
+    views = [head.view(head.current.identity, name) for name in names]
+    if head.move(planner.measured(nominal, head.endpoints(), views), machines):
+        say(f"Serving by what was measured of {', '.join(names)}.")
+
+
+def _roll(members: Members, options: HeadOptions, known: tuple[str, ...]) -> tuple[str, ...]:
+    """Who is there: the head's own servers, those known before in their order, then new ones."""
+    there = [*options.servers, *sorted(members.joined())]
+    return tuple(dict.fromkeys([*(name for name in known if name in there), *there]))
+
+
+class _Watch:
+    """Sets an event once others are there than those planned for."""
+
+    def __init__(
+        self,
+        members: Members,
+        options: HeadOptions,
+        known: tuple[str, ...],
+        leaving: threading.Event,
+    ) -> None:
+        self._members, self._options, self._known = members, options, known
+        self._leaving = leaving
+        threading.Thread(target=self._run, name="watching members", daemon=True).start()
+
+    def _run(self) -> None:
+        missed_s = 0.0
+        while not self._leaving.wait(_LOOK_S):
+            there = set(_roll(self._members, self._options, self._known))
+            missed_s = 0.0 if there >= set(self._known) else missed_s + _LOOK_S
+            if there - set(self._known) or missed_s > MISSED_S:
+                self._leaving.set()
