@@ -84,7 +84,14 @@ class RunFolder:
 
     def claim(self) -> int | None:
         """The folder's lock, as a descriptor to keep open; None if a supervisor has it."""
-        return _locked(self.path, os.O_RDONLY | os.O_DIRECTORY)
+        while True:
+            _make_private(self.path)
+            with contextlib.suppress(FileNotFoundError):
+                descriptor = _locked(self.path, os.O_RDONLY | os.O_DIRECTORY)
+                if descriptor is None or _is_still(self.path, descriptor):
+                    return descriptor
+                # Whoever had it has removed the folder.
+                os.close(descriptor)
 
     def claim_process(self, name: Name) -> int | None:
         """Likewise of one process; None if it lives."""
@@ -115,9 +122,10 @@ class RunFolder:
 
     def clear(self) -> None:
         """Forget all; for who holds the lock, once no server lives."""
-        # The folder itself stays: who finds it locked must not hold the lock of another.
         for path in self.path.iterdir():
             path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            self.path.rmdir()
 
     def _lock(self, name: Name) -> Path:
         return self.path / f"{name}.lock"
@@ -144,6 +152,13 @@ def _locked(path: Path, flags: int) -> int | None:
         os.close(descriptor)
         return None
     return descriptor
+
+
+def _is_still(path: Path, descriptor: int) -> bool:
+    """Whether what was opened is what is there."""
+    with contextlib.suppress(FileNotFoundError):
+        return os.path.samestat(path.stat(), os.fstat(descriptor))
+    return False
 
 
 def _make_private(path: Path) -> None:

@@ -118,7 +118,7 @@ class Membership:
             self._greet()
             if self._socket.poll(round(_HELLO_S * 1000)):
                 heard_s = time.monotonic()
-                if away:
+                if away and self.heard:
                     self._say(f"The head at {self._head} is back.")
                 away = False
                 self._take(self._socket.recv())
@@ -130,9 +130,12 @@ class Membership:
                 )
                 self._news.set()
                 return
-            elif self.heard and not away and time.monotonic() - heard_s > _AWAY_S:
+            elif not away and time.monotonic() - heard_s > _AWAY_S:
                 away = True
-                self._say(f"The head at {self._head} is away; the servers here go on without it.")
+                goes_on = (
+                    "is away; the servers here go on without it" if self.heard else "is silent"
+                )
+                self._say(f"The head at {self._head} {goes_on}; it is tried again and again.")
 
     def _greet(self) -> None:
         runs, reports, timed = self._told()

@@ -81,7 +81,6 @@ def _claimed(folder: RunFolder) -> int:
 
 def _taken_over(folder: RunFolder, job: Job, say: Callable[[str], None]) -> Job:
     if not folder.alive():
-        folder.clear()
         folder.write(job)
         return job
     before = folder.read()
