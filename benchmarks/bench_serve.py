@@ -279,6 +279,8 @@ def make_node(parts: NodeParts) -> RunningNode:
         server=spec.index,
         kv_slots=spec.kv_slots,
         max_waiting=spec.max_waiting,
+        # Every round asks the same again.
+        prefix_cache=False,
         seed=spec.index,
         measures=False,
     )

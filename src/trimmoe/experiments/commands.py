@@ -271,6 +271,8 @@ def plan_vs_real(
         "kv_slots": max(many) + 8,
         "quantise": quantise, "threads": threads, "port_base": port_base,
         "emulate_links": True, "emulate_machines": emulate_machines,
+        # The plan knows of no prompt that was read before.
+        "prefix_cache": False,
     }  # fmt: skip
     config = serve_config(None, given)
     artifacts = artifacts_of(config, console.print)

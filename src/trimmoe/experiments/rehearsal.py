@@ -176,6 +176,7 @@ async def rehearsal(
                     max_batch=max_batch,
                     measures=False,
                     batch_share=batch_share,
+                    prefix_cache=False,
                     log_events=True,
                 )
                 nodes.append(

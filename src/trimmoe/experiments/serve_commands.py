@@ -156,6 +156,8 @@ def methods(
     given = {
         "cluster": cluster, "model": model, "profile": profile, "plan": plan, "budget": budget,
         "confidence": confidence, "port_base": port_base, "emulate": emulate,
+        # All methods are asked the same, and all are to read it.
+        "prefix_cache": False,
     }  # fmt: skip
     config = serve_config(None, given)
     output.mkdir(parents=True, exist_ok=True)
