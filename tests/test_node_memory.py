@@ -41,6 +41,10 @@ from wires import soon, until
 
 TOLD = Sampling(logprobs=3)
 DRAWN = Sampling(temperature=0.8, top_p=0.95, seed=5, logprobs=3)
+PENALISED = Sampling(
+    temperature=0.8, seed=5, frequency_penalty=0.4, repetition_penalty=1.3, logprobs=3
+)
+"""What may be drawn hangs on all tokens before, those that were not read again included."""
 lossless = pytest.mark.parametrize(
     "policy", [PRESETS["exact"](), guessing(3), drafting(0.0)], ids=["exact", "guesses", "drafts"]
 )
@@ -91,7 +95,7 @@ async def serving(service: LocalService) -> AsyncGenerator[None]:
         await service.close()
 
 
-@pytest.mark.parametrize("sampling", [TOLD, DRAWN], ids=["greedy", "drawn"])
+@pytest.mark.parametrize("sampling", [TOLD, DRAWN, PENALISED], ids=["greedy", "drawn", "penalised"])
 @lossless
 @pytest.mark.parametrize("routes", [constant_routes, staircase_routes, hybrid_routes])
 async def test_answers_are_the_same_bit_for_bit(
