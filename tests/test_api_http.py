@@ -155,6 +155,26 @@ def test_an_answer_ends_with_a_token_that_the_request_names(client: Any) -> None
     assert ended.finish_reason == "stop"
 
 
+def test_a_prompts_logprobs_come_as_vllm_and_as_openai_have_them(client: Any, tiny: Tiny) -> None:
+    asked = {"model": MODEL, "prompt": PROMPT, "max_tokens": 2, "temperature": 0}
+    own = client.completions.create(**asked, extra_body=EXACT | {"prompt_logprobs": 1})
+    echoed = client.completions.create(**asked, echo=True, logprobs=1, extra_body=EXACT)
+    ids = tiny.tokenizer(PROMPT)["input_ids"]
+    (theirs,) = (choice.prompt_logprobs for choice in own.choices)
+    told = echoed.choices[0].logprobs
+    assert theirs[0] is told.token_logprobs[0] is told.top_logprobs[0] is None
+    assert "".join(told.tokens[: len(ids)]) == PROMPT
+    assert told.text_offset[: len(ids)] == list(range(len(ids)))
+    for token, at, logprob in zip(ids[1:], theirs[1:], told.token_logprobs[1:], strict=False):
+        assert at[str(token)]["logprob"] == pytest.approx(logprob, abs=1e-5)
+        assert len(at) == 1 + (at[str(token)]["rank"] > 1)
+    chat = client.chat.completions.create(
+        model=MODEL, messages=[{"role": "user", "content": "x"}], max_tokens=1,
+        extra_body={"prompt_logprobs": 0},
+    )  # fmt: skip
+    assert len(chat.prompt_logprobs) == chat.usage.prompt_tokens
+
+
 def test_same_seed_same_answers_and_n_of_them_differ(client: Any) -> None:
     asked = {
         "model": MODEL, "prompt": PROMPT, "max_tokens": 16, "temperature": 1.4, "top_p": 0.95,

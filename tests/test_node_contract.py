@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
+import torch
 
 from nodes import hybrid_routes, read, request, running, tokens_of, world
 from serving import EOS, Tiny
@@ -16,6 +17,7 @@ from tiny import CONTEXT
 from trimmoe.core.ledger import Kind, Ledger
 from trimmoe.core.profile import ExitState
 from trimmoe.experiments.methods import make_engine
+from trimmoe.models.exact import exact_logits
 from trimmoe.policy.settings import PRESETS, PolicySettings
 from trimmoe.runtime.decoder import PlannedDecoder
 from trimmoe.runtime.local_service import LocalService
@@ -180,6 +182,27 @@ async def test_logprobs_come_with_the_tokens(driver: Driver) -> None:
         assert len(event.top_logprobs) == 3
         assert event.top_logprobs[0] == (event.token, pytest.approx(event.logprob, abs=1e-5))
         assert event.top_logprobs[0][1] >= event.top_logprobs[1][1]
+
+
+async def test_what_is_thought_of_the_prompt_comes_with_the_first_token(
+    driver: Driver, tiny: Tiny
+) -> None:
+    prompt = PROMPTS[6]
+    (logits,) = exact_logits(tiny.view, [prompt])
+    expected = torch.log_softmax(logits.float(), dim=-1)
+    async with driver.serving(PRESETS["exact"]()) as service:
+        sampling = Sampling(prompt_logprobs=2)
+        events = await soon(read(service.submit(request(prompt, 3, sampling=sampling))))
+        (plain,) = await soon(read(service.submit(request(prompt, 1))))
+    first, *rest = events
+    assert first.token == plain.token
+    assert not plain.prompt
+    assert not any(event.prompt for event in rest)
+    assert [score.token for score in first.prompt] == prompt[1:]
+    for before, score in zip(expected, first.prompt, strict=False):
+        assert score.logprob == pytest.approx(float(before[score.token]), abs=1e-4)
+        assert score.rank == 1 + int((before > before[score.token]).sum())
+        assert [token for token, _ in score.top] == before.topk(2).indices.tolist()
 
 
 async def test_closing_a_stream_frees_its_place_for_the_next(driver: Driver, tiny: Tiny) -> None:

@@ -83,6 +83,23 @@ async def test_nodes_answer_as_one_process_however_they_guess(
     assert expected != plain
 
 
+async def test_a_prompt_is_scored_chunk_by_chunk_as_whole(tiny: Tiny) -> None:
+    asked = request(list(range(40, 103)), 4, sampling=replace(PENALTIES, prompt_logprobs=3))
+    service = tiny.exact()
+    await service.start()
+    expected = (await soon(read(service.submit(asked))))[0].prompt
+    await service.close()
+    profile, plan = world(tiny, servers=3, routes=staircase_routes(3))
+    async with running(
+        tiny, profile=profile, plan=plan, policy=guessing(2), prefill_chunk=8
+    ) as servers:
+        ((first, *_),) = await answers(servers, [(1, asked)])
+    assert [one.token for one in first.prompt] == list(asked.prompt_ids[1:])
+    assert [one.rank for one in first.prompt] == [one.rank for one in expected]
+    ours, theirs = ([one.logprob for one in each] for each in (first.prompt, expected))
+    assert ours == pytest.approx(theirs, abs=1e-4)
+
+
 @pytest.mark.parametrize("policy", [guessing(2), drafting(0.0)], ids=["guesses", "drafts"])
 @pytest.mark.parametrize("how", ["greedy", "regex"])
 async def test_an_answer_goes_on_after_a_loss_with_all_that_it_has(
@@ -98,3 +115,27 @@ async def test_an_answer_goes_on_after_a_loss_with_all_that_it_has(
         rest = await soon(read(stream))
         assert servers.nodes[0].desk.restarts > 0
     assert tokens_of([*first, *rest]) == expected
+
+
+@pytest.mark.parametrize("how", sorted(SAMPLINGS))
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+async def test_what_is_kept_of_earlier_turns_changes_nothing(
+    tiny: Tiny, policy: str, how: str
+) -> None:
+    """A second turn is not read anew, and what it is drawn after is all of it; where its tokens'
+    scores are asked for, it is."""
+    words = list(range(40, 80))
+    first = request(words, 12, sampling=SAMPLINGS[how], stop_ids=frozenset({EOS}))
+    profile, plan = world(tiny, servers=3, routes=hybrid_routes(3))
+    async with running(tiny, profile=profile, plan=plan, policy=POLICIES[policy]) as servers:
+        said = await soon(read(servers.nodes[0].service.submit(first)))
+        turn = (*first.prompt_ids, *tokens_of(said), 80, 81)
+        second = replace(first, prompt_ids=turn, max_new_tokens=20)
+        answered = await soon(read(servers.nodes[0].service.submit(second)))
+        whole = replace(second, sampling=replace(second.sampling, prompt_logprobs=0))
+        scored = await soon(read(servers.nodes[0].service.submit(whole)))
+    assert answered[0].cached_tokens > 0
+    expected = await in_one_process(tiny, [first, second])
+    assert [tokens_of(said), tokens_of(answered)] == expected
+    assert tokens_of(scored) == expected[1]
+    assert [one.token for one in scored[0].prompt] == list(turn[1:])

@@ -31,7 +31,7 @@ from trimmoe.api.responses import (
 from trimmoe.api.structure import check_grammar, checked_grammar
 from trimmoe.api.text import TextCodec
 from trimmoe.api.tools import Offer, offer_grammar, offered
-from trimmoe.api.wording import token_logprobs
+from trimmoe.api.wording import prompt_logprobs, token_logprobs
 from trimmoe.runtime.service import GenerationRequest
 
 router = APIRouter()
@@ -135,6 +135,9 @@ class _ChatForm:
             model=self._body.model,
             choices=choices,
             usage=counts,
+            prompt_logprobs=None
+            if self._body.prompt_logprobs is None
+            else prompt_logprobs(pieces[0], self._codec),
         )
 
     def opening(self, index: int) -> ChatChunk | None:

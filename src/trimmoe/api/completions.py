@@ -14,10 +14,16 @@ from trimmoe.api.generation import Piece
 from trimmoe.api.openapi import generation_responses
 from trimmoe.api.requests import CompletionRequest
 from trimmoe.api.respond import requests_for, respond
-from trimmoe.api.responses import Completion, CompletionChoice, CompletionLogprobs, Usage
+from trimmoe.api.responses import (
+    Completion,
+    CompletionChoice,
+    CompletionLogprobs,
+    PromptLogprobs,
+    Usage,
+)
 from trimmoe.api.structure import checked_grammar
 from trimmoe.api.text import TextCodec
-from trimmoe.api.wording import finite, shown_tokens
+from trimmoe.api.wording import finite, prompt_logprobs, shown_tokens
 
 router = APIRouter()
 
@@ -35,10 +41,13 @@ async def completions(body: CompletionRequest, http: Request, context: Serving) 
         name=name,
         max_new_tokens=body.max_tokens,
         logprobs=body.logprobs,
+        prompt_logprobs=max(body.logprobs or 0, body.prompt_logprobs or 0)
+        if body.echoes_logprobs
+        else None,
         grammar=await checked_grammar(body, context.guides),
     )
     echoes = _echoes(body, prompts, context.codec)
-    form = _CompletionForm(body, context.codec, name, echoes)
+    form = _CompletionForm(body, context.codec, name, echoes, prompts)
     return await respond(http, context, body, requests, form)
 
 
@@ -65,9 +74,15 @@ class _CompletionForm:
     """A `Form` for completions; remembers where each choice's text has got to."""
 
     def __init__(
-        self, body: CompletionRequest, codec: TextCodec, name: str, echoes: Sequence[str]
+        self,
+        body: CompletionRequest,
+        codec: TextCodec,
+        name: str,
+        echoes: Sequence[str],
+        prompts: Sequence[Sequence[int]],
     ) -> None:
         self._body, self._codec, self._name = body, codec, name
+        self._prompts = prompts
         self._created = int(time.time())
         self._echoes = list(echoes)
         self._offsets = [len(echo) for echo in echoes]
@@ -102,18 +117,39 @@ class _CompletionForm:
             logprobs=None if self._body.logprobs is None else self._logprobs(index, piece),
             finish_reason=piece.finish_reason,
             token_ids=[e.token for e in piece.tokens] if self._body.return_token_ids else None,
+            prompt_logprobs=self._of_prompt(piece),
         )
 
     def _logprobs(self, index: int, piece: Piece) -> CompletionLogprobs:
         made = CompletionLogprobs(tokens=[], token_logprobs=[], top_logprobs=[], text_offset=[])
+        if self._body.echoes_logprobs:
+            self._offsets[index] = 0
+            self._add(made, index, self._prompts[index // self._body.n][0], None, ())
+            for score in piece.tokens[0].prompt:
+                self._add(made, index, score.token, score.logprob, score.top)
         for event in shown_tokens(piece):
-            text = self._codec.token_text(event.token)
-            top = {self._codec.token_text(one): finite(p) for one, p in event.top_logprobs}
-            # Several ids may share a text; the drawn one counts.
-            top[text] = finite(event.logprob)
-            made.tokens.append(text)
-            made.token_logprobs.append(finite(event.logprob))
-            made.top_logprobs.append(top)
-            made.text_offset.append(self._offsets[index])
-            self._offsets[index] += len(text)
+            self._add(made, index, event.token, finite(event.logprob), event.top_logprobs)
         return made
+
+    def _add(
+        self,
+        made: CompletionLogprobs,
+        index: int,
+        token: int,
+        logprob: float | None,
+        alternatives: Sequence[tuple[int, float]],
+    ) -> None:
+        """One more token; None for the first one of a prompt, which nothing predicts."""
+        text = self._codec.token_text(token)
+        top = {self._codec.token_text(one): finite(p) for one, p in alternatives}
+        made.tokens.append(text)
+        made.token_logprobs.append(None if logprob is None else finite(logprob))
+        # Several ids may share a text; the one that is there counts.
+        made.top_logprobs.append(None if logprob is None else top | {text: finite(logprob)})
+        made.text_offset.append(self._offsets[index])
+        self._offsets[index] += len(text)
+
+    def _of_prompt(self, piece: Piece) -> PromptLogprobs | None:
+        if self._body.prompt_logprobs is None:
+            return None
+        return prompt_logprobs(piece, self._codec)

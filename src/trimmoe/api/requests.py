@@ -20,10 +20,15 @@ class CompletionRequest(Sampled):
     """Put the prompt before each answer."""
 
     @model_validator(mode="after")
-    def _no_prompt_logprobs(self) -> CompletionRequest:
-        if self.echo and self.logprobs is not None:
-            raise ValueError("`echo` gives no logprobs of the prompt; leave out one of the two.")
+    def _echoes_with_logprobs_come_whole(self) -> CompletionRequest:
+        if self.stream and self.echoes_logprobs:
+            raise ValueError("`echo` with `logprobs` is not streamed; leave out `stream`.")
         return self
+
+    @property
+    def echoes_logprobs(self) -> bool:
+        """Whether the prompt comes before each answer with its logprobs."""
+        return self.echo and self.logprobs is not None
 
 
 class TextPart(Body):

@@ -52,10 +52,11 @@ def requests_for(
     max_new_tokens: int | None,
     logprobs: int | None,
     grammar: str = "",
+    prompt_logprobs: int | None = None,
 ) -> list[GenerationRequest]:
     """One request per prompt and answer, prompt by prompt; raises `ApiError`.
 
-    `grammar`, if there is one, was checked.
+    `grammar`, if there is one, was checked. `prompt_logprobs` is instead of the body's own.
     `max_new_tokens` None asks for all that the context holds.
     """
     model = context.service.model
@@ -65,7 +66,11 @@ def requests_for(
     _check_least(body.min_tokens, max_new_tokens)
     stop_ids = _stop_ids(body, model, guided=bool(grammar))
     sampling = replace(
-        _sampling(body, model, stop_ids), seed=seed, logprobs=logprobs, grammar=grammar
+        _sampling(body, model, stop_ids),
+        seed=seed,
+        logprobs=logprobs,
+        grammar=grammar,
+        prompt_logprobs=body.prompt_logprobs if prompt_logprobs is None else prompt_logprobs,
     )
     made = []
     for at, prompt in enumerate(prompts):

@@ -173,6 +173,9 @@ class Transcript:
             response.incomplete_details = Incomplete(reason="max_output_tokens")
         response.usage = ResponseUsage(
             input_tokens=counts.prompt_tokens,
+            input_tokens_details=InputDetails(
+                cached_tokens=counts.prompt_tokens_details.cached_tokens
+            ),
             output_tokens=counts.completion_tokens,
             total_tokens=counts.total_tokens,
             trimmoe=counts.trimmoe,

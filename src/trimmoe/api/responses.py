@@ -57,9 +57,23 @@ class CompletionLogprobs(BaseModel):
     """Logprobs as completions have them: one list per property."""
 
     tokens: list[str]
-    token_logprobs: list[float]
-    top_logprobs: list[dict[str, float]]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
     text_offset: list[int]
+
+
+class PromptLogprob(BaseModel):
+    """A token of a prompt, or an alternative to it."""
+
+    logprob: float
+    rank: int
+    """1 for the most probable one."""
+    decoded_token: str
+
+
+PromptLogprobs = list[dict[str, PromptLogprob] | None]
+"""As vLLM has them: by id, the prompt's own token and the most probable ones at each of its places;
+None for the first, which nothing predicts."""
 
 
 class CompletionChoice(BaseModel):
@@ -70,6 +84,7 @@ class CompletionChoice(BaseModel):
     logprobs: CompletionLogprobs | None = None
     finish_reason: Literal["stop", "length"] | None = None
     token_ids: list[int] | None = None
+    prompt_logprobs: PromptLogprobs | None = None
 
 
 class Completion(BaseModel):
@@ -166,6 +181,7 @@ class ChatCompletion(BaseModel):
     model: str
     choices: list[ChatChoice]
     usage: Usage | None = None
+    prompt_logprobs: PromptLogprobs | None = None
 
 
 class ChatChunk(BaseModel):

@@ -171,6 +171,8 @@ class Sampled(Drawn):
     stream_options: StreamOptions | None = None
     return_token_ids: bool = False
     """Add `token_ids` to each choice."""
+    prompt_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    """Report what the model thinks of each token of the prompt, with so many alternatives."""
 
     @model_validator(mode="after")
     def _one_form(self) -> Sampled:
@@ -180,6 +182,12 @@ class Sampled(Drawn):
             raise ValueError(
                 "`response_format` and the `guided_` options exclude one another; give one of them."
             )
+        return self
+
+    @model_validator(mode="after")
+    def _scores_come_whole(self) -> Sampled:
+        if self.stream and self.prompt_logprobs is not None:
+            raise ValueError("`prompt_logprobs` are not streamed; leave out `stream`.")
         return self
 
     @model_validator(mode="after")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from trimmoe.api.generation import Piece
-from trimmoe.api.responses import TokenLogprob, TopLogprob
+from trimmoe.api.responses import PromptLogprob, PromptLogprobs, TokenLogprob, TopLogprob
 from trimmoe.api.text import TextCodec
 from trimmoe.runtime.service import TokenEvent
 
@@ -39,3 +39,21 @@ def token_logprobs(piece: Piece, codec: TextCodec) -> list[TokenLogprob]:
         )
         for event in shown_tokens(piece)
     ]
+
+
+def prompt_logprobs(piece: Piece, codec: TextCodec) -> PromptLogprobs:
+    """What a whole answer's first token brings of its prompt."""
+    told: PromptLogprobs = [None]
+    for score in piece.tokens[0].prompt:
+        at = {
+            str(token): PromptLogprob(
+                logprob=finite(logprob), rank=rank, decoded_token=codec.token_text(token)
+            )
+            for rank, (token, logprob) in enumerate(score.top, start=1)
+        }
+        own = codec.token_text(score.token)
+        at[str(score.token)] = PromptLogprob(
+            logprob=finite(score.logprob), rank=score.rank, decoded_token=own
+        )
+        told.append(at)
+    return told

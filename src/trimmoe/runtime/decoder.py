@@ -19,6 +19,7 @@ from trimmoe.models.exact import full_depth
 from trimmoe.runtime.counters import ExpertCounter, ExpertUse
 from trimmoe.runtime.local import Decoded, LocalDriver
 from trimmoe.runtime.places import Places
+from trimmoe.runtime.scores import Score, prompt_scores
 from trimmoe.runtime.service import GenerationRequest, LinkStats, quality
 
 
@@ -48,6 +49,10 @@ class Decoder(Protocol):
 
     def kept(self, sequence: int) -> int:
         """Tokens of an open sequence's prompt that were not read again."""
+        ...
+
+    def scores(self, request: GenerationRequest) -> tuple[Score, ...]:
+        """What the model thinks of a prompt's tokens, if a request asks for it."""
         ...
 
     def close(self, sequence: int) -> None:
@@ -103,6 +108,9 @@ class PlannedDecoder:
 
     def kept(self, sequence: int) -> int:
         return self._driver.kept(sequence)
+
+    def scores(self, request: GenerationRequest) -> tuple[Score, ...]:
+        return _scores(self._driver.view, request)
 
     def close(self, sequence: int) -> None:
         self._driver.close(sequence)
@@ -171,6 +179,9 @@ class ExactDecoder:
     def kept(self, sequence: int) -> int:
         return self._places[sequence].start
 
+    def scores(self, request: GenerationRequest) -> tuple[Score, ...]:
+        return _scores(self._view, request)
+
     def close(self, sequence: int) -> None:
         self._places.close(sequence)
 
@@ -196,6 +207,11 @@ class ExactDecoder:
         hidden = self._view.embed(batch.pad(ids), batch)
         packed = full_depth(self._view, hidden, batch, self._cache)
         return self._view.logits(batch.last(batch.unpack(packed)))
+
+
+def _scores(view: MoEView, request: GenerationRequest) -> tuple[Score, ...]:
+    count = request.sampling.prompt_logprobs
+    return () if count is None else tuple(prompt_scores(view, request.prompt_ids, count))
 
 
 def _exact_ledger(view: MoEView) -> Ledger:

@@ -21,6 +21,7 @@ from torch import Tensor
 from trimmoe.core.ledger import Ledger
 from trimmoe.runtime.decoder import Decoder
 from trimmoe.runtime.sampling import draw
+from trimmoe.runtime.scores import Score
 from trimmoe.runtime.seen import Seen
 from trimmoe.runtime.service import (
     GenerationRequest,
@@ -49,6 +50,8 @@ class _Job:
     cancelled: bool = False
     seen: Seen | None
     """Its tokens, where draws look back."""
+    scores: tuple[Score, ...] = ()
+    """Of its prompt, until they are handed out with the first token."""
     made: int = 0
     cached: int = 0
     """Tokens of its prompt that were not read again."""
@@ -174,6 +177,7 @@ class LocalService:
                 return
             job = shared.waiting.popleft()
             shared.running[job.sequence] = job
+        job.scores = self._decoder.scores(job.request)
         logits = self._decoder.open(job.sequence, job.request)
         job.cached = self._decoder.kept(job.sequence)
         self._queried += len(job.request.prompt_ids)
@@ -211,6 +215,7 @@ class LocalService:
             token=drawn.token,
             logprob=drawn.logprob,
             top_logprobs=drawn.top,
+            prompt=job.scores if job.made == 1 else (),
             ledger=ledger,
             cached_tokens=job.cached if job.made == 1 else 0,
             finish_reason=reason,

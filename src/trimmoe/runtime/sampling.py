@@ -50,6 +50,8 @@ class Sampling:
     stop_ids: tuple[int, ...] = ()
     grammar: str = ""
     """What answers are held to, as llguidance writes it; see `runtime.guides`."""
+    prompt_logprobs: int | None = None
+    """How many alternatives to report with each token of the prompt; None reports none of them."""
 
     def __post_init__(self) -> None:
         assert self.temperature >= 0
@@ -62,9 +64,10 @@ class Sampling:
 
     @property
     def looks_back(self) -> bool:
-        """Whether what may be drawn hangs on the tokens before."""
+        """Whether a server needs the tokens before."""
         return (
-            bool(self.frequency_penalty or self.presence_penalty)
+            self.prompt_logprobs is not None
+            or bool(self.frequency_penalty or self.presence_penalty)
             or bool(self.min_tokens or self.grammar)
             or self.repetition_penalty != 1
         )

@@ -19,6 +19,7 @@ from trimmoe.policy.settings import PolicySettings
 from trimmoe.runtime.counters import ExpertUse
 from trimmoe.runtime.guides import guides_of
 from trimmoe.runtime.sampling import Sampling
+from trimmoe.runtime.scores import Score
 from trimmoe.runtime.seen import Seen
 
 FinishReason = Literal["stop", "length"]
@@ -84,6 +85,9 @@ class TokenEvent:
     """Natural logarithm; None unless `Sampling.logprobs` asked for it."""
     top_logprobs: tuple[tuple[int, float], ...] = ()
     """(token, logprob), best first."""
+    prompt: tuple[Score, ...] = ()
+    """Of the prompt's tokens but the first, on the first event alone and only if
+    `Sampling.prompt_logprobs` asked for it."""
     ledger: Ledger | None = None
     """What predicting it cost; None for the first, which the prompt predicts, unless experts of
     the prompt had to be substituted: then what that was charged."""

@@ -17,6 +17,7 @@ from trimmoe.runtime.node.records.outcome import Outcome
 from trimmoe.runtime.node.records.passage import Passage
 from trimmoe.runtime.node.records.slots import Slots
 from trimmoe.runtime.node.records.units import Unit
+from trimmoe.runtime.scores import scored
 
 
 def pass_layer(worker: Executor, passage: Passage, layer: int, unit: Unit) -> Outcome:
@@ -88,10 +89,16 @@ def end_chunk(worker: Executor, unit: Unit) -> Outcome:
     if unit.spent is not None:
         seat.charged_tokens += int(np.count_nonzero(unit.spent))
         seat.charged_loss += float(unit.spent.sum())
+    wanted = seat.sampling.prompt_logprobs
+    if wanted is not None and seat.seen is not None:
+        known = seat.seen.tokens[: seat.seen.prompt]
+        following = known[unit.start + 1 : unit.start + unit.count + 1]
+        seat.scores += scored(view, batch.pack(hidden), following, wanted)
     if unit.last:
         logits = view.logits(batch.last(hidden))[0]
         charge = ChargeSpec(seat.charged_tokens, seat.charged_loss) if seat.charged_tokens else None
-        outcome.parcels = to_users([unit], [token_of(unit, logits, charge=charge)])
+        first = token_of(unit, logits, charge=charge, scores=seat.scores)
+        outcome.parcels = to_users([unit], [first])
     return outcome
 
 

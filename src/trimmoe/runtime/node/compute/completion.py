@@ -22,12 +22,14 @@ from trimmoe.runtime.node.records.messages import (
     Parcel,
     Propagate,
     ReceiptSpec,
+    ScoreSpec,
     Token,
     Tokens,
 )
 from trimmoe.runtime.node.records.passengers import pack_ledger, pack_receipt
 from trimmoe.runtime.node.records.units import Unit, rows_of
 from trimmoe.runtime.sampling import draw
+from trimmoe.runtime.scores import Score
 
 if TYPE_CHECKING:
     from trimmoe.runtime.node.compute.executor import Executor
@@ -116,6 +118,7 @@ def token_of(
     agrees: bool | None = None,
     charge: ChargeSpec | None = None,
     draft: bool = False,
+    scores: Sequence[Score] = (),
 ) -> Token:
     """The token drawn after the unit's last row."""
     position = unit.start + unit.count
@@ -132,6 +135,7 @@ def token_of(
         charge=charge,
         epoch=unit.epoch,
         draft=draft,
+        scores=[ScoreSpec(each.token, each.logprob, each.rank, list(each.top)) for each in scores],
     )
 
 

@@ -212,7 +212,7 @@ class Desk:
                 sequence=next(self._sequences),
                 route=route,
                 trouble=asyncio.get_running_loop().create_future(),
-                begun=self.memory.match(route, _ids(job)),
+                begun=None if _reads_all(job) else self.memory.match(route, _ids(job)),
             )
             job.attempt = attempt
             self._by_sequence[attempt.sequence] = job
@@ -336,3 +336,8 @@ class Desk:
 def _ids(job: Job) -> list[int]:
     """The prompt, with what was made of the answer."""
     return [*job.request.prompt_ids, *job.tokens]
+
+
+def _reads_all(job: Job) -> bool:
+    """Whether the whole prompt has to be read, since its tokens' scores are asked for."""
+    return job.request.sampling.prompt_logprobs is not None and not job.tokens

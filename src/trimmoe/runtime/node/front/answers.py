@@ -20,6 +20,7 @@ from trimmoe.runtime.node.records.messages import After, Parcel, Token, Withdraw
 from trimmoe.runtime.node.records.outcome import Arrival
 from trimmoe.runtime.node.records.passengers import unpack_charge, unpack_ledger, unpack_receipt
 from trimmoe.runtime.node.records.readings import Guessed, Reading
+from trimmoe.runtime.node.records.samplings import unpack_scores
 from trimmoe.runtime.service import FinishReason, TokenEvent, quality
 
 
@@ -246,12 +247,14 @@ class Answers:
                 job.credit += ledger.budget - ledger.loss
                 if job.after is not None:
                     ledger, job.after = ledger + job.after, None
+            scores = () if job.tokens else token.scores
             job.tokens.append(token.token)
             reason = self._ends(job, token)
             event = TokenEvent(
                 token=token.token,
                 logprob=token.logprob,
                 top_logprobs=tuple((each, value) for each, value in token.top),
+                prompt=unpack_scores(scores),
                 ledger=ledger,
                 cached_tokens=cached,
                 finish_reason=reason,

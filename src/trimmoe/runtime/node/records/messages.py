@@ -50,6 +50,7 @@ class SamplingSpec(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_
     min_tokens: int = 0
     stop_ids: tuple[int, ...] = ()
     grammar: str = ""
+    prompt_logprobs: int | None = None
 
 
 class SeenSpec(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -241,6 +242,15 @@ class ChargeSpec(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
     """Summed over those tokens."""
 
 
+class ScoreSpec(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """`runtime.scores.Score` on the wire."""
+
+    token: int
+    logprob: float
+    rank: int
+    top: list[tuple[int, float]]
+
+
 class Token(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """The token that goes to `position` of a sequence."""
 
@@ -260,6 +270,8 @@ class Token(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
     """Of the unit that predicts it."""
     draft: bool = False
     """Whether full depth has not confirmed it yet."""
+    scores: list[ScoreSpec] = []
+    """Of the prompt that it follows, where they are asked for."""
 
 
 class Tokens(Message, frozen=True, tag="tokens"):

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import msgspec
 
 from trimmoe.runtime.guides import Guide
-from trimmoe.runtime.node.records.messages import SamplingSpec, SeenSpec
+from trimmoe.runtime.node.records.messages import SamplingSpec, ScoreSpec, SeenSpec
 from trimmoe.runtime.sampling import Sampling
+from trimmoe.runtime.scores import Score
 from trimmoe.runtime.seen import Seen
 from trimmoe.runtime.service import GenerationRequest
 
@@ -39,6 +41,11 @@ def unpack_seen(spec: SeenSpec | None, guide: Guide | None) -> Seen | None:
     return Seen(prompt=spec.prompt, tokens=list(spec.tokens), guide=guide)
 
 
+def unpack_scores(specs: Sequence[ScoreSpec]) -> tuple[Score, ...]:
+    """From the wire."""
+    return tuple(Score(one.token, one.logprob, one.rank, tuple(one.top)) for one in specs)
+
+
 def can_sample(spec: SamplingSpec, seen: SeenSpec | None) -> bool:
     """Whether tokens can be drawn as a peer says."""
     penalties = (spec.frequency_penalty, spec.presence_penalty)
@@ -53,6 +60,7 @@ def can_sample(spec: SamplingSpec, seen: SeenSpec | None) -> bool:
         and all(token >= 0 and math.isfinite(bias) for token, bias in spec.logit_bias)
         and spec.min_tokens >= 0
         and min(spec.stop_ids, default=0) >= 0
+        and (spec.prompt_logprobs is None or spec.prompt_logprobs >= 0)
     )
     if not good or not unpack_sampling(spec).looks_back:
         return good

@@ -24,6 +24,7 @@ from trimmoe.runtime.node.records.messages import Prefix, Reserve, access_of
 from trimmoe.runtime.node.records.passengers import MalformedPassengers
 from trimmoe.runtime.node.records.samplings import unpack_sampling, unpack_seen
 from trimmoe.runtime.sampling import Sampling
+from trimmoe.runtime.scores import Score
 from trimmoe.runtime.seen import UNKNOWN, Seen
 
 
@@ -66,6 +67,8 @@ class Seat:
     """Positions that were written when it took its place."""
     seen: Seen | None = None
     """Its tokens, as far as they have come by; None where no draw looks back."""
+    scores: list[Score] = field(default_factory=list)
+    """Of the prompt's tokens, as far as it has passed the last layer, where they are asked for."""
     open: bool = True
     cuts: list[int] = field(default_factory=list)
     """From which position on tokens were withdrawn, time after time; ascending, since what is
