@@ -173,6 +173,26 @@ async def test_logits_are_processed_as_by_transformers(
     assert expected != tiny.greedy([9, 10, 11], 12, eos=end)
 
 
+@pytest.mark.parametrize("state", sorted(ExitState))
+async def test_tokens_that_leave_early_are_known_to_all_who_draw(
+    driver: Driver, state: ExitState
+) -> None:
+    """Nothing comes twice under a penalty that forbids it, wherever a token is drawn and whatever
+    of it goes on to the servers of later layers."""
+    policy = replace(TRIMMING, exit_state=state, exits_charged=False, exits_weighed=False)
+    never_again = Sampling(presence_penalty=1e6)
+    async with driver.serving(policy) as service:
+        streams = [
+            service.submit(request(prompt, 40, confidence=0.2, sampling=never_again))
+            for prompt in PROMPTS[:4]
+        ]
+        made = await soon(asyncio.gather(*(read(stream) for stream in streams)))
+    exited = sum(ledger.kinds[:, Kind.EXITED].sum() for one in made for ledger in ledgers_of(one))
+    assert exited > 0
+    for events in made:
+        assert len(set(tokens_of(events))) == 40
+
+
 async def test_logprobs_come_with_the_tokens(driver: Driver) -> None:
     async with driver.serving(PRESETS["exact"]()) as service:
         events = await soon(
