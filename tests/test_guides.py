@@ -139,6 +139,26 @@ def test_a_grammars_end_comes_before_a_least_length() -> None:
     assert int(shaped(torch.zeros(VOCABULARY), sampling, 3, seen).argmax()) == EOS
 
 
+def test_a_guide_of_a_wrong_grammar_lets_answers_end() -> None:
+    """A server that disagrees with the one that took the request lives on."""
+    assert follows(regex_grammar("(a"), "") == {"END"}
+
+
+def test_a_guide_is_compiled_once_however_many_ask() -> None:
+    compiled: list[str] = []
+
+    class Counting(Guides):
+        def _compile(self, grammar: str) -> Any:
+            compiled.append(grammar)
+            return Guides._compile(self, grammar)
+
+    guides = Counting(tokenizer=TOKENIZER, vocab_size=VOCABULARY, stop_ids=(EOS,))
+    grammar = json_grammar(SCHEMA)
+    made = [guides.guide(grammar) for _ in range(8)]
+    assert all(one is not None and one.allowed(ids("{")).any() for one in made)
+    assert compiled == [grammar]
+
+
 def test_a_schema_is_not_changed_by_being_used() -> None:
     before = json.dumps(SCHEMA)
     json_grammar(SCHEMA)

@@ -11,6 +11,7 @@ import logging
 import re
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
@@ -106,8 +107,18 @@ class Guides:
         self.matcher(grammar)
 
     def guide(self, grammar: str) -> Guide | None:
-        """For one answer; None without a grammar."""
-        return Guide(self, grammar) if grammar else None
+        """For one answer; None without a grammar. It is compiled while the prompt is read, so that
+        nobody else's tokens wait for that."""
+        if not grammar:
+            return None
+        if grammar not in self._compiled:
+            threading.Thread(target=self._prepare, args=(grammar,), daemon=True).start()
+        return Guide(self, grammar)
+
+    def _prepare(self, grammar: str) -> None:
+        with suppress(Ungrammatical):
+            # Whoever needs it is told again.
+            self.matcher(grammar)
 
     def matcher(self, grammar: str) -> LLMatcher:
         """At the beginning of an answer; compiling may take some 0.1 s, once."""
