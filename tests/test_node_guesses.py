@@ -35,6 +35,7 @@ from trimmoe.runtime.node.front.drafts import Pending
 from trimmoe.runtime.node.records.messages import Token
 from trimmoe.runtime.node.records.work import Step
 from trimmoe.runtime.node.schedule.scheduler import Scheduler
+from trimmoe.runtime.sampling import Sampling
 from trimmoe.runtime.service import Unavailable
 from wires import soon, until
 
@@ -79,6 +80,28 @@ async def test_budgets_hold_at_every_prefix_of_answers_that_are_guessed_ahead(
     told = [ledger for events in made for ledger in ledgers_of(events)]
     assert all(ledger.budget == pytest.approx(budget * ledger.tokens) for ledger in told)
     assert 0 < sum(each.right for each in said) < sum(each.made for each in said)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8], ids=["greedy", "sampled"])
+async def test_what_an_answer_copies_is_guessed_from_what_came_before(
+    tiny: Tiny, temperature: float
+) -> None:
+    """Right or wrong, as long as it may be, the answers are the same."""
+    profile, plan = world(tiny, servers=3, routes=hybrid_routes(3))
+    sampling = Sampling(temperature=temperature, seed=5, stream=0)
+    asked = [
+        (access, request(prompt * 6, 60, sampling=sampling))
+        for access, prompt in enumerate(([7, 8, 9, 10, 11], [3, 1, 4, 1, 5, 9], [2] * 4))
+    ]
+    made, copied = [], []
+    for policy in (PRESETS["exact"](), guessing(2)):
+        async with running(tiny, profile=profile, plan=plan, policy=policy) as cluster:
+            made.append([tokens_of(events) for events in await answers(cluster, asked)])
+            await cluster.all_free()
+            copied.append([node.desk.answers.guessing.copied for node in cluster.nodes.values()])
+    assert made[0] == made[1]
+    assert sum(copied[0]) == 0
+    assert sum(copied[1]) > 0
 
 
 async def test_a_server_with_all_experts_is_always_right(tiny: Tiny, questions: Questions) -> None:

@@ -94,23 +94,29 @@ class Answers:
             if asked.position == following > attempt.prompt:
                 if not one.wanted:
                     continue
-                token = Token(
-                    sequence=attempt.sequence,
-                    position=asked.position,
-                    token=one.token,
-                    logprob=0.0,
-                    top=[],
-                    ledger=None,
-                    receipt=None,
-                    agrees=None,
-                    epoch=attempt.epoch,
-                    draft=True,
-                )
-                if self._ends(job, token):
+                if not self._set_out(job, attempt, asked.position, one.token):
                     continue
-                attempt.pending.add(token, None)
-                self._feed(attempt, token)
             self.guess(job, attempt)
+
+    def _set_out(self, job: Job, attempt: Attempt, position: int, guess: int) -> bool:
+        """Follow a guess, unless it ends the answer: whether it is followed."""
+        token = Token(
+            sequence=attempt.sequence,
+            position=position,
+            token=guess,
+            logprob=0.0,
+            top=[],
+            ledger=None,
+            receipt=None,
+            agrees=None,
+            epoch=attempt.epoch,
+            draft=True,
+        )
+        if self._ends(job, token):
+            return False
+        attempt.pending.add(token, None)
+        self._feed(attempt, token)
+        return True
 
     def _advance(self, job: Job, attempt: Attempt, token: Token) -> None:
         """A token came, perhaps one that this server has guessed; the next one is predicted from it
@@ -129,7 +135,9 @@ class Answers:
             ledger = replace(ledger, delay_s=passed.interval_s)
         if guess is not None:
             attempt.position += 1
-            self.guessing.checked(right=guess.token == token.token)
+            right = guess.token == token.token
+            self.guessing.checked(right=right)
+            attempt.lookup.checked(token.position, right=right)
             self._checked(job, attempt, token, ledger)
         else:
             token = attempt.pending.add(token, ledger)
@@ -147,11 +155,11 @@ class Answers:
     def guess(self, job: Job, attempt: Attempt) -> None:
         """Have this server read what it has not read yet, and guess what follows."""
         lead, request, room = attempt.lead, job.request, self._room
-        if lead is None or attempt.reading or attempt.pending.drafts >= lead.guesses:
+        if lead is None or attempt.reading or not room.may_guess(attempt.route):
             return
-        if not room.may_guess(attempt.route):
+        ids = self._looked_up(job, attempt)
+        if attempt.pending.drafts >= lead.guesses:
             return
-        ids = [*request.prompt_ids, *job.tokens, *attempt.pending.tokens]
         tokens = tuple(ids[attempt.read : attempt.read + room.chunk])
         if not tokens:
             return
@@ -167,6 +175,22 @@ class Answers:
         )
         room.guess(attempt.reading)
         attempt.read += len(tokens)
+
+    def _looked_up(self, job: Job, attempt: Attempt) -> list[int]:
+        """Follow what followed the same tokens before; all tokens afterwards."""
+        ids = [*job.request.prompt_ids, *job.tokens]
+        lookup = attempt.lookup
+        lookup.learn(ids)
+        ids += attempt.pending.tokens
+        if attempt.unfed is not None or len(ids) <= attempt.prompt:
+            return ids
+        while (token := lookup.guess(ids)) is not None:
+            if not self._set_out(job, attempt, len(ids), token):
+                break
+            self.guessing.copied += 1
+            lookup.pending.add(len(ids))
+            ids.append(token)
+        return ids
 
     def _feed_in_turn(self, attempt: Attempt) -> None:
         """Follow the last token, unless that is a guess upon a guess: most of those would be in
@@ -190,6 +214,7 @@ class Answers:
             if entry.ledger is not None:
                 self._in_vain(job, entry.ledger)
         attempt.epoch, attempt.stranded = attempt.epoch + 1, None
+        attempt.lookup.pending.clear()
         attempt.read = min(attempt.read, token.position)
         if attempt.reading is not None:
             attempt.read = min(attempt.read, attempt.reading.start)

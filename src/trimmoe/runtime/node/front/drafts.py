@@ -97,6 +97,8 @@ class Guessing:
     made: int = 0
     """Guesses on which something set out and of which word has come."""
     right: int = 0
+    copied: int = 0
+    """Guesses that were copied from what came before; no word of them need have come."""
 
     def checked(self, *, right: bool) -> None:
         """Word of one has come."""

@@ -10,6 +10,7 @@ from trimmoe.core.events import Receipt, SequenceOpened
 from trimmoe.core.ledger import Ledger
 from trimmoe.engine.guesses import Lead
 from trimmoe.runtime.node.front.drafts import Pending
+from trimmoe.runtime.node.front.lookup import Lookup
 from trimmoe.runtime.node.records.messages import Parcel, Prefix, Token
 from trimmoe.runtime.node.records.outcome import Arrival
 from trimmoe.runtime.node.records.readings import Reading
@@ -61,6 +62,8 @@ class Attempt:
     """One of them that nothing follows before the drafts ahead of it are confirmed."""
     lead: Lead | None = None
     """Where this server guesses ahead: how long its tokens take by that."""
+    lookup: Lookup = field(default_factory=Lookup)
+    """What it may copy."""
     early: dict[int, Token] = field(default_factory=dict)
     """Tokens that overtook the one that is awaited, by position."""
     seen: Seen | None = None

@@ -1,0 +1,69 @@
+"""Guesses that are copied: known where the same words came before, trusted while they are right."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trimmoe.runtime.node.front.lookup import MOST, SHORTEST, Lookup
+
+TOKENS = st.lists(st.integers(0, 3), max_size=40)
+
+
+@given(TOKENS)
+def test_a_guess_is_what_followed_the_same_tokens_last(ids: list[int]) -> None:
+    lookup = Lookup()
+    lookup.learn(ids)
+    last = ids[-SHORTEST:]
+    found = [ids[end] for end in range(SHORTEST, len(ids)) if ids[end - SHORTEST : end] == last]
+    assert lookup.guess(ids) == (found[-1] if found else None)
+
+
+@given(TOKENS, st.lists(st.integers(1, 5)))
+def test_it_is_all_the_same_how_often_it_learns(ids: list[int], steps: list[int]) -> None:
+    at_once, bit_by_bit, end = Lookup(), Lookup(), 0
+    for step in steps:
+        end += step
+        bit_by_bit.learn(ids[:end])
+    for each in (at_once, bit_by_bit):
+        each.learn(ids)
+    assert at_once.guess(ids) == bit_by_bit.guess(ids)
+
+
+def copying(lookup: Lookup, ids: list[int]) -> list[int]:
+    """Positions that are guessed now, one after another."""
+    made = []
+    while (token := lookup.guess(ids)) is not None:
+        lookup.pending.add(len(ids))
+        made.append(len(ids))
+        ids = [*ids, token]
+    return made
+
+
+def test_more_is_guessed_while_it_is_right_and_less_where_it_was_wrong() -> None:
+    ids = [1, 2, 3, 4, 5] * 4
+    lookup = Lookup()
+    lookup.learn(ids)
+    made = copying(lookup, ids)
+    assert made == [20]
+    for _ in range(20):
+        for position in made:
+            lookup.checked(position, right=True)
+        made = copying(lookup, ids)
+    assert len(made) == MOST
+    lookup.checked(made[0], right=False)
+    assert 0 < len(copying(lookup, ids)) < MOST
+
+
+def test_what_was_wrong_again_and_again_needs_more_of_the_same() -> None:
+    lookup = Lookup()
+    short = [9, 8, 1, 2, 3, 4, 7, 6, 5, 1, 2, 3]
+    lookup.learn(short)
+    for position in range(100, 103):
+        lookup.pending.add(position)
+        lookup.checked(position, right=False)
+    assert lookup.guess(short) is None
+    long = [*range(20, 32), 40, *range(20, 32)]
+    lookup = Lookup(trust=0)
+    lookup.learn(long)
+    assert lookup.guess(long) == 40
