@@ -16,7 +16,7 @@ from trimmoe.api.context import Context, Serving
 from trimmoe.api.generation import Piece
 from trimmoe.api.openapi import generation_responses
 from trimmoe.api.requests import ChatRequest, Message, ToolCall
-from trimmoe.api.respond import requests_for, respond
+from trimmoe.api.respond import requests_for, respond, seeded
 from trimmoe.api.responses import (
     AssistantMessage,
     Call,
@@ -41,9 +41,10 @@ router = APIRouter()
 async def chat_completions(body: ChatRequest, http: Request, context: Serving) -> Response:
     """Answer a chat."""
     context.require_model(body.model)
+    body = seeded(body)
     name = f"chatcmpl-{uuid4().hex}"
     requests, offer = await chat_requests(context, body, name)
-    form = _ChatForm(body, context.codec, name)
+    form = _ChatForm(body, context.codec, name, requests)
     return await respond(http, context, body, requests, form, reader_of(offer))
 
 
@@ -110,8 +111,14 @@ def _call_of(call: ToolCall) -> dict[str, Any]:
 class _ChatForm:
     """A `Form` for chats."""
 
-    def __init__(self, body: ChatRequest, codec: TextCodec, name: str) -> None:
-        self._body, self._codec, self._name = body, codec, name
+    def __init__(
+        self,
+        body: ChatRequest,
+        codec: TextCodec,
+        name: str,
+        requests: Sequence[GenerationRequest],
+    ) -> None:
+        self._body, self._codec, self._name, self._requests = body, codec, name, requests
         self._created = int(time.time())
 
     def whole(self, pieces: Sequence[Piece], counts: Usage) -> ChatCompletion:
@@ -138,9 +145,12 @@ class _ChatForm:
             prompt_logprobs=None
             if self._body.prompt_logprobs is None
             else prompt_logprobs(pieces[0], self._codec),
+            seed=self._body.told_seed,
         )
 
     def opening(self, index: int) -> ChatChunk | None:
+        if self._requests[index].received:
+            return None
         delta = AssistantMessage(role="assistant", content="")
         return self._chunk([ChatDelta(index=index, delta=delta)], None)
 
@@ -167,6 +177,7 @@ class _ChatForm:
             model=self._body.model,
             choices=choices,
             usage=counts,
+            seed=self._body.told_seed,
         )
 
     def _logprobs(self, piece: Piece) -> ChatLogprobs | None:

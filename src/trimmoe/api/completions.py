@@ -13,7 +13,7 @@ from trimmoe.api.context import Serving
 from trimmoe.api.generation import Piece
 from trimmoe.api.openapi import generation_responses
 from trimmoe.api.requests import CompletionRequest
-from trimmoe.api.respond import requests_for, respond
+from trimmoe.api.respond import requests_for, respond, seeded
 from trimmoe.api.responses import (
     Completion,
     CompletionChoice,
@@ -24,6 +24,7 @@ from trimmoe.api.responses import (
 from trimmoe.api.structure import checked_grammar
 from trimmoe.api.text import TextCodec
 from trimmoe.api.wording import finite, prompt_logprobs, shown_tokens
+from trimmoe.runtime.service import GenerationRequest
 
 router = APIRouter()
 
@@ -32,6 +33,7 @@ router = APIRouter()
 async def completions(body: CompletionRequest, http: Request, context: Serving) -> Response:
     """Continue one or more prompts."""
     context.require_model(body.model)
+    body = seeded(body)
     prompts = await _prompt_ids(body, context.codec)
     name = f"cmpl-{uuid4().hex}"
     requests = requests_for(
@@ -47,7 +49,7 @@ async def completions(body: CompletionRequest, http: Request, context: Serving) 
         grammar=await checked_grammar(body, context.guides),
     )
     echoes = _echoes(body, prompts, context.codec)
-    form = _CompletionForm(body, context.codec, name, echoes, prompts)
+    form = _CompletionForm(body, context.codec, name, echoes, prompts, requests)
     return await respond(http, context, body, requests, form)
 
 
@@ -80,12 +82,18 @@ class _CompletionForm:
         name: str,
         echoes: Sequence[str],
         prompts: Sequence[Sequence[int]],
+        requests: Sequence[GenerationRequest],
     ) -> None:
         self._body, self._codec, self._name = body, codec, name
         self._prompts = prompts
         self._created = int(time.time())
-        self._echoes = list(echoes)
-        self._offsets = [len(echo) for echo in echoes]
+        received = [request.received for request in requests]
+        # What came already has had its echo.
+        pairs = list(zip(echoes, received, strict=True))
+        self._echoes = ["" if came else echo for echo, came in pairs]
+        self._offsets = [
+            len(echo) + sum(len(codec.token_text(token)) for token in came) for echo, came in pairs
+        ]
 
     def whole(self, pieces: Sequence[Piece], counts: Usage) -> Completion:
         return self._completion([self._choice(i, p) for i, p in enumerate(pieces)], counts)
@@ -106,6 +114,7 @@ class _CompletionForm:
             model=self._body.model,
             choices=choices,
             usage=counts,
+            seed=self._body.told_seed,
         )
 
     def _choice(self, index: int, piece: Piece) -> CompletionChoice:

@@ -55,22 +55,28 @@ class Answer:
         refuses at once."""
         self.request = request
         self.made = self.cached_tokens = 0
+        """Tokens of the answer, with those made elsewhere, and of the prompt that were kept."""
         self.ledger: Ledger | None = None
         self._calls = calls
         self._text = codec.stream(() if calls is None else (OPEN, CLOSE))
         self._stops = StopStrings(stop)
+        self._over: EndReason | None = self._replayed()
         self._metrics = metrics
         self._measured = Measured(
             prompt_tokens=len(request.prompt_ids), started_s=time.perf_counter()
         )
-        self._stream = service.submit(request)
+        self._stream = None if self._over else service.submit(request)
 
     async def pieces(self) -> AsyncGenerator[Piece]:
         """The answer as it grows, a piece per token. Closing this cancels the request."""
+        if self._stream is None:
+            await self._end(self._over or "abort")
+            yield Piece(text="", tokens=(), finish_reason=self._over)
+            return
         try:
             async for event in self._stream:
                 self._count(event)
-                piece = self._read(event, *self._shown(event))
+                piece = self._read((event,), *self._shown(event.token, event.finish_reason))
                 if piece.finish_reason is not None:
                     await self._end(piece.finish_reason)
                 yield piece
@@ -82,7 +88,23 @@ class Answer:
         finally:
             await self._end("abort")
 
-    def _read(self, event: TokenEvent, text: str, reason: EndReason | None) -> Piece:
+    def _replayed(self) -> EndReason | None:
+        """Take up text, stop strings and calls where the tokens that came already left them; why
+        the answer is over, if it is."""
+        request = self.request
+        for token in request.received:
+            self.made += 1
+            reason: FinishReason | None = None
+            if token in request.stop_ids:
+                reason = "stop"
+            elif self.made == request.max_new_tokens:
+                reason = "length"
+            piece = self._read((), *self._shown(token, reason))
+            if piece.finish_reason is not None:
+                return piece.finish_reason
+        return None
+
+    def _read(self, events: tuple[TokenEvent, ...], text: str, reason: EndReason | None) -> Piece:
         """What may be shown, parted into text and calls."""
         parts: tuple[CallPart, ...] = ()
         if self._calls is not None:
@@ -92,20 +114,19 @@ class Answer:
                 text, parts = text + more, parts + last
             if self._calls.done or (reason == "stop" and self._calls.count):
                 reason = "tool_calls"
-        return Piece(text=text, tokens=(event,), finish_reason=reason, calls=parts)
+        return Piece(text=text, tokens=events, finish_reason=reason, calls=parts)
 
-    def _shown(self, event: TokenEvent) -> tuple[str, FinishReason | None]:
+    def _shown(self, token: int, reason: FinishReason | None) -> tuple[str, FinishReason | None]:
         """The text that may be shown now, and whether it is the last."""
-        ended_by_token = event.finish_reason == "stop"
-        text = "" if ended_by_token else self._text.push(event.token)
+        text = "" if reason == "stop" else self._text.push(token)
         if self.made < self.request.sampling.min_tokens:
-            return text, event.finish_reason
+            return text, reason
         text = self._stops.push(text)
         if self._stops.stopped:
             return text, "stop"
-        if event.finish_reason is not None:
+        if reason is not None:
             text += self._stops.flush()
-        return text, event.finish_reason
+        return text, reason
 
     def _count(self, event: TokenEvent) -> None:
         self.made += 1
@@ -120,7 +141,8 @@ class Answer:
 
     async def _end(self, reason: str) -> None:
         """Close the stream and the measurement; the first reason counts."""
-        await self._stream.aclose()
+        if self._stream is not None:
+            await self._stream.aclose()
         self._metrics.end(self._measured, time.perf_counter(), reason)
 
 
@@ -167,7 +189,7 @@ def usage(answers: Sequence[Answer], prompt_tokens: int) -> Usage:
     kept: dict[tuple[int, ...], int] = {}
     for answer in answers:
         ids = answer.request.prompt_ids
-        kept[ids] = min(kept.get(ids, answer.cached_tokens), answer.cached_tokens)
+        kept[ids] = min(kept.get(ids, len(ids)), answer.cached_tokens)
     cached = sum(kept.values())
     ledgers = [answer.ledger for answer in answers if answer.ledger is not None]
     return Usage(

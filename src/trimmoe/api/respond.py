@@ -6,7 +6,7 @@ import secrets
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import replace
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from fastapi import Request
 from pydantic import BaseModel
@@ -21,6 +21,10 @@ from trimmoe.api.sampled import Sampled
 from trimmoe.api.streaming import EventStream, gathered, merged, until_gone
 from trimmoe.runtime.sampling import Sampling
 from trimmoe.runtime.service import GenerationRequest, ServedModel
+
+B = TypeVar("B", bound=Sampled)
+_SEED_BITS = 53
+"""Whole numbers of JSON are exact up to these."""
 
 
 class Form(Protocol):
@@ -61,7 +65,7 @@ def requests_for(
     """
     model = context.service.model
     # Without a seed every request draws its own numbers.
-    seed = secrets.randbits(63) if body.seed is None else body.seed
+    seed = secrets.randbits(_SEED_BITS) if body.seed is None else body.seed
     _check_tokens(body, model.vocab_size)
     _check_least(body.min_tokens, max_new_tokens)
     stop_ids = _stop_ids(body, model, guided=bool(grammar))
@@ -72,16 +76,26 @@ def requests_for(
         grammar=grammar,
         prompt_logprobs=body.prompt_logprobs if prompt_logprobs is None else prompt_logprobs,
     )
+    received = _received(body, len(prompts) * body.n, model.vocab_size)
     made = []
     for at, prompt in enumerate(prompts):
         _check_prompt(prompt, model.vocab_size)
         room = max(1, model.context_length - len(prompt))
         for answer in range(body.n):
+            begun, most = received[len(made)], max_new_tokens or room
+            if len(begun) > most:
+                raise ApiError(
+                    400,
+                    f"`continue_token_ids` has {len(begun)} tokens, more than the {most} that the "
+                    "answer may have; ask for more or leave some out.",
+                    param="continue_token_ids",
+                )
             made.append(
                 GenerationRequest(
                     request_id=f"{name}-{len(made)}",
                     prompt_ids=tuple(prompt),
-                    max_new_tokens=room if max_new_tokens is None else max_new_tokens,
+                    max_new_tokens=most,
+                    received=tuple(begun),
                     sampling=replace(sampling, stream=at * body.n + answer),
                     stop_ids=stop_ids,
                     quality_budget=body.quality_budget,
@@ -90,6 +104,37 @@ def requests_for(
                 )
             )
     return made
+
+
+def seeded(body: B) -> B:
+    """The body with a seed if it asks for samples, so that whatever they are drawn with is told and
+    the answer can be continued elsewhere."""
+    if body.seed is not None or body.temperature == 0:
+        return body
+    return body.model_copy(update={"seed": secrets.randbits(_SEED_BITS)})
+
+
+def _received(body: Sampled, choices: int, vocab_size: int) -> Sequence[Sequence[int]]:
+    """What there is of every choice already."""
+    given = body.continue_token_ids
+    if not given:
+        return [()] * choices
+    many = [each for each in given if isinstance(each, list)]
+    received = many or [[each for each in given if isinstance(each, int)]]
+    if len(received) != choices:
+        raise ApiError(
+            400,
+            f"`continue_token_ids` is of {len(received)} choices, but {choices} are asked for; "
+            "give a list of tokens for each, empty where nothing came.",
+            param="continue_token_ids",
+        )
+    if max((token for each in received for token in each), default=0) >= vocab_size:
+        raise ApiError(
+            400,
+            f"Token ids go from 0 to {vocab_size - 1}; mend `continue_token_ids`.",
+            param="continue_token_ids",
+        )
+    return received
 
 
 def _sampling(body: Sampled, model: ServedModel, stop_ids: frozenset[int]) -> Sampling:

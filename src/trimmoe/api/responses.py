@@ -44,7 +44,10 @@ class PromptTokensDetails(BaseModel):
 
 
 class Usage(BaseModel):
-    """Token counts, and the ledger."""
+    """Token counts, and the ledger.
+
+    All tokens of an answer that is continued here count; the ledger is of those made here.
+    """
 
     prompt_tokens: int
     completion_tokens: int
@@ -96,6 +99,8 @@ class Completion(BaseModel):
     model: str
     choices: list[CompletionChoice]
     usage: Usage | None = None
+    seed: int | None = None
+    """Of sampled answers."""
 
 
 class TopLogprob(BaseModel):
@@ -182,6 +187,8 @@ class ChatCompletion(BaseModel):
     choices: list[ChatChoice]
     usage: Usage | None = None
     prompt_logprobs: PromptLogprobs | None = None
+    seed: int | None = None
+    """Of sampled answers."""
 
 
 class ChatChunk(BaseModel):
@@ -193,6 +200,8 @@ class ChatChunk(BaseModel):
     model: str
     choices: list[ChatDelta]
     usage: Usage | None = None
+    seed: int | None = None
+    """Of sampled answers."""
 
 
 class ModelCard(BaseModel):

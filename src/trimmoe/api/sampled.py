@@ -27,8 +27,9 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 """Values with which options that we do not have change nothing."""
 
-MAX_PROMPTS = 256
-"""In one request."""
+MAX_PROMPTS, MAX_ANSWERS = 256, 16
+"""In one request, and to each of them."""
+MAX_CHOICES = MAX_PROMPTS * MAX_ANSWERS
 
 # Lists stop at their first fault: a megabyte of them would make as many error records.
 Penalty = Annotated[float, Field(ge=-2, le=2)]
@@ -38,6 +39,8 @@ Stop = Annotated[str, Field(min_length=1, max_length=256)]
 TokenId = Annotated[int, Field(ge=0)]
 Ids = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
 Prompts = Annotated[list[NonEmpty], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)]
+Received = Annotated[list[TokenId], Field(fail_fast=True)]
+ManyReceived = Annotated[list[Received], Field(max_length=MAX_CHOICES, fail_fast=True)]
 ManyIds = Annotated[list[Ids], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)]
 
 
@@ -125,6 +128,8 @@ class Drawn(Body):
     ) = None
     """Answers are one of these texts."""
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
+    """What is drawn depends on it and on a token's position; without one the server draws one, and
+    sampled answers tell it."""
     stop: Stop | Annotated[list[Stop], Field(max_length=64, fail_fast=True)] | None = None
     stop_token_ids: Annotated[list[TokenId], Field(max_length=64, fail_fast=True)] = Field(
         default_factory=list
@@ -165,7 +170,7 @@ class Drawn(Body):
 class Sampled(Drawn):
     """What completions and chats have in common."""
 
-    n: Annotated[int, Field(ge=1, le=16)] = 1
+    n: Annotated[int, Field(ge=1, le=MAX_ANSWERS)] = 1
     response_format: ResponseFormat | None = None
     """JSON, or JSON that a schema describes."""
     stream_options: StreamOptions | None = None
@@ -173,6 +178,15 @@ class Sampled(Drawn):
     """Add `token_ids` to each choice."""
     prompt_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     """Report what the model thinks of each token of the prompt, with so many alternatives."""
+    continue_token_ids: Received | ManyReceived | None = None
+    """Tokens of the answer that came already, from any server of the cluster: what follows them is
+    answered, and they count towards `max_tokens` and `stop`. A list per choice if there are
+    several."""
+
+    @property
+    def told_seed(self) -> int | None:
+        """What the response says of the seed."""
+        return self.seed if self.temperature else None
 
     @model_validator(mode="after")
     def _one_form(self) -> Sampled:

@@ -44,7 +44,7 @@ class Decoder(Protocol):
         ...
 
     def open(self, sequence: int, request: GenerationRequest) -> Tensor:
-        """Run a prompt; logits [V] after it."""
+        """Run a prompt, and what there is of its answer; logits [V] after that."""
         ...
 
     def kept(self, sequence: int) -> int:
@@ -101,6 +101,7 @@ class PlannedDecoder:
         return self._driver.open(
             sequence,
             request.prompt_ids,
+            answered=request.received,
             access=self._access,
             budget=budget,
             confidence=confidence,
@@ -168,10 +169,10 @@ class ExactDecoder:
         view, prompt = self._view, request.prompt_ids
         with torch.inference_mode():
             if isinstance(view, EncoderDecoderView):
-                at = self._places.open(sequence, [view.start_token])
+                at = self._places.open(sequence, [view.start_token, *request.received])
                 view.attach(self._cache, at.slot, view.encode([prompt])[0])
             else:
-                at = self._places.open(sequence, prompt)
+                at = self._places.open(sequence, request.ids)
             logits = self._run([at.slot], [at.tokens[at.start :]], [at.start])[-1]
         self._places.has_read(sequence)
         return logits

@@ -99,28 +99,41 @@ class LocalDriver:
         self._draws = np.random.default_rng(seed)
 
     def open(
-        self, sequence: int, prompt: Sequence[int], *, access: int, budget: float, confidence: float
+        self,
+        sequence: int,
+        prompt: Sequence[int],
+        *,
+        access: int,
+        budget: float,
+        confidence: float,
+        answered: Sequence[int] = (),
     ) -> Tensor:
         """Admit a sequence and run its prompt exactly; logits [V] after the prompt.
 
-        Where there is an encoder, the prompt is its input and decoding starts from nothing.
+        `answered` is what there is of its answer, which runs exactly likewise. Where there is an
+        encoder, the prompt is its input and decoding starts from nothing but that.
         """
         opened = SequenceOpened(
             sequence=sequence, access=access, budget=budget, confidence=confidence
         )
-        return self.open_together([(opened, prompt)])[0]
+        return self.open_together([(opened, prompt)], [answered])[0]
 
     @torch.inference_mode()
     def open_together(
-        self, admitted: Sequence[tuple[SequenceOpened, Sequence[int]]]
+        self,
+        admitted: Sequence[tuple[SequenceOpened, Sequence[int]]],
+        answered: Sequence[Sequence[int]] | None = None,
     ) -> list[Tensor]:
-        """Admit sequences and run their prompts as one batch; logits [V] after each."""
+        """Admit sequences and run their prompts as one batch, with what is `answered` of each;
+        logits [V] after each."""
         cache = self.execution.cache
         prompts = [prompt for _, prompt in admitted]
         sequences = [opened.sequence for opened, _ in admitted]
         encoded = self.view.encode(prompts) if isinstance(self.view, EncoderDecoderView) else []
         if isinstance(self.view, EncoderDecoderView):
             prompts = [[self.view.start_token] for _ in prompts]
+        if answered is not None:
+            prompts = [[*prompt, *rest] for prompt, rest in zip(prompts, answered, strict=True)]
         # Of which server's users it is matters to what that guesses.
         places = [
             self._places.open(opened.sequence, prompt, realm=opened.access if self.guesser else 0)

@@ -53,6 +53,7 @@ class _Job:
     scores: tuple[Score, ...] = ()
     """Of its prompt, until they are handed out with the first token."""
     made: int = 0
+    """Tokens of the answer, with those made elsewhere."""
     cached: int = 0
     """Tokens of its prompt that were not read again."""
     next_token: int = -1
@@ -105,6 +106,7 @@ class LocalService:
                 sequence=next(self._sequences),
                 out=asyncio.Queue(),
                 seen=request.seen(self.model),
+                made=len(request.received),
             )
             shared.waiting.append(job)
             shared.changed.notify()
@@ -180,7 +182,7 @@ class LocalService:
         job.scores = self._decoder.scores(job.request)
         logits = self._decoder.open(job.sequence, job.request)
         job.cached = self._decoder.kept(job.sequence)
-        self._queried += len(job.request.prompt_ids)
+        self._queried += len(job.request.ids)
         self._hit += job.cached
         self._deliver([(job, self._next(job, logits, None))])
 
@@ -217,7 +219,7 @@ class LocalService:
             top_logprobs=drawn.top,
             prompt=job.scores if job.made == 1 else (),
             ledger=ledger,
-            cached_tokens=job.cached if job.made == 1 else 0,
+            cached_tokens=job.cached if job.made == len(request.received) + 1 else 0,
             finish_reason=reason,
         )
 

@@ -50,7 +50,10 @@ class GenerationRequest:
     prompt_ids: tuple[int, ...]
     """Never empty."""
     max_new_tokens: int
-    """At least 1."""
+    """At least 1; with those of `received`."""
+    received: tuple[int, ...] = ()
+    """The answer's first tokens, where it goes on that was begun elsewhere; fewer than
+    `max_new_tokens`, and none that ends it."""
     sampling: Sampling = field(default_factory=Sampling)
     stop_ids: frozenset[int] = frozenset()
     """Generation ends after any of these, with finish reason `stop`."""
@@ -64,14 +67,20 @@ class GenerationRequest:
     def __post_init__(self) -> None:
         assert self.prompt_ids
         assert self.max_new_tokens >= 1
+        assert len(self.received) <= self.max_new_tokens
+
+    @property
+    def ids(self) -> tuple[int, ...]:
+        """All tokens that there are of the sequence."""
+        return self.prompt_ids + self.received
 
     def seen(self, model: ServedModel) -> Seen | None:
-        """The prompt, for draws that look back; None where they do not."""
+        """What there is of the sequence, for draws that look back; None where they do not."""
         if not self.sampling.looks_back:
             return None
         return Seen(
             prompt=len(self.prompt_ids),
-            tokens=list(self.prompt_ids),
+            tokens=list(self.ids),
             guide=guides_of(model).guide(self.sampling.grammar),
         )
 

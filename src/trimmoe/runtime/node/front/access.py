@@ -3,7 +3,8 @@
 A request is answered in *attempts*. Each has a sequence number, a route and a place on every
 server of it. When an attempt is lost the next one begins from the prompt and the tokens that were
 already sent: sampling depends on the position only and the credit is what those tokens left, so
-the answer goes on as if nothing had happened.
+the answer goes on as if nothing had happened. An answer that was begun at another server of the
+cluster goes on here likewise (`GenerationRequest.received`), without its credit.
 """
 
 from __future__ import annotations
@@ -98,7 +99,7 @@ class Desk:
             self.blocked and waiting > room.max_waiting
         ):
             raise Overloaded(RETRY_AFTER_S)
-        job = Job(request=request)
+        job = Job(request=request, tokens=list(request.received))
         self._jobs.add(job)
         job.task = asyncio.create_task(self._serve(job), name=f"request {request.request_id}")
         return QueueStream(job.out, partial(self.cancel, job))

@@ -266,7 +266,8 @@ class Answers:
         """Hand out what nothing can change any more."""
         for entry in attempt.pending.shown():
             token, ledger = entry.token, entry.ledger
-            cached = 0 if job.tokens else job.cached
+            first = len(job.tokens) == len(job.request.received)
+            cached = job.cached if first else 0
             self._memory.shown(job, attempt, token.position, ledger)
             if ledger is not None and token.charge is None:
                 job.credit += ledger.budget - ledger.loss

@@ -110,7 +110,7 @@ class Job:
     request: GenerationRequest
     out: asyncio.Queue[Item] = field(default_factory=asyncio.Queue)
     tokens: list[int] = field(default_factory=list)
-    """Made and handed out so far."""
+    """Made and handed out so far, here or where the answer began."""
     credit: float = 0.0
     """What those tokens left of their budget."""
     after: Ledger | None = None
