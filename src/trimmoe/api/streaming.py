@@ -88,7 +88,7 @@ async def _cancelled(tasks: Sequence[asyncio.Task[Any]]) -> None:
 class Framing:
     """How a stream is written down."""
 
-    event: Callable[[BaseModel], bytes]
+    event: Callable[[Any], bytes]
     failure: Callable[[ErrorDetail], bytes]
     """What a stream ends with that cannot go on; it is too late for a status."""
     end: bytes
@@ -112,9 +112,9 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(
-        self, first: BaseModel, rest: AsyncGenerator[BaseModel], framing: Framing = CHUNKS
-    ) -> None:
+    def __init__(self, first: Any, rest: AsyncGenerator[Any], framing: Framing = CHUNKS) -> None:
+        """Chunks are as `framing` takes them. A `ServiceError` or an `ApiError` in their place ends
+        the stream."""
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
         self._first, self._rest, self._framing = first, rest, framing
@@ -143,6 +143,9 @@ class EventStream(Response):
                 await _send(send, self._framing.event(chunk))
         except ServiceError as error:
             await self._break_off(send, from_service(error))
+            return
+        except ApiError as error:
+            await self._break_off(send, error)
             return
         await _send(send, self._framing.end)
         await send(_END)

@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from trimmoe.cli import measure, prepare, samples, serving
+from trimmoe.cli import failing, measure, prepare, samples, serving
 from trimmoe.core.errors import UserError
 from trimmoe.experiments.commands import app as experiments
 from trimmoe.experiments.serve_commands import app as bench
@@ -43,6 +43,7 @@ COMMANDS = (
     serving.serve,
     serving.serve_local,
     serving.stop,
+    failing.gateway,
 )
 for command in COMMANDS:
     app.command(command.__name__.replace("_", "-"))(command)
