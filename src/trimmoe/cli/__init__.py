@@ -44,6 +44,7 @@ COMMANDS = (
     serving.serve_local,
     serving.stop,
     failing.gateway,
+    failing.chaos,
 )
 for command in COMMANDS:
     app.command(command.__name__.replace("_", "-"))(command)

@@ -1,0 +1,178 @@
+"""The run itself: streams, a failure in the midst of them, and back to health, again and again."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from trimmoe.core.errors import UserError
+from trimmoe.experiments.chaos.failures import Failure, Scene, failures
+from trimmoe.experiments.chaos.stage import Stage, Usage
+from trimmoe.experiments.chaos.streams import PROMPTS, Asking, Seen
+
+_FREE_S = 20.0
+"""By when servers have let go of everything once nobody asks for anything."""
+_POLL_S = 0.05
+_WARM = 2
+"""Runs of all streams before the first failure."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Outcome:
+    """What came of one failure."""
+
+    title: str
+    right: int
+    """Answers that were complete and equal to the undisturbed ones, of as many as there are
+    prompts."""
+    silence_s: float
+    """The longest that any client waited for anything."""
+    healthy_s: float | None
+    """Until all servers took requests again; None if they never did."""
+    faults: tuple[str, ...]
+
+    @property
+    def ok(self) -> bool:
+        return self.right == len(PROMPTS) and not self.faults and self.healthy_s is not None
+
+
+Samples = dict[tuple[str, int], list[Usage]]
+"""What every server's process took, after one failure after the other, by name and number."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Result:
+    """A whole run."""
+
+    outcomes: list[Outcome] = field(default_factory=list)
+    samples: Samples = field(default_factory=dict)
+
+    @property
+    def ok(self) -> bool:
+        return all(each.ok for each in self.outcomes)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plan:
+    """What to do, for how long."""
+
+    minutes: float
+    seed: int
+    tokens: int
+    capacity: int
+    kinds: tuple[str, ...] = ()
+    """Of failures; none: all."""
+    stuck_s: float = 120.0
+
+
+async def run(stage: Stage, plan: Plan, say: Callable[[Outcome], None]) -> Result:
+    """Start everything, disturb it, end it; `say` hears of every failure as it is over.
+
+    Raises `UserError` if it does not start.
+    """
+    try:
+        await stage.start()
+        served = (await stage.client.get(f"{stage.gateway}/v1/models")).json()["data"][0]["id"]
+        asking = Asking(
+            client=stage.client,
+            base=stage.gateway,
+            model=served,
+            tokens=plan.tokens,
+            stuck_s=plan.stuck_s,
+        )
+        expected = await _undisturbed(asking)
+        scene = Scene(
+            stage=stage,
+            asking=asking,
+            rng=np.random.default_rng(plan.seed),
+            capacity=plan.capacity,
+            expected=expected,
+        )
+        return await _disturbed(scene, plan, say)
+    finally:
+        await stage.close()
+
+
+async def _undisturbed(asking: Asking) -> list[Seen]:
+    seen = list[Seen]()
+    for _ in range(_WARM):
+        seen = [Seen() for _ in PROMPTS]
+        await asking.all(seen)
+    for each in seen:
+        if each.error or not each.finished:
+            raise UserError(f"Undisturbed answers fail already ({each.error}); see the logs.")
+    return seen
+
+
+async def _disturbed(scene: Scene, plan: Plan, say: Callable[[Outcome], None]) -> Result:
+    known = failures(scene.stage.names)
+    chosen = [each for each in known if not plan.kinds or each.kind in plan.kinds]
+    result, end_s = Result(), time.monotonic() + 60 * plan.minutes
+    _sample(scene.stage, result.samples)
+    while True:
+        for at in scene.rng.permutation(len(chosen)).tolist():
+            if result.outcomes and time.monotonic() > end_s:
+                return result
+            outcome = await _one(scene, chosen[at])
+            result.outcomes.append(outcome)
+            say(outcome)
+            if outcome.healthy_s is None:
+                return result
+            _sample(scene.stage, result.samples)
+
+
+async def _one(scene: Scene, failure: Failure) -> Outcome:
+    seen = [Seen() for _ in PROMPTS]
+    streams = asyncio.create_task(scene.asking.all(seen))
+    while not streams.done() and not all(each.events > 1 for each in seen):
+        await asyncio.sleep(0.002)
+    began_s = time.monotonic()
+    faults = await failure.happen(scene)
+    healthy = await scene.stage.until_healthy()
+    healthy_s = time.monotonic() - began_s
+    await streams
+    if healthy and failure.after is not None:
+        faults += await failure.after(scene)
+    if healthy and (left := await _left_over(scene.stage)):
+        faults.append(f"{left} requests were never let go of")
+    right = sum(each.is_like(wanted) for each, wanted in zip(seen, scene.expected, strict=True))
+    faults += _reasons(seen, scene.expected)
+    return Outcome(
+        title=failure.title,
+        right=right,
+        silence_s=max(each.silence_s for each in seen),
+        healthy_s=healthy_s if healthy else None,
+        faults=tuple(faults),
+    )
+
+
+def _reasons(seen: Sequence[Seen], expected: Sequence[Seen]) -> list[str]:
+    """What is wrong with answers, each once."""
+    reasons = []
+    for each, wanted in zip(seen, expected, strict=True):
+        if each.is_like(wanted):
+            continue
+        if each.error:
+            reasons.append(each.error)
+        elif wanted.text.startswith(each.text):
+            reasons.append("an answer is cut off")
+        else:
+            reasons.append("an answer is another one")
+    return sorted(set(reasons))
+
+
+async def _left_over(stage: Stage) -> int:
+    """Requests that servers still have although nobody waits for any."""
+    end_s = time.monotonic() + _FREE_S
+    while (count := await stage.under_way()) and time.monotonic() < end_s:
+        await asyncio.sleep(_POLL_S)
+    return count
+
+
+def _sample(stage: Stage, samples: Samples) -> None:
+    for process, usage in stage.usage().items():
+        samples.setdefault(process, []).append(usage)
