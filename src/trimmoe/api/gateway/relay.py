@@ -55,7 +55,8 @@ class _Trouble(Exception):
 class _Tries:
     """What happened since the last token."""
 
-    until_s: float
+    until_s: float | None = None
+    """When patience ends; it begins when all servers were asked in vain once."""
     pause_s: float = FIRST_PAUSE_S
     faults: int = 0
     busy: Refused | None = None
@@ -75,7 +76,7 @@ class Relay:
         self, path: str, headers: Mapping[str, str], progress: Progress
     ) -> AsyncGenerator[Chunk]:
         """What the client is to see. Raises `Refused` before the first chunk, `ApiError` after."""
-        tries, tried = self._tries(), set[Backend]()
+        tries, tried = _Tries(), set[Backend]()
         while not progress.over:
             backend = self._pool.choose(tried)
             if backend is None:
@@ -88,16 +89,13 @@ class Relay:
                 async with aclosing(self._attempt(backend, path, headers, progress)) as chunks:
                     async for chunk in chunks:
                         # Others may take it up again if this one breaks off too.
-                        tries, tried = self._tries(), {backend}
+                        tries, tried = _Tries(), {backend}
                         self.continued += continued
                         continued = False
                         if (shown := progress.received(chunk)) is not None:
                             yield shown
             except _Trouble as trouble:
                 self._book(trouble, tries, progress)
-
-    def _tries(self) -> _Tries:
-        return _Tries(until_s=asyncio.get_running_loop().time() + self._patience_s)
 
     def _book(self, trouble: _Trouble, tries: _Tries, progress: Progress) -> None:
         """Remember why an attempt ended; raises if nobody else can do better."""
@@ -117,7 +115,10 @@ class Relay:
         if tries.busy is not None and not progress.begun:
             # They have queues of their own; another one here would only be longer.
             raise tries.busy
-        if asyncio.get_running_loop().time() > tries.until_s:
+        now_s = asyncio.get_running_loop().time()
+        if tries.until_s is None:
+            tries.until_s = now_s + self._patience_s
+        if now_s > tries.until_s:
             _give_up(tries.last, progress)
         await asyncio.sleep(tries.pause_s)
         tries.pause_s = min(2 * tries.pause_s, LONGEST_PAUSE_S)
