@@ -23,7 +23,7 @@ def test_nothing_that_happens_to_servers_costs_an_answer(tmp_path: Path) -> None
     command = [
         *(sys.executable, "-m", "trimmoe.cli", "chaos", "--model", files.model),
         *("--cluster", files.cluster, "--profile", files.profile, "--plan", files.plan),
-        *("--no-emulate", "--port-base", port, "--tokens", 120, "--minutes", 0.5, "--seed", 3),
+        *("--no-emulate", "--port-base", port, "--tokens", 120, "--minutes", 0.2, "--seed", 3),
         *(
             part
             for kind in ("kill", "supervisor", "vanish", "burst")

@@ -38,8 +38,9 @@ class Context:
             )
 
 
-def context_of(request: Request) -> Context:
+async def context_of(request: Request) -> Context:
     """The context of the app that serves this request."""
+    # Asynchronous, because others are called in a thread each: up to forty in a burst.
     return request.app.state.context
 
 

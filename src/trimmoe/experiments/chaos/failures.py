@@ -7,7 +7,7 @@ import os
 import signal
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 import httpx
@@ -20,8 +20,8 @@ STOP_S = 10.0
 VANISHING = 16
 SLOW = 200
 """Connections that send a byte a second."""
-_SHORT = 4
-"""Tokens of an answer in a burst."""
+_SHARE = 4
+"""Answers in a burst are so many times as short as others."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,6 +34,8 @@ class Scene:
     capacity: int
     """Answers at a time that servers have places for."""
     expected: Sequence[Seen]
+    notes: list[str] = field(default_factory=list)
+    """What is worth telling of the failure at hand, and no fault."""
 
     def some_server(self) -> int:
         return int(self.rng.integers(len(self.stage.names)))
@@ -132,6 +134,7 @@ async def _burst(scene: Scene) -> list[str]:
     got = await asyncio.gather(*(_short(scene, at) for at in range(10 * scene.capacity)))
     faults = sorted({each for each in got if each not in ("", "refused")})
     served, refused = got.count(""), got.count("refused")
+    scene.notes.append(f"{served} served, {refused} told when to come back")
     if not served:
         faults.append("nobody of the burst was served")
     if not refused:
@@ -142,7 +145,8 @@ async def _burst(scene: Scene) -> list[str]:
 async def _short(scene: Scene, at: int) -> str:
     """What is wrong with a short answer; `refused` if it was refused as it should be."""
     asking = scene.asking
-    asked = asking.body(at, max_tokens=_SHORT)
+    tokens = max(1, asking.tokens // _SHARE)
+    asked = asking.body(at, max_tokens=tokens)
     try:
         got = await asking.client.post(f"{asking.base}/v1/completions", json=asked)
     except httpx.HTTPError as error:
@@ -152,7 +156,7 @@ async def _short(scene: Scene, at: int) -> str:
     if got.status_code != httpx.codes.OK:
         return f"a burst's request got HTTP {got.status_code}"
     answer = got.json()
-    whole = answer["usage"]["completion_tokens"] == _SHORT
+    whole = answer["usage"]["completion_tokens"] == tokens
     text = answer["choices"][0]["text"]
     right = scene.expected[at % len(PROMPTS)].text.startswith(text)
     return "" if whole and right else "a burst's answer is another one"

@@ -21,7 +21,8 @@ def line(outcome: Outcome) -> str:
     answers = f"{outcome.right} of {len(PROMPTS)}"
     silence = f"{outcome.silence_s:.1f} s"
     told = f"{outcome.title:42} {answers:>9} {silence:>9} {back:>9}"
-    return told if not outcome.faults else f"{told}  ({'; '.join(outcome.faults)})"
+    more = "; ".join((*outcome.faults, *outcome.notes))
+    return f"{told}  ({more})" if more else told
 
 
 def growth(result: Result) -> Iterable[str]:

@@ -34,6 +34,7 @@ class Outcome:
     healthy_s: float | None
     """Until all servers took requests again; None if they never did."""
     faults: tuple[str, ...]
+    notes: tuple[str, ...] = ()
 
     @property
     def ok(self) -> bool:
@@ -126,6 +127,7 @@ async def _disturbed(scene: Scene, plan: Plan, say: Callable[[Outcome], None]) -
 
 
 async def _one(scene: Scene, failure: Failure) -> Outcome:
+    scene.notes.clear()
     seen = [Seen() for _ in PROMPTS]
     streams = asyncio.create_task(scene.asking.all(seen))
     while not streams.done() and not all(each.events > 1 for each in seen):
@@ -147,6 +149,7 @@ async def _one(scene: Scene, failure: Failure) -> Outcome:
         silence_s=max(each.silence_s for each in seen),
         healthy_s=healthy_s if healthy else None,
         faults=tuple(faults),
+        notes=tuple(scene.notes),
     )
 
 
