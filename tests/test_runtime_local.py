@@ -26,7 +26,9 @@ from trimmoe.models.exact import exact_logits, greedy
 from trimmoe.models.load import open_model
 from trimmoe.policy.base import Decision, Observation, Policy
 from trimmoe.policy.settings import PRESETS, PolicySettings
+from trimmoe.runtime.decoder import Decoder, ExactDecoder, PlannedDecoder
 from trimmoe.runtime.local import Decoded, LocalDriver
+from trimmoe.runtime.service import GenerationRequest
 
 PROMPTS = [[5, 9, 77, 31, 200], [120, 4], [64, 65, 66, 67, 68, 69, 70, 71]]
 NEW = 8
@@ -271,3 +273,42 @@ def test_every_family_decodes_exactly_through_the_engine(tmp_path: Path, family:
         )[0]  # fmt: skip
         start = len(prompt) if start_token is None else 1
         assert tokens == expected[start:].tolist()
+
+
+@pytest.mark.parametrize("family", ["qwen2_moe", "switch"])
+def test_an_answer_is_taken_up_where_it_was(tmp_path: Path, family: str) -> None:
+    """With an encoder the prompt is its input, and the answer the decoder's."""
+    view = open_model(checkpoints.write(family, tmp_path))
+    rng = np.random.default_rng(2)
+    engine = make_engine(
+        random_plan(rng, view.spec, random_cluster(rng, servers=4)),
+        random_profile(rng, view.spec),
+        view.spec,
+        PRESETS["exact"](),
+    )
+    decoders = [
+        ExactDecoder(view, slots=1),
+        PlannedDecoder(
+            view,
+            random_profile(rng, view.spec),
+            engine,
+            slots=1,
+            server_names=("a", "b", "c", "d"),
+        ),
+    ]
+    for decoder in decoders:
+        asked = GenerationRequest(
+            request_id="r", prompt_ids=(5, 9, 77, 31), max_new_tokens=NEW, exact=True
+        )
+        whole = _answered(decoder, asked)
+        for cut in range(1, NEW):
+            rest = _answered(decoder, replace(asked, received=tuple(whole[:cut])))
+            assert whole[:cut] + rest == whole
+
+
+def _answered(decoder: Decoder, request: GenerationRequest) -> list[int]:
+    made = [int(decoder.open(0, request).argmax())]
+    while len(request.received) + len(made) < request.max_new_tokens:
+        made.append(int(decoder.decode({0: made[-1]})[0].logits.argmax()))
+    decoder.close(0)
+    return made

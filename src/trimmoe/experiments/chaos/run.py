@@ -17,6 +17,8 @@ from trimmoe.experiments.chaos.streams import PROMPTS, Asking, Seen
 _FREE_S = 20.0
 """By when servers have let go of everything once nobody asks for anything."""
 _POLL_S = 0.05
+_SHOWN = 30
+"""Characters of answers that part."""
 _WARM = 2
 """Runs of all streams before the first failure."""
 
@@ -164,8 +166,19 @@ def _reasons(seen: Sequence[Seen], expected: Sequence[Seen]) -> list[str]:
         elif wanted.text.startswith(each.text):
             reasons.append("an answer is cut off")
         else:
-            reasons.append("an answer is another one")
+            reasons.append(_parted(each.text, wanted.text))
     return sorted(set(reasons))
+
+
+def _parted(text: str, wanted: str) -> str:
+    """Where an answer is another one."""
+    at = next(
+        (at for at, (a, b) in enumerate(zip(text, wanted, strict=False)) if a != b), len(wanted)
+    )
+    return (
+        f"after {at} characters an answer goes on with {text[at : at + _SHOWN]!r} in place of "
+        f"{wanted[at : at + _SHOWN]!r}"
+    )
 
 
 async def _left_over(stage: Stage) -> int:
