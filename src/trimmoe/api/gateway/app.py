@@ -11,11 +11,12 @@ from typing import Any
 import httpx
 import msgspec
 from fastapi import FastAPI, Request
+from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from trimmoe.api import errors
-from trimmoe.api.errors import ApiError
+from trimmoe.api.errors import ApiError, ClientGone
 from trimmoe.api.gateway.pool import Backend, Pool
 from trimmoe.api.gateway.progress import Chunk, Progress, continuable
 from trimmoe.api.gateway.relay import NOBODY, Refused, Relay
@@ -84,7 +85,7 @@ class _Gateway:
 
     async def answer(self, http: Request) -> Response:
         """An answer from whichever servers it takes."""
-        content = await http.body()
+        content = await _content(http)
         body = _json(content)
         if not continuable(body):
             return await self.passed_on(http, content)
@@ -176,7 +177,7 @@ def create_gateway(settings: GatewaySettings) -> FastAPI:
         return await gateway.answer(http)
 
     async def anything(http: Request) -> Response:
-        return await gateway.passed_on(http, await http.body())
+        return await gateway.passed_on(http, await _content(http))
 
     for path in ANSWERS:
         app.add_api_route(path, answer, methods=["POST"])
@@ -184,6 +185,14 @@ def create_gateway(settings: GatewaySettings) -> FastAPI:
     app.add_middleware(BodyLimit, max_bytes=settings.max_body_bytes)
     app.add_middleware(Stopping)
     return app
+
+
+async def _content(http: Request) -> bytes:
+    """The body; raises `ClientGone` if it never comes to its end."""
+    try:
+        return await http.body()
+    except ClientDisconnect as error:
+        raise ClientGone from error
 
 
 def _json(content: bytes) -> Any:
