@@ -105,7 +105,7 @@ def test_an_answer_that_was_over_says_so_again(url: str) -> None:
 
 
 def test_every_choice_is_continued_where_it_was(url: str) -> None:
-    asked = body(**SAMPLED, n=2) | {"prompt": [PROMPT, "Then"]}
+    asked: dict[str, Any] = body(**SAMPLED, n=2) | {"prompt": [PROMPT, "Then"]}
     whole = [choice["token_ids"] for choice in post(url, **asked)["choices"]]
     came = [each[:cut] for each, cut in zip(whole, (3, 0, NEW, 17), strict=True)]
     rest = [each["token_ids"] for each in post(url, **asked, continue_token_ids=came)["choices"]]
