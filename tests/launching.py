@@ -101,7 +101,7 @@ def free_ports(count: int) -> int:
     before either listens on them. Who listens on a block's last port has the block.
     """
     assert count < _BLOCK
-    for first in np.random.default_rng().permutation(np.arange(20_000, 32_000, _BLOCK)).tolist():
+    for first in np.random.default_rng().permutation(np.arange(10_000, 32_000, _BLOCK)).tolist():
         try:
             _taken.append(socket.create_server(("127.0.0.1", first + _BLOCK - 1)))
             for port in range(first, first + count):

@@ -83,7 +83,7 @@ class Progress:
 def continuable(body: Any) -> bool:
     """Whether a body asks for something that can be continued; servers say what is wrong with those
     that do not."""
-    if not isinstance(body, dict):
+    if not isinstance(body, dict) or body.get("prompt_logprobs") is not None:
         return False
     options = body.get("stream_options")
     flags = [body.get("stream"), body.get("return_token_ids")]

@@ -25,7 +25,9 @@ class Whole:
     def response(self) -> dict[str, Any]:
         """All of it."""
         kind = self._frame["object"]
-        frame = self._frame | {"object": _CHAT if kind == _CHAT_CHUNK else kind}
+        frame = dict(self._frame)
+        if kind == _CHAT_CHUNK:
+            frame |= {"object": _CHAT, "prompt_logprobs": None}
         choices = [self._choices[index] for index in sorted(self._choices)]
         for choice in choices:
             if "message" in choice:
