@@ -212,6 +212,7 @@ def ledger_usage(ledgers: Sequence[Ledger]) -> LedgerUsage:
     return LedgerUsage(
         layers_executed=int(exact + substituted),
         layers_substituted=int(substituted),
+        layers_remote=int(by_kind[[Kind.REMOTE_EXACT, Kind.REMOTE_SUBSTITUTE]].sum()),
         layers_skipped=int(by_kind[Kind.SKIPPED]),
         layers_exited=int(by_kind[Kind.EXITED]),
         hops=total.hops,

@@ -24,6 +24,8 @@ class LedgerUsage(BaseModel):
     """Token-layers that ran, with substitutes or without."""
     layers_substituted: int = 0
     """Those of them in which a substitute ran."""
+    layers_remote: int = 0
+    """Those of them in which some expert ran on another server than the token was on."""
     layers_skipped: int = 0
     layers_exited: int = 0
     hops: int = 0

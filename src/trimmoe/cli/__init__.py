@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from trimmoe.cli import failing, measure, prepare, samples, serving
+from trimmoe.cli import chat, failing, measure, prepare, samples, serving
 from trimmoe.core.errors import UserError
 from trimmoe.experiments.commands import app as experiments
 from trimmoe.experiments.serve_commands import app as bench
@@ -41,6 +41,8 @@ COMMANDS = (
     measure.evaluate,
     simulate,
     serving.serve,
+    chat.chat,
+    chat.demo,
     serving.serve_local,
     serving.stop,
     failing.gateway,
