@@ -4,9 +4,10 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 OUT ?= demo-output
 
-.PHONY: help demo test suite lint style types warm check bench clean
+.PHONY: help demo compare test suite lint style types warm check bench clean
 help:
-	@echo "make demo   the main job on a fresh machine: calibrate, plan, generate, compare"
+	@echo "make demo   the main job on a fresh machine: four servers, one answer in three ways"
+	@echo "make compare  calibrate, plan for ten servers, generate and compare under the cost model"
 	@echo "make test   everything CI runs"
 	@echo "make check  lint, format, types, import rules and the fast tests"
 	@echo "make bench  what it costs: calibration, decisions, the model view; beside llama.cpp with PEERS=DIR"
@@ -19,6 +20,9 @@ $(STAMP): pyproject.toml constraints.txt
 
 demo: $(STAMP)
 	@PATH="$(CURDIR)/$(BIN):$$PATH" sh scripts/demo.sh "$(OUT)"
+
+compare: $(STAMP)
+	@PATH="$(CURDIR)/$(BIN):$$PATH" sh scripts/compare.sh "$(OUT)"
 
 check: lint
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow"

@@ -147,7 +147,7 @@ class _Cluster:
             *("--head", "--server", "desk", "--address", address, "--head-port", port),
             *("--host", "127.0.0.1", "--cluster", str(files.cluster), "--model", str(files.model)),
             *("--policy", "exact", "--profile", str(files.profile), "--plan", str(files.plan)),
-            *("--port-base", str(self.port)),
+            *("--port-base", str(self.port), "--no-spare"),
         )
 
     def open_head(self) -> Serving:
@@ -156,7 +156,7 @@ class _Cluster:
             *("--head", "--server", "desk", "--address", address, "--head-port", port),
             *("--host", "127.0.0.1", "--servers", "2", "--model", str(files.model)),
             *("--policy", "exact", "--profile", str(files.profile)),
-            *("--port-base", str(self.port)),
+            *("--port-base", str(self.port), "--no-spare"),
         )
 
     def joined(self, token: str = "token", server: str = "attic") -> Serving:

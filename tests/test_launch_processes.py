@@ -27,7 +27,7 @@ from launching import (
     write_files,
 )
 from trimmoe.runtime.launch import family
-from trimmoe.runtime.launch.folder import RunFolder
+from trimmoe.runtime.launch.folder import SPARE, RunFolder
 from trimmoe.runtime.launch.watching import ask, stop_servers
 
 SERVERS = ("desk", "attic")
@@ -77,6 +77,7 @@ def _serve(files: Files, factory: str, port: int, **more: object) -> Serving:
         "profile": files.profile,
         "plan": files.plan,
         "port_base": port,
+        "spare": False,
         **more,
     }
     pairs = [f"{key}={value}" for key, value in given.items()]
@@ -99,19 +100,22 @@ def _all_free(port: int) -> None:
 @pytest.mark.slow
 def test_a_server_killed_comes_back_and_ctrl_c_leaves_nothing(files: Files) -> None:
     port = free_ports(110)
-    with _serve(files, "echo", port) as serving:
+    with _serve(files, "echo", port, spare=True) as serving:
         serving.said("Ready")
         assert all(f"127.0.0.1:{port + index}/v1" in serving.text for index in range(len(SERVERS)))
         assert [answers(port + index) for index in range(len(SERVERS))] == [200] * len(SERVERS)
         pids = _pids(port)
         assert None not in pids
         assert len(set(pids)) == len(SERVERS), "one process per server"
+        folder = RunFolder.at(port)
+        _await(lambda: folder.is_alive(SPARE) and folder.socket(SPARE).exists())
+        spare = folder.pid(SPARE)
         os.kill(_number(pids[1]), signal.SIGKILL)
         serving.said("is lost and is being started again")
         serving.said("is back")
         for index in range(len(SERVERS)):
             await_answer(port + index)
-        assert [new == old for new, old in zip(_pids(port), pids, strict=True)] == [True, False]
+        assert _pids(port) == [pids[0], spare], "the spare takes its place"
         started = family.descendants(serving.process.pid)
         serving.process.send_signal(signal.SIGINT)
         assert serving.ended() == 0
