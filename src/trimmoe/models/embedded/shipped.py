@@ -2,8 +2,9 @@
 
 It is that of `trimmoe calibrate embedded -o profile.trim`, packed by `tools/pack_profile.py`: what
 makes it large, centroids and stand-ins, is rounded to whole steps of a fifth of its spread along
-the hidden dimension, an error of 6 %, and the whole is compressed. Whoever needs it has it unpacked
-once into the cache folder, as an ordinary profile.
+the hidden dimension, an error of 6 %, and the whole is compressed. Guesses with three experts of
+eight a layer agree with full depth on 74.2 % of 3,072 held-out tokens, rounded or not. Whoever
+needs it has it unpacked once into the cache folder, as an ordinary profile.
 """
 
 from __future__ import annotations
