@@ -6,10 +6,10 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
 from trimmoe.calibrate.record import Advance
+from trimmoe.progress import Bars
 
 OnPhase = Callable[[str, float], None]
 """Told the name of a phase and the seconds it took, when it ends."""
@@ -20,14 +20,13 @@ class Phases:
 
     def __init__(self, progress: bool, on_phase: OnPhase | None) -> None:
         self._on_phase = on_phase
-        console = Console(stderr=True)
-        self._bars = Progress(
+        self._bars = Bars(
             TextColumn("{task.description:<12}"),
             BarColumn(),
             TaskProgressColumn(),
             TimeRemainingColumn(elapsed_when_finished=True),
-            console=console,
-            disable=not (progress and console.is_terminal),
+            transient=False,
+            shown=progress,
         )
 
     def __enter__(self) -> Phases:

@@ -12,7 +12,6 @@ from dataclasses import replace
 from typing import Protocol
 
 import numpy as np
-from rich.progress import Progress
 from scipy.optimize import nnls
 
 from trimmoe.core.errors import UserError
@@ -23,6 +22,7 @@ from trimmoe.cost.expected import expected_layer_delay_s
 from trimmoe.cost.model import cost_model
 from trimmoe.experiments.serve_bench import Load, run_load
 from trimmoe.placement.routes import route_delay_s
+from trimmoe.progress import Bars
 from trimmoe.runtime.launch.addresses import Endpoint
 from trimmoe.runtime.launch.artifacts import Artifacts
 from trimmoe.runtime.launch.config import ServeConfig
@@ -220,6 +220,6 @@ def expected_exact_s(plan: Plan, artifacts: Artifacts) -> FloatArray:
 
 @contextmanager
 def _bar(steps: int) -> Iterator[Callable[[], None]]:
-    with Progress() as progress:
+    with Bars() as progress:
         task = progress.add_task("Measuring", total=steps)
         yield lambda: progress.advance(task)

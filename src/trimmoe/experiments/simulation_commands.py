@@ -44,8 +44,6 @@ def record(
     device: Annotated[str, typer.Option(help="Where the model runs.")] = "cpu",
 ) -> None:
     """Record what tokens of a text do at every layer, to replay and simulate."""
-    from rich.progress import Progress
-
     from trimmoe.calibrate.text import read_texts
     from trimmoe.calibrate.trace import TraceSettings, record_trace
     from trimmoe.core.plan import load_plan
@@ -53,6 +51,7 @@ def record(
     from trimmoe.experiments.methods import require_fitting
     from trimmoe.experiments.opening import open_view, profile_path, resolved
     from trimmoe.models.load import load_tokenizer
+    from trimmoe.progress import Bars
 
     _require_folder(output)
     calibrated = load_profile(profile_path(profile, model, dtype))
@@ -66,8 +65,7 @@ def record(
         require_fitting(calibrated, placed, view.spec)
         hosts = placed.hosts
     passes = 1 if hosts is None else 1 + len(hosts)
-    watched = Console(stderr=True)
-    with Progress(console=watched, transient=True, disable=not watched.is_terminal) as progress:
+    with Bars() as progress:
         bar = progress.add_task("Recording", total=passes * tokens * view.spec.layer_count)
         trace = record_trace(
             view,
@@ -140,8 +138,6 @@ def simulate(
     json_path: Annotated[Path | None, typer.Option("--json", help="Write the figures.")] = None,
 ) -> None:
     """Play methods under load on a virtual clock: latency, throughput, queues, traffic."""
-    from rich.progress import Progress
-
     from trimmoe.core.plan import load_plan
     from trimmoe.core.profile import load_profile
     from trimmoe.core.trace import load_trace
@@ -155,6 +151,7 @@ def simulate(
         simulation_json,
         simulation_table,
     )
+    from trimmoe.progress import Bars
     from trimmoe.simulator.settings import Load, Prefill, SimulationSettings
 
     if json_path is not None:
@@ -185,8 +182,7 @@ def simulate(
     spec = model_of(model)
     require_fitting(calibrated, placed, spec)
     methods = tuple(method) if method else possible_methods(placed, calibrated, spec)
-    watched = Console(stderr=True)
-    with Progress(console=watched, transient=True, disable=not watched.is_terminal) as progress:
+    with Bars() as progress:
         bar = progress.add_task("Simulating", total=len(methods) * seeds * settings.end_s)
         outcomes = simulate_methods(
             placed,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -85,19 +84,18 @@ def _write_sidecar(folder: Path, known: dict[str, Any]) -> None:
 
 
 class _progress:
-    """A progress bar on a terminal if there is much to read, otherwise nothing."""
+    """Progress if there is much to read, otherwise nothing."""
 
     def __init__(self, total: int) -> None:
         self._total = total
         self._bar: Any = None
 
     def __enter__(self) -> Callable[[int], None]:
-        if self._total < _LONG or not sys.stderr.isatty():
+        if self._total < _LONG:
             return lambda _: None
-        from rich.console import Console
-        from rich.progress import Progress
+        from trimmoe.progress import Bars
 
-        self._bar = Progress(console=Console(stderr=True), transient=True)
+        self._bar = Bars()
         self._bar.start()
         task = self._bar.add_task("Hashing the weights", total=self._total)
         return lambda count: self._bar.advance(task, count)

@@ -206,11 +206,12 @@ def _reporting(progress: bool) -> Iterator[Report]:
     if not progress:
         yield lambda description, done, total: None
         return
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+    from rich.progress import BarColumn, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    from trimmoe.progress import Bars
 
     columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as display:
+    with Bars(*columns) as display:
 
         def report(description: str, done: int, total: int) -> None:
             for task in display.tasks:
