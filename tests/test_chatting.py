@@ -33,7 +33,8 @@ class Server:
             return httpx.Response(200, json={"data": [{"id": "small"}]})
         if request.url.path == "/metrics":
             made = 3 * len(self.asked)
-            text = f"trimmoe_guesses_total {made}\ntrimmoe_guesses_right_total {made - 1}\n"
+            text = f'trimmoe:guesses_total{{model_name="m"}} {made}\n'
+            text += f'trimmoe:guesses_right_total{{model_name="m"}} {made - 1}\n'
             return httpx.Response(200, text=text)
         body = json.loads(request.content)
         if len(body["messages"]) > self.longest:
@@ -119,3 +120,37 @@ def test_the_demonstrations_table_fits_a_terminal_and_is_the_clients_own() -> No
     assert any("20.0" in line and "50.0" in line and "yes" in line for line in lines)
     assert any("5.0" in line and "200.0" in line and "no" in line for line in lines)
     assert "stopped" in account(Answer(tokens=1, stopped=True))
+
+
+class Interrupted(httpx.SyncByteStream):
+    """An answer whose reader presses Ctrl-C after its first word."""
+
+    def __iter__(self) -> Iterator[bytes]:
+        yield b'data: {"choices": [{"delta": {"content": "Hello"}}]}\n\n'
+        raise KeyboardInterrupt
+
+
+def test_ctrl_c_stops_an_answer_and_the_conversation_goes_on() -> None:
+    server = Server()
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        if request.url.path.endswith("completions") and len(server.asked) == 0:
+            server.asked.append(json.loads(request.content))
+            return httpx.Response(200, stream=Interrupted())
+        return server(request)
+
+    console = Console(file=io.StringIO(), width=80)
+    lines = iter(["one", "two"])
+
+    def read() -> str:
+        try:
+            return next(lines)
+        except StopIteration:
+            raise EOFError from None
+
+    with Client("http://there", transport=httpx.MockTransport(answer)) as client:
+        chat = Chat(client, "small", console)
+        chat.run(read)
+    said = [turn["content"] for turn in chat.turns]
+    assert said == ["one", "Hello", "two", "Hello there"]
+    assert [turn["content"] for turn in server.asked[1]["messages"]] == said[:3]

@@ -16,7 +16,7 @@ from trimmoe.core.errors import UserError
 Message = dict[str, str]
 """A turn of a conversation: `role` and `content`."""
 _PATIENCE = httpx.Timeout(600.0, connect=5.0)
-_COUNTER = re.compile(r"^trimmoe_guesses(_right)?_total(?:\{[^}]*\})? (\S+)$", re.MULTILINE)
+_COUNTER = re.compile(r"^trimmoe[:_]guesses(_right)?_total(?:\{[^}]*\})? (\S+)$", re.MULTILINE)
 
 
 @dataclass(kw_only=True, slots=True)

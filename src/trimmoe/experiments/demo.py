@@ -59,7 +59,8 @@ def demo(
     plot_plan(artifacts.plan, output / "placement.png")
     config = config.model_copy(update={"cluster": None, "profile": profile, "plan": plan})
     names = artifacts.plan.cluster.server_names
-    say(f"Four servers over emulated links: {', '.join(names)}. The question: {question}")
+    say(f"Four servers over emulated links: {', '.join(names)}.")
+    say(f"The question: {question}")
     found = []
     for method, what in SHOWN:
         console.print(f"\n[bold]{escape(what)}[/bold]")
