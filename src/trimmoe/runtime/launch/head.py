@@ -101,8 +101,9 @@ class Head:
         return ServerView(name, identity, self._members, self._machine)
 
     def _want(self, *deployments: Deployment) -> None:
-        self._members.want(deployments)
-        self._machine.want(deployments, [each.identity for each in deployments])
+        wanted = {each.identity: each for each in deployments}
+        self._members.want(wanted)
+        self._machine.want(wanted, wanted)
 
 
 class ServerView:

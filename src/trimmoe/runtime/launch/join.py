@@ -64,7 +64,7 @@ def _follow(
     while not stop.is_set() and not membership.is_over:
         wanted = membership.wanted
         if wanted is not None:
-            machine.want(list(membership.given.values()), wanted.deployments)
+            machine.want(membership.given, wanted.deployments)
             timing.take(wanted.wishes)
             newest = wanted.deployments[-1:]
             if newest and newest[0] != kept_identity and newest[0] in membership.given:
@@ -74,7 +74,8 @@ def _follow(
             before = kept(folder)
             if before is not None:
                 say(f"The head at {head} does not answer; starting with what it gave before.")
-                machine.want([before], [before.identity])
+                kept_before = {before.identity: before}
+                machine.want(kept_before, kept_before)
             waited_s = 0.0
         membership.wait(_LOOK_S)
         waited_s += _LOOK_S

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -44,16 +44,16 @@ class Machine:
         """The deployments that were begun and not ended."""
         return tuple(self._running)
 
-    def want(self, deployments: Sequence[Deployment], wanted: Sequence[str]) -> None:
-        """Begin those that are new, and have those retire that nobody wants any more."""
+    def want(self, deployments: Mapping[str, Deployment], wanted: Collection[str]) -> None:
+        """Begin those by their identities that are wanted and new, and have those retire that
+        nobody wants any more."""
         for identity, each in list(self._running.items()):
             if isinstance(each, _Failed) or each.is_over:
                 if identity not in wanted:
                     del self._running[identity]
             elif identity not in wanted:
                 each.retire()
-        for deployment in deployments:
-            identity = deployment.identity
+        for identity, deployment in deployments.items():
             if identity in wanted and identity not in self._running:
                 self._begin(identity, deployment)
 

@@ -7,7 +7,6 @@ after a restart of this machine they start without it.
 from __future__ import annotations
 
 import contextlib
-import os
 import secrets
 import socket
 import threading
@@ -16,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
+import torch
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
@@ -37,6 +37,8 @@ from trimmoe.runtime.launch.deployment import (
     head_keys,
     member_keys,
 )
+from trimmoe.runtime.launch.naming import own_end
+from trimmoe.runtime.probe import free_bytes
 
 Say = Callable[[str], None]
 Told = Callable[[], tuple[tuple[str, ...], tuple[Report, ...], tuple[Timed, ...]]]
@@ -58,7 +60,7 @@ class Membership:
         """`head` is host:port. Raises `UserError` for a token that is too short."""
         self._say, self._servers, self._head, self._told = say, servers, head, told
         self._address = address_towards(head)
-        self._memory_bytes = free_memory_bytes()
+        self._memory_bytes = free_bytes(torch.device("cpu"))
         self._news = threading.Event()
         self._closed = threading.Event()
         self.wanted: Wanted | None = None
@@ -209,20 +211,13 @@ def kept(folder: Path) -> Deployment | None:
         return None
 
 
-def free_memory_bytes() -> int:
-    """What this machine has to give."""
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-
-
 def address_towards(head: str) -> str:
     """The address of this machine that the head sees. Raises `UserError`."""
     host, _, port = head.rpartition(":")
     try:
         infos = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_DGRAM)
-        family, kind, _, _, at = infos[0]
-        with socket.socket(family, kind) as probe:
-            probe.connect(at)  # Sends nothing.
-            return str(probe.getsockname()[0])
+        family, _, _, _, at = infos[0]
+        return own_end(family, at)
     except (OSError, ValueError) as error:
         raise UserError(
             f"The head's address {head} cannot be found ({error}); check --join."

@@ -10,7 +10,7 @@ import hmac
 import itertools
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -95,11 +95,11 @@ class Members:
             there = [each.hello for each in self._members.values() if each.is_there]
         return {name: hello for hello in there for name in hello.servers}
 
-    def want(self, deployments: Sequence[Deployment]) -> None:
-        """What all members are to run from now on, and nothing else."""
+    def want(self, deployments: Mapping[str, Deployment]) -> None:
+        """What all members are to run from now on, by identity, and nothing else."""
         with self._lock:
             self._known = True
-            self._deployments = {each.identity: each for each in deployments}
+            self._deployments = dict(deployments)
 
     def end(self) -> None:
         """Have all members end."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 from pathlib import Path
+from typing import Any
 
 from trimmoe.core.errors import UserError
 from trimmoe.models.embedded.materialise import default_cache_dir
@@ -45,12 +46,17 @@ def own_name() -> str:
 
 def own_address() -> str:
     """The address of this machine as others on its network see it."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect(_ELSEWHERE)  # Sends nothing.
-            return str(probe.getsockname()[0])
-        except OSError:
-            return socket.gethostbyname(socket.gethostname())
+    try:
+        return own_end(socket.AF_INET, _ELSEWHERE)
+    except OSError:
+        return socket.gethostbyname(socket.gethostname())
+
+
+def own_end(family: int, at: tuple[Any, ...]) -> str:
+    """The address that this machine has on its way to another one. Raises `OSError`."""
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(at)  # Sends nothing.
+        return str(probe.getsockname()[0])
 
 
 def own_token(say: Say) -> str:

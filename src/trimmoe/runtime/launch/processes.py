@@ -32,7 +32,7 @@ _BECOMING_S = 2.0
 
 class Spares:
     """A process that has imported everything, to become the next server that dies: that one is back
-    in a third of the time."""
+    in two thirds of the time."""
 
     def __init__(self, folder: RunFolder, job: Job) -> None:
         self._folder, self._job = folder, job

@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+import torch
+
 from trimmoe.core.cores import available_cores
 from trimmoe.runtime.launch.artifacts import Artifacts
 from trimmoe.runtime.launch.config import ServeConfig
@@ -14,10 +16,11 @@ from trimmoe.runtime.launch.head import Head
 from trimmoe.runtime.launch.job import Pieces
 from trimmoe.runtime.launch.local import Say, announce
 from trimmoe.runtime.launch.machine import Assemble, Machine
-from trimmoe.runtime.launch.member import free_memory_bytes, kept_at
+from trimmoe.runtime.launch.member import kept_at
 from trimmoe.runtime.launch.members import Members
 from trimmoe.runtime.launch.naming import own_token
 from trimmoe.runtime.launch.signals import Stop, stop_on_signal
+from trimmoe.runtime.probe import free_bytes
 
 _LOOK_S = 0.5
 
@@ -48,7 +51,7 @@ def serve_head(
             return
         machines = {name: hello_of(members, options, name).address for name in names}
         if head.move(artifacts, machines):
-            announced(config, head, pieces.title or pieces.policy.name, say)
+            announce(config, head.endpoints(), pieces.title or pieces.policy.name, say)
             head.watch(stop)
 
 
@@ -77,10 +80,6 @@ def leading(
                 machine.end()
 
 
-def announced(config: ServeConfig, head: Head, title: str, say: Say) -> None:
-    announce(config, head.endpoints(), title, say)
-
-
 def hello_of(members: Members, options: HeadOptions, name: str) -> Hello:
     """What is known of the machine of a server that is there."""
     if name not in options.servers:
@@ -89,7 +88,7 @@ def hello_of(members: Members, options: HeadOptions, name: str) -> Hello:
         version="",
         servers=options.servers,
         address=options.address,
-        memory_bytes=free_memory_bytes(),
+        memory_bytes=free_bytes(torch.device("cpu")),
         cores=available_cores(),
     )
 

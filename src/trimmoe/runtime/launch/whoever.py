@@ -12,11 +12,11 @@ from trimmoe.runtime.launch.artifacts import Artifacts
 from trimmoe.runtime.launch.config import ServeConfig
 from trimmoe.runtime.launch.deployment import Hello
 from trimmoe.runtime.launch.head import Head, ServerView
-from trimmoe.runtime.launch.local import Say
+from trimmoe.runtime.launch.local import Say, announce
 from trimmoe.runtime.launch.machine import Assemble
 from trimmoe.runtime.launch.member import kept, kept_at
 from trimmoe.runtime.launch.members import Members
-from trimmoe.runtime.launch.several import HeadOptions, announced, hello_of, leading
+from trimmoe.runtime.launch.several import HeadOptions, hello_of, leading
 
 _LOOK_S = 0.5
 MISSED_S = 120.0
@@ -93,14 +93,14 @@ def _serve_with(
     if before is not None and before.machines == machines and head.may_take_up(before):
         say("Serving what was served before.")
         if head.take_up(before):
-            announced(config, head, title, say)
+            announce(config, head.endpoints(), title, say)
         return
     nominal = planner.nominal(dict(zip(names, joined, strict=True)))
     first = head.current is None
     if not head.move(nominal, machines):
         return
     if first:
-        announced(config, head, title, say)
+        announce(config, head.endpoints(), title, say)
     assert head.current is not None
     views = [head.view(head.current.identity, name) for name in names]
     if head.move(planner.measured(nominal, head.endpoints(), views), machines):
