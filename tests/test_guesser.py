@@ -25,7 +25,7 @@ from trimmoe.experiments.methods import METHODS, make_engine
 from trimmoe.models.exact import exact_logits
 from trimmoe.policy.settings import PolicySettings, exact, speculative
 from trimmoe.runtime.generate import generate
-from trimmoe.runtime.home import home_pass
+from trimmoe.runtime.home import Own, home_pass
 from trimmoe.runtime.layerwise import Layerwise
 from trimmoe.runtime.sampling import Sampling
 from trimmoe.runtime.texts import Text
@@ -67,7 +67,7 @@ def flags(bench: Bench, ids: list[int], access: int) -> list[tuple[bool, bool]]:
     cache = view.new_cache(slots=1)
     batch = view.batch(cache, [0], [range(len(ids) - 1)])
     held = torch.from_numpy(bench.plan.hosts[access])
-    made = home_pass(view, [ids[:-1]], batch, cache, held)[CONTEXT:]
+    made = home_pass(view, [ids[:-1]], batch, cache, Own.of(view, held))[CONTEXT:]
     predicted = exact_logits(view, [ids[:-1]])[0][CONTEXT:].argmax(-1).tolist()
     return [
         (guess.confidence >= SURE, guess.token == token)

@@ -13,9 +13,11 @@ from torch import Tensor
 
 from checkpoints import DECODERS, Folder, reference, written_once
 from factories import random_profile
+from trimmoe.core.specs import IntArray
 from trimmoe.models.base import MoEView
 from trimmoe.models.load import open_model
 from trimmoe.runtime.home import (
+    Own,
     StandIns,
     held_here,
     home_layer,
@@ -59,9 +61,14 @@ def expected(model: Any, rows: list[list[int]]) -> list[Tensor]:
 
 
 def at_home(
-    view: MoEView, held: Tensor, chunks: list[int], stands_in: StandIns | None = None
+    view: MoEView,
+    held: Tensor,
+    chunks: list[int],
+    stands_in: StandIns | None = None,
+    bits: IntArray | None = None,
 ) -> list[Tensor]:
     """Logits [T, V] of `ROWS`, fed in chunks that end at these positions."""
+    own = Own.of(view, held, stands_in, bits)
     cache = view.new_cache(slots=len(ROWS))
     pieces: list[list[Tensor]] = [[] for _ in ROWS]
     for start, end in zip([0, *chunks], [*chunks, 99], strict=True):
@@ -69,7 +76,7 @@ def at_home(
         ids = [ROWS[b][start:end] for b in rows]
         positions = [range(start, start + len(some)) for some in ids]
         batch = view.batch(cache, rows, positions)
-        logits = view.logits(home_states(view, ids, batch, cache, held, stands_in))
+        logits = view.logits(home_states(view, ids, batch, cache, own))
         for b, part in zip(rows, logits.split([len(some) for some in ids]), strict=True):
             pieces[b].append(part)
     return [torch.cat(parts) for parts in pieces]
@@ -113,18 +120,16 @@ def random_stand_ins(view: MoEView) -> tuple[StandIns, Tensor]:
 def test_layers_in_one_go_are_layers_one_by_one(folder: Folder, name: str, with_maps: bool) -> None:
     view = open_model(folder(name))
     stands_in = random_stand_ins(view)[0] if with_maps else None
-    held, states = some_held(view, 3), []
+    own, states = Own.of(view, some_held(view, 3), stands_in), []
     for one_by_one in (True, False):
         cache = view.new_cache(slots=2)
         batch = view.batch(cache, [0, 1], [range(6), range(4)])
         hidden = view.embed(batch.pad([[5, 6, 7, 8, 9, 3], [90, 2, 4, 4]]), batch)
         if one_by_one:
             for layer in range(view.spec.layer_count):
-                hidden = home_layer(view, layer, hidden, batch, cache, held[layer], stands_in)
+                hidden = home_layer(view, layer, hidden, batch, cache, own)
         else:
-            hidden = home_layers(
-                view, 0, view.spec.layer_count, hidden, batch, cache, held, stands_in
-            )
+            hidden = home_layers(view, 0, view.spec.layer_count, hidden, batch, cache, own)
         states.append(batch.pack(hidden))
     torch.testing.assert_close(*states, atol=TOLERANCE, rtol=0)
 
@@ -134,11 +139,13 @@ def test_layers_in_one_go_are_layers_one_by_one(folder: Folder, name: str, with_
 def test_what_stands_in_for_an_expert_adds_with_its_gate(folder: Folder, name: str) -> None:
     """One layer, added up by hand, token by token and expert by expert."""
     view, layer = open_model(folder(name)), 1
-    (stands_in, maps), held = random_stand_ins(view), some_held(view, 3)[layer]
+    stands_in, maps = random_stand_ins(view)
+    own = Own.of(view, some_held(view, 3), stands_in)
+    held = own.held[layer]
     cache, generator = view.new_cache(slots=1), torch.Generator().manual_seed(2)
     batch = view.batch(cache, [0], [range(6)])
     hidden = torch.randn(1, 6, view.spec.hidden_size, generator=generator)
-    ours = home_layer(view, layer, hidden, batch, cache, held, stands_in)[0]
+    ours = home_layer(view, layer, hidden, batch, cache, own)[0]
     attended = view.attend(layer, hidden, batch, view.new_cache(slots=1))[0]
     routing = view.route(layer, attended)
     shared = view.shared(layer, attended)
@@ -189,7 +196,7 @@ def test_a_guess_is_the_most_probable_token_and_how_probable_that_is(folder: Fol
     held = torch.ones(view.spec.layer_count, view.spec.expert_count, dtype=torch.bool)
     cache = view.new_cache(slots=len(ROWS))
     batch = view.batch(cache, range(len(ROWS)), [range(len(row)) for row in ROWS])
-    found = home_pass(view, ROWS, batch, cache, held)
+    found = home_pass(view, ROWS, batch, cache, Own.of(view, held))
     logits = torch.cat(expected(reference(folder("qwen2_moe")), ROWS))
     assert [guess.token for guess in found] == logits.argmax(-1).tolist()
     probability = logits.double().softmax(-1).max(-1).values.tolist()
@@ -209,15 +216,47 @@ def test_a_server_runs_what_its_view_was_opened_with(folder: Folder) -> None:
         torch.testing.assert_close(our, their)
 
 
-def test_sequences_of_several_servers_pass_together(folder: Folder) -> None:
-    """Each as by itself on the server that it entered at."""
+def flat_agreement(ours: list[Tensor], theirs: list[Tensor]) -> float:
+    """Cosine between two lists of logits."""
+    a, b = torch.cat(ours).flatten(), torch.cat(theirs).flatten()
+    return float(torch.cosine_similarity(a, b, dim=0))
+
+
+@pytest.mark.parametrize("name", ["qwen2_moe", "mixtral"])
+def test_copies_of_more_bits_come_nearer_to_the_whole_model(folder: Folder, name: str) -> None:
+    view = open_model(folder(name))
+    every, held = some_held(view, 1, 1.0), some_held(view, 1, 0.3)
+    theirs = at_home(view, every, [])
+    near = [
+        flat_agreement(at_home(view, held, [4], bits=np.full(held.shape, bits)), theirs)
+        for bits in (0, 2, 4, 8)
+    ]
+    assert near == sorted(near)
+    assert near[-1] > 0.9999 > near[0]
+
+
+def test_a_server_has_copies_of_what_it_was_opened_without(folder: Folder) -> None:
+    """The same as those that whoever has the whole model makes of it."""
+    whole, folder_of_it = open_model(folder("qwen2_moe")), folder("qwen2_moe")
+    held = some_held(whole, 2)
+    bits = np.random.default_rng(1).choice([0, 2, 4, 8], size=tuple(held.shape))
+    opened = {layer: torch.nonzero(here)[:, 0].tolist() for layer, here in enumerate(held)}
+    part = open_model(folder_of_it, experts=opened, stand_ins=bits)
+    assert part.loaded == tuple(frozenset(experts) for experts in opened.values())
+    for our, their in zip(
+        at_home(part, held, [4], bits=part.stand_in_bits),
+        at_home(whole, held, [4], bits=bits),
+        strict=True,
+    ):
+        torch.testing.assert_close(our, their)
+
+
+def test_where_every_other_expert_has_a_copy_no_map_is_needed(folder: Folder) -> None:
     view = open_model(folder("qwen2_moe"))
-    held = torch.stack([some_held(view, seed) for seed in range(3)])
-    cache = view.new_cache(slots=len(ROWS))
-    batch = view.batch(cache, range(len(ROWS)), [range(len(row)) for row in ROWS])
-    together = home_pass(view, ROWS, batch, cache, held[batch.groups])
-    apart = [at_home(view, here, [])[b].softmax(-1) for b, here in enumerate(held)]
-    expected_tokens = torch.cat(apart).argmax(-1).tolist()
-    assert [guess.token for guess in together] == expected_tokens
-    probability = torch.cat(apart).max(-1).values.tolist()
-    assert [guess.confidence for guess in together] == pytest.approx(probability, abs=TOLERANCE)
+    held = some_held(view, 2)
+    bits = np.where(held.numpy(), 0, 4)
+    assert Own.of(view, held, bits=bits).is_whole
+    assert not Own.of(view, held).is_whole
+    with_maps = at_home(view, held, [], random_stand_ins(view)[0], bits)
+    for our, their in zip(with_maps, at_home(view, held, [], bits=bits), strict=True):
+        assert torch.equal(our, their)

@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from trimmoe.calibrate.head import greedy
 from trimmoe.calibrate.record import Advance
@@ -25,7 +24,7 @@ from trimmoe.core.profile import Profile
 from trimmoe.core.specs import BoolArray, FloatArray, IntArray
 from trimmoe.core.trace import Trace, trace_header
 from trimmoe.models.base import EncoderDecoderView, MoEView
-from trimmoe.runtime.home import ROWS_AT_ONCE, Guess, StandIns, home_pass, stand_ins
+from trimmoe.runtime.home import ROWS_AT_ONCE, Guess, Own, home_pass, stand_ins
 from trimmoe.runtime.observe import Observer
 from trimmoe.runtime.texts import batches
 
@@ -53,9 +52,11 @@ def record_trace(
     advance: Advance = lambda _: None,
     *,
     hosts: BoolArray | None = None,
+    stand_in_bits: IntArray | None = None,
 ) -> Trace:
     """Run texts at full depth and keep what policies look at; the same inputs give the same trace.
-    With `hosts` [M, N, E], who holds which experts, also what each server would guess by itself.
+    With `hosts` [M, N, E], who holds which experts, and the bits of their copies of others, as a
+    plan has them, also what each server would guess by itself.
 
     The view must have been opened with all experts and its hash, and the profile be of its model.
     Raises `UserError` if it is not, or if the text is too short. Of a model with an encoder the
@@ -69,7 +70,9 @@ def record_trace(
     length = min(settings.length, spec.context_length)
     windows = _windows(view, tokenizer, texts, settings, length)
     header = _header_of(settings, length, texts, profile)
-    return trace_windows(view, profile, windows, header, advance, hosts=hosts)
+    return trace_windows(
+        view, profile, windows, header, advance, hosts=hosts, stand_in_bits=stand_in_bits
+    )
 
 
 def _windows(
@@ -120,9 +123,10 @@ def trace_windows(
     advance: Advance = lambda _: None,
     *,
     hosts: BoolArray | None = None,
+    stand_in_bits: IntArray | None = None,
 ) -> Trace:
     """The trace of all tokens of the windows, run at full depth in one sweep, and once more by each
-    server of `hosts` [M, N, E]."""
+    server of `hosts` [M, N, E], with its copies of other experts."""
     trace, observer = _blank(view, windows, header), Observer(profile, view.device)
     sweep, predicted = Sweep(view, windows), np.zeros(trace.confidence.shape, dtype=np.int64)
     for visit in sweep.visits():
@@ -143,7 +147,11 @@ def trace_windows(
     if hosts is None or isinstance(view, EncoderDecoderView):
         return trace
     others = stand_ins(view, profile)
-    columns = [_at_home(view, windows, torch.from_numpy(held), others, advance) for held in hosts]
+    bits = [None] * len(hosts) if stand_in_bits is None else list(stand_in_bits)
+    columns = []
+    for held, few in zip(hosts, bits, strict=True):
+        own = Own.of(view, torch.from_numpy(held), others, few)
+        columns.append(_at_home(view, windows, own, advance))
     return replace(
         trace,
         home_wrong=np.stack([tokens for tokens, _ in columns], axis=1) != predicted[:, -1:],
@@ -152,17 +160,17 @@ def trace_windows(
 
 
 def _at_home(
-    view: MoEView, windows: Windows, held: Tensor, others: StandIns | None, advance: Advance
+    view: MoEView, windows: Windows, own: Own, advance: Advance
 ) -> tuple[IntArray, FloatArray]:
-    """What a server guesses after each token with the experts `held` [N, E] and what stands in for
-    the others, and how sure it is, [T] each."""
+    """What a server guesses after each token with its `own` experts and what stands in for others,
+    and how sure it is, [T] each."""
     made: list[Guess] = []
     rows, positions = windows.ids.tolist(), range(windows.length)
     for some in batches([windows.length] * windows.count, most_rows=ROWS_AT_ONCE):
         cache = view.new_cache(slots=len(some))
         batch = view.batch(cache, range(len(some)), [positions] * len(some))
         ids = [rows[at] for at in some]
-        made += home_pass(view, ids, batch, cache, held.to(view.device), others)
+        made += home_pass(view, ids, batch, cache, own)
         advance(len(some) * windows.length * view.spec.layer_count)
     return np.array([one.token for one in made]), np.array([one.confidence for one in made])
 

@@ -166,6 +166,14 @@ def plan(
         typer.Option(min=0.0, max=1.0, help="Flip rate of `--objective trimmed`; default: 0.02."),
     ] = None,
     seed: Annotated[int | None, typer.Option(min=0, help="Of the search; default: 0.")] = None,
+    stand_ins: Annotated[
+        float | None,
+        typer.Option(
+            min=0.0,
+            help="Memory on each server for copies in few bits of other experts, to guess with, "
+            "as a share of all experts in float32; default: 0.12.",
+        ),
+    ] = None,
     explain: Annotated[
         bool,
         typer.Option("--explain", help="Show hosts and routes, why, and what more memory saves."),
@@ -217,6 +225,8 @@ def plan(
     if machines is not None:
         known = load_machines(machines).applied(known, spec, quantise)
     settings = make.paper() if preset == "paper" else make.default()
+    if stand_ins is not None:
+        settings = replace(settings, stand_in_share=stand_ins)
     if seed_plan is not None and (grow or preset == "paper" or seed_plan == "best"):
         settings = replace(settings, seed_plan=seed_plan)
     elif seed_plan is not None:

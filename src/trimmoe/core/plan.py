@@ -27,6 +27,9 @@ class Plan:
     that enter at each server, shape [M (access), N]."""
     expert_capacity_bytes: IntArray
     """C_m of (c.1): memory left for experts, shape [M]."""
+    stand_in_bits: IntArray | None = None
+    """Bits of the copies that stand in for experts a server does not hold, when it guesses; 0
+    where it has none, shape [M, N, E]."""
 
     def save(self, path: Path) -> None:
         """Write the plan to `path`, atomically."""
@@ -47,6 +50,10 @@ class Plan:
         settings = self.header.settings | {"inflation": known}
         return replace(self, header=replace(self.header, settings=settings))
 
+    def _stand_ins(self) -> dict[str, np.ndarray]:
+        bits = self.stand_in_bits
+        return {} if bits is None else {"stand_in_bits": bits.astype(np.uint8)}
+
     @property
     def hash(self) -> str:
         return arrays_hash(self.header, self._arrays())
@@ -55,6 +62,7 @@ class Plan:
         cluster = self.cluster
         return {f"{_SPEEDS}{name}": array for name, array in _measured(cluster).items()} | {
             "hosts": self.hosts.astype(np.uint8),
+            **self._stand_ins(),
             "routes": self.routes,
             "expert_capacity_bytes": self.expert_capacity_bytes,
             "cluster.memory_bytes": cluster.memory_bytes,
@@ -63,6 +71,11 @@ class Plan:
             "cluster.bandwidth_bytes_per_s": cluster.bandwidth_bytes_per_s,
             "cluster.delay_s": cluster.delay_s,
         }
+
+
+def _none(arrays: dict[str, np.ndarray]) -> IntArray | None:
+    found = arrays.get("stand_in_bits")
+    return None if found is None else found.astype(np.int64)
 
 
 def load_plan(path: Path) -> Plan:
@@ -86,6 +99,7 @@ def load_plan(path: Path) -> Plan:
         hosts=arrays["hosts"].astype(bool),
         routes=arrays["routes"],
         expert_capacity_bytes=arrays["expert_capacity_bytes"],
+        stand_in_bits=_none(arrays),
     )
 
 

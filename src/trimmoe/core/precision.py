@@ -4,8 +4,16 @@ from __future__ import annotations
 
 from enum import StrEnum
 
+import numpy as np
+from numpy.typing import NDArray
+
 GROUP = 32
 """Weights of a row that share a scale, where they are quantised."""
+
+
+def copy_bytes(weights: NDArray[np.float64], bits: int) -> NDArray[np.int64]:
+    """What so many weights take in few bits, with a scale and an offset for every group."""
+    return np.rint(weights * (bits + 32 / GROUP) / 8).astype(np.int64)
 
 
 class Precision(StrEnum):
@@ -18,5 +26,5 @@ class Precision(StrEnum):
 
     def size_bytes(self, weights: int, dtype_bytes: int) -> int:
         """What so many weights take, scales and offsets included."""
-        bits = {"none": 8 * dtype_bytes, "int8": 8 + 32 / GROUP, "int4": 4 + 64 / GROUP}
+        bits = {"none": 8 * dtype_bytes, "int8": 8 + 32 / GROUP, "int4": 4 + 32 / GROUP}
         return round(weights * bits[self.value] / 8)

@@ -80,6 +80,8 @@ class Engine:
     hosts: BoolArray | None = None
     """Who holds which experts, [M, N, E]: what users' servers guess with in a driver that has them
     all in one process. No decision looks at it."""
+    stand_in_bits: IntArray | None = None
+    """Bits of their copies of other experts, as the plan has them."""
 
     @cached_property
     def exits(self) -> ExitRules:

@@ -37,6 +37,7 @@ from trimmoe.experiments.reasons import (
 from trimmoe.placement.capacity import human_bytes, used_bytes
 from trimmoe.placement.pipeline import pipeline_stages, stage_hosts, staircase_routes
 from trimmoe.placement.routes import execution_share, home_routes, route_delay_s
+from trimmoe.placement.stand_ins import copies_bytes
 
 _SHADES = "·░▒▓█"
 
@@ -119,7 +120,17 @@ def _headline(plan: Plan, model: ModelSpec, figures: PlanFigures) -> str:
     text += f"); {milliseconds(figures.reference_layer_s)} ms per layer"
     won = plan.header.settings.get("seed_won")
     text += f"; grown from: {escape(str(won))}" if won else ""
-    return text + _search_text(plan.header.settings)
+    return text + _search_text(plan.header.settings) + _copies_text(plan, model)
+
+
+def _copies_text(plan: Plan, model: ModelSpec) -> str:
+    """What servers hold of other experts to guess with."""
+    if plan.stand_in_bits is None or not plan.stand_in_bits.any():
+        return ""
+    sizes = copies_bytes(model, plan.stand_in_bits)
+    held = zip(plan.cluster.server_names, sizes.tolist(), strict=True)
+    listed = ", ".join(f"{human_bytes(size)} on {escape(name)}" for name, size in held if size)
+    return f"; copies in few bits to guess with: {listed}"
 
 
 def _search_text(settings: dict[str, Any]) -> str:

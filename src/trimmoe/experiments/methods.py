@@ -323,6 +323,7 @@ def make_engine(
             user_references(deployment, profile) if settings.user_references else None
         ),
         hosts=plan.hosts,
+        stand_in_bits=plan.stand_in_bits,
     )
 
 

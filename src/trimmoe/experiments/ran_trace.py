@@ -35,12 +35,14 @@ def trace_of_run(
     access: IntArray,
     *,
     hosts: BoolArray | None = None,
+    stand_in_bits: IntArray | None = None,
 ) -> Trace:
     """One sequence per request [R], all of the same length: its prompt and its answer's tokens but
     the last, as they were fed.
 
     `nodes` have kept their events, and answered nothing else; `access` [R]. `view` is the whole
-    model. With `hosts` [M, N, E] the trace knows what servers would have guessed. Where something
+    model. With `hosts` [M, N, E], and their copies of other experts if they have any, the trace
+    knows what servers would have guessed. Where something
     set out early the tokens are those of full depth, which confirmed them; so they are where
     nothing is decided.
     """
@@ -48,7 +50,7 @@ def trace_of_run(
         [*prompt, *(event.token for event in one.events[:-1])]
         for prompt, one in zip(prompts, answers, strict=True)
     ]
-    trace = _at_full_depth(view, profile, np.array(fed), hosts)
+    trace = _at_full_depth(view, profile, np.array(fed), hosts, stand_in_bits)
     engines = [node.executor.engine for node in nodes]
     if any(one.settings.withdraws or one.settled is not None for one in engines):
         return trace
@@ -67,11 +69,17 @@ def trace_of_run(
 
 
 def _at_full_depth(
-    view: MoEView, profile: Profile, ids: IntArray, hosts: BoolArray | None
+    view: MoEView,
+    profile: Profile,
+    ids: IntArray,
+    hosts: BoolArray | None,
+    stand_in_bits: IntArray | None,
 ) -> Trace:
     hashes = {"model": profile.model_hash, "profile": profile.hash}
     header = trace_header(settings={"length": ids.shape[1]}, input_hashes=hashes, seed=0)
-    return trace_windows(view, profile, Windows(ids=ids), header, hosts=hosts)
+    return trace_windows(
+        view, profile, Windows(ids=ids), header, hosts=hosts, stand_in_bits=stand_in_bits
+    )
 
 
 def _sequences(

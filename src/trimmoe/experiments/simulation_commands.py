@@ -59,11 +59,11 @@ def record(
     path = resolved(model)
     view = open_view(path, dtype, device)
     settings = TraceSettings(tokens=tokens, length=length, seed=seed)
-    hosts = None
+    hosts = stand_in_bits = None
     if plan is not None:
         placed = load_plan(plan)
         require_fitting(calibrated, placed, view.spec)
-        hosts = placed.hosts
+        hosts, stand_in_bits = placed.hosts, placed.stand_in_bits
     passes = 1 if hosts is None else 1 + len(hosts)
     with Bars() as progress:
         bar = progress.add_task("Recording", total=passes * tokens * view.spec.layer_count)
@@ -75,6 +75,7 @@ def record(
             settings,
             lambda done: progress.advance(bar, done),
             hosts=hosts,
+            stand_in_bits=stand_in_bits,
         )
     trace.save(output)
     console.print(

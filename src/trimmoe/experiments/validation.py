@@ -169,9 +169,16 @@ async def _served(
         else:
             answers = await stage.closed(prompts, asked, traffic.streams)
         nodes = stage.nodes
-    hosts = plan.hosts if policy.guesses else None
+    hosts, bits = (plan.hosts, plan.stand_in_bits) if policy.guesses else (None, None)
     trace = trace_of_run(
-        subject.view, subject.profile, prompts, answers, nodes, asked.access, hosts=hosts
+        subject.view,
+        subject.profile,
+        prompts,
+        answers,
+        nodes,
+        asked.access,
+        hosts=hosts,
+        stand_in_bits=bits,
     )
     return answers, trace
 

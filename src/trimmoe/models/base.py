@@ -188,6 +188,8 @@ class MoEView(ABC):
     dtype: torch.dtype
     device: torch.device
     bytes_read: BytesRead
+    stand_in_bits: IntArray | None = None
+    """Bits of the copies that it was opened with of experts that are not loaded, [N, E]."""
 
     @property
     @abstractmethod

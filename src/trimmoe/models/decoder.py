@@ -10,11 +10,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from trimmoe.core.precision import Precision
-from trimmoe.core.specs import ModelSpec
+from trimmoe.core.specs import IntArray, ModelSpec
 from trimmoe.models.base import BytesRead, MoEView
 from trimmoe.models.checkpoint import Checkpoint
 from trimmoe.models.compiled.build import can_compile, parts_of, shape_of, tables_of
@@ -91,22 +92,31 @@ class DecoderFamily:
         device: torch.device,
         precision: Precision,
         compiled: bool,
+        stand_ins: IntArray | None,
     ) -> MoEView:
         geometry = self.geometry(config)
         model = self._load_model(config, checkpoint, dtype, device)
         read = BytesRead(dense=checkpoint.bytes_read)
-        stacks = load_experts(
-            geometry,
-            checkpoint,
-            choice=choice,
-            streamed=streamed,
-            read=read,
-            activation=model.model.layers[geometry.moe_blocks[0]].mlp.act_fn,
-            dtype=dtype,
-            device=device,
-        )
+
+        def load(choice: ExpertChoice) -> ExpertStacks:
+            return load_experts(
+                geometry,
+                checkpoint,
+                choice=choice,
+                streamed=streamed,
+                read=read,
+                activation=model.model.layers[geometry.moe_blocks[0]].mlp.act_fn,
+                dtype=dtype,
+                device=device,
+            )
+
+        stacks = load(choice)
         if compiled and not streamed and can_compile(config, dtype, device):
-            return _compiled(config, geometry, model, stacks, spec, read, precision)
+            view = _compiled(config, geometry, model, stacks, spec, read, precision)
+            if stand_ins is not None:
+                _stand_in(view, load, stand_ins)
+                view.stand_in_bits = stand_ins
+            return view
         refuse_quantised(spec.name, precision)
         return DecoderView(
             family=self,
@@ -163,6 +173,18 @@ def _compiled(
     windows = [window_of(layer.self_attn, config) for layer in model.model.layers]
     tables = tables_of(shape, geometry, model, stacks, windows, precision)
     return CompiledView(parts_of(model, stacks.loaded, precision), tables, spec, read)
+
+
+def _stand_in(
+    view: CompiledView, load: Callable[[ExpertChoice], ExpertStacks], bits: IntArray
+) -> None:
+    """Give a view copies of experts that it was opened without, layer by layer; bits [N, E]."""
+    for layer, wanted in enumerate(bits):
+        ids = [each for each in np.flatnonzero(wanted).tolist() if each not in view.loaded[layer]]
+        if ids:
+            stack = load({layer: ids})[layer]
+            for at, expert in enumerate(stack.order):
+                view.add_copy(layer, expert, int(wanted[expert]), stack.up[at], stack.down[at])
 
 
 def _moe_blocks(config: Any) -> tuple[int, ...]:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from trimmoe.core.errors import UserError
 from trimmoe.core.precision import Precision
-from trimmoe.core.specs import ModelSpec
+from trimmoe.core.specs import IntArray, ModelSpec
 from trimmoe.models.base import BytesRead, MoEView
 from trimmoe.models.checkpoint import Checkpoint, Listing, missing_tensors
 from trimmoe.models.experts import Activation, ExpertStack, ExpertStacks
@@ -102,6 +102,7 @@ class Family(Protocol):
         device: torch.device,
         precision: Precision,
         compiled: bool,
+        stand_ins: IntArray | None,
     ) -> MoEView: ...
 
 

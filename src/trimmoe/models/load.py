@@ -11,7 +11,7 @@ import torch
 
 from trimmoe.core.errors import UserError
 from trimmoe.core.precision import Precision
-from trimmoe.core.specs import ModelSpec
+from trimmoe.core.specs import IntArray, ModelSpec
 from trimmoe.models.base import MoEView
 from trimmoe.models.checkpoint import Checkpoint, resolve
 from trimmoe.models.family import ExpertChoice, Family, build_spec
@@ -95,6 +95,7 @@ def open_model(
     streamed: bool = False,
     quantise: Precision = Precision.NONE,
     compiled: bool = True,
+    stand_ins: IntArray | None = None,
 ) -> MoEView:
     """Load the dense part and the chosen experts of a checkpoint.
 
@@ -104,7 +105,9 @@ def open_model(
     `spec.model_hash`, which takes the whole files the first time (see `model_spec`). `streamed`
     keeps the chosen experts of one MoE layer in memory at a time, read from the files whenever
     another layer's turn comes. `quantise` holds weights in few bits. In float32 on a processor
-    decoders are compiled unless `compiled` forbids it. Raises UserError.
+    decoders are compiled unless `compiled` forbids it. `stand_ins` [N, E] says in how many bits
+    compiled decoders have copies of experts that are not loaded, to guess with; 0 for none. Raises
+    UserError.
     """
     opened = _open(path_or_hub_id)
     device = known_device(device)
@@ -122,6 +125,7 @@ def open_model(
             device=device,
             precision=quantise,
             compiled=compiled,
+            stand_ins=stand_ins,
         )
 
 

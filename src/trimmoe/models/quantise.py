@@ -1,8 +1,9 @@
 """Weight matrices as the compiled blocks hold them: in panels, in full or in few bits.
 
-Quantised, groups of `GROUP` in a row share a scale, and at four bits an offset; rounding is to
-nearest. Weights that bfloat16 holds exactly, as most checkpoints', are held in it: what is computed
-with them is the same, bit for bit.
+Quantised, groups of `GROUP` in a row share a scale, and at four bits and fewer an offset: at eight
+bits rounding is to nearest, else scale and offset are fitted (`compiled/rounding.py`). Weights that
+bfloat16 holds exactly, as most checkpoints', are held in it: what is computed with them is the
+same, bit for bit.
 """
 
 from __future__ import annotations
@@ -16,8 +17,11 @@ from numpy.typing import NDArray
 
 from trimmoe.core.precision import GROUP, Precision
 from trimmoe.models.compiled.lanes import LANES, Format
+from trimmoe.models.compiled.rounding import fit
 
 Floats = NDArray[np.float32]
+_FEW = {2: Format.Q2, 4: Format.Q4}
+"""Formats with offsets, by their bits."""
 _NOTHING: Floats = np.empty((0, 0, LANES), np.float32)
 
 
@@ -27,12 +31,11 @@ class Packed:
 
     form: Format
     data: NDArray[Any]
-    """[P, K', LANES]; of Q8 [P, K' / 2, LANES, 2]; of Q4 bytes [P, K' / 2, LANES], a group's first
-    half in the low bits."""
-    scales: Floats
-    """[P, K' / GROUP, LANES]; empty where there are none."""
-    offsets: Floats
-    """[P, K' / GROUP, LANES]; empty where there are none."""
+    """[P, K', LANES]; of quantised weights, m of which share a byte, [P, K' / 2m, LANES, 2]."""
+    scales: NDArray[Any]
+    """[P, K' / GROUP, LANES], float32, or the bits of bfloat16; empty where there are none."""
+    offsets: NDArray[Any]
+    """The same; empty where there are none."""
     shape: tuple[int, int]
     """Without padding."""
 
@@ -42,25 +45,32 @@ class Packed:
 
     @property
     def padded_columns(self) -> int:
-        return self.data.shape[1] * (2 if self.form in (Format.Q8, Format.Q4) else 1)
+        if self.form in (Format.F32, Format.BF16):
+            return self.data.shape[1]
+        return self.data.shape[1] * 2 * self.form.per_byte
 
     def rows(self, which: NDArray[np.int64]) -> Floats:
         """What some rows stand for, [n, K]."""
         panel, lane = which // LANES, which % LANES
-        data = self.data[panel, :, lane]
         if self.form is Format.BF16:
-            whole = (data.astype(np.uint32) << 16).view(np.float32)
+            whole = _floats(self.data[panel, :, lane])
         elif self.form is Format.F32:
-            whole = data
+            whole = self.data[panel, :, lane]
         else:
-            if self.form is Format.Q4:
-                halves = data.reshape(len(which), -1, GROUP // 2)
-                data = np.concatenate([halves & 15, halves >> 4], axis=-1)
-            groups = data.reshape(len(which), -1, GROUP).astype(np.float32)
-            whole = groups * self.scales[panel, :, lane, None]
+            whole = self._numbers(panel, lane) * _floats(self.scales[panel, :, lane])[..., None]
             if self.offsets.size:
-                whole += self.offsets[panel, :, lane, None]
+                whole += _floats(self.offsets[panel, :, lane])[..., None]
         return np.ascontiguousarray(whole.reshape(len(which), -1)[:, : self.shape[1]])
+
+    def _numbers(self, panel: NDArray[np.int64], lane: NDArray[np.int64]) -> Floats:
+        """What some rows hold of each group, [n, K' / GROUP, GROUP]."""
+        shared = self.form.per_byte
+        stored = self.data[panel, :, lane].reshape(len(panel), -1, GROUP // shared)
+        if shared == 1:
+            return stored.astype(np.float32)
+        bits = 8 // shared
+        parts = [stored >> bits * i & (1 << bits) - 1 for i in range(shared)]
+        return np.concatenate(parts, axis=-1).astype(np.float32)
 
     @property
     def restored(self) -> Floats:
@@ -84,16 +94,32 @@ def pack(weights: Floats, precision: Precision) -> Packed:
             offsets=_NOTHING,
             shape=weights.shape,
         )
-    low, high = groups.min(2), groups.max(2)
-    scales = ((high - low) / np.float32(15)).astype(np.float32)
-    numbers = np.clip(np.rint(_over(groups - low[..., None], scales)), 0, 15).astype(np.uint8)
-    half = GROUP // 2
-    both = numbers[..., :half] | numbers[..., half:] << 4
+    return pack_few(weights, 4)
+
+
+def pack_bits(matrices: Sequence[Floats], bits: int) -> Packed:
+    """Matrices of one width in two, four or eight bits, one below another."""
+    if bits == 8:
+        return pack_joined(matrices, Precision.INT8)
+    return joined([pack_few(matrix, bits) for matrix in matrices])
+
+
+def pack_few(weights: Floats, bits: int) -> Packed:
+    """A matrix [J, K] in two or four bits."""
+    padded = np.pad(weights, [(0, -weights.shape[0] % LANES), (0, -weights.shape[1] % GROUP)])
+    groups = padded.reshape(padded.shape[0], -1, GROUP)
+    numbers, scales, offsets = fit(groups, bits)
+    form = _FEW[bits]
+    shared = form.per_byte
+    parts = numbers.reshape(*numbers.shape[:2], shared, GROUP // shared)
+    stored = np.zeros((*numbers.shape[:2], GROUP // shared), dtype=np.uint8)
+    for i in range(shared):
+        stored |= parts[:, :, i] << bits * i
     return Packed(
-        form=Format.Q4,
-        data=_panels(both.reshape(padded.shape[0], -1)),
+        form=form,
+        data=_paired(stored.reshape(padded.shape[0], -1)),
         scales=_panels(scales),
-        offsets=_panels(low),
+        offsets=_panels(offsets),
         shape=weights.shape,
     )
 
@@ -138,8 +164,20 @@ def _widened(part: Packed) -> Packed:
     """In single precision."""
     if part.form is Format.F32:
         return part
-    data = (part.data.astype(np.uint32) << 16).view(np.float32)
-    return Packed(form=Format.F32, data=data, scales=_NOTHING, offsets=_NOTHING, shape=part.shape)
+    return Packed(
+        form=Format.F32,
+        data=_floats(part.data),
+        scales=_NOTHING,
+        offsets=_NOTHING,
+        shape=part.shape,
+    )
+
+
+def _floats(values: NDArray[Any]) -> Floats:
+    """Floats, or what the bits of bfloat16 stand for."""
+    if values.dtype == np.uint16:
+        return (values.astype(np.uint32) << 16).view(np.float32)
+    return values
 
 
 def _panels(rows: NDArray[Any]) -> NDArray[Any]:

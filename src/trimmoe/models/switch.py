@@ -22,7 +22,7 @@ from transformers.models.switch_transformers.modeling_switch_transformers import
 )
 
 from trimmoe.core.precision import Precision
-from trimmoe.core.specs import ModelSpec
+from trimmoe.core.specs import IntArray, ModelSpec
 from trimmoe.models.base import BytesRead
 from trimmoe.models.checkpoint import Checkpoint
 from trimmoe.models.experts import ExpertStacks
@@ -64,6 +64,7 @@ class SwitchFamily:
         device: torch.device,
         precision: Precision,
         compiled: bool,
+        stand_ins: IntArray | None,
     ) -> SwitchView:
         refuse_quantised(spec.name, precision)
         model = _load_model(config, checkpoint, dtype, device)

@@ -30,6 +30,7 @@ from trimmoe.placement.redundancy import (
 )
 from trimmoe.placement.routes import best_routes, expected_delay_s, home_routes
 from trimmoe.placement.seeds import seed_plan
+from trimmoe.placement.stand_ins import allowance_bytes, copied_bits, reserved_bytes
 
 SeedName = Literal[
     "dispersed",
@@ -69,6 +70,9 @@ class PlanSettings:
     """Groups of similar experts per layer of the dispersed seed; None: the root of their number."""
     kv_reserve_bytes: int = 0
     """Memory kept for KV caches on every server, where the cluster has no `memory_ratio`."""
+    stand_in_share: float = 0.12
+    """Memory on every server for copies in few bits of experts that it does not hold, to guess
+    with, as a share of what all experts take in single precision."""
     rounds: int = 3
     """Alternations of replicas and routes from each starting route."""
     seed: int = 0
@@ -81,12 +85,12 @@ def default() -> PlanSettings:
 
 def paper() -> PlanSettings:
     """The paper to the letter: dispersed groups, replicas by (28), tokens at home."""
-    return PlanSettings(seed_plan="dispersed", benefit="paper", routes="home")
+    return PlanSettings(seed_plan="dispersed", benefit="paper", routes="home", stand_in_share=0.0)
 
 
 def as_published(seed: SeedName) -> PlanSettings:
     """Another system's placement with its own routes, without routes and replicas of ours."""
-    return PlanSettings(seed_plan=seed, routes="own", redundancy=False)
+    return PlanSettings(seed_plan=seed, routes="own", redundancy=False, stand_in_share=0.0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -110,6 +114,8 @@ class Planner:
     settings: PlanSettings
     cost: CostModel
     capacity: IntArray
+    copies: IntArray
+    """Bytes for copies of experts in few bits, [M]."""
     tables: dict[tuple[int, bytes], FloatArray] = field(default_factory=dict)
     """Layer tables already computed, by layer and its hosts: candidates share most of them."""
 
@@ -160,6 +166,12 @@ class Planner:
             for routes in [base.routes, *starts]:
                 found.extend(self._alternations(base, routes))
         return _best(found)
+
+    def stand_in_bits(self, hosts: BoolArray) -> IntArray | None:
+        """Bits of servers' copies of experts that they do not hold, [M, N, E]; None for none."""
+        if not self.settings.stand_in_share:
+            return None
+        return copied_bits(self.model, hosts, self.profile.expected_executions, self.copies)
 
     def _block_hosts(self, hosts: BoolArray) -> BoolArray:
         return add_blocks(
@@ -250,7 +262,8 @@ def make_planner(
 
     If servers are to have what stands in for experts in `guesses`, that has its place beside the
     dense part."""
-    for name, least in (("groups", 1), ("kv_reserve_bytes", 0), ("rounds", 1)):
+    least_of = {"groups": 1, "kv_reserve_bytes": 0, "rounds": 1, "stand_in_share": 0}
+    for name, least in least_of.items():
         value = getattr(settings, name)
         if value is not None and value < least:
             raise UserError(f"The plan setting {name} is {value}; give at least {least}.")
@@ -261,6 +274,10 @@ def make_planner(
         )
     kept = settings.kv_reserve_bytes + (profile.stand_in_bytes if guesses else 0)
     capacity = expert_capacity_bytes(cluster, model, kv_reserve_bytes=kept)
+    copies = np.full(len(capacity), allowance_bytes(model, settings.stand_in_share))
+    if cluster.memory_ratio is None:
+        copies = reserved_bytes(capacity, model, int(copies[0]))
+        capacity = capacity - copies
     return Planner(
         profile=profile,
         model=model,
@@ -268,6 +285,7 @@ def make_planner(
         settings=settings,
         cost=cost_model(model, cluster),
         capacity=capacity,
+        copies=copies,
     )
 
 
@@ -319,4 +337,5 @@ def as_plan(
         hosts=placement.hosts,
         routes=placement.routes,
         expert_capacity_bytes=planner.capacity,
+        stand_in_bits=planner.stand_in_bits(placement.hosts),
     )

@@ -16,7 +16,7 @@ from trimmoe.core.ledger import Ledger
 from trimmoe.engine.guesses import Lead, guess_times_s
 from trimmoe.engine.step import Engine
 from trimmoe.models.base import EncoderDecoderView, MoEView
-from trimmoe.runtime.home import ROWS_AT_ONCE, Guess, guessed, home_states, stand_ins
+from trimmoe.runtime.home import ROWS_AT_ONCE, Guess, Own, guessed, home_states, stand_ins
 from trimmoe.runtime.texts import batches
 
 
@@ -47,8 +47,12 @@ class Guesser:
         self.right = 0
         """Those of them where full depth predicted the same."""
         self._view, self._settings = view, engine.settings
-        self._held = torch.from_numpy(engine.hosts).to(view.device)
-        self._stands_in = stand_ins(view, engine.profile)
+        others = stand_ins(view, engine.profile)
+        bits = engine.stand_in_bits
+        self._own = [
+            Own.of(view, torch.from_numpy(held), others, None if bits is None else bits[server])
+            for server, held in enumerate(engine.hosts)
+        ]
         self._guess_s = guess_times_s(engine.cost, view.spec.top_k)
         self.cache = view.new_cache(slots=slots)
         self._streams: dict[int, _Stream] = {}
@@ -101,17 +105,18 @@ class Guesser:
         return stream.lead.after(whole.delay_s, guessed=is_sure, right=is_right).booked(whole)
 
     def _together(self, tokens: Mapping[int, Sequence[int]]) -> list[list[int]]:
-        """Sequences that pass the layers together."""
-        sequences = list(tokens)
-        lengths = [len(tokens[sequence]) for sequence in sequences]
-        return [
-            [sequences[index] for index in some]
-            for some in batches(lengths, most_rows=ROWS_AT_ONCE)
-        ]
+        """Sequences that pass the layers together: those of one server's users."""
+        together: list[list[int]] = []
+        for server in sorted({self._streams[sequence].access for sequence in tokens}):
+            own = [each for each in tokens if self._streams[each].access == server]
+            lengths = [len(tokens[sequence]) for sequence in own]
+            for some in batches(lengths, most_rows=ROWS_AT_ONCE):
+                together.append([own[index] for index in some])
+        return together
 
     @torch.inference_mode()
     def _states(self, tokens: Mapping[int, Sequence[int]]) -> Tensor:
-        """What `logits` takes after each token of each sequence, packed [n, d]."""
+        """What `logits` takes after each token of each sequence of one server's, packed [n, d]."""
         streams = [self._streams[sequence] for sequence in tokens]
         rows = list(tokens.values())
         positions = [
@@ -119,9 +124,7 @@ class Guesser:
             for stream, row in zip(streams, rows, strict=True)
         ]
         batch = self._view.batch(self.cache, [stream.slot for stream in streams], positions)
-        access = torch.tensor([stream.access for stream in streams], device=self._held.device)
-        held = self._held[access[batch.groups]]
-        states = home_states(self._view, rows, batch, self.cache, held, self._stands_in)
+        states = home_states(self._view, rows, batch, self.cache, self._own[streams[0].access])
         for stream, row in zip(streams, rows, strict=True):
             stream.length += len(row)
         return states

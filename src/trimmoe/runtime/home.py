@@ -1,8 +1,9 @@
 """The model as far as one server has it: every layer, with those experts that it holds.
 
 Attention, routers and shared experts are on every server. Of the experts that a token activates
-those that are elsewhere are stood in for by linear maps of low rank that calibration found, times
-their own gates; the gates of the others stay as they are. Other experts in their place, or larger
+those that are elsewhere are stood in for by copies of theirs in few bits, where the plan gives the
+server any, or by linear maps of low rank that calibration found, times their own gates; the gates
+of the others stay as they are. Other experts in their place, or larger
 gates for the others, make guesses worse on the embedded model, whose experts have nothing in
 common. What comes out at the head is the server's own guess of the next token, made without a
 message to anybody. Its keys and values are not those of full depth, so it has a cache of its own.
@@ -18,9 +19,10 @@ import torch
 from torch import Tensor
 
 from trimmoe.core.profile import Profile
+from trimmoe.core.specs import IntArray
 from trimmoe.models.base import DROPPED, MoEView, Routing, TokenBatch
 from trimmoe.models.cache import KVCache
-from trimmoe.models.compiled.view import CompiledView, Maps
+from trimmoe.models.compiled.view import AtHand, CompiledView, Maps
 
 ROWS_AT_ONCE = 4096
 """Tokens that pass the layers together."""
@@ -42,6 +44,39 @@ def held_here(view: MoEView) -> Tensor:
     for layer, experts in enumerate(view.loaded):
         held[layer, sorted(experts)] = True
     return held.to(view.device)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Own:
+    """What a server has of the model's experts."""
+
+    held: Tensor
+    """Those that it serves, bool [N, E]."""
+    stands_in: StandIns | None = None
+    """For the others."""
+    at_hand: AtHand | None = None
+    """The same for a compiled view, with copies in few bits."""
+
+    @staticmethod
+    def of(
+        view: MoEView,
+        held: Tensor,
+        stands_in: StandIns | None = None,
+        bits: IntArray | None = None,
+    ) -> Own:
+        """The experts `held` [N, E], and for others copies in so many `bits` [N, E], where the view
+        is compiled, and else what `stands_in`."""
+        at_hand = None
+        if isinstance(view, CompiledView):
+            at_hand = view.at_hand(held.numpy(), bits)
+        return Own(held=held.to(view.device), stands_in=stands_in, at_hand=at_hand)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether nothing but experts and copies of them is needed."""
+        if self.at_hand is not None:
+            return self.at_hand.is_whole
+        return bool(self.held.all())
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -83,14 +118,12 @@ def home_layer(
     hidden: Tensor,
     batch: TokenBatch,
     cache: KVCache,
-    held: Tensor,
-    stands_in: StandIns | None = None,
+    own: Own,
 ) -> Tensor:
-    """One layer with the experts `held` there, [B, T, d] to [B, T, d].
-
-    `held` is bool [E], or [n, E] where the batch's tokens, packed, are on several servers. Without
-    anything that `stands_in` for them, experts that are elsewhere add nothing.
+    """One layer with the experts held and the maps that stand in for others, [B, T, d] to
+    [B, T, d]. Experts that nothing stands in for add nothing.
     """
+    held, stands_in = own.held[layer], own.stands_in
     groups = None if batch.shape[1] == 1 else batch.groups
     flat = batch.pack(view.attend(layer, hidden, batch, cache))
     routing = view.route(layer, flat, groups=groups)
@@ -113,17 +146,16 @@ def home_layers(
     hidden: Tensor,
     batch: TokenBatch,
     cache: KVCache,
-    held: Tensor,
-    stands_in: StandIns | None = None,
+    own: Own,
 ) -> Tensor:
-    """The layers [first, last), one by one or, where that is compiled, in one go; `held` is bool
-    [N, E]. Else as `home_layer`."""
-    if isinstance(view, CompiledView) and (stands_in is None or stands_in.maps):
+    """The layers [first, last), one by one or, where that is compiled, in one go, with copies of
+    experts that are elsewhere; else as `home_layer`."""
+    if isinstance(view, CompiledView) and own.at_hand is not None:
         flat = batch.pack(hidden)
-        maps = None if stands_in is None else stands_in.maps
-        return batch.unpack(view.run_home(first, last, flat, batch, cache, held.numpy(), maps))
+        maps = None if own.stands_in is None else own.stands_in.maps
+        return batch.unpack(view.run_home(first, last, flat, batch, cache, own.at_hand, maps))
     for layer in range(first, last):
-        hidden = home_layer(view, layer, hidden, batch, cache, held[layer], stands_in)
+        hidden = home_layer(view, layer, hidden, batch, cache, own)
     return hidden
 
 
@@ -133,20 +165,14 @@ def home_states(
     token_ids: Sequence[Sequence[int]],
     batch: TokenBatch,
     cache: KVCache,
-    held: Tensor,
-    stands_in: StandIns | None = None,
+    own: Own,
 ) -> Tensor:
     """What `logits` takes after each token of a batch, packed [n, d].
 
-    `token_ids` are the batch's rows; `held` is bool [N, E], or [n, N, E] as in `home_layer`. The
-    cache is written.
+    `token_ids` are the batch's rows. The cache is written.
     """
     hidden, layers = view.embed(batch.pad(token_ids), batch), view.spec.layer_count
-    if held.ndim == 2:
-        hidden = home_layers(view, 0, layers, hidden, batch, cache, held, stands_in)
-    else:
-        for layer in range(layers):
-            hidden = home_layer(view, layer, hidden, batch, cache, held[:, layer], stands_in)
+    hidden = home_layers(view, 0, layers, hidden, batch, cache, own)
     return batch.pack(view.tail(hidden, batch, cache))
 
 
@@ -165,8 +191,7 @@ def home_pass(
     token_ids: Sequence[Sequence[int]],
     batch: TokenBatch,
     cache: KVCache,
-    held: Tensor,
-    stands_in: StandIns | None = None,
+    own: Own,
 ) -> list[Guess]:
     """What is taken to follow each of the n packed tokens of a batch; else as `home_states`."""
-    return guessed(view, home_states(view, token_ids, batch, cache, held, stands_in))
+    return guessed(view, home_states(view, token_ids, batch, cache, own))

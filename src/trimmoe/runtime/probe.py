@@ -17,7 +17,7 @@ from torch import Tensor
 from trimmoe.core.machines import BATCHES, Work
 from trimmoe.core.specs import FloatArray
 from trimmoe.models.base import DROPPED, MoEView
-from trimmoe.runtime.home import StandIns, held_here, home_layers
+from trimmoe.runtime.home import Own, held_here, home_layers
 from trimmoe.runtime.wire.base import LinkEstimate
 
 FEWEST, MOST = 5, 40
@@ -99,23 +99,25 @@ def time_software() -> float:
 
 
 @torch.inference_mode()
-def time_work(view: MoEView, stands_in: StandIns | None = None) -> FloatArray:
-    """Quantiles of what every kind of work takes, by rows, [3, W, B] seconds.
+def time_work(view: MoEView, own: Own | None = None) -> FloatArray:
+    """Quantiles of what every kind of work takes, by rows, [3, W, B] seconds; guesses are made
+    with what a server has of its `own`, by default the experts it was opened with.
 
     Layers run as they do in decoding, several in one call, rows of as many sequences.
     """
-    by_rows = [_work_at(_Bench(view, rows), stands_in) for rows in BATCHES]
+    own = own or Own.of(view, held_here(view))
+    by_rows = [_work_at(_Bench(view, rows), own) for rows in BATCHES]
     return np.stack(by_rows, axis=2)
 
 
-def _work_at(bench: _Bench, stands_in: StandIns | None) -> FloatArray:
+def _work_at(bench: _Bench, own: Own) -> FloatArray:
     """Of one size of batch, [3, W]."""
-    view, nothing = bench.view, torch.zeros_like(bench.held)
+    view, nothing = bench.view, Own.of(bench.view, torch.zeros_like(held_here(bench.view)))
     taken = {
-        Work.DENSE: bench.timed(lambda: bench.home(nothing, None)) / view.spec.layer_count,
+        Work.DENSE: bench.timed(lambda: bench.home(nothing)) / view.spec.layer_count,
         Work.EXPERT: bench.expert(),
         Work.HEAD: bench.timed(lambda: view.logits(bench.states).argmax(-1)),
-        Work.DRAFT: bench.timed(lambda: bench.draft(stands_in)),
+        Work.DRAFT: bench.timed(lambda: bench.draft(own)),
     }
     return np.stack([np.quantile(taken[kind], _QUANTILES) for kind in Work], axis=1)
 
@@ -125,7 +127,6 @@ class _Bench:
 
     def __init__(self, view: MoEView, rows: int) -> None:
         self.view, self.rows = view, rows
-        self.held = held_here(view)
         self._cache = view.new_cache(slots=rows)
         slots = [self._cache.alloc() for _ in range(rows)]
         position = min(_CONTEXT, view.spec.context_length - 1)
@@ -135,17 +136,15 @@ class _Bench:
         self._hidden = view.embed(ids.to(view.device), self._batch)
         self.states = self._batch.pack(self._hidden)
 
-    def home(self, held: Tensor, stands_in: StandIns | None) -> Tensor:
+    def home(self, own: Own) -> Tensor:
         """All layers, with these experts."""
         view, layers = self.view, self.view.spec.layer_count
-        return home_layers(view, 0, layers, self._hidden, self._batch, self._cache, held, stands_in)
+        return home_layers(view, 0, layers, self._hidden, self._batch, self._cache, own)
 
-    def draft(self, stands_in: StandIns | None) -> Tensor:
+    def draft(self, own: Own) -> Tensor:
         """A guess of what follows each row."""
         view = self.view
-        states = self._batch.pack(
-            view.tail(self.home(self.held, stands_in), self._batch, self._cache)
-        )
+        states = self._batch.pack(view.tail(self.home(own), self._batch, self._cache))
         return view.logits(states).argmax(-1)
 
     def expert(self) -> FloatArray:

@@ -150,9 +150,6 @@ def _dense(tables: Tables, block: int, mlp: Any, precision: Precision) -> None:
 
 
 def _experts(tables: Tables, block: int, stack: ExpertStack, precision: Precision) -> None:
-    ups = [half for up in stack.up for half in up.chunk(2)]
-    count = len(stack.order)
-    tables.stack(block, step.UP, step.UP_STRIDES, _packed(ups, precision), count)
-    downs = _packed(list(stack.down), precision)
-    tables.stack(block, step.DOWN, step.DOWN_STRIDES, downs, count)
-    tables.experts(block, stack.order)
+    for at, expert in enumerate(stack.order):
+        up = _packed(list(stack.up[at].chunk(2)), precision)
+        tables.expert(block, expert, up, _packed([stack.down[at]], precision))

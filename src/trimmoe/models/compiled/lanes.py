@@ -3,9 +3,9 @@
 Weights are stored in *panels*: sixteen rows of a matrix side by side, so that a lane is an output
 and adds up its own products from the first to the last. A tile multiplies R rows of states with P
 panels; whatever R and P are, an output is the same sum in the same order, bit for bit. Weights of
-eight bits are multiplied as whole numbers with states of sixteen, which is three times as quick as
-in floats and, within 1/65534 of the largest state of a group, the same. Addresses are passed as
-integers; whoever calls keeps the arrays alive.
+eight bits or fewer are multiplied as whole numbers with states of sixteen, which is three times as
+quick as in floats and, within 1/65534 of the largest state of a group, the same. Addresses are
+passed as integers; whoever calls keeps the arrays alive.
 """
 
 from __future__ import annotations
@@ -38,12 +38,26 @@ class Format(IntEnum):
     Q8 = 2
     """An int8 per weight, two columns side by side; a group is multiplied by its scale."""
     Q4 = 3
-    """Four bits per weight, a group's first half in the low ones; times scale, plus offset."""
+    """Four bits per weight, times the group's scale, plus its offset; both are bfloat16. A byte has
+    two weights of one half of a group each, the first in its low bits, and two columns lie side by
+    side as in Q8."""
+    Q2 = 4
+    """The same with two bits: a byte has four weights, one of each quarter of a group."""
 
     @property
     def panel_bytes(self) -> int:
         """What a column of a panel takes."""
-        return (64, 32, 16, 8)[self]
+        return (64, 32, 16, 8, 4)[self]
+
+    @property
+    def per_byte(self) -> int:
+        """Weights that share a byte, of those quantised."""
+        return {Format.Q8: 1, Format.Q4: 2, Format.Q2: 4}[self]
+
+    @property
+    def scale_bytes(self) -> int:
+        """What a group's scale takes, and its offset if there is one."""
+        return {Format.Q8: 4, Format.Q4: 2, Format.Q2: 2}[self]
 
 
 def intrinsic(code: Any) -> Any:
@@ -98,6 +112,11 @@ class _Emit:
         one = self.builder.insert_element(nothing, scalar, ir.Constant(_I32, 0))
         return self.builder.shuffle_vector(one, nothing, _all(_INTS, 0))
 
+    def widened(self, address: Any) -> Any:
+        """Sixteen bfloat16 at an address as floats."""
+        halves = self.builder.zext(self.load(address, ir.VectorType(_I16, LANES), 2), _INTS)
+        return self.builder.bitcast(self.builder.shl(halves, _all(_INTS, 16)), _WIDE)
+
     def pair(self, address: Any) -> Any:
         """The two int16 at an address in all pairs of lanes."""
         return self.builder.bitcast(self.everywhere(self.load(address, _I32, 4)), _SHORTS)
@@ -128,7 +147,7 @@ class _Emit:
 
     def largest(self, vector: Any) -> Any:
         """The largest lane."""
-        return self._halved(vector, self.larger)
+        return self.halved(vector, self.larger)
 
     def fused(self, a: Any, b: Any, c: Any) -> Any:
         """a * b + c, rounded once where the processor can."""
@@ -143,9 +162,9 @@ class _Emit:
 
     def folded(self, vector: Any) -> Any:
         """The sum of the lanes, in halves."""
-        return self._halved(vector, self.builder.fadd)
+        return self.halved(vector, self.builder.fadd)
 
-    def _halved(self, vector: Any, joined: Callable[[Any, Any], Any]) -> Any:
+    def halved(self, vector: Any, joined: Callable[[Any, Any], Any]) -> Any:
         """All lanes joined, half with half."""
         width = LANES
         while width > 1:
@@ -187,18 +206,11 @@ class _Emit:
         return results
 
 
-def _column(emit: _Emit, form: Format, address: Any) -> tuple[Any, ...]:
-    """What is stored at an address of a panel as floats: a column, of Q4 the one in the group's
-    second half too."""
-    b = emit.builder
+def _column(emit: _Emit, form: Format, address: Any) -> Any:
+    """The column stored at an address of a panel, as floats."""
     if form is Format.F32:
-        return (emit.load(address, _WIDE, 4),)
-    if form is Format.BF16:
-        halves = b.zext(emit.load(address, ir.VectorType(_I16, LANES), 2), _INTS)
-        return (b.bitcast(b.shl(halves, _all(_INTS, 16)), _WIDE),)
-    both = b.zext(emit.load(address, ir.VectorType(_I8, LANES), 1), _INTS)
-    parts = b.and_(both, _all(_INTS, 15)), b.lshr(both, _all(_INTS, 4))
-    return tuple(b.sitofp(part, _WIDE) for part in parts)
+        return emit.load(address, _WIDE, 4)
+    return emit.widened(address)
 
 
 class _Tile(_Emit):
@@ -207,11 +219,9 @@ class _Tile(_Emit):
     def __init__(self, builder: Any, form: Format, xs: list[Any], ws: list[Any]) -> None:
         super().__init__(builder)
         self.form, self.xs, self.ws = form, xs, ws
-        # Of Q4 sixteen bytes hold two columns, so that a group takes half as many.
-        self.halves = 2 if form is Format.Q4 else 1
 
-    def stretch(self, start: Any, stored: Any) -> list[Any]:
-        """Sums over `stored` columns (of Q4: pairs) from `start` on, by row and panel."""
+    def stretch(self, start: Any, columns: Any) -> list[Any]:
+        """Sums over so many columns from `start` on, by row and panel."""
 
         def body(step: Any, sums: list[Any]) -> list[Any]:
             sums = list(sums)
@@ -220,20 +230,36 @@ class _Tile(_Emit):
                 self._one(start, self.add(first, more), sums)
             return sums
 
-        count = self.builder.udiv(stored, _const(_UNROLLED))
+        count = self.builder.udiv(columns, _const(_UNROLLED))
         return self.loop(count, [_all(_WIDE, 0.0)] * (len(self.xs) * len(self.ws)), body)
 
     def _one(self, start: Any, at: Any, sums: list[Any]) -> None:
-        offset = self.times(start, self.form.panel_bytes)
-        offset = self.add(offset, self.times(at, self.form.panel_bytes * self.halves))
+        column = self.add(start, at)
+        offset = self.times(column, self.form.panel_bytes)
         columns = [_column(self, self.form, self.add(w, offset)) for w in self.ws]
-        for half in range(self.halves):
-            state = self.times(self.add(start, at), 4)
-            for r, x in enumerate(self.xs):
-                spread = self.spread(self.add(self.add(x, state), half * GROUP // 2 * 4))
-                for p, column in enumerate(columns):
-                    i = r * len(self.ws) + p
-                    sums[i] = self.fused(spread, column[half], sums[i])
+        for r, x in enumerate(self.xs):
+            spread = self.spread(self.add(x, self.times(column, 4)))
+            for p, weights in enumerate(columns):
+                i = r * len(self.ws) + p
+                sums[i] = self.fused(spread, weights, sums[i])
+
+    def pairs(self, panel: Any, group: Any, number: int) -> list[Any]:
+        """The pairs of columns whose weights share the bytes of this number in a group, as int16.
+
+        They are every `pairs_apart`th pair of the group.
+        """
+        b, here = self.builder, self.times(group, GROUP * self.form.panel_bytes)
+        stored = self.load(self.add(self.add(panel, here), number * 2 * LANES), _BYTES, 1)
+        if self.form is Format.Q8:
+            return [b.sext(stored, _SHORTS)]
+        bits, whole = 8 // self.form.per_byte, b.zext(stored, _SHORTS)
+        low = ir.Constant(_SHORTS, [(1 << bits) - 1] * (2 * LANES))
+        shifts = (ir.Constant(_SHORTS, [bits * i] * (2 * LANES)) for i in range(8 // bits))
+        return [b.and_(b.lshr(whole, shift), low) for shift in shifts]
+
+    @property
+    def pairs_apart(self) -> int:
+        return GROUP // 2 // self.form.per_byte
 
 
 @intrinsic
@@ -245,8 +271,9 @@ def tile(
     Arguments, int64: the format, how many rows and panels, all three literal; address of the first
     panel and bytes between panels; of its scales, and its offsets, and bytes between those of
     panels; of x's row 0 and bytes between rows; columns K, a multiple of `GROUP`; of what is known
-    of x's groups (Q4: their sums, Q8: their scales) and bytes between rows; of out and bytes
-    between its rows. Of Q8 x is int16, as `round_lanes` gives it.
+    of x's groups and bytes between rows; of out and bytes between its rows. Of quantised weights x
+    is int16, as `round_lanes` gives it, with the scales of its groups and, where weights have
+    offsets, behind all of those the sums of its groups.
     """
     if not all(isinstance(each, types.IntegerLiteral) for each in (form, rows, panels)):
         raise RequireLiteralValue("a tile's format and size")
@@ -273,11 +300,8 @@ def _tiled(
     if form in (Format.F32, Format.BF16):
         _stretched(tile, places, k)
         return
-    scales, groups = spaced(s, s_next, panels), spaced(g, g_next, rows)
-    if form is Format.Q8:
-        sums = _integers(tile, scales, groups, k)
-    else:
-        sums = _grouped(tile, scales, spaced(o, s_next, panels), groups, k)
+    offsets = None if form is Format.Q8 else spaced(o, s_next, panels)
+    sums = _integers(tile, spaced(s, s_next, panels), offsets, spaced(g, g_next, rows), k)
     for place, total in zip(places, sums, strict=True):
         emit.store(total, place)
 
@@ -300,62 +324,54 @@ def _stretched(tile: _Tile, places: list[Any], k: Any) -> None:
     tile.loop(b.udiv(tile.add(k, _STRETCH - 1), _const(_STRETCH)), [], body)
 
 
-def _grouped(
-    tile: _Tile, scales: list[Any], offsets: list[Any], groups: list[Any], k: Any
+def _integers(
+    tile: _Tile, scales: list[Any], offsets: list[Any] | None, groups: list[Any], k: Any
 ) -> list[Any]:
-    """Q4: add up group by group, each times its scale, and the group's sum times its offset."""
+    """Whole numbers within a group, then times the scales of weights and states; and the group's
+    sum of states times the offset, where there are offsets."""
+    b, many = tile.builder, len(tile.ws)
+    size = tile.form.scale_bytes
+    count = b.udiv(k, _const(GROUP))
+
+    def factor_at(address: Any, group: Any) -> Any:
+        there = tile.add(address, tile.times(group, LANES * size))
+        return tile.load(there, _WIDE, 4) if size == 4 else tile.widened(there)
 
     def body(group: Any, totals: list[Any]) -> list[Any]:
-        totals, there = list(totals), tile.times(group, LANES * 4)
-        sums = tile.stretch(tile.times(group, GROUP), _const(GROUP // 2))
-        for p, (scale, offset) in enumerate(zip(scales, offsets, strict=True)):
-            factor = tile.load(tile.add(scale, there), _WIDE, 4)
-            shift = tile.load(tile.add(offset, there), _WIDE, 4)
-            for r, of_row in enumerate(groups):
-                i = r * len(scales) + p
-                spread = tile.spread(tile.add(of_row, tile.times(group, 4)))
-                totals[i] = tile.fused(sums[i], factor, totals[i])
-                totals[i] = tile.fused(spread, shift, totals[i])
-        return totals
-
-    zeros = [_all(_WIDE, 0.0)] * (len(tile.xs) * len(tile.ws))
-    return tile.loop(tile.builder.udiv(k, _const(GROUP)), zeros, body)
-
-
-def _integers(tile: _Tile, scales: list[Any], groups: list[Any], k: Any) -> list[Any]:
-    """Q8: whole numbers within a group, then times the scales of weights and states."""
-    b, pairs = tile.builder, GROUP // 2
-
-    def body(group: Any, totals: list[Any]) -> list[Any]:
-        totals, there = list(totals), tile.times(group, LANES * 4)
-        sums: list[Any] = [_all(_INTS, 0)] * (len(tile.xs) * len(tile.ws))
-        for pair in range(pairs):
-            at = tile.add(tile.times(group, pairs), pair)
-            stored, halves = tile.times(at, 2 * LANES), tile.times(at, 4)
-            columns = [b.sext(tile.load(tile.add(w, stored), _BYTES, 1), _SHORTS) for w in tile.ws]
-            for r, x in enumerate(tile.xs):
-                states = tile.pair(tile.add(x, halves))
-                for p, column in enumerate(columns):
-                    i = r * len(columns) + p
-                    sums[i] = b.add(sums[i], tile.multiplied(column, states))
+        totals = list(totals)
+        sums: list[Any] = [_all(_INTS, 0)] * (len(tile.xs) * many)
+        for number in range(tile.pairs_apart):
+            columns = [tile.pairs(w, group, number) for w in tile.ws]
+            for part in range(tile.form.per_byte):
+                pair = number + part * tile.pairs_apart
+                at = tile.add(tile.times(group, GROUP * 2), pair * 4)
+                for r, x in enumerate(tile.xs):
+                    states = tile.pair(tile.add(x, at))
+                    for p in range(many):
+                        product = tile.multiplied(columns[p][part], states)
+                        sums[r * many + p] = b.add(sums[r * many + p], product)
+        known = tile.times(group, 4)
         for p, scale in enumerate(scales):
-            factor = tile.load(tile.add(scale, there), _WIDE, 4)
+            factor = factor_at(scale, group)
+            shift = None if offsets is None else factor_at(offsets[p], group)
             for r, of_row in enumerate(groups):
-                i = r * len(scales) + p
-                spread = tile.spread(tile.add(of_row, tile.times(group, 4)))
-                both = b.fmul(factor, spread)
+                i, here = r * many + p, tile.add(of_row, known)
+                both = b.fmul(factor, tile.spread(here))
                 totals[i] = tile.fused(b.sitofp(sums[i], _WIDE), both, totals[i])
+                if shift is not None:
+                    sum_here = tile.spread(tile.add(here, tile.times(count, 4)))
+                    totals[i] = tile.fused(shift, sum_here, totals[i])
         return totals
 
-    zeros = [_all(_WIDE, 0.0)] * (len(tile.xs) * len(tile.ws))
-    return tile.loop(b.udiv(k, _const(GROUP)), zeros, body)
+    return tile.loop(count, [_all(_WIDE, 0.0)] * (len(tile.xs) * many), body)
 
 
 @intrinsic
 def round_lanes(typingctx, x, out, scales, groups):  # pyright: ignore
     """Floats as whole numbers of sixteen bits, group by group: x is out times the group's scale.
 
-    Addresses of floats, of int16 and of a float for each of `groups` groups.
+    Addresses of floats, of int16 and of two floats for each of `groups` groups: all scales, then
+    the sums of what the whole numbers stand for.
     """
 
     def generate(context, builder, signature, args):
@@ -373,12 +389,16 @@ def round_lanes(typingctx, x, out, scales, groups):  # pyright: ignore
             is_zero = b.fcmp_ordered("==", largest, ir.Constant(_F32, 0.0))
             over = b.fdiv(ir.Constant(_F32, 32767.0), largest)
             factor = emit.everywhere(b.select(is_zero, ir.Constant(_F32, 0.0), over))
+            total = _all(_INTS, 0)
             for i, value in enumerate(values):
                 # Adding 1.5 * 2^23 rounds to the nearest integer, which its low bits then are.
                 rounded = b.fadd(b.fmul(value, factor), _all(_WIDE, 12582912.0))
                 whole = b.trunc(b.bitcast(rounded, _INTS), ir.VectorType(_I16, LANES))
+                total = b.add(total, b.sext(whole, _INTS))
                 to = emit.add(emit.times(group, 2 * LANES * 2), i * LANES * 2)
                 emit.store(whole, emit.add(out, to))
+            added = b.fmul(b.sitofp(emit.halved(total, b.add), _F32), scale)
+            emit.store(added, emit.add(scales, emit.times(b.add(groups, group), 4)))
             return []
 
         emit.loop(groups, [], body)

@@ -34,14 +34,16 @@ _ARGUMENTS = 13
 _MANY, _PAIR, _ONE, _Q8_ROWS = (
     (2, 4, 8, 6) if get_host_cpu_features().get("avx512f") else (1, 2, 4, 3)
 )
-_Q8, _Q4 = int(Format.Q8), int(Format.Q4)
+_Q8 = int(Format.Q8)
 
 
 @njit(nogil=True, error_model="numpy", cache=True)
 def _run(form, many, size, w, s, o, k, first, last, x, xn, rows, g, gn, out, on):
     # Distances: wn from panel to panel, sn of their scales, xn, gn and on from row to row.
     form, many, wn = literally(form), literally(many), k * size
-    sn = k // GROUP * LANES * 4 if form >= _Q8 else 0
+    sn = 0
+    if form >= _Q8:
+        sn = k // GROUP * LANES * (4 if form == _Q8 else 2)
     for start in range(0, rows, _BLOCK):
         r, stop = start, min(rows, start + _BLOCK)
         whole = start + (stop - start) // many * many
@@ -95,10 +97,20 @@ def _q8(w, s, o, k, first, last, x, x_next, rows, g, g_next, out, out_next):
 
 
 def _q4(w, s, o, k, first, last, x, x_next, rows, g, g_next, out, out_next):
-    _run(3, 6, 8, w, s, o, k, first, last, x, x_next, rows, g, g_next, out, out_next)
+    _run(3, _Q8_ROWS, 8, w, s, o, k, first, last, x, x_next, rows, g, g_next, out, out_next)
 
 
-_PRODUCTS = {Format.F32: _f32, Format.BF16: _bf16, Format.Q8: _q8, Format.Q4: _q4}
+def _q2(w, s, o, k, first, last, x, x_next, rows, g, g_next, out, out_next):
+    _run(4, _Q8_ROWS, 4, w, s, o, k, first, last, x, x_next, rows, g, g_next, out, out_next)
+
+
+_PRODUCTS = {
+    Format.F32: _f32,
+    Format.BF16: _bf16,
+    Format.Q8: _q8,
+    Format.Q4: _q4,
+    Format.Q2: _q2,
+}
 
 
 @cache
@@ -142,12 +154,10 @@ def product(matrix, x, rows, out, threads):
     rows of out have room for whole panels.
     """
     groups = np.zeros((1, 1), dtype=np.float32)
-    if matrix[FORMAT] == _Q4:
-        groups = _group_sums(x, rows, matrix[IN])
     panels = (matrix[OUT] + LANES - 1) // LANES
     x_at, x_next = np.int64(x.ctypes.data), x.shape[1] * 4
     whole = np.zeros((1, 1), dtype=np.int16)
-    if matrix[FORMAT] == _Q8:
+    if matrix[FORMAT] >= _Q8:
         whole, groups = _rounded(x, rows, matrix[IN])
         x_at, x_next = np.int64(whole.ctypes.data), whole.shape[1] * 2
     g_at, g_next = np.int64(groups.ctypes.data), groups.shape[1] * 4
@@ -166,25 +176,13 @@ def product(matrix, x, rows, out, threads):
 
 @njit(nogil=True, error_model="numpy", cache=True)
 def _rounded(x, rows, k):
-    """Rows as whole numbers [rows, K], and the scales of their groups [rows, K / GROUP]."""
+    """Rows as whole numbers [rows, K], and of each the scales of its groups and then their sums,
+    [rows, 2 * K / GROUP]."""
     whole = np.empty((rows, k), dtype=np.int16)
-    scales = np.empty((rows, k // GROUP), dtype=np.float32)
+    scales = np.empty((rows, 2 * (k // GROUP)), dtype=np.float32)
     for r in range(rows):
         x_at = np.int64(x.ctypes.data) + r * x.shape[1] * 4
         whole_at = np.int64(whole.ctypes.data) + r * k * 2
         scales_at = np.int64(scales.ctypes.data) + r * scales.shape[1] * 4
         round_lanes(x_at, whole_at, scales_at, k // GROUP)
     return whole, scales
-
-
-@njit(nogil=True, error_model="numpy", cache=True)
-def _group_sums(x, rows, k):
-    """Sums of the groups of each row, [rows, K / GROUP]."""
-    sums = np.zeros((rows, k // GROUP), dtype=np.float32)
-    for r in range(rows):
-        for j in range(k // GROUP):
-            total = np.float32(0.0)
-            for i in range(GROUP):
-                total += x[r, j * GROUP + i]
-            sums[r, j] = total
-    return sums

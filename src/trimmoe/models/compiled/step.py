@@ -27,7 +27,7 @@ from trimmoe.models.compiled.attention import (
     write,
 )
 from trimmoe.models.compiled.lanes import LANES, exp_lanes
-from trimmoe.models.compiled.product import DATA, OFFSETS, OUT, RECORD, SCALES, product
+from trimmoe.models.compiled.product import OUT, RECORD, product
 
 __all__ = ["NORM_HEADS", "NORM_NONE", "NORM_WHOLE", "Shape", "norm", "slabs_of", "wide"]
 
@@ -36,14 +36,15 @@ ATTENTION_NORM, EXPERTS_NORM, QUERY_NORM, KEY_NORM = 0, 1, 2, 3
 QUERY_BIAS, KEY_BIAS, VALUE_BIAS = 4, 5, 6
 WINDOW, LAYER = 7, 8
 _MATRICES = 9
-QUERY, KEY_VALUE, OUTPUT, ROUTER, SHARED_UP, SHARED_DOWN, SHARED_MIX, UP, DOWN = (
-    _MATRICES + RECORD * i for i in range(9)
+QUERY, KEY_VALUE, OUTPUT, ROUTER, SHARED_UP, SHARED_DOWN, SHARED_MIX = (
+    _MATRICES + RECORD * i for i in range(7)
 )
-"""`KEY_VALUE`: keys, then values; `UP` and `SHARED_UP`: gate projections, then up projections; each
-padded to whole panels."""
-UP_STRIDES = _MATRICES + RECORD * 9
-DOWN_STRIDES = UP_STRIDES + 3
-COLUMNS = DOWN_STRIDES + 3
+"""`KEY_VALUE`: keys, then values; `SHARED_UP`: gate projections, then up projections; each padded
+to whole panels."""
+COLUMNS = _MATRICES + RECORD * 7
+# Columns of an expert.
+UP, DOWN = 0, RECORD
+EXPERT = 2 * RECORD
 
 
 @jit
@@ -208,16 +209,6 @@ def dense(shape, block, normed, out):
 
 
 @jit
-def _one(stack, strides, index):
-    """The matrix of one expert of a stack."""
-    matrix = stack.copy()
-    matrix[DATA] += index * strides[0]
-    matrix[SCALES] += index * strides[1]
-    matrix[OFFSETS] += index * strides[2]
-    return matrix
-
-
-@jit
 def _most_of_one(shape, experts):
     """Slots of the expert that has most of them."""
     counts = np.zeros(shape.experts, dtype=np.int64)
@@ -229,11 +220,11 @@ def _most_of_one(shape, experts):
 
 
 @jit
-def routed(shape, block, index, normed, experts, gates, out):
+def routed(shape, weights, normed, experts, gates, out):
     """Sum over the slots of gate times expert, [n, wide(d)] of `experts` [n, k], -1 for none.
 
-    `index` [E] says where in the stack an expert is. Rows are grouped by expert, and every row
-    adds up its slots in their order.
+    `weights` [E, EXPERT] says where each expert's matrices are. Rows are grouped by expert, and
+    every row adds up its slots in their order.
     """
     count, slots = experts.shape
     size = shape.routed
@@ -244,9 +235,6 @@ def routed(shape, block, index, normed, experts, gates, out):
     x = np.empty((most, normed.shape[1]), dtype=np.float32)
     both = np.empty((most, 2 * whole_panels(size)), dtype=np.float32)
     given = np.empty((most, normed.shape[1]), dtype=np.float32)
-    ups, downs = block[UP : UP + RECORD], block[DOWN : DOWN + RECORD]
-    up_strides = block[UP_STRIDES : UP_STRIDES + 3]
-    down_strides = block[DOWN_STRIDES : DOWN_STRIDES + 3]
     for e in range(shape.experts):
         found = 0
         for r in range(count):
@@ -259,9 +247,9 @@ def routed(shape, block, index, normed, experts, gates, out):
         for i in range(found):
             for c in range(x.shape[1]):
                 x[i, c] = normed[rows[i] // slots, c]
-        product(_one(ups, up_strides, index[e]), x, found, both, shape.threads)
+        product(weights[e, UP : UP + RECORD], x, found, both, shape.threads)
         inner = _gated(both, found, size)
-        product(_one(downs, down_strides, index[e]), inner, found, given, shape.threads)
+        product(weights[e, DOWN : DOWN + RECORD], inner, found, given, shape.threads)
         for i in range(found):
             for c in range(x.shape[1]):
                 each[rows[i], c] = given[i, c]
@@ -288,12 +276,12 @@ def dense_block(shape, block, hidden, rotary, places, keys, values, aside):
 
 
 @jit
-def finish(shape, block, index, hidden, normed, experts, gates):
+def finish(shape, block, weights, hidden, normed, experts, gates):
     """What a layer's experts give, added to hidden [n, wide] in place."""
     shared, given = np.zeros_like(hidden), np.zeros_like(hidden)
     if block[SHARED_UP + OUT] > 0:
         dense(shape, block, normed, shared)
-    routed(shape, block, index, normed, experts, gates, given)
+    routed(shape, weights, normed, experts, gates, given)
     for r in range(hidden.shape[0]):
         for i in range(shape.hidden):
             hidden[r, i] += given[r, i] + shared[r, i]
@@ -301,15 +289,15 @@ def finish(shape, block, index, hidden, normed, experts, gates):
 
 @jit
 def segment(
-    shape, blocks, ends, index, settled, hidden, rotary, places, slabs, found, kept_at, kept
+    shape, blocks, ends, weights, settled, hidden, rotary, places, slabs, found, kept_at, kept
 ):
     """Take rows through blocks until a layer has to be decided on.
 
-    `ends` are the first block and the one after the last, of `blocks` [B, COLUMNS]. `index`
-    [B, E]: where in the stack an expert is, by block. `settled` [B, E]: experts whose slots run
-    here without a decision. `hidden` [n, wide] is changed in place. `slabs` [B, 4]: addresses of
-    keys and values, their slots, their capacity. `found`: experts [B, n, k] by block and what the
-    router said of the last layer it was asked for: logits, probabilities [n, wide(E)], gates
+    `ends` are the first block and the one after the last, of `blocks` [B, COLUMNS]. `weights`
+    [B, E, EXPERT]: where an expert's matrices are, by block. `settled` [B, E]: experts whose slots
+    run here without a decision. `hidden` [n, wide] is changed in place. `slabs` [B, 4]: addresses
+    of keys and values, their slots, their capacity. `found`: experts [B, n, k] by block and what
+    the router said of the last layer it was asked for: logits, probabilities [n, wide(E)], gates
     [n, k], normed [n, wide]. Into `kept` [n, wide] go the rows as they enter block `kept_at`.
 
     Returns the block it stopped at, `ends[1]` if it passed all. Attention and router of the block
@@ -335,7 +323,7 @@ def segment(
                 free = free and settled[b, experts[b, r, j]]
         if not free:
             return b
-        finish(shape, block, index[b], hidden, normed, experts[b], gates)
+        finish(shape, block, weights[b], hidden, normed, experts[b], gates)
     return ends[1]
 
 
@@ -359,7 +347,7 @@ def _stood_in(shape, stands, rank, normed, experts, gates, held, out):
 
 
 @jit
-def home_segment(shape, blocks, ends, index, held, stands, rank, hidden, rotary, places, slabs):
+def home_segment(shape, blocks, ends, weights, held, stands, rank, hidden, rotary, places, slabs):
     """Take rows through blocks with the experts `held` [B, E] and what stands in for the others.
 
     `stands` [B, 2 * RECORD], unless `rank` is 0: see `_stood_in`. The rest as in `segment`.
@@ -386,7 +374,7 @@ def home_segment(shape, blocks, ends, index, held, stands, rank, hidden, rotary,
                 is_held = held[b, experts[r, j]]
                 here[r, j] = experts[r, j] if is_held else -1
                 lacking = lacking or not is_held
-        finish(shape, block, index[b], hidden, normed, here, gates)
+        finish(shape, block, weights[b], hidden, normed, here, gates)
         if lacking and rank > 0:
             _stood_in(shape, stands[b], rank, normed, experts, gates, held[b], rest)
             for r in range(count):

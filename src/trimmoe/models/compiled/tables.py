@@ -32,11 +32,15 @@ class Tables:
     shape: step.Shape
     blocks: NDArray[np.int64]
     """[B, COLUMNS]."""
-    index: NDArray[np.int64]
-    """Where in its block's stack an expert is, [B, E]; -1 where it is not here."""
+    experts: NDArray[np.int64]
+    """Where an expert's matrices are, [B, E, EXPERT]; zeros where it is not here."""
     block_of: tuple[int, ...]
     """Of each MoE layer."""
     kept: list[Any] = field(default_factory=list)
+    matrices: dict[tuple[int, int], tuple[Packed, Packed]] = field(default_factory=dict)
+    """What experts are made of, by block and expert."""
+    copies: dict[tuple[int, int, int], NDArray[np.int64]] = field(default_factory=dict)
+    """Where the matrices of an expert's copy are, [EXPERT], by block, expert and bits."""
 
     @staticmethod
     def empty(shape: step.Shape, block_count: int, block_of: Sequence[int]) -> Tables:
@@ -44,8 +48,8 @@ class Tables:
         blocks = np.zeros((block_count, step.COLUMNS), dtype=np.int64)
         blocks[:, step.LAYER] = -1
         blocks[list(block_of), step.LAYER] = np.arange(len(block_of))
-        index = np.full((block_count, shape.experts), -1, dtype=np.int64)
-        return Tables(shape=shape, blocks=blocks, index=index, block_of=tuple(block_of))
+        experts = np.zeros((block_count, shape.experts, step.EXPERT), dtype=np.int64)
+        return Tables(shape=shape, blocks=blocks, experts=experts, block_of=tuple(block_of))
 
     @property
     def size_bytes(self) -> int:
@@ -64,18 +68,16 @@ class Tables:
         self.kept.append(matrix)
         self.blocks[block, column : column + RECORD] = record(matrix)
 
-    def stack(self, block: int, column: int, strides: int, matrix: Packed, count: int) -> None:
-        """Note the matrices of a block's `count` experts, stored one below the other."""
-        self.kept.append(matrix)
-        one = record(matrix)
-        one[OUT] //= count
-        self.blocks[block, column : column + RECORD] = one
-        sizes = [each.nbytes // count for each in (matrix.data, matrix.scales, matrix.offsets)]
-        self.blocks[block, strides : strides + len(sizes)] = sizes
+    def expert(self, block: int, expert: int, up: Packed, down: Packed) -> None:
+        """Note the matrices of an expert; those of its gate and up projection are one."""
+        self.matrices[block, expert] = up, down
+        self.kept += [up, down]
+        self.experts[block, expert] = np.concatenate([record(up), record(down)])
 
-    def experts(self, block: int, ids: Sequence[int]) -> None:
-        """Say which experts a block's stacks hold."""
-        self.index[block, list(ids)] = np.arange(len(ids))
+    def copy(self, block: int, expert: int, bits: int, up: Packed, down: Packed) -> None:
+        """Note a copy of an expert in so many bits."""
+        self.kept += [up, down]
+        self.copies[block, expert, bits] = np.concatenate([record(up), record(down)])
 
 
 def record(matrix: Packed) -> NDArray[np.int64]:

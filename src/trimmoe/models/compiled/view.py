@@ -27,7 +27,7 @@ from trimmoe.models.cache import KVCache
 from trimmoe.models.compiled import one_at_a_time, step
 from trimmoe.models.compiled.product import RECORD, product
 from trimmoe.models.compiled.tables import Tables, record
-from trimmoe.models.quantise import Packed, pack
+from trimmoe.models.quantise import Packed, pack, pack_bits
 
 if TYPE_CHECKING:
     from trimmoe.models.compiled.build import Parts
@@ -46,6 +46,18 @@ class Maps:
     rank: int
     kept: list[Packed] = field(default_factory=list)
     """What the records point to."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AtHand:
+    """What a server guesses with: experts that it holds, and copies of others in few bits."""
+
+    weights: IntArray
+    """Where their matrices are, [B, E, EXPERT]."""
+    here: BoolArray
+    """Which ones there are, [B, E]."""
+    is_whole: bool
+    """Whether these are all that there are."""
 
 
 class CompiledView(MoEView):
@@ -160,7 +172,8 @@ class CompiledView(MoEView):
         rows = self._read(layer, hidden, normed)
         given = np.zeros_like(rows)
         chosen, weights = self._slots(layer, experts.numpy(), gates)
-        step.routed(*self._stack(layer), rows, chosen, weights, given)
+        shape, _, here = self._stack(layer)
+        step.routed(shape, here, rows, chosen, weights, given)
         return self._narrowed(given)
 
     def give(
@@ -226,7 +239,7 @@ class CompiledView(MoEView):
             tables.shape,
             tables.blocks,
             (begin, end),
-            tables.index,
+            tables.experts,
             by_block,
             rows,
             self._rotary_tables(batch.length),
@@ -262,7 +275,7 @@ class CompiledView(MoEView):
         self.propagate(0, hidden, batch, cache)
         nothing = np.zeros((self.spec.layer_count, self.spec.expert_count), dtype=bool)
         self.run(0, 1, flat, batch, cache, nothing)
-        self.run_home(0, 1, flat, batch, cache, nothing)
+        self.run_home(0, 1, flat, batch, cache, self.at_hand(nothing, None))
         self.logits(flat)
 
     def maps(self, read: Floats, give: Floats) -> Maps:
@@ -278,6 +291,35 @@ class CompiledView(MoEView):
             found.kept.extend(both)
         return found
 
+    def add_copy(self, layer: int, expert: int, bits: int, up: Tensor, down: Tensor) -> None:
+        """Keep a copy in so many bits of an expert that is not loaded: up [2 f, d], down [d, f]."""
+        halves = [half.float().numpy() for half in up.chunk(2)]
+        packed = pack_bits(halves, bits), pack_bits([down.float().numpy()], bits)
+        self._tables.copy(self._tables.block_of[layer], expert, bits, *packed)
+
+    def at_hand(self, held: BoolArray, bits: IntArray | None) -> AtHand:
+        """The experts `held` [N, E], all of which are loaded, and copies in so many `bits` [N, E]
+        of others; those of loaded ones are made here."""
+        tables = self._tables
+        weights, here = tables.experts.copy(), self._by_block(held).copy()
+        copies = np.zeros(held.shape, dtype=np.int64) if bits is None else bits * ~held
+        for layer, expert in np.argwhere(copies).tolist():
+            block, few = tables.block_of[layer], int(copies[layer, expert])
+            if (block, expert, few) not in tables.copies:
+                self._copy_loaded(block, expert, few)
+            weights[block, expert] = tables.copies[block, expert, few]
+            here[block, expert] = True
+        is_whole = bool(here[self._moe_blocks].all())
+        return AtHand(weights=weights, here=here, is_whole=is_whole)
+
+    def _copy_loaded(self, block: int, expert: int, bits: int) -> None:
+        up, down = (matrix.restored for matrix in self._tables.matrices[block, expert])
+        size = self._tables.shape.routed
+        # Each half has its own panels, which may be padded.
+        halves = [up[:size], up[up.shape[0] // 2 :][:size]]
+        packed = pack_bits(halves, bits), pack_bits([down[: self.spec.hidden_size]], bits)
+        self._tables.copy(block, expert, bits, *packed)
+
     def run_home(
         self,
         first: int,
@@ -285,21 +327,20 @@ class CompiledView(MoEView):
         hidden: Tensor,
         batch: TokenBatch,
         cache: KVCache,
-        held: BoolArray,
+        at_hand: AtHand,
         maps: Maps | None = None,
     ) -> Tensor:
-        """Rows [n, d] through the layers [first, last) with the experts `held` [N, E], all of which
-        are loaded, and `maps` in place of the others; without those they add nothing."""
+        """Rows [n, d] through the layers [first, last) with the experts `at_hand`, and `maps` in
+        place of the others; without those they add nothing."""
         tables, rows = self._tables, _widened(hidden)
         maps = maps or self._no_maps
         begin, end = self._blocks_of(first)[0], tables.block_of[last - 1] + 1
-        by_block = self._by_block(held)
         step.home_segment(
             tables.shape,
             tables.blocks,
             (begin, end),
-            tables.index,
-            by_block,
+            at_hand.weights,
+            at_hand.here,
             maps.table,
             maps.rank,
             rows,
@@ -317,9 +358,9 @@ class CompiledView(MoEView):
         if kept is None:
             if len(self._layouts) >= _KEPT_LAYOUTS:
                 self._layouts.clear()
-            index = self._tables.index
-            by_block = np.zeros_like(index, dtype=bool)
-            by_block[self._moe_blocks] = experts & (index[self._moe_blocks] >= 0)
+            here: BoolArray = self._tables.experts[:, :, 0] != 0
+            by_block = np.zeros_like(here)
+            by_block[self._moe_blocks] = experts & here[self._moe_blocks]
             kept = self._layouts[where] = experts, by_block
         return kept[1]
 
@@ -370,15 +411,15 @@ class CompiledView(MoEView):
         return out
 
     def _stack(self, layer: int) -> tuple[step.Shape, IntArray, IntArray]:
-        """The block with a layer's experts, and where in it each of them is."""
+        """The block with a layer's experts, and where each of them is."""
         tables, at = self._tables, self._tables.block_of[layer]
-        return tables.shape, tables.blocks[at], tables.index[at]
+        return tables.shape, tables.blocks[at], tables.experts[at]
 
     def _slots(self, layer: int, experts: IntArray, gates: Tensor) -> tuple[IntArray, Floats]:
         """Experts [n, k] and gates as the compiled blocks read them; raises `ExpertNotLoaded`."""
         chosen = np.ascontiguousarray(experts, dtype=np.int64)
-        index = self._tables.index[self._tables.block_of[layer]]
-        absent = (chosen != DROPPED) & (index[chosen] < 0)
+        here = self._tables.experts[self._tables.block_of[layer], :, 0] != 0
+        absent = (chosen != DROPPED) & ~here[chosen]
         if absent.any():
             expert = int(chosen[absent][0])
             raise ExpertNotLoaded(f"expert {expert} of layer {layer} is not loaded here")

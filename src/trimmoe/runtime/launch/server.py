@@ -21,6 +21,7 @@ from trimmoe.core.errors import UserError
 from trimmoe.core.plan import Plan
 from trimmoe.core.precision import Precision
 from trimmoe.core.profile import Profile
+from trimmoe.core.specs import IntArray
 from trimmoe.models.base import BytesRead, MoEView
 from trimmoe.models.load import known_device, load_tokenizer, open_model
 from trimmoe.policy.build import PolicyMaker
@@ -235,9 +236,16 @@ def open_own_part(spec: ServerSpec, path: str) -> MoEView:
         device=device,
         quantise=spec.quantise,
         hashed=True,
+        stand_ins=_copies(spec),
     )
     spec.profile.require_model(view.spec.model_hash, view.spec.name)
     return view
+
+
+def _copies(spec: ServerSpec) -> IntArray | None:
+    """Bits of the copies of other servers' experts that this one guesses with, [N, E]."""
+    bits = spec.plan.stand_in_bits
+    return None if bits is None or not spec.policy.guesses else bits[spec.index]
 
 
 def _dtype(wanted: str, device: torch.device) -> torch.dtype:

@@ -226,7 +226,7 @@ class Node:
     async def measure(self) -> MachineReport:
         """What this server can do, timed now; requests wait for some seconds."""
         software_s, work_s = await self.pump.apart(
-            lambda: (time_software(), time_work(self._view, self.executor.homes.stands_in))
+            lambda: (time_software(), time_work(self._view, self.executor.homes.own))
         )
         return MachineReport(
             server=self._transport.name,

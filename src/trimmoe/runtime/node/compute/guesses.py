@@ -44,9 +44,7 @@ def guess(worker: Executor, layer: int, readings: Sequence[Reading]) -> Outcome:
     rows = sum(len(one.tokens) for one in going)
     while layer < layers:
         last = min(layer + AT_ONCE, layers)
-        hidden = home_layers(
-            homes.view, layer, last, hidden, batch, homes.cache, homes.held, homes.stands_in
-        )
+        hidden = home_layers(homes.view, layer, last, hidden, batch, homes.cache, homes.own)
         for _ in range(layer, last):
             worker.pace.guess(rows)
         layer = last

@@ -8,7 +8,7 @@ written over them. What was read of a sequence that is over is retained with it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from torch import Tensor
 from trimmoe.core.profile import Profile
 from trimmoe.models.base import MoEView
 from trimmoe.models.cache import KVCache
-from trimmoe.runtime.home import StandIns, held_here, stand_ins
+from trimmoe.runtime.home import Own, held_here, stand_ins
 from trimmoe.runtime.node.records.readings import Reading
 
 
@@ -26,10 +26,8 @@ class Homes:
 
     view: MoEView
     slots: int
-    held: Tensor
-    """Experts at hand, bool [N, E]."""
-    stands_in: StandIns | None
-    """For the others."""
+    own: Own
+    """Experts at hand, and what stands in for others."""
     states: dict[int, dict[int, Tensor]] = field(default_factory=dict)
     """By sequence and position, what entered the layer that readings begin with, [d]."""
     waiting: dict[int, Reading] = field(default_factory=dict)
@@ -42,8 +40,10 @@ class Homes:
     @staticmethod
     def of(view: MoEView, slots: int, profile: Profile | None) -> Homes:
         """With room for so many sequences, and what the profile has for experts elsewhere."""
-        others = None if profile is None else stand_ins(view, profile)
-        return Homes(view=view, slots=slots, held=held_here(view), stands_in=others)
+        own = Own.of(view, held_here(view), bits=view.stand_in_bits)
+        if profile is not None and not own.is_whole:
+            own = replace(own, stands_in=stand_ins(view, profile))
+        return Homes(view=view, slots=slots, own=own)
 
     @property
     def cache(self) -> KVCache:
@@ -72,7 +72,7 @@ class Homes:
         """The layer that readings begin with: before it the sequence itself passes this server,
         which has all experts of the layers, so that there is nothing to read anew."""
         own = next((at for at, to in enumerate(route) if to != server), len(route))
-        lacking = torch.nonzero(~self.held.all(1)).flatten().tolist()
+        lacking = torch.nonzero(~self.own.held.all(1)).flatten().tolist()
         return max(min([*lacking, own - 1]), 0)
 
     def keep(self, sequence: int, start: int, rows: Tensor) -> Reading | None:

@@ -1,0 +1,62 @@
+"""Copies in few bits of experts that a server does not hold, for it to guess with.
+
+A copy in four bits leaves most guesses as they are, one in two bits most of those. What is
+activated often gets one first.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from trimmoe.core.precision import copy_bytes
+from trimmoe.core.specs import BoolArray, FloatArray, IntArray, ModelSpec
+
+_RUNGS = (2, 4)
+"""Bits that there are."""
+_SINGLE_BYTES = 4
+
+
+def allowance_bytes(model: ModelSpec, share: float) -> int:
+    """Memory for copies on each server: a share of what all experts take in single precision."""
+    return int(share * _SINGLE_BYTES * _parameters(model).sum())
+
+
+def reserved_bytes(capacity: IntArray, model: ModelSpec, allowance: int) -> IntArray:
+    """What of the memory for experts [M] is kept for copies: the allowance where there is room for
+    it, but no more than half of what one copy of every expert leaves, [M]."""
+    whole = int(capacity.sum())
+    left = max(whole - model.total_expert_bytes, 0)
+    return np.minimum(allowance, capacity * (left / max(2 * whole, 1))).astype(np.int64)
+
+
+def copied_bits(
+    model: ModelSpec, hosts: BoolArray, frequency: FloatArray, allowed: IntArray
+) -> IntArray:
+    """Bits of every server's copies, 0 where it has none, [M, N, E].
+
+    `hosts` [M, N, E]; `frequency` [N, E]: how often each expert is activated; `allowed` [M]: bytes.
+    """
+    sizes = {bits: copy_bytes(_parameters(model), bits) for bits in _RUNGS}
+    order = np.argsort(-frequency, axis=None, kind="stable")
+    found = np.zeros(hosts.shape, dtype=np.int64)
+    for held, bits, room in zip(hosts, found, allowed, strict=True):
+        left = int(room)
+        for rung, before in zip(_RUNGS, (0, *_RUNGS), strict=False):
+            for at in order:
+                where = np.unravel_index(at, frequency.shape)
+                if held[where] or bits[where] != before:
+                    continue
+                more = int(sizes[rung][where]) - int(sizes[before][where] if before else 0)
+                if more <= left:
+                    bits[where], left = rung, left - more
+    return found
+
+
+def copies_bytes(model: ModelSpec, bits: IntArray) -> IntArray:
+    """What every server's copies take, [M], of bits [M, N, E]."""
+    sizes = [np.where(bits == rung, copy_bytes(_parameters(model), rung), 0) for rung in _RUNGS]
+    return np.sum(sizes, axis=(0, 2, 3)).astype(np.int64)
+
+
+def _parameters(model: ModelSpec) -> FloatArray:
+    return model.expert_flops / 2
