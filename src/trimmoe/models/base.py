@@ -41,6 +41,7 @@ from trimmoe.core.specs import BoolArray, IntArray, ModelSpec
 
 if TYPE_CHECKING:
     from trimmoe.models.cache import KVCache
+from trimmoe.models.sums import sums_in
 
 DROPPED = -1
 """Expert number of a slot that runs nothing."""
@@ -261,17 +262,21 @@ class MoEView(ABC):
         *,
         normed: Tensor | None = None,
     ) -> Tensor:
-        """Sum over the slots of gate times expert, [n, d], from experts and gates [n, k].
+        """Sum over the slots of gate times expert, [n, d] in `sums_in` of the view's dtype, from
+        experts and gates [n, k].
 
         A slot with expert -1 adds nothing. Raises `ExpertNotLoaded` for an expert that this view
         was opened without.
         """
 
-    @abstractmethod
     def finish(
         self, layer: int, hidden: Tensor, shared: Tensor | None, routed: Tensor | None
     ) -> Tensor:
-        """The layer's output: the residual plus what the experts gave."""
+        """The layer's output: the residual plus what the experts gave, rounded once."""
+        base = hidden if shared is None else hidden + shared
+        if routed is None:
+            return base
+        return (base.to(sums_in(self.dtype)) + routed).to(self.dtype)
 
     def give(
         self,
@@ -284,16 +289,28 @@ class MoEView(ABC):
     ) -> Tensor:
         """The layer's output, [n, d], as far as the experts [n, k] give it, all of them loaded, and
         the shared one; -1 in place of an expert adds nothing."""
-        shared = self.shared(layer, hidden, normed=normed)
-        routed = None
+        return self.gathered(layer, hidden, experts, gates, normed=normed).to(self.dtype)
+
+    def gathered(
+        self,
+        layer: int,
+        hidden: Tensor,
+        experts: IntArray,
+        gates: Tensor,
+        *,
+        normed: Tensor | None = None,
+    ) -> Tensor:
+        """What `give` rounds, in `sums_in` of the view's dtype: the `experts` that other servers
+        run can be added, in any order."""
+        total = self.skip(layer, hidden, normed=normed).to(sums_in(self.dtype))
         if (experts >= 0).any():
             chosen = torch.from_numpy(experts).to(hidden.device)
-            routed = self.experts(layer, hidden, chosen, gates, normed=normed)
-        return self.finish(layer, hidden, shared, routed)
+            total = total + self.experts(layer, hidden, chosen, gates, normed=normed)
+        return total
 
-    def skip(self, layer: int, hidden: Tensor) -> Tensor:
+    def skip(self, layer: int, hidden: Tensor, *, normed: Tensor | None = None) -> Tensor:
         """The layer's output where none of its routed experts runs, [n, d] to [n, d]."""
-        return self.finish(layer, hidden, self.shared(layer, hidden), None)
+        return self.finish(layer, hidden, self.shared(layer, hidden, normed=normed), None)
 
     def run(
         self,

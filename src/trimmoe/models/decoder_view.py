@@ -197,13 +197,6 @@ class DecoderView(MoEView):
         )
         return stack(rows, experts, gates)
 
-    def finish(
-        self, layer: int, hidden: Tensor, shared: Tensor | None, routed: Tensor | None
-    ) -> Tensor:
-        if routed is None:
-            return hidden if shared is None else hidden + shared
-        return hidden + (routed if shared is None else routed + shared)
-
     def head(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         return self._model.model.norm(hidden), self._model.lm_head.weight
 

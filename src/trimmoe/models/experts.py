@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from trimmoe.models.base import DROPPED, ExpertNotLoaded
+from trimmoe.models.sums import sums_in
 
 Activation = Callable[[Tensor], Tensor]
 ReadLayer = Callable[[int], "ExpertStack"]
@@ -42,7 +43,8 @@ class ExpertStack:
         self._gated = up.shape[1] == 2 * down.shape[2]
 
     def __call__(self, normed: Tensor, experts: Tensor, gates: Tensor) -> Tensor:
-        """Sum over slots of gate times expert: [n, d] from [n, d], int64 [n, k], [n, k]."""
+        """Sum over slots of gate times expert: [n, d], as in `MoEView.experts`, from [n, d], int64
+        [n, k], [n, k]."""
         chosen = experts.tolist()
         if len(chosen) == 1 and len(chosen[0]) <= _ONE_BY_ONE:
             return self._one_token(normed, chosen[0], gates)
@@ -52,28 +54,28 @@ class ExpertStack:
         """One token: no weight is copied, one small product per slot."""
         kept = [slot for slot, expert in enumerate(chosen) if expert != DROPPED]
         if not kept:
-            return torch.zeros_like(normed)
+            return torch.zeros_like(normed, dtype=sums_in(normed.dtype))
         at = [self._at(chosen[slot]) for slot in kept]
         inner = self._act(torch.cat([F.linear(normed, self._ups[index]) for index in at]))
         outer = torch.cat(
             [F.linear(inner[row : row + 1], self._downs[index]) for row, index in enumerate(at)]
         )
         weights = gates if len(kept) == len(chosen) else gates[:, kept]
-        return (outer * weights.view(-1, 1)).sum(0, keepdim=True).to(normed.dtype)
+        return _addends(outer, weights.view(-1, 1)).sum(0, keepdim=True)
 
     def _many_tokens(self, normed: Tensor, chosen: list[list[int]], gates: Tensor) -> Tensor:
-        """Tokens grouped by expert; sums in float32 as the slots of a token come in any order."""
+        """Tokens grouped by expert."""
         width = gates.shape[1]
         flat_gates = gates.reshape(-1)
-        out = normed.new_zeros(normed.shape, dtype=torch.float32)
+        out = normed.new_zeros(normed.shape, dtype=sums_in(normed.dtype))
         for index, slots in self._group(chosen, width).items():
             where = torch.tensor(slots, device=normed.device)
             rows = where if width == 1 else where // width
             inner = self._act(F.linear(normed.index_select(0, rows), self._ups[index]))
             outer = F.linear(inner, self._downs[index])
-            outer = outer * flat_gates.index_select(0, where).unsqueeze(-1)
-            out.index_add_(0, rows, outer.float())
-        return out.to(normed.dtype)
+            weights = flat_gates.index_select(0, where).unsqueeze(-1)
+            out.index_add_(0, rows, _addends(outer, weights))
+        return out
 
     def _group(self, chosen: list[list[int]], width: int) -> dict[int, list[int]]:
         """Flat slot numbers by index into the stack."""
@@ -97,6 +99,12 @@ class ExpertStack:
             return self._activation(inner)
         gate, up = inner.chunk(2, dim=-1)
         return self._activation(gate) * up
+
+
+def _addends(outer: Tensor, weights: Tensor) -> Tensor:
+    """Experts' outputs [s, d] times their weights [s, 1], rounded to their own dtype, as numbers to
+    be added up."""
+    return (outer * weights).to(outer.dtype).to(sums_in(outer.dtype))
 
 
 class ExpertStacks:

@@ -94,12 +94,6 @@ class SwitchStack(MoEView):
         rows: Tensor = self._moe[layer].layer[-1].layer_norm(hidden) if normed is None else normed
         return stack(rows, experts, gates)
 
-    def finish(
-        self, layer: int, hidden: Tensor, shared: Tensor | None, routed: Tensor | None
-    ) -> Tensor:
-        assert shared is None, "Switch Transformers have no shared expert"
-        return hidden if routed is None else hidden + routed
-
     def attend_whatif(
         self, layer: int, hidden: Tensor, positions: Tensor, slot: int, cache: KVCache
     ) -> Tensor:

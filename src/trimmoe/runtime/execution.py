@@ -79,15 +79,10 @@ class Execution:
         """The experts of a layer, for the rows of the last `attend`."""
         assert running.routing is not None
         assert running.attended is not None
-        layer, normed = command.layer, running.routing.normed
-        shared = self.view.shared(layer, running.attended, normed=normed)
-        routed = None
-        if (command.slot_expert >= 0).any():
-            experts = torch.from_numpy(command.slot_expert).to(self.view.device)
-            routed = self.view.experts(
-                layer, running.attended, experts, running.routing.gates, normed=normed
-            )
-        output = self.view.finish(layer, running.attended, shared, routed)
+        layer, routing = command.layer, running.routing
+        output = self.view.give(
+            layer, running.attended, command.slot_expert, routing.gates, normed=routing.normed
+        )
         running.hidden[_index(command.rows)] = output
         return self._observer.executed(command.wave, layer, output)
 

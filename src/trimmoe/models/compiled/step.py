@@ -221,10 +221,10 @@ def _most_of_one(shape, experts):
 
 @jit
 def routed(shape, weights, normed, experts, gates, out):
-    """Sum over the slots of gate times expert, [n, wide(d)] of `experts` [n, k], -1 for none.
+    """Add to `out`, float64 [n, wide(d)], gate times expert of `experts` [n, k], -1 for none.
 
-    `weights` [E, EXPERT] says where each expert's matrices are. Rows are grouped by expert, and
-    every row adds up its slots in their order.
+    `weights` [E, EXPERT] says where each expert's matrices are. Rows are grouped by expert. Addends
+    are in single precision, so that their order makes no difference (`models.sums`).
     """
     count, slots = experts.shape
     size = shape.routed
@@ -254,13 +254,11 @@ def routed(shape, weights, normed, experts, gates, out):
             for c in range(x.shape[1]):
                 each[rows[i], c] = given[i, c]
     for r in range(count):
-        for i in range(out.shape[1]):
-            out[r, i] = 0.0
         for j in range(slots):
             if experts[r, j] >= 0:
                 gate = gates[r, j]
                 for i in range(shape.hidden):
-                    out[r, i] += gate * each[r * slots + j, i]
+                    out[r, i] += np.float64(np.float32(gate * each[r * slots + j, i]))
 
 
 @jit
@@ -276,15 +274,29 @@ def dense_block(shape, block, hidden, rotary, places, keys, values, aside):
 
 
 @jit
+def gathered(shape, block, weights, hidden, normed, experts, gates, out):
+    """Into `out`, float64 [n, wide], hidden and what a layer's experts give."""
+    if block[SHARED_UP + OUT] > 0:
+        shared = np.zeros_like(hidden)
+        dense(shape, block, normed, shared)
+        for r in range(hidden.shape[0]):
+            for i in range(hidden.shape[1]):
+                out[r, i] = np.float32(hidden[r, i] + shared[r, i])
+    else:
+        for r in range(hidden.shape[0]):
+            for i in range(hidden.shape[1]):
+                out[r, i] = hidden[r, i]
+    routed(shape, weights, normed, experts, gates, out)
+
+
+@jit
 def finish(shape, block, weights, hidden, normed, experts, gates):
     """What a layer's experts give, added to hidden [n, wide] in place."""
-    shared, given = np.zeros_like(hidden), np.zeros_like(hidden)
-    if block[SHARED_UP + OUT] > 0:
-        dense(shape, block, normed, shared)
-    routed(shape, weights, normed, experts, gates, given)
+    total = np.empty(hidden.shape, dtype=np.float64)
+    gathered(shape, block, weights, hidden, normed, experts, gates, total)
     for r in range(hidden.shape[0]):
         for i in range(shape.hidden):
-            hidden[r, i] += given[r, i] + shared[r, i]
+            hidden[r, i] = total[r, i]
 
 
 @jit

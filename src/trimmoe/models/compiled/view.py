@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from trimmoe.core.precision import Precision
-from trimmoe.core.specs import BoolArray, IntArray, ModelSpec
+from trimmoe.core.specs import BoolArray, FloatArray, IntArray, ModelSpec
 from trimmoe.models.base import (
     DROPPED,
     BytesRead,
@@ -170,7 +170,7 @@ class CompiledView(MoEView):
         normed: Tensor | None = None,
     ) -> Tensor:
         rows = self._read(layer, hidden, normed)
-        given = np.zeros_like(rows)
+        given = np.zeros(rows.shape, dtype=np.float64)
         chosen, weights = self._slots(layer, experts.numpy(), gates)
         shape, _, here = self._stack(layer)
         step.routed(shape, here, rows, chosen, weights, given)
@@ -190,12 +190,20 @@ class CompiledView(MoEView):
         step.finish(*self._stack(layer), rows, read, chosen, weights)
         return self._narrowed(rows)
 
-    def finish(
-        self, layer: int, hidden: Tensor, shared: Tensor | None, routed: Tensor | None
+    def gathered(
+        self,
+        layer: int,
+        hidden: Tensor,
+        experts: IntArray,
+        gates: Tensor,
+        *,
+        normed: Tensor | None = None,
     ) -> Tensor:
-        if routed is None:
-            return hidden if shared is None else hidden + shared
-        return hidden + (routed if shared is None else routed + shared)
+        rows, read = _widened(hidden), self._read(layer, hidden, normed)
+        chosen, weights = self._slots(layer, experts, gates)
+        total = np.empty(rows.shape, dtype=np.float64)
+        step.gathered(*self._stack(layer), rows, read, chosen, weights, total)
+        return self._narrowed(total)
 
     def head(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         if self._restored is None:
@@ -271,6 +279,7 @@ class CompiledView(MoEView):
         none = torch.full_like(routing.experts, DROPPED)
         self.experts(0, flat, none, routing.gates)
         self.give(0, flat, none.numpy(), routing.gates)
+        self.gathered(0, flat, none.numpy(), routing.gates)
         self.shared(0, flat)
         self.propagate(0, hidden, batch, cache)
         nothing = np.zeros((self.spec.layer_count, self.spec.expert_count), dtype=bool)
@@ -442,7 +451,7 @@ class CompiledView(MoEView):
             normed=self._narrowed(found.normed),
         )
 
-    def _narrowed(self, rows: Floats) -> Tensor:
+    def _narrowed(self, rows: Floats | FloatArray) -> Tensor:
         return torch.from_numpy(rows[:, : self._tables.shape.hidden])
 
     def _places(self, batch: TokenBatch) -> tuple[IntArray, IntArray]:

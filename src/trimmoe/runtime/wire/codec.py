@@ -24,6 +24,7 @@ from torch import Tensor
 from trimmoe.runtime.wire.base import Frame
 
 DTYPES = {
+    "float64": torch.float64,
     "float32": torch.float32,
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,

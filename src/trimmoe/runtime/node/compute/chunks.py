@@ -8,6 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from trimmoe.core.specs import BoolArray
+from trimmoe.models.sums import sums_in
 from trimmoe.runtime.node.compute.completion import to_users, token_of
 from trimmoe.runtime.node.compute.executor import Executor
 from trimmoe.runtime.node.compute.shipping import Cargo, Split, dispatched, onward
@@ -16,6 +18,7 @@ from trimmoe.runtime.node.records.messages import ChargeSpec, Parcel, Partial
 from trimmoe.runtime.node.records.outcome import Outcome
 from trimmoe.runtime.node.records.passage import Passage
 from trimmoe.runtime.node.records.slots import Slots
+from trimmoe.runtime.node.records.sums import parted
 from trimmoe.runtime.node.records.units import Unit
 from trimmoe.runtime.scores import scored
 
@@ -62,19 +65,19 @@ def pass_layer(worker: Executor, passage: Passage, layer: int, unit: Unit) -> Ou
         unit_of=np.zeros(unit.count, dtype=np.int64),
         offset=np.arange(unit.count),
         attended=attended,
-        output=torch.empty_like(attended),
+        output=torch.empty_like(attended, dtype=sums_in(attended.dtype)),
         gates=routing.gates,
     )
     rows, leaves = np.arange(unit.count), bool(split.leaves.any())
     if leaves:
         worker.emit(dispatched(cargo, split, rows), outcome)
     at = split.at(here)
-    cargo.output[:] = view.give(layer, attended, at, routing.gates, normed=routing.normed)
+    cargo.output[:] = view.gathered(layer, attended, at, routing.gates, normed=routing.normed)
     worker.pace.experts(layer, at)
     if leaves:
         outcome.parcels += onward(cargo, split, rows, None)
     else:
-        unit.hidden, unit.parts, unit.layer = cargo.output, (), layer + 1
+        unit.hidden, unit.parts, unit.layer = cargo.output.to(view.dtype), (), layer + 1
         outcome.ready.append(unit)
     return outcome
 
@@ -112,23 +115,27 @@ def run_slots(worker: Executor, layer: int, items: Sequence[Slots]) -> Outcome:
     worker.pace.experts(layer, experts.numpy())
     outcome, at = Outcome(), 0
     for item in items:
-        own = hidden[at : at + item.rows.total]
-        part = sums[at : at + item.rows.total]
+        its = slice(at, at + item.rows.total)
+        part, several = sums[its], np.count_nonzero(experts[its].numpy() >= 0, axis=1) > 1
         if item.raw:
-            shared = view.shared(layer, own)
-            part = part if shared is None else part + shared
+            part = part + view.skip(layer, hidden[its]).to(part.dtype)
         at += item.rows.total
-        outcome.parcels += _returned(layer, item, part)
+        outcome.parcels += _returned(layer, item, part, several | item.raw, view.dtype)
     return outcome
 
 
-def _returned(layer: int, item: Slots, part: Tensor) -> list[Parcel]:
-    """One message to each destination of the item's units."""
+def _returned(
+    layer: int, item: Slots, part: Tensor, wide: BoolArray, dtype: torch.dtype
+) -> list[Parcel]:
+    """One message to each destination of the item's units; `wide` rows [n] as in `Partial`."""
     rows, pieces = item.rows, [where for _, where in item.rows.split()]
     parcels = []
     for destination in dict.fromkeys(item.destinations):
         units = [u for u, to in enumerate(item.destinations) if to == destination]
         kept = [row for u in units for row in range(pieces[u].start, pieces[u].stop)]
+        whole = len(kept) == rows.total
+        its = slice(None) if whole else np.array(kept)
+        narrow, sums = parted(part[its], wide[its], dtype)
         message = Partial(
             layer=layer,
             rows=rows.chosen(
@@ -138,8 +145,7 @@ def _returned(layer: int, item: Slots, part: Tensor) -> list[Parcel]:
             ),
             decoding=item.decoding,
             raw=item.raw,
+            wide=np.flatnonzero(wide[its]).tolist(),
         )
-        whole = len(kept) == rows.total
-        states = part if whole else part[torch.tensor(kept)]
-        parcels.append(Parcel(to=destination, message=message, tensors=(states,)))
+        parcels.append(Parcel(to=destination, message=message, tensors=(narrow, *sums)))
     return parcels

@@ -44,7 +44,7 @@ def run_and_ship(
         if which.size:
             at = torch.from_numpy(which)
             rows = cargo.attended[at], experts[which], cargo.gates[at]
-            cargo.output[at] = worker.view.give(cargo.layer, *rows, normed=normed[at])
+            cargo.output[at] = worker.view.gathered(cargo.layer, *rows, normed=normed[at])
 
     def ship(which: IntArray) -> list[Parcel]:
         if not which.size:

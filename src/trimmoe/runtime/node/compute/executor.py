@@ -293,7 +293,7 @@ class Executor:
         staying = np.flatnonzero(~split.leaves)
         if not staying.size:
             return
-        kept = cargo.output[torch.from_numpy(staying)]
+        kept = cargo.output[torch.from_numpy(staying)].to(self.view.dtype)
         if entering:
             self.go_on([which[row] for row in staying.tolist()], depart(staying), kept, outcome)
         else:

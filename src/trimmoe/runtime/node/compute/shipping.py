@@ -17,8 +17,10 @@ from torch import Tensor
 from trimmoe.core.specs import BoolArray, IntArray
 from trimmoe.core.wave import Wave
 from trimmoe.models.base import DROPPED
+from trimmoe.models.sums import sums_in
 from trimmoe.runtime.node.records.messages import Dispatch, Onward, Parcel
 from trimmoe.runtime.node.records.rows import Rows
+from trimmoe.runtime.node.records.sums import parted
 from trimmoe.runtime.node.records.units import Unit, epochs_of, tokens_of
 
 
@@ -39,6 +41,8 @@ class Split:
     """Rows that another server has to do with, [n]."""
     raw: BoolArray
     """Rows whose dispatch and residual are the same vector, [n]."""
+    wide: BoolArray
+    """Rows for which slots ran here that those of other servers are to be added to, [n]."""
 
     @staticmethod
     def of(
@@ -55,15 +59,16 @@ class Split:
         marked = np.zeros((rows.size, server_count + 1), dtype=bool)
         marked[rows[:, None], np.where(slot_expert >= 0, slot_server, server_count)] = True
         used, away = marked[:, :server_count], destination != here
-        works = used[:, here]
+        works, shared = used[:, here], used.sum(1) > used[:, here]
         return Split(
             slot_expert=slot_expert,
             slot_server=slot_server,
             destination=destination,
             here=here,
             used=used,
-            leaves=away | (used.sum(1) > works),
+            leaves=away | shared,
             raw=used[rows, destination] & ~works & away,
+            wide=works & shared,
         )
 
     def at(self, server: int) -> IntArray:
@@ -84,7 +89,8 @@ class Cargo:
     attended: Tensor
     """Before the experts, [n, d]."""
     output: Tensor
-    """With the shared expert and the slots that ran here, [n, d]; of raw rows nothing."""
+    """With the shared expert and the slots that ran here, [n, d], not rounded yet
+    (`models.sums`); of raw rows nothing."""
     gates: Tensor
     """float32 [n, k]."""
 
@@ -98,7 +104,7 @@ class Cargo:
             unit_of=np.arange(count),
             offset=np.zeros(count, dtype=np.int64),
             attended=attended,
-            output=torch.empty_like(attended),
+            output=torch.empty_like(attended, dtype=sums_in(attended.dtype)),
             gates=gates,
         )
 
@@ -181,13 +187,14 @@ def _onward(
     wave: Wave | None,
     entering: bool,
 ) -> Parcel:
-    hidden, raw = cargo.output[torch.from_numpy(which)], split.raw[which]
+    output, raw, wide = cargo.output[torch.from_numpy(which)], split.raw[which], split.wide[which]
     slots: tuple[Tensor, ...] = ()
     if raw.any():
         at = torch.from_numpy(which[raw])
-        hidden[torch.from_numpy(raw)] = cargo.attended[at]
+        output[torch.from_numpy(raw)] = cargo.attended[at].to(output.dtype)
         experts = split.at(destination)[which[raw]].astype(np.int32)
         slots = (torch.from_numpy(experts), cargo.gates[at])
+    hidden, sums = parted(output, wide, cargo.attended.dtype)
     units, counts = cargo.of(which)
     awaited = split.used[which]
     awaited[:, split.here] = False
@@ -205,7 +212,8 @@ def _onward(
             last=units[0].last,
             spent=[] if units[0].spent is None else units[0].spent.tolist(),
             entering=entering,
+            wide=np.flatnonzero(wide).tolist(),
         ),
-        tensors=(hidden, *slots),
+        tensors=(hidden, *sums, *slots),
         wave=wave,
     )

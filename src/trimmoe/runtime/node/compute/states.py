@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from trimmoe.models.base import MoEView
+from trimmoe.models.sums import sums_in
 from trimmoe.runtime.node.records.messages import Parcel
 from trimmoe.runtime.node.records.units import Unit
 
@@ -52,16 +53,19 @@ def _copied(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
 
 
 def states_of(view: MoEView, unit: Unit) -> Tensor:
-    """A unit's states [count, d] with all parts added, in float32 where there are any."""
+    """A unit's states [count, d] with all parts added, rounded once."""
     assert unit.hidden is not None
-    hidden = entering(view, unit.hidden)
     if not unit.parts:
-        return hidden
-    total = hidden.to(torch.float32, copy=True)
+        return entering(view, unit.hidden)
+    wide = sums_in(view.dtype)
+    total = entering(view, unit.hidden, wide)
+    if total is unit.hidden:
+        total = total.clone()
     for part in unit.parts:
-        states = entering(view, part.states, torch.float32)
-        if part.offsets:
-            total.index_add_(0, torch.tensor(part.offsets, device=view.device), states)
-        else:
-            total += states
+        states = entering(view, part.states, wide)
+        if not part.offsets:
+            total = states.clone() if part.replaces else total.add_(states)
+            continue
+        at = torch.tensor(part.offsets, device=view.device)
+        (total.index_copy_ if part.replaces else total.index_add_)(0, at, states)
     return total.to(view.dtype)

@@ -31,6 +31,8 @@ from trimmoe.runtime.node.records.samplings import can_sample
 
 _STATES = (torch.float32, torch.bfloat16, torch.float16)
 """What states may be: servers on other devices compute in other dtypes."""
+_SUMS = (torch.float64, torch.float32)
+"""What sums may be that others are to be added to."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -103,12 +105,20 @@ def _are_rows(
     """Whether rows, states and what else comes with them agree."""
     if not message.rows.well_formed() or not 0 <= message.layer < geometry.layer_count:
         return False
-    shape = (message.rows.total, geometry.hidden_size)
-    if not tensors or tensors[0].shape != shape or tensors[0].dtype not in _STATES:
+    total = message.rows.total
+    wide = message.wide if isinstance(message, Partial | Onward) else []
+    if not _are_chosen(wide, total) or len(tensors) < 1 + bool(wide):
         return False
+    shape = (total - len(wide), geometry.hidden_size)
+    if tensors[0].shape != shape or tensors[0].dtype not in _STATES:
+        return False
+    if wide:
+        shape, sums, tensors = (len(wide), geometry.hidden_size), tensors[1], tensors[1:]
+        if sums.shape != shape or sums.dtype not in _SUMS:
+            return False
     units, slots = len(message.rows.sequences), 0
     if isinstance(message, Dispatch):
-        slots = message.rows.total
+        slots = total
         if len(message.destinations) != units or not geometry.is_server(*message.destinations):
             return False
     elif isinstance(message, Onward):
@@ -126,14 +136,19 @@ def _is_onward(geometry: Geometry, message: Onward) -> bool:
     return (
         len(message.awaited) == len(message.probes) == units
         and all(geometry.is_server(*servers) for servers in message.awaited)
-        and raw == sorted(set(raw))
-        and all(0 <= row < message.rows.total for row in raw)
+        and _are_chosen(raw, message.rows.total)
+        and not set(raw).intersection(message.wide)
         and not message.rows.offsets
         and len(message.spent) in (0, message.rows.total)
         and all(0.0 <= loss < math.inf for loss in message.spent)
         and (not message.decoding or set(message.rows.counts) == {1})
         and (not message.entering or message.layer + 1 < geometry.layer_count)
     )
+
+
+def _are_chosen(rows: Sequence[int], total: int) -> bool:
+    """Whether these are some of so many rows, ascending."""
+    return list(rows) == sorted(set(rows)) and all(0 <= row < total for row in rows)
 
 
 def _are_slots(geometry: Geometry, layer: int, count: int, tensors: Sequence[Tensor]) -> bool:

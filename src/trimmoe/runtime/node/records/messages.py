@@ -158,21 +158,25 @@ class Dispatch(Message, frozen=True, tag="dispatch"):
 
 
 class Partial(Message, frozen=True, tag="partial"):
-    """A server's slots' sum, to where the layer gathers; beside it [n, d]."""
+    """A server's slots' sum, to where the layer gathers; beside it [n, d], as `records.sums` parts
+    it."""
 
     layer: int
     rows: Rows
     decoding: bool
     raw: bool = False
-    """Whether it is the server's own share of rows that came raw, which never travels."""
+    """Whether it is the server's own share of rows that came raw, which never travels: it takes the
+    place of what came."""
+    wide: list[int] = []
+    """Rows, ascending, for which several slots ran."""
 
 
 class Onward(Message, frozen=True, tag="onward"):
-    """kappa(l) to kappa(l+1); beside it one vector per row, [n, d].
+    """kappa(l) to kappa(l+1); beside it one vector per row, [n, d], as `records.sums` parts it.
 
     For most rows that is the residual with the shared expert and the slots that ran at kappa(l).
     For those in `raw` it is the state before the experts: the receiver runs the shared expert and
-    its own slots, whose experts and gates are the second and third tensor.
+    its own slots, whose experts and gates are the last two tensors.
     """
 
     layer: int
@@ -193,6 +197,8 @@ class Onward(Message, frozen=True, tag="onward"):
     entering: bool = False
     """Whether nothing is decided where these rows gather: for the engine they are about to enter
     the next layer."""
+    wide: list[int] = []
+    """Rows, ascending, for which slots ran that others are to be added to."""
 
 
 class Propagate(Message, frozen=True, tag="propagate"):

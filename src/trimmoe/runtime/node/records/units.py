@@ -32,6 +32,8 @@ class Part:
     """Empty: all rows."""
     states: Tensor
     """[rows, d]."""
+    replaces: bool = False
+    """Whether it has what the unit came with in it already."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -172,7 +174,7 @@ class Gather:
         del self._under_way[key]
         unit = gathering.unit
         assert unit is not None
-        # In the servers' order, so that sums do not depend on who was quicker.
+        # What replaces states comes first; else the order makes no difference (`models.sums`).
         unit.parts = tuple(gathering.arrived[server] for server in sorted(gathering.arrived))
         return unit
 

@@ -24,6 +24,7 @@ from trimmoe.runtime.node.records.readings import Reading
 from trimmoe.runtime.node.records.rows import Rows
 from trimmoe.runtime.node.records.sequences import Seat, Seats
 from trimmoe.runtime.node.records.slots import Slots
+from trimmoe.runtime.node.records.sums import joined
 from trimmoe.runtime.node.records.units import OWN_RAW, Gather, Own, Part, Unit
 from trimmoe.runtime.node.records.work import Step, Work
 from trimmoe.runtime.node.schedule.scheduler import Scheduler
@@ -225,12 +226,17 @@ class Floor:
         step = Step.SLOTS if slots.decoding else Step.CHUNK_SLOTS
         self.scheduler.put(step, layer, slots, rows=slots.rows.total)
 
-    def _partial(self, sender: int, message: Partial, tensors: tuple[Tensor], wave: None) -> None:
+    def _partial(
+        self, sender: int, message: Partial, tensors: tuple[Tensor, ...], wave: None
+    ) -> None:
         rows, server = message.rows, OWN_RAW if message.raw else sender
+        states = joined(tensors[0], tensors[1] if message.wide else None, message.wide)
         for name, where in rows.split():
             seat = self.seats.get(name.sequence)
             if seat is not None:
-                part = Part(offsets=tuple(rows.offsets[where]), states=tensors[0][where])
+                part = Part(
+                    offsets=tuple(rows.offsets[where]), states=states[where], replaces=message.raw
+                )
                 self._gathered(self.gather.add(seat, name, message.layer, server, part))
 
     def _onward(
@@ -239,6 +245,8 @@ class Floor:
         rows = message.rows
         if message.decoding and wave is None:
             wave = self._unpacked(message.wave, message.layer + message.entering, rows)
+        hidden = joined(tensors[0], tensors[1] if message.wide else None, message.wide)
+        slots = tensors[1 + bool(message.wide) :]
         raw = {row: at for at, row in enumerate(message.raw)}
         owed: list[int] = []
         for index, ((sequence, start, epoch), where) in enumerate(rows.split()):
@@ -253,7 +261,7 @@ class Floor:
                 start=start,
                 epoch=epoch,
                 count=rows.counts[index],
-                hidden=tensors[0][where],
+                hidden=hidden[where],
                 wave=wave,
                 row=index,
                 probe=message.probes[index],
@@ -266,7 +274,7 @@ class Floor:
             if mine and message.entering and not awaited:
                 # Nobody else is waited for: it runs its slots on its way into the next layer.
                 at = slice(raw[mine[0]], raw[mine[0]] + 1)
-                unit.own = Own(experts=tensors[1][at], gates=tensors[2][at])
+                unit.own = Own(experts=slots[0][at], gates=slots[1][at])
                 self._gathered(unit)
                 continue
             owed += mine
@@ -274,8 +282,8 @@ class Floor:
             self._gathered(self.gather.expect(unit, own.union(awaited)))
         if owed:
             at = [raw[row] for row in owed]
-            slots = tuple(each[at] for each in tensors[1:])
-            self._put_slots(message.layer, self._raw_slots(message, owed, tensors[0], *slots))
+            owing = (each[at] for each in slots)
+            self._put_slots(message.layer, self._raw_slots(message, owed, hidden, *owing))
 
     def _raw_slots(
         self, message: Onward, raw: list[int], hidden: Tensor, experts: Tensor, gates: Tensor
