@@ -16,7 +16,7 @@ from nodes import answers, hybrid_routes, request, running, staircase_routes, wo
 from serving import Tiny
 from tiny import LAYERS
 from trimmoe.core.precision import Precision
-from trimmoe.core.specs import IntArray
+from trimmoe.core.specs import BoolArray, IntArray
 from trimmoe.models.base import DROPPED, MoEView
 from trimmoe.models.load import open_model
 from trimmoe.models.sums import sums_in
@@ -47,7 +47,7 @@ def _at(experts: IntArray, host: IntArray, server: int) -> IntArray:
     return np.where(host[experts] == server, experts, DROPPED)
 
 
-def _travelled(sums: Tensor, wide: IntArray, view: MoEView) -> Tensor:
+def _travelled(sums: Tensor, wide: BoolArray, view: MoEView) -> Tensor:
     """Sums as another server has them."""
     narrow, apart = parted(sums, wide, view.dtype)
     rows = np.flatnonzero(wide).tolist()
@@ -71,7 +71,7 @@ def test_a_layer_gives_the_same_bits_whoever_runs_its_experts(
     whole = view.give(1, hidden, experts, gates)
     own, *others = data.draw(st.permutations(range(SERVERS)))
     mine = _at(experts, host, own)
-    total = _travelled(view.gathered(1, hidden, mine, gates), (mine >= 0).any(1), view)
+    total = _travelled(view.gathered(1, hidden, mine, gates), (mine >= 0).sum(1) > 0, view)
     for server in others:
         its = _at(experts, host, server)
         sums = view.experts(1, hidden, torch.from_numpy(its), gates)

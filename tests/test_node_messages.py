@@ -195,6 +195,29 @@ NONSENSE: list[tuple[Message, tuple[torch.Tensor, ...]]] = [
     (Propagate(layer=0, rows=Rows([], [], [], []), frozen=True), (HIDDEN_ROW,)),
     (Propagate(layer=0, rows=one(), frozen=True), (HIDDEN_ROW.to(torch.int32),)),
     (Partial(layer=0, rows=one(), decoding=True), (HIDDEN_ROW[:, :5],)),
+    *(
+        (Partial(layer=0, rows=one(), decoding=True, wide=wide), tensors)
+        for wide, tensors in (
+            ([0], (HIDDEN_ROW,)),
+            ([0], (HIDDEN_ROW, HIDDEN_ROW.double())),
+            ([1], (HIDDEN_ROW[:0], HIDDEN_ROW.double())),
+            ([0], (HIDDEN_ROW[:0], HIDDEN_ROW.int())),
+            ([], (HIDDEN_ROW.double(),)),
+        )
+    ),
+    (
+        Onward(
+            layer=0,
+            rows=one(),
+            awaited=[[1]],
+            raw=[0],
+            probes=[-1],
+            decoding=False,
+            last=False,
+            wide=[0],
+        ),
+        (HIDDEN_ROW[:0], HIDDEN_ROW.double(), EXPERTS, GATES),
+    ),
     (Dispatch(layer=0, rows=one(), destinations=[0], decoding=True), (HIDDEN_ROW,)),
     (
         Dispatch(layer=0, rows=one(), destinations=[0, 1], decoding=True),
