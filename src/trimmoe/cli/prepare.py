@@ -174,9 +174,16 @@ def plan(
             "as a share of all experts in float32; default: 0.12.",
         ),
     ] = None,
+    survive: Annotated[
+        int,
+        typer.Option(min=0, help="So many servers may go, and every expert still has a host."),
+    ] = 0,
     explain: Annotated[
         bool,
-        typer.Option("--explain", help="Show hosts and routes, why, and what more memory saves."),
+        typer.Option(
+            "--explain",
+            help="Show hosts and routes, why, what more memory saves and what a lost server costs.",
+        ),
     ] = False,
     picture: Annotated[Path | None, typer.Option(help="Write a heat map as PNG.")] = None,
     dry_run: Annotated[
@@ -205,6 +212,7 @@ def plan(
     from trimmoe.experiments.planning import Countdown, optimise_for, search_settings
     from trimmoe.models.load import model_spec
     from trimmoe.placement import make
+    from trimmoe.placement.survive import surviving
 
     require_folder(output)
     wanted = {"objective": objective, "budget": budget, "iterations": iterations, "seed": seed}
@@ -215,6 +223,8 @@ def plan(
         raise UserError("--optimise starts from every seed; leave out --preset and --seed-plan.")
     if grow and seed_plan is None:
         raise UserError("--grow adds to a seed plan; name one with --seed-plan.")
+    if survive and (preset == "paper" or (seed_plan not in (None, "best") and not grow)):
+        raise UserError("--survive adds hosts of ours; leave out --preset, or add --grow.")
     cluster = cluster_path(cluster)
     calibrated = load_profile(profile)
     # What is measured, and what is quantised, runs in float32.
@@ -237,6 +247,8 @@ def plan(
         made = optimise_for(seconds, *inputs, search, cluster_hash=hashed)
     else:
         made = make.make_plan(*inputs, settings, cluster_hash=hashed)
+    if survive:
+        made = surviving(made, calibrated, spec, settings, survive)
     made.save(output)
     console.print(f"Wrote {escape(str(output))} ({made.hash[:12]}).")
     if picture is not None:

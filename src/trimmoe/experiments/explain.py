@@ -27,6 +27,7 @@ from trimmoe.core.profile import Profile
 from trimmoe.core.specs import BoolArray, FloatArray, IntArray, ModelSpec
 from trimmoe.cost.expected import expected_layer_delay_s, reference_layer_delay_s
 from trimmoe.cost.model import cost_model
+from trimmoe.experiments.losing import loss_table, survival_text
 from trimmoe.experiments.reasons import (
     Reasons,
     because_lines,
@@ -108,6 +109,7 @@ def explain_plan(
     console.print(_route_table(plan, figures))
     console.print(reason_table(plan, reasons))
     console.print(because_lines(plan, figures.route_s, reasons))
+    console.print(loss_table(plan, profile, model, figures.route_s))
 
 
 def _headline(plan: Plan, model: ModelSpec, figures: PlanFigures) -> str:
@@ -120,7 +122,9 @@ def _headline(plan: Plan, model: ModelSpec, figures: PlanFigures) -> str:
     text += f"); {milliseconds(figures.reference_layer_s)} ms per layer"
     won = plan.header.settings.get("seed_won")
     text += f"; grown from: {escape(str(won))}" if won else ""
-    return text + _search_text(plan.header.settings) + _copies_text(plan, model)
+    text += _search_text(plan.header.settings)
+    text += _copies_text(plan, model)
+    return text + survival_text(plan, float(share @ figures.route_s))
 
 
 def _copies_text(plan: Plan, model: ModelSpec) -> str:

@@ -173,6 +173,14 @@ class Planner:
             return None
         return copied_bits(self.model, hosts, self.profile.expected_executions, self.copies)
 
+    def regrown(self, hosts: BoolArray, found: Placement) -> Iterator[Placement]:
+        """Other hosts in place of those of a placement that was `finished`, with routes, and with
+        replicas where the settings have any."""
+        base = self.placement(hosts, self._fixed_routes(found))
+        yield base
+        if self.settings.redundancy and self.settings.benefit == "marginal":
+            yield from self._alternations(base, base.routes)
+
     def _block_hosts(self, hosts: BoolArray) -> BoolArray:
         return add_blocks(
             self.cost, self.model, self.profile, hosts, self.capacity, self.cluster.access_share

@@ -15,13 +15,12 @@ import numpy as np
 from trimmoe.core.errors import UserError
 from trimmoe.core.plan import Plan
 from trimmoe.core.profile import Profile
-from trimmoe.core.specs import BoolArray, FloatArray, IntArray, ModelSpec
+from trimmoe.core.specs import FloatArray, ModelSpec
 from trimmoe.cost.actions import ActionSpace
-from trimmoe.cost.expected import expected_layer_delay_s
 from trimmoe.cost.model import Accounting, CostModel, cost_model
 from trimmoe.engine.feedback import Feedback
 from trimmoe.engine.step import Engine
-from trimmoe.placement.routes import best_routes
+from trimmoe.placement.live import covered, live_hosts, live_routes
 from trimmoe.policy.build import (
     Deployment,
     PolicyMaker,
@@ -253,21 +252,6 @@ def measured_cost(basis: Basis, conditions: Conditions) -> CostModel:
     return replace(cost.with_waiting(np.clip(waiting_s, 0.0, CUT_DELAY_S)), busy=busy)
 
 
-def live_hosts(hosts: BoolArray, lost: frozenset[int]) -> BoolArray:
-    """The plan's hosts without those of lost servers, [M, N, E]."""
-    live = hosts.copy()
-    live[sorted(lost)] = False
-    return live
-
-
-def covered(hosts: BoolArray, lost: frozenset[int]) -> BoolArray:
-    """Live hosts as if experts without any were on every live server, [M, N, E]."""
-    alive = np.ones(hosts.shape[0], dtype=bool)
-    alive[sorted(lost)] = False
-    orphans = np.logical_not(hosts.any(axis=0))
-    return hosts | (orphans[None] & alive[:, None, None])
-
-
 def detours(basis: Basis, conditions: Conditions) -> dict[int, Route]:
     """The best live route of every access server whose own crosses a lost server or a cut link.
 
@@ -283,14 +267,7 @@ def detours(basis: Basis, conditions: Conditions) -> dict[int, Route]:
         return {}
     unmeasured = Conditions.planned(routes.shape[0])
     cost = measured_cost(basis, replace(unmeasured, cut=conditions.cut))
-    hosts = live_hosts(basis.plan.hosts, lost)
-    alive = np.ones(routes.shape[0], dtype=bool)
-    alive[sorted(lost)] = False
-    # An expert without a live host makes no route better or worse than another.
-    tables = expected_layer_delay_s(cost, covered(hosts, lost), basis.profile)
-    tables[:, ~alive, :] = np.inf
-    tables[:, :, ~alive] = np.inf
-    best: IntArray = best_routes(cost, tables)
+    best = live_routes(cost, basis.plan.hosts, basis.profile, lost)
     return {access: tuple(best[access].tolist()) for access in broken}
 
 
