@@ -74,6 +74,8 @@ def test_seconds_end_a_search() -> None:
         (["--optimise", "--preset", "paper"], "--preset"),
         (["--optimise", "--seed-plan", "pipeline"], "--seed-plan"),
         (["--grow"], "--seed-plan"),
+        (["--survive", "1", "--preset", "paper"], "--preset"),
+        (["--survive", "1", "--seed-plan", "pipeline"], "--grow"),
     ],
 )
 def test_options_are_never_silently_dropped(

@@ -1,27 +1,28 @@
 """Placements that any one server, or any few, may leave: enough hosts of every expert.
 
 Every server has the dense part of a model, so that attention, router and head can run on whichever
-servers are left (`live`), and what has to be seen to are the experts: each gets `losses` + 1
-hosts within (c.1). Where the memory that a plan leaves free has room for the hosts that are missing
-they go there. Otherwise, and if that is better, all are placed anew: the nearest host of an expert
-counts by how long tokens wait for it, the others a hundredth of that,
+servers are left (`live`), and what has to be seen to are the experts: each gets `losses` + 1 hosts
+within (c.1). The further ones of an expert go near its nearest one, those of a layer together, so
+that whoever takes a lost server's place can run whole layers. Where the memory that a plan leaves
+free has room for what is missing it goes there. Otherwise, and if that is better, all are placed
+anew: the nearest hosts first, by how long tokens would wait for others, with room kept for the
+further ones. Both are linear programs,
 
-    max sum_{m,i} w_{m,i} (p_{m,i} + 0.01 q_{m,i})
+    max sum_{m,i} w_{m,i} p_{m,i}    with  sum_m p_{m,i} = n_i,  0 <= p_{m,i} <= 1,
 
-    with  sum_m p_{m,i} = 1,  sum_m q_{m,i} = losses,  0 <= p, q  and  p + q <= 1,
-
-for the experts i of all layers, within memory. With experts of one size this is a network flow,
+for the experts i of all layers, within memory. With experts of one size that is a network flow,
 whose optimum is whole; else what is not whole is packed greedily.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 from scipy.optimize import linprog
-from scipy.sparse import bmat, csr_array, eye_array, kron
+from scipy.sparse import block_diag, bmat, csr_array, eye_array, kron
 
 from trimmoe.core.errors import UserError
 from trimmoe.core.plan import Plan
@@ -29,11 +30,15 @@ from trimmoe.core.profile import Profile
 from trimmoe.core.specs import BoolArray, ClusterSpec, FloatArray, IntArray, ModelSpec
 from trimmoe.cost.model import host_delay_s
 from trimmoe.placement.capacity import human_bytes, used_bytes
+from trimmoe.placement.live import delay_after_s
 from trimmoe.placement.make import Placement, Planner, PlanSettings, make_planner
 from trimmoe.placement.routes import traffic
 
-_SPARE_SHARE = 0.01
-"""What a further host counts beside the nearest one."""
+_LOSS_SHARE = 0.01
+"""What expected delays while a server is gone count beside those while all are there."""
+_LATER_SHARE = 0.1
+"""Of the difference between a neighbour and the next one: what makes layers stay together where not
+all of them have room at the nearer one."""
 _WHOLE = 0.5
 
 
@@ -65,11 +70,26 @@ def survivable(planner: Planner, found: Placement, losses: int) -> Placement:
     require_room(planner.cluster, planner.model, planner.capacity, losses)
     if (found.hosts.sum(axis=0) > losses).all():
         return found
-    bases = [_completed(planner, found, losses), _placed_anew(planner, found, losses)]
-    made = [grown for base in bases if base is not None for grown in planner.regrown(base, found)]
+    bases = [_spared(planner, found.hosts, losses), _placed_anew(planner, found, losses)]
+    made = [
+        min(planner.regrown(base, found), key=lambda placement: placement.expected_s)
+        for base in bases
+        if base is not None
+    ]
     if not made:
         raise _no_packing(planner, losses)
-    return min(made, key=lambda placement: placement.expected_s)
+    return min(made, key=lambda placement: _value_s(planner, placement))
+
+
+def _value_s(planner: Planner, placement: Placement) -> float:
+    """Expected delay per token, and a little of that while each server in turn is gone."""
+    share, hosts = planner.cluster.access_share, placement.hosts
+    after_s = [
+        share
+        @ np.nan_to_num(delay_after_s(planner.cost, hosts, placement.routes, planner.profile, lost))
+        for lost in range(share.size)
+    ]
+    return placement.expected_s + _LOSS_SHARE * float(np.mean(after_s))
 
 
 def require_room(cluster: ClusterSpec, model: ModelSpec, capacity: IntArray, losses: int) -> None:
@@ -102,32 +122,43 @@ def require_room(cluster: ClusterSpec, model: ModelSpec, capacity: IntArray, los
     )
 
 
-def _completed(planner: Planner, found: Placement, losses: int) -> BoolArray | None:
-    """The plan's hosts and those that are missing in free memory, [M, N, E]; None where they do not
-    fit."""
-    free = planner.capacity - used_bytes(found.hosts, planner.model)
-    needed = np.maximum(losses + 1 - found.hosts.sum(axis=0), 0).ravel()
+def _spared(planner: Planner, hosts: BoolArray, losses: int) -> BoolArray | None:
+    """Hosts and those that are missing of `losses` + 1, in the memory left, [M, N, E]; None where
+    they do not fit."""
+    servers = hosts.shape[0]
+    held = hosts.reshape(servers, -1)
+    needed = np.maximum(losses + 1 - held.sum(axis=0), 0)
     which = np.flatnonzero(needed)
-    count = planner.cluster.server_count
+    free = planner.capacity - used_bytes(hosts, planner.model)
+    if (free < 0).any():
+        return None
+    # By the nearest host: how many servers are nearer to it than each other one is.
+    nearest = held[:, which].argmax(axis=0)
+    rank = planner.cost.transfer_s.argsort(axis=1, kind="stable").argsort(axis=1)[nearest].T
+    later = which / held.shape[1] * (rank - 1) * _LATER_SHARE
     sizes = planner.model.expert_bytes.ravel()[which]
-    allowed = ~found.hosts.reshape(count, -1)[:, which]
-    worth = _worth(planner, found.routes).reshape(count, -1)[:, which]
-    added = _dealt(sizes, free, needed[which] - 1, worth, allowed)
+    added = _dealt(sizes, free, needed[which], later - rank, ~held[:, which])
     if added is None:
         return None
-    hosts = found.hosts.reshape(count, -1).copy()
-    hosts[:, which] |= added
-    return hosts.reshape(found.hosts.shape)
+    whole = held.copy()
+    whole[:, which] |= added
+    return whole.reshape(hosts.shape)
 
 
 def _placed_anew(planner: Planner, found: Placement, losses: int) -> BoolArray | None:
-    """`losses` + 1 hosts of every expert, for the plan's routes."""
-    count = planner.cluster.server_count
-    sizes = planner.model.expert_bytes.ravel()
-    worth = _worth(planner, found.routes).reshape(count, -1)
-    spare = np.full(sizes.size, losses)
-    dealt = _dealt(sizes, planner.capacity, spare, worth, np.ones_like(worth, dtype=bool))
-    return None if dealt is None else dealt.reshape(found.hosts.shape)
+    """`losses` + 1 hosts of every expert, the nearest ones for the plan's routes, [M, N, E]."""
+    servers, sizes = planner.cluster.server_count, planner.model.expert_bytes.ravel()
+    worth = _worth(planner, found.routes).reshape(servers, -1)
+    anywhere = np.ones(worth.shape, dtype=bool)
+    nearest = _nearest(sizes, planner.capacity, worth, losses)
+    if nearest is not None:
+        spared = _spared(planner, nearest.reshape(found.hosts.shape), losses)
+        if spared is not None:
+            return spared
+    none = np.zeros_like(anywhere)
+    wanted = np.full(sizes.size, losses + 1)
+    packed = _packed(none, sizes, planner.capacity, wanted, anywhere)
+    return None if packed is None else packed.reshape(found.hosts.shape)
 
 
 def _worth(planner: Planner, routes: IntArray) -> FloatArray:
@@ -145,29 +176,38 @@ def _worth(planner: Planner, routes: IntArray) -> FloatArray:
 
 
 def _dealt(
-    sizes: IntArray, capacity: IntArray, spare: IntArray, worth: FloatArray, allowed: BoolArray
+    sizes: IntArray, capacity: IntArray, wanted: IntArray, worth: FloatArray, allowed: BoolArray
 ) -> BoolArray | None:
-    """One host of each of I experts and `spare` [I] further ones, [M, I], among those `allowed`
-    [M, I]; None where no such placement was found."""
-    solved = _solved(sizes, capacity, spare, worth, allowed)
+    """`wanted` [I] hosts of each of I experts, of most worth, [M, I], among those `allowed` [M, I];
+    None where no such placement was found."""
+    if not sizes.size:
+        return np.zeros_like(allowed)
+    solved = _solved(sizes, capacity, [(wanted, worth)], allowed)
     if solved is None:
         return None
-    packed = _packed(solved & allowed, sizes, capacity, spare + 1, allowed)
-    return packed if packed is not None else _packed(
-        np.zeros_like(allowed), sizes, capacity, spare + 1, allowed
-    )  # fmt: skip
+    return _packed(solved[0], sizes, capacity, wanted, allowed)
+
+
+def _nearest(
+    sizes: IntArray, capacity: IntArray, worth: FloatArray, losses: int
+) -> BoolArray | None:
+    """The host of most worth of each expert, [M, I], with room for `losses` others of it."""
+    one, allowed = np.ones(sizes.size, dtype=int), np.ones(worth.shape, dtype=bool)
+    kinds = [(one, worth), (losses * one, np.zeros_like(worth))]
+    solved = _solved(sizes, capacity, kinds, allowed)
+    return None if solved is None else _packed(solved[0], sizes, capacity, one, allowed)
 
 
 def _solved(
-    sizes: IntArray, capacity: IntArray, spare: IntArray, worth: FloatArray, allowed: BoolArray
-) -> BoolArray | None:
-    """The linear program's optimum, [M, I], rounded where it is not whole; None if there is none.
-
-    Variables: p, then q, each by server and expert.
-    """
-    servers, experts = worth.shape
-    if not experts:
-        return np.zeros_like(allowed)
+    sizes: IntArray,
+    capacity: IntArray,
+    kinds: Sequence[tuple[IntArray, FloatArray]],
+    allowed: BoolArray,
+) -> list[BoolArray] | None:
+    """The linear program's optimum for each kind of host that share the memory, [M, I], rounded
+    where it is not whole; None if there is none. A kind is how many there are to be of each expert
+    and what each is worth; on one server an expert is of one kind at most."""
+    servers, experts = allowed.shape
     unit = int(sizes.max())
     same = bool((sizes == unit).all())
     weights = np.ones(experts) if same else sizes / unit
@@ -175,25 +215,23 @@ def _solved(
     within = kron(eye_array(servers), csr_array(weights[None]))
     each = kron(csr_array(np.ones((1, servers))), eye_array(experts))
     once = eye_array(servers * experts)
-    scale = max(float(worth.max()), 1e-300)
-    value = np.concatenate([worth.ravel(), _SPARE_SHARE * worth.ravel()]) / scale
+    value = np.stack([worth.ravel() for _, worth in kinds])
     # SciPy's annotations say less than it takes.
-    unequal: Any = bmat([[within, within], [once, once]], format="csr")
-    equal: Any = bmat([[each, None], [None, each]], format="csr")
-    bounds = np.stack([np.zeros(2 * allowed.size), np.tile(allowed.ravel(), 2)], axis=1)
+    unequal: Any = bmat([[within] * len(kinds), [once] * len(kinds)], format="csr")
+    equal: Any = block_diag([each] * len(kinds), format="csr")
+    bounds: Any = [(0, int(may)) for may in allowed.ravel()] * len(kinds)
     result = linprog(
-        -value,
+        -value.ravel() / max(float(np.abs(value).max()), 1e-300),
         A_ub=unequal,
         b_ub=np.concatenate([room, np.ones(servers * experts)]),
         A_eq=equal,
-        b_eq=np.concatenate([np.ones(experts), spare]),
+        b_eq=np.concatenate([wanted for wanted, _ in kinds]),
         bounds=bounds,
         method="highs-ds",
     )
     if result.x is None:
         return None
-    both = result.x[: allowed.size] + result.x[allowed.size :]
-    return both.reshape(allowed.shape) > _WHOLE
+    return list((result.x > _WHOLE).reshape(len(kinds), servers, experts))
 
 
 def _packed(
