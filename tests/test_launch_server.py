@@ -149,7 +149,7 @@ async def test_another_token_is_another_cluster(
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        ({"version": "0.0.0"}, "the head 0.0.0; install the same version"),
+        ({"version": "0.0.0"}, "TrimMoE 0.0.0 was to run here and was replaced"),
         ({"encrypt": True}, "no cluster token"),
         ({"model": "/nowhere"}, "There is no directory /nowhere"),
     ],

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 _WATCH_S = 1.0
 """Between two looks whether there is a supervisor."""
+_REPLACED = "TrimMoE was replaced by another version here; start `trimmoe serve` again."
 
 
 class Child:
@@ -30,6 +31,8 @@ class Child:
 
     def __init__(self) -> None:
         self._process: ServerProcess | None = None
+        self._replaced = False
+        """Whether its supervisor is of another version of this software."""
         self._ended = threading.Event()
 
     def run(self, folder: RunFolder, index: int) -> None:
@@ -51,7 +54,11 @@ class Child:
         from trimmoe.runtime.launch.process import ServerProcess, log_to_file
 
         job = folder.read()
-        assert job is not None, "a supervisor says what its servers are before it starts them"
+        if job is None:
+            # A supervisor says what its servers are before it starts them.
+            self._replaced = True
+            self._ended.wait()
+            return
         spec = job.spec_of(index)
         log_to_file(spec)
         if not self._ended.is_set():
@@ -61,6 +68,8 @@ class Child:
 
     def status(self) -> ServerStatus:
         process = self._process
+        if self._replaced:
+            return ServerStatus(phase=Phase.FAILED, pid=os.getpid(), error=_REPLACED)
         if process is None:
             return ServerStatus(phase=Phase.STARTING, pid=os.getpid())
         return process.status()

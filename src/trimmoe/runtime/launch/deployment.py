@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+import trimmoe
 from trimmoe.core.errors import UserError
 from trimmoe.core.machines import BATCHES, Work
 from trimmoe.core.plan import Plan, load_plan
@@ -96,6 +97,8 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
     version: str
     """Of its TrimMoE."""
+    wire: int = 1
+    """Major version of the protocol that its servers speak with others."""
     servers: tuple[str, ...]
     address: str
     """Where the other machines reach it."""
@@ -210,7 +213,17 @@ def settings_of(config: ServeConfig) -> bytes:
     without_files = config.model_copy(
         update={"cluster": None, "profile": None, "plan": None, "machines": None, "text": ()}
     )
-    return without_files.model_dump_json().encode()
+    # What is as it always is need not be known to a member of another version.
+    return without_files.model_dump_json(exclude_defaults=True).encode()
+
+
+def same_settings(deployment: Deployment, config: ServeConfig) -> bool:
+    """Whether a deployment, perhaps of another version's head, is of these settings."""
+    try:
+        known = ServeConfig.model_validate_json(deployment.config)
+    except ValueError:
+        return False
+    return settings_of(known) == settings_of(config)
 
 
 def _as_file(artifact: Profile | Plan) -> bytes:
@@ -226,8 +239,8 @@ def open_deployment(deployment: Deployment, folder: Path) -> Opened:
         config = ServeConfig.model_validate_json(deployment.config)
     except ValueError as error:
         raise UserError(
-            f"The head's settings are not this version's ({error}); install the same version of "
-            "TrimMoE on both."
+            f"The head uses settings that TrimMoE {trimmoe.__version__} does not have ({error}); "
+            "install the head's version here."
         ) from error
     folder.mkdir(parents=True, exist_ok=True)
     for name, content in (("profile.trim", deployment.profile), ("plan.trim", deployment.plan)):

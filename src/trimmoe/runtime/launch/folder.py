@@ -12,7 +12,7 @@ import fcntl
 import os
 import pickle
 import stat
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -28,6 +28,19 @@ _JOB = "job"
 SPARE = "spare"
 Name = int | str
 """Of a process in a run folder: a server's index, or `SPARE`."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Note:
+    """What every version of this software understands of a job; written as plain values."""
+
+    version: str
+    """Of the software that wrote it."""
+    wire: int
+    """Major version of the protocol that its servers speak."""
+    cluster: str
+    """Equal where servers of one version may take the place of those of another."""
+    token: str = field(repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,16 +84,27 @@ class RunFolder:
         """Keep what the servers are to be; whole or not at all."""
         fresh = self.path / f"{_JOB}.new"
         fresh.touch(mode=0o600)
-        fresh.write_bytes(pickle.dumps((trimmoe.__version__, pickle.dumps(job))))
+        fresh.write_bytes(pickle.dumps((asdict(job.note()), pickle.dumps(job))))
         fresh.replace(self.path / _JOB)
 
     def read(self) -> Job | None:
         """What they are; None if nobody has said, or another version of this software did."""
-        try:
-            version, job = pickle.loads((self.path / _JOB).read_bytes())
-        except (OSError, EOFError, ValueError, pickle.UnpicklingError):
+        found = self._read()
+        if found is None or found[0].version != trimmoe.__version__:
             return None
-        return pickle.loads(job) if version == trimmoe.__version__ else None
+        return pickle.loads(found[1])
+
+    def note(self) -> Note | None:
+        """What is known of them whichever version said it; None if nothing is."""
+        found = self._read()
+        return None if found is None else found[0]
+
+    def _read(self) -> tuple[Note, bytes] | None:
+        try:
+            said, job = pickle.loads((self.path / _JOB).read_bytes())
+            return Note(**{each.name: said[each.name] for each in fields(Note)}), job
+        except (OSError, EOFError, ValueError, TypeError, KeyError, pickle.UnpicklingError):
+            return None
 
     def claim(self) -> int | None:
         """The folder's lock, as a descriptor to keep open; None if a supervisor has it."""

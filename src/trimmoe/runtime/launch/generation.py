@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 
+import trimmoe
 from trimmoe.core.errors import UserError
 from trimmoe.runtime.launch.folder import RunFolder
 from trimmoe.runtime.launch.job import Job
@@ -19,8 +20,6 @@ from trimmoe.runtime.launch.supervise import Patience, Supervisor
 from trimmoe.runtime.launch.watching import supervising
 
 Say = Callable[[str], None]
-RETIRING_S = 900.0
-"""What answers under way get before an older generation ends all the same."""
 
 
 class Generation:
@@ -83,11 +82,12 @@ class Generation:
         )
         try:
             if supervisor.wait_ready():
+                supervisor.renew(trimmoe.__version__)
                 supervisor.watch()
             if self._retiring and not self._stop.is_set():
                 drainer = Supervisor(
                     self._handles, say=self._say, stopping=self._stop, patience=self._patience
                 )
-                drainer.retire(RETIRING_S)
+                drainer.retire(self._patience.drain_s)
         finally:
             supervisor.stop()

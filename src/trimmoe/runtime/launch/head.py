@@ -16,7 +16,7 @@ from trimmoe.runtime.launch.deployment import (
     deployed_endpoints,
     deployment_of,
     report_of,
-    settings_of,
+    same_settings,
 )
 from trimmoe.runtime.launch.handles import ServerGone
 from trimmoe.runtime.launch.machine import Machine
@@ -59,7 +59,7 @@ class Head:
 
     def may_take_up(self, deployment: Deployment) -> bool:
         """Whether it is of the settings in force."""
-        return deployment.config == settings_of(self._config)
+        return same_settings(deployment, self._config)
 
     def take_up(self, deployment: Deployment) -> bool:
         """Likewise of a deployment, which may be served already."""

@@ -15,10 +15,12 @@ from trimmoe.policy.settings import PolicySettings
 from trimmoe.runtime.launch.addresses import Endpoint, is_loopback
 from trimmoe.runtime.launch.artifacts import Artifacts
 from trimmoe.runtime.launch.config import ServeConfig
+from trimmoe.runtime.launch.folder import Note
 from trimmoe.runtime.launch.model import served_name
 from trimmoe.runtime.launch.nodes import real_node
 from trimmoe.runtime.launch.server import NodeFactory, ServerSpec
 from trimmoe.runtime.service import InferenceService
+from trimmoe.runtime.wire.protocol import WIRE_VERSION
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,6 +53,27 @@ class Job:
 
     def spec_of(self, index: int) -> ServerSpec:
         return replace(self.spec, index=index)
+
+    def note(self) -> Note:
+        """What another version of this software is told of it."""
+        spec = self.spec
+        same = (
+            spec.endpoints,
+            spec.model,
+            spec.profile.hash,
+            spec.plan.hash,
+            spec.quantise.value,
+            spec.device,
+            spec.dtype,
+            spec.title,
+            spec.encrypt,
+        )
+        return Note(
+            version=spec.version,
+            wire=WIRE_VERSION.major,
+            cluster=hashlib.blake2b(repr((self.here, same)).encode(), digest_size=16).hexdigest(),
+            token=self.token,
+        )
 
     @property
     def identity(self) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import trimmoe
 from trimmoe.runtime.launch.addresses import (
     LOOPBACK,
     Endpoint,
@@ -102,6 +103,7 @@ def watch(
     try:
         if supervisor.wait_ready():
             ready()
+            supervisor.renew(trimmoe.__version__)
             supervisor.watch()
         say("Stopping ...")
     finally:

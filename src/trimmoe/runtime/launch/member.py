@@ -39,6 +39,7 @@ from trimmoe.runtime.launch.deployment import (
 )
 from trimmoe.runtime.launch.naming import own_end
 from trimmoe.runtime.probe import free_bytes
+from trimmoe.runtime.wire.protocol import WIRE_VERSION
 
 Say = Callable[[str], None]
 Told = Callable[[], tuple[tuple[str, ...], tuple[Report, ...], tuple[Timed, ...]]]
@@ -143,6 +144,7 @@ class Membership:
         runs, reports, timed = self._told()
         hello = Hello(
             version=trimmoe.__version__,
+            wire=WIRE_VERSION.major,
             servers=self._servers,
             address=self._address,
             memory_bytes=self._memory_bytes,

@@ -35,6 +35,7 @@ from trimmoe.runtime.launch.deployment import (
 )
 from trimmoe.runtime.launch.handles import ServerGone
 from trimmoe.runtime.launch.status import ServerStatus
+from trimmoe.runtime.wire.protocol import WIRE_VERSION
 
 AWAY_S = 6.0
 """Of silence, until a member is taken for gone."""
@@ -228,10 +229,12 @@ class Members:
 
     def _objection(self, peer: bytes, hello: Hello) -> str | None:
         """Why somebody cannot join."""
-        if hello.version != trimmoe.__version__:
+        if hello.wire != WIRE_VERSION.major:
             return (
-                f"This machine runs TrimMoE {hello.version}, the head {trimmoe.__version__}; "
-                "install the same version on both."
+                f"This machine runs TrimMoE {hello.version}, whose servers speak version "
+                f"{hello.wire} of the protocol between servers, the head {trimmoe.__version__} "
+                f"with version {WIRE_VERSION.major}: they cannot serve together; install the same "
+                "release on both."
             )
         taken = set(self._own)
         for known, each in self._members.items():

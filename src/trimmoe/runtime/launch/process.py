@@ -20,6 +20,7 @@ from typing import TextIO
 
 import torch
 
+import trimmoe
 from trimmoe.core.errors import UserError
 from trimmoe.models.embedded.materialise import default_cache_dir
 from trimmoe.runtime.launch.server import Orders, ServerSpec, Started, run_server
@@ -67,6 +68,8 @@ class ServerProcess:
             waiting=stats.waiting,
             dense_bytes=started.bytes_read.dense,
             expert_bytes=started.bytes_read.experts,
+            warning=" ".join(started.transport.strangers().values()),
+            version=trimmoe.__version__,
         )
 
     def measure(self) -> MachineReport:

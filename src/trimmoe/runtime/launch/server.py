@@ -179,8 +179,8 @@ async def run_server(spec: ServerSpec, orders: Orders, started: Callable[[Starte
     """
     if spec.version != trimmoe.__version__:
         raise UserError(
-            f"This machine runs TrimMoE {trimmoe.__version__}, the head {spec.version}; install "
-            "the same version on both."
+            f"TrimMoE {spec.version} was to run here and was replaced by {trimmoe.__version__}; "
+            "start `trimmoe serve` again."
         )
     path = model_folder(spec.model)
     view = open_own_part(spec, path)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
+import trimmoe
 from trimmoe.core.cores import available_cores
 from trimmoe.runtime.launch.artifacts import Artifacts
 from trimmoe.runtime.launch.config import ServeConfig
@@ -21,6 +22,7 @@ from trimmoe.runtime.launch.members import Members
 from trimmoe.runtime.launch.naming import own_token
 from trimmoe.runtime.launch.signals import Stop, stop_on_signal
 from trimmoe.runtime.probe import free_bytes
+from trimmoe.runtime.wire.protocol import WIRE_VERSION
 
 _LOOK_S = 0.5
 
@@ -85,7 +87,8 @@ def hello_of(members: Members, options: HeadOptions, name: str) -> Hello:
     if name not in options.servers:
         return members.joined()[name]
     return Hello(
-        version="",
+        version=trimmoe.__version__,
+        wire=WIRE_VERSION.major,
         servers=options.servers,
         address=options.address,
         memory_bytes=free_bytes(torch.device("cpu")),

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from enum import StrEnum
+from typing import Any
 
 
 class Phase(StrEnum):
@@ -39,6 +40,18 @@ class ServerStatus:
     """Bytes of the checkpoint read for what every server holds."""
     expert_bytes: int = 0
     """Bytes of the checkpoint read for this server's experts."""
+    warning: str = ""
+    """What the operator should know, though it serves."""
+    version: str = ""
+    """Of its TrimMoE."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {each.name: getattr(self, each.name) for each in fields(self)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """By name: a server of another version may know more or less."""
+        for each in fields(self):
+            object.__setattr__(self, each.name, state.get(each.name, each.default))
 
     @property
     def ready(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import threading
 import time
@@ -34,6 +35,10 @@ class Patience:
     """Between two attempts to replace a server that fails."""
     stop_s: float = 8.0
     """For ending in good order."""
+    drain_s: float = 900.0
+    """For answers under way at a server that another one is to take the place of."""
+    meet_s: float = 30.0
+    """For such a one to meet the servers that the one before it knew."""
 
 
 @dataclass(eq=False, kw_only=True, slots=True)
@@ -89,6 +94,60 @@ class Supervisor:
         while not self._stopping.wait(self._patience.look_s):
             for watched in self._watched:
                 self._look(watched)
+
+    def renew(self, version: str) -> None:
+        """Have servers of that version take the place of all others, one after another, each once
+        it has answered what it was at; until told to stop, or until one does not start."""
+        for watched in self._watched:
+            if watched.seen is not None and watched.seen.version != version:
+                self._say(f"Server {watched.handle.name} moves to TrimMoE {version}.")
+                if not self._renewed(watched, watched.seen):
+                    return
+
+    def _renewed(self, watched: _Watched, before: ServerStatus) -> bool:
+        """Whether a server has ended and the next one in its place is there."""
+        handle = watched.handle
+        handle.drain()
+        self._meanwhile(watched, lambda: self._is_drained(watched), self._patience.drain_s)
+        if self._stopping.is_set():
+            return False
+        handle.stop(self._patience.stop_s)
+        end_s = self._clock() + self._patience.stop_s
+        found: list[ServerStatus] = []
+
+        def is_there() -> bool:
+            with contextlib.suppress(ServerGone):
+                status = handle.status(self._patience.answer_s)
+                if status is not None and status.pid != before.pid:
+                    found[:] = [status]
+                    return status.ready or status.phase in (Phase.FAILED, Phase.STOPPED)
+                if self._clock() > end_s:
+                    handle.restart()
+            return False
+
+        def has_met() -> bool:
+            return is_there() and set(found[0].peers_up) >= set(before.peers_up)
+
+        self._meanwhile(watched, is_there, self._patience.ready_s)
+        if found and found[0].ready:
+            self._meanwhile(watched, has_met, self._patience.meet_s)
+        if not found or not found[0].ready:
+            why = found[0].error if found else "it was not ready in time"
+            if not self._stopping.is_set():
+                self._say(f"Server {handle.name} does not start ({why}); the others stay.")
+            return False
+        watched.seen, watched.heard_s = found[0], self._clock()
+        return True
+
+    def _meanwhile(self, watched: _Watched, done: Callable[[], bool], patience_s: float) -> None:
+        """Look after the other servers until something is done, or told to stop, or so long."""
+        end_s = self._clock() + patience_s
+        while not done() and self._clock() < end_s:
+            if self._stopping.wait(self._patience.look_s):
+                return
+            for other in self._watched:
+                if other is not watched:
+                    self._look(other)
 
     def stop(self) -> None:
         """End all servers, in good order as far as there is time."""
@@ -163,6 +222,8 @@ class Supervisor:
                 self._replace(watched, f"Server {name} does not answer and is replaced.")
             return
         watched.heard_s = self._clock()
+        if status.warning and (watched.seen is None or watched.seen.warning != status.warning):
+            self._say(status.warning)
         if status.phase in (Phase.FAILED, Phase.STOPPED):
             self._replace(watched, f"{status.error or f'Server {name} stopped.'} Trying again.")
             return

@@ -6,11 +6,12 @@ import contextlib
 import os
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 from trimmoe.core.errors import UserError
 from trimmoe.runtime.launch.control import Control, Question, Unreachable
-from trimmoe.runtime.launch.folder import RunFolder
+from trimmoe.runtime.launch.folder import Note, RunFolder
 from trimmoe.runtime.launch.job import Job
 from trimmoe.runtime.launch.signals import Stop
 
@@ -83,11 +84,30 @@ def _taken_over(folder: RunFolder, job: Job, say: Callable[[str], None]) -> Job:
     if not folder.alive():
         folder.write(job)
         return job
-    before = folder.read()
-    if before is None or before.identity != job.identity:
+    before, note = folder.read(), folder.note()
+    if before is not None and before.identity == job.identity:
+        say("The servers run already; taking them over.")
+        return before
+    own = job.note()
+    if before is None and note is not None and note.cluster == own.cluster:
+        return _upgraded(folder, job, note, say)
+    raise UserError(
+        f"Other servers run at port {folder.port}, whose `trimmoe serve` was killed; end "
+        "them with `trimmoe stop`, or choose another --port-base."
+    )
+
+
+def _upgraded(folder: RunFolder, job: Job, note: Note, say: Callable[[str], None]) -> Job:
+    """The job that takes the place of another version's; raises `UserError` if its servers would
+    not understand those."""
+    own = job.note()
+    if note.wire != own.wire:
         raise UserError(
-            f"Other servers run at port {folder.port}, whose `trimmoe serve` was killed; end "
-            "them with `trimmoe stop`, or choose another --port-base."
+            f"The servers at port {folder.port} run TrimMoE {note.version} and speak version "
+            f"{note.wire} of the protocol between servers, {own.version} speaks {own.wire}; end "
+            "them with `trimmoe stop` first."
         )
-    say("The servers run already; taking them over.")
-    return before
+    say(f"The servers run TrimMoE {note.version}; taking them over.")
+    job = replace(job, token=note.token)
+    folder.write(job)
+    return job

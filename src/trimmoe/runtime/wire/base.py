@@ -17,10 +17,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from trimmoe.runtime.wire.protocol import Version
 
 Frame = bytes | bytearray | memoryview
 
@@ -138,6 +141,16 @@ class Transport(Protocol):
 
     def peers_up(self) -> frozenset[str]:
         """Peers that can be sent to now."""
+        ...
+
+    def version_of(self, peer: str) -> Version | None:
+        """The version of the protocol that a peer speaks, None before it was heard. What is new
+        since must not be sent to it."""
+        ...
+
+    def strangers(self) -> dict[str, str]:
+        """Peers of another major version, with a sentence about each; their messages are dropped
+        unread."""
         ...
 
     async def wait_up(self, *peers: str) -> None:

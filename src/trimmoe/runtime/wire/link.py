@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from trimmoe.runtime.wire.base import PeerChange, PeerDown, PeerUnreachable, PeerUp
-from trimmoe.runtime.wire.protocol import WIRE_VERSION, Envelope
+from trimmoe.runtime.wire.protocol import WIRE_VERSION, Envelope, Version
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,6 +57,8 @@ class Link:
     up: bool = False
     answer_due: bool = False
     """Whether the peer should learn of our state before the next beat is due."""
+    version: Version | None = None
+    """What the peer speaks, once it was heard."""
     session: int = field(init=False)
     _sequence: int = 0
     _unconsumed: deque[int] = field(default_factory=deque)
@@ -105,6 +107,7 @@ class Link:
         if envelope.session > self._heard:
             self._adopt(envelope.session, now_s)
         self._heard_at_s = max(self._heard_at_s, now_s)
+        self.version = Version(envelope.version, envelope.minor)
         if envelope.heard != self.session:
             self.cut("it no longer hears this server")
             return envelope.is_beat
@@ -195,7 +198,7 @@ class Link:
 
     def _envelope(self, sequence: int, *, is_beat: bool, now_s: float) -> Envelope:
         return Envelope(
-            version=WIRE_VERSION,
+            version=WIRE_VERSION.major,
             sender=self.name,
             receiver=self.peer,
             session=self.session,
@@ -204,6 +207,7 @@ class Link:
             received=self._consumed,
             sent_s=now_s,
             is_beat=is_beat,
+            minor=WIRE_VERSION.minor,
         )
 
     def _tell(self) -> None:

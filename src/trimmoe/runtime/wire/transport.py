@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
@@ -36,7 +37,16 @@ from trimmoe.runtime.wire.codec import (
 from trimmoe.runtime.wire.estimates import LinkEstimator
 from trimmoe.runtime.wire.link import Link, LinkSettings
 from trimmoe.runtime.wire.peer import Peer, size_of
-from trimmoe.runtime.wire.protocol import Envelope, open_beat, open_envelope, pack
+from trimmoe.runtime.wire.protocol import (
+    Envelope,
+    OtherVersion,
+    Version,
+    open_beat,
+    open_envelope,
+    pack,
+)
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +79,7 @@ class LinkTransport:
         self._limits = limits
         self._peers: dict[str, Peer] = {}
         self._dropped: Counter[str] = Counter()
+        self._strangers: dict[str, str] = {}
         self._inbox: deque[_Waiting] = deque()
         self._news = asyncio.Event()
         """Something arrived, changed or closed since the last look."""
@@ -177,6 +188,12 @@ class LinkTransport:
     def peers_up(self) -> frozenset[str]:
         return frozenset(name for name, peer in self._peers.items() if peer.link.up)
 
+    def version_of(self, peer: str) -> Version | None:
+        return self._peers[peer].link.version
+
+    def strangers(self) -> dict[str, str]:
+        return dict(self._strangers)
+
     async def wait_up(self, *peers: str) -> None:
         while not self.peers_up().issuperset(peers):
             if self._closed:
@@ -241,11 +258,25 @@ class LinkTransport:
 
     def _open(self, origin: str | None, frames: Sequence[Frame]) -> tuple[Envelope, Peer]:
         """Check the envelope; `MalformedFrame` names the reason it is refused for."""
-        envelope = open_envelope(frames, self.name, origin)
+        try:
+            envelope = open_envelope(frames, self.name, origin)
+        except OtherVersion as error:
+            if origin in (None, error.sender):
+                self._note(error)
+            raise
         peer = self._peers.get(envelope.sender)
         if peer is None:
             raise MalformedFrame("unknown sender")
+        if self._strangers:
+            self._strangers.pop(envelope.sender, None)
         return envelope, peer
+
+    def _note(self, met: OtherVersion) -> None:
+        """Say once what a peer speaks that is not understood here."""
+        said = met.sentence(self.name)
+        if met.sender in self._peers and self._strangers.get(met.sender) != said:
+            self._strangers[met.sender] = said
+            _log.error("%s", said)
 
     def _take(self, peer: Peer, envelope: Envelope, frames: Sequence[Frame], now_s: float) -> None:
         size_bytes = size_of(frames[1:])

@@ -1,7 +1,8 @@
 """Everything servers tell each other about sequences and the rows of their tokens.
 
 Hidden states travel as tensors beside the message; how many rows of which unit they are, `Rows`
-says.
+says. Fields that a newer minor version of the protocol has appended are passed over
+(`wire.protocol`).
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ def first_sequence(access: int, incarnation: int) -> int:
     return (access << _ACCESS_SHIFT) + ((incarnation & 0xFFFF_FFFF) << 16)
 
 
-class SamplingSpec(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+class SamplingSpec(msgspec.Struct, frozen=True, array_like=True):
     """`runtime.sampling.Sampling` on the wire."""
 
     temperature: float
@@ -53,18 +54,18 @@ class SamplingSpec(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_
     prompt_logprobs: int | None = None
 
 
-class SeenSpec(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+class SeenSpec(msgspec.Struct, frozen=True, array_like=True):
     """`runtime.seen.Seen` on the wire."""
 
     prompt: int
     tokens: list[int]
 
 
-class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
+class Message(msgspec.Struct, frozen=True, array_like=True):
     """Any of the messages below."""
 
 
-class Prefix(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+class Prefix(msgspec.Struct, frozen=True, array_like=True):
     """A sequence on the same route that begins with the same tokens."""
 
     sequence: int
@@ -211,7 +212,7 @@ class Propagate(Message, frozen=True, tag="propagate"):
     them on."""
 
 
-class LedgerSpec(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+class LedgerSpec(msgspec.Struct, frozen=True, array_like=True):
     """A one-token ledger, or what a token cost after its answer."""
 
     kinds: bytes
@@ -230,7 +231,7 @@ class LedgerSpec(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
     """
 
 
-class ReceiptSpec(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+class ReceiptSpec(msgspec.Struct, frozen=True, array_like=True):
     """`core.events.Receipt` on the wire, without what the message says anyway."""
 
     budget: float
@@ -239,7 +240,7 @@ class ReceiptSpec(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_f
     exit_confidence: float | None
 
 
-class ChargeSpec(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+class ChargeSpec(msgspec.Struct, frozen=True, array_like=True):
     """What stand-ins for experts without a live host cost a prompt."""
 
     tokens: int
@@ -248,7 +249,7 @@ class ChargeSpec(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
     """Summed over those tokens."""
 
 
-class ScoreSpec(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+class ScoreSpec(msgspec.Struct, frozen=True, array_like=True):
     """`runtime.scores.Score` on the wire."""
 
     token: int
@@ -257,7 +258,7 @@ class ScoreSpec(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fie
     top: list[tuple[int, float]]
 
 
-class Token(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+class Token(msgspec.Struct, frozen=True, array_like=True):
     """The token that goes to `position` of a sequence."""
 
     sequence: int
@@ -286,7 +287,7 @@ class Tokens(Message, frozen=True, tag="tokens"):
     tokens: list[Token]
 
 
-class After(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+class After(msgspec.Struct, frozen=True, array_like=True):
     """What became of a token that was answered before it had passed all layers."""
 
     sequence: int

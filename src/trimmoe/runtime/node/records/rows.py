@@ -23,7 +23,7 @@ class UnitName(NamedTuple):
     epoch: int
 
 
-class Rows(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+class Rows(msgspec.Struct, frozen=True, array_like=True):
     """Which rows the tensors beside a message hold, unit by unit."""
 
     sequences: list[int]
