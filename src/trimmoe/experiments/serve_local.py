@@ -23,6 +23,7 @@ from trimmoe.models.base import MoEView
 from trimmoe.models.checkpoint import resolve
 from trimmoe.models.formats.choose import folder_of
 from trimmoe.runtime.decoder import PlannedDecoder
+from trimmoe.runtime.launch.addresses import KEEP_ALIVE_S
 from trimmoe.runtime.service import InferenceService, ServedModel
 
 GRACE_S = 10
@@ -104,6 +105,7 @@ def serve(service: InferenceService, settings: ApiSettings, listener: socket.soc
         create_app(service, settings),
         log_level="warning",
         timeout_graceful_shutdown=GRACE_S,
+        timeout_keep_alive=KEEP_ALIVE_S,
     )
     with suppress(KeyboardInterrupt):
         uvicorn.Server(config).run(sockets=[listener])

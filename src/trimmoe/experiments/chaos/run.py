@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from trimmoe.core.errors import UserError
-from trimmoe.experiments.chaos.failures import Failure, Scene, failures
+from trimmoe.experiments.chaos.failures import Failure, failures
+from trimmoe.experiments.chaos.scene import Scene
 from trimmoe.experiments.chaos.stage import Stage, Usage
 from trimmoe.experiments.chaos.streams import PROMPTS, Asking, Seen
 

@@ -158,13 +158,16 @@ class Stage:
         return {(name, pid): _usage(pid) for name, pid in pids.items() if pid is not None}
 
     async def under_way(self) -> int:
-        """Requests that servers have not let go of."""
+        """Requests that servers have not let go of, and servers with places taken in their
+        caches."""
         count = 0
         for url in self.urls:
             text = (await self.client.get(f"{url}/metrics")).text
             for line in text.splitlines():
                 if line.startswith(("trimmoe:num_requests_running{", "trimmoe:num_requests_wait")):
                     count += int(float(line.rsplit(" ", 1)[1]))
+                elif line.startswith("trimmoe:kv_cache_usage_perc{"):
+                    count += float(line.rsplit(" ", 1)[1]) > 0
         return count
 
     @property

@@ -34,6 +34,8 @@ class Seen:
     events: int = 0
     finished: bool = False
     error: str = ""
+    refused: bool = False
+    """Whether it was told to come back later."""
     silence_s: float = 0.0
     """The longest time without anything."""
 
@@ -71,6 +73,8 @@ class Asking:
         try:
             async with self.client.stream("POST", url, json=self.body(prompt, stream=True)) as got:
                 if got.status_code != httpx.codes.OK:
+                    busy = got.status_code == httpx.codes.TOO_MANY_REQUESTS
+                    seen.refused = busy and "retry-after" in got.headers
                     seen.error = f"HTTP {got.status_code}: {(await got.aread()).decode()[:200]}"
                     return
                 async with aclosing(payloads(got.aiter_raw())) as events:

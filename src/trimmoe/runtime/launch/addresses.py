@@ -94,6 +94,11 @@ def require_free(wanted: Iterable[Endpoint]) -> None:
                 ) from error
 
 
+KEEP_ALIVE_S = 75
+"""How long an HTTP connection that nothing is asked on is kept. Clients give them up after 5 s, as
+those on httpx, or after 60; where a server does so first, a request now and then fails."""
+
+
 def listener(host: str, port: int, *, shared: bool = False) -> socket.socket:
     """A TCP socket that listens there; raises `OSError`. Only those that are `shared` may listen
     there at once."""

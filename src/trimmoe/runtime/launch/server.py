@@ -26,7 +26,7 @@ from trimmoe.models.base import BytesRead, MoEView
 from trimmoe.models.load import known_device, load_tokenizer, open_model
 from trimmoe.policy.build import PolicyMaker
 from trimmoe.policy.settings import PolicySettings
-from trimmoe.runtime.launch.addresses import Endpoint, listener
+from trimmoe.runtime.launch.addresses import KEEP_ALIVE_S, Endpoint, listener
 from trimmoe.runtime.launch.model import model_folder
 from trimmoe.runtime.probe import MachineReport
 from trimmoe.runtime.service import InferenceService, ServedModel
@@ -309,6 +309,7 @@ async def _serve_http(
         log_config=None,
         access_log=False,
         timeout_graceful_shutdown=_GRACE_S,
+        timeout_keep_alive=KEEP_ALIVE_S,
     )
     server = uvicorn.Server(config)
     serving = asyncio.create_task(server.serve(sockets=[listening]))
