@@ -51,7 +51,7 @@ def _travelled(sums: Tensor, wide: BoolArray, view: MoEView) -> Tensor:
     """Sums as another server has them."""
     narrow, apart = parted(sums, wide, view.dtype)
     rows = np.flatnonzero(wide).tolist()
-    return joined(narrow, apart[0] if apart else None, rows).to(sums_in(view.dtype))
+    return joined(narrow, apart[0] if apart else None, rows).to(sums_in(view.dtype, view.device))
 
 
 @given(data=st.data(), seed=st.integers(0, 2**16), count=st.integers(1, 5))
@@ -86,7 +86,7 @@ def test_one_expert_alone_fits_into_the_models_own_numbers(view: MoEView) -> Non
     hidden = torch.randn(3, view.spec.hidden_size, generator=torch.manual_seed(1)).to(view.dtype)
     alone = torch.tensor([[1, DROPPED], [DROPPED, 2], [DROPPED, DROPPED]])
     sums = view.experts(0, hidden, alone, torch.rand(3, 2))
-    assert sums.dtype is sums_in(view.dtype)
+    assert sums.dtype is sums_in(view.dtype, view.device)
     assert torch.equal(sums.to(view.dtype).to(sums.dtype), sums)
     assert not sums[2].any()
 

@@ -276,7 +276,7 @@ class MoEView(ABC):
         base = hidden if shared is None else hidden + shared
         if routed is None:
             return base
-        return (base.to(sums_in(self.dtype)) + routed).to(self.dtype)
+        return (base.to(sums_in(self.dtype, self.device)) + routed).to(self.dtype)
 
     def give(
         self,
@@ -302,7 +302,7 @@ class MoEView(ABC):
     ) -> Tensor:
         """What `give` rounds, in `sums_in` of the view's dtype: the `experts` that other servers
         run can be added, in any order."""
-        total = self.skip(layer, hidden, normed=normed).to(sums_in(self.dtype))
+        total = self.skip(layer, hidden, normed=normed).to(sums_in(self.dtype, self.device))
         if (experts >= 0).any():
             chosen = torch.from_numpy(experts).to(hidden.device)
             total = total + self.experts(layer, hidden, chosen, gates, normed=normed)

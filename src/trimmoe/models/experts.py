@@ -54,7 +54,7 @@ class ExpertStack:
         """One token: no weight is copied, one small product per slot."""
         kept = [slot for slot, expert in enumerate(chosen) if expert != DROPPED]
         if not kept:
-            return torch.zeros_like(normed, dtype=sums_in(normed.dtype))
+            return torch.zeros_like(normed, dtype=sums_in(normed.dtype, normed.device))
         at = [self._at(chosen[slot]) for slot in kept]
         inner = self._act(torch.cat([F.linear(normed, self._ups[index]) for index in at]))
         outer = torch.cat(
@@ -67,7 +67,7 @@ class ExpertStack:
         """Tokens grouped by expert."""
         width = gates.shape[1]
         flat_gates = gates.reshape(-1)
-        out = normed.new_zeros(normed.shape, dtype=sums_in(normed.dtype))
+        out = normed.new_zeros(normed.shape, dtype=sums_in(normed.dtype, normed.device))
         for index, slots in self._group(chosen, width).items():
             where = torch.tensor(slots, device=normed.device)
             rows = where if width == 1 else where // width
@@ -104,7 +104,7 @@ class ExpertStack:
 def _addends(outer: Tensor, weights: Tensor) -> Tensor:
     """Experts' outputs [s, d] times their weights [s, 1], rounded to their own dtype, as numbers to
     be added up."""
-    return (outer * weights).to(outer.dtype).to(sums_in(outer.dtype))
+    return (outer * weights).to(outer.dtype).to(sums_in(outer.dtype, outer.device))
 
 
 class ExpertStacks:

@@ -13,6 +13,7 @@ import torch
 _WIDER = {torch.float32: torch.float64, torch.bfloat16: torch.float32}
 
 
-def sums_in(dtype: torch.dtype) -> torch.dtype:
-    """What a model of a dtype adds up its experts' outputs in."""
-    return _WIDER[dtype]
+def sums_in(dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """What a model of a dtype on a device adds up its experts' outputs in."""
+    # Apple's have nothing wider than float32.
+    return torch.float32 if device.type == "mps" else _WIDER[dtype]

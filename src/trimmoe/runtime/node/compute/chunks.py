@@ -65,7 +65,7 @@ def pass_layer(worker: Executor, passage: Passage, layer: int, unit: Unit) -> Ou
         unit_of=np.zeros(unit.count, dtype=np.int64),
         offset=np.arange(unit.count),
         attended=attended,
-        output=torch.empty_like(attended, dtype=sums_in(attended.dtype)),
+        output=torch.empty_like(attended, dtype=sums_in(view.dtype, view.device)),
         gates=routing.gates,
     )
     rows, leaves = np.arange(unit.count), bool(split.leaves.any())

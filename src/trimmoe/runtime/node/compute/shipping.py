@@ -104,7 +104,7 @@ class Cargo:
             unit_of=np.arange(count),
             offset=np.zeros(count, dtype=np.int64),
             attended=attended,
-            output=torch.empty_like(attended, dtype=sums_in(attended.dtype)),
+            output=torch.empty_like(attended, dtype=sums_in(attended.dtype, attended.device)),
             gates=gates,
         )
 

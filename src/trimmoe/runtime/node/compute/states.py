@@ -24,6 +24,9 @@ def entering(view: MoEView, states: Tensor, dtype: torch.dtype | None = None) ->
     dtype = dtype or view.dtype
     if states.device == view.device and states.dtype == dtype:
         return states
+    if states.dtype is torch.float64:
+        # Rounded before it leaves: not every device has such.
+        states = states.to(dtype)
     if view.device.type == "cuda" and states.is_cpu:
         states = states.pin_memory()
     return states.to(device=view.device, dtype=dtype, non_blocking=True)
@@ -57,7 +60,7 @@ def states_of(view: MoEView, unit: Unit) -> Tensor:
     assert unit.hidden is not None
     if not unit.parts:
         return entering(view, unit.hidden)
-    wide = sums_in(view.dtype)
+    wide = sums_in(view.dtype, view.device)
     total = entering(view, unit.hidden, wide)
     if total is unit.hidden:
         total = total.clone()
