@@ -30,7 +30,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -136,6 +136,8 @@ class TokenBatch:
     """Additive mask over the encoder's positions for cross attention, [B, 1, 1, source]."""
     source_length: int = 0
     """Encoder positions that cross attention reads."""
+    calls: Any = None
+    """What a general view's layers are called with."""
 
     @property
     def shape(self) -> tuple[int, int]:

@@ -22,11 +22,22 @@ _ONE_BY_ONE = 8
 class ExpertStack:
     """Experts `ids` of one layer: `up` [E, g, d] and `down` [E, d, f].
 
-    With gated experts g = 2f, the gate's rows before the up projection's; otherwise g = f.
+    With gated experts g = 2f, the gate's rows before the up projection's; otherwise g = f. Where
+    the `activation` is the `whole` of what lies between the two, it takes [n, g] and gives [n, f].
+    Biases are [E, g] and [E, d].
     """
 
     def __init__(
-        self, *, layer: int, ids: Sequence[int], up: Tensor, down: Tensor, activation: Activation
+        self,
+        *,
+        layer: int,
+        ids: Sequence[int],
+        up: Tensor,
+        down: Tensor,
+        activation: Activation,
+        up_bias: Tensor | None = None,
+        down_bias: Tensor | None = None,
+        whole: bool = False,
     ) -> None:
         assert len(ids) == up.shape[0] == down.shape[0]
         self.layer = layer
@@ -38,9 +49,11 @@ class ExpertStack:
         # Views made once: at one token, slicing would cost a good part of the product.
         self._ups = up.unbind(0)
         self._downs = down.unbind(0)
+        self._up_biases = _each(up_bias, len(ids))
+        self._down_biases = _each(down_bias, len(ids))
         self._index = {expert: index for index, expert in enumerate(ids)}
         self._activation = activation
-        self._gated = up.shape[1] == 2 * down.shape[2]
+        self._gated = not whole and up.shape[1] == 2 * down.shape[2]
 
     def __call__(self, normed: Tensor, experts: Tensor, gates: Tensor) -> Tensor:
         """Sum over slots of gate times expert: [n, d], as in `MoEView.experts`, from [n, d], int64
@@ -56,10 +69,8 @@ class ExpertStack:
         if not kept:
             return torch.zeros_like(normed, dtype=sums_in(normed.dtype, normed.device))
         at = [self._at(chosen[slot]) for slot in kept]
-        inner = self._act(torch.cat([F.linear(normed, self._ups[index]) for index in at]))
-        outer = torch.cat(
-            [F.linear(inner[row : row + 1], self._downs[index]) for row, index in enumerate(at)]
-        )
+        inner = self._act(torch.cat([self._up(normed, index) for index in at]))
+        outer = torch.cat([self._down(inner[row : row + 1], index) for row, index in enumerate(at)])
         weights = gates if len(kept) == len(chosen) else gates[:, kept]
         return _addends(outer, weights.view(-1, 1)).sum(0, keepdim=True)
 
@@ -71,8 +82,8 @@ class ExpertStack:
         for index, slots in self._group(chosen, width).items():
             where = torch.tensor(slots, device=normed.device)
             rows = where if width == 1 else where // width
-            inner = self._act(F.linear(normed.index_select(0, rows), self._ups[index]))
-            outer = F.linear(inner, self._downs[index])
+            inner = self._act(self._up(normed.index_select(0, rows), index))
+            outer = self._down(inner, index)
             weights = flat_gates.index_select(0, where).unsqueeze(-1)
             out.index_add_(0, rows, _addends(outer, weights))
         return out
@@ -94,6 +105,12 @@ class ExpertStack:
                 f"expert {expert} of layer {self.layer} is not loaded here"
             ) from None
 
+    def _up(self, rows: Tensor, index: int) -> Tensor:
+        return F.linear(rows, self._ups[index], self._up_biases[index])
+
+    def _down(self, inner: Tensor, index: int) -> Tensor:
+        return F.linear(inner, self._downs[index], self._down_biases[index])
+
     def _act(self, inner: Tensor) -> Tensor:
         if not self._gated:
             return self._activation(inner)
@@ -105,6 +122,11 @@ def _addends(outer: Tensor, weights: Tensor) -> Tensor:
     """Experts' outputs [s, d] times their weights [s, 1], rounded to their own dtype, as numbers to
     be added up."""
     return (outer * weights).to(outer.dtype).to(sums_in(outer.dtype, outer.device))
+
+
+def _each(bias: Tensor | None, count: int) -> Sequence[Tensor | None]:
+    """The bias of each expert, none if there is none."""
+    return [None] * count if bias is None else bias.unbind(0)
 
 
 class ExpertStacks:

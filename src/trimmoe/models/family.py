@@ -75,6 +75,12 @@ class Geometry:
     """Second names of tied tensors, which files may hold and nobody reads."""
     once_per_sequence: tuple[str, ...] = ()
     """Parts of names of matrices that a token does not pass, such as cross attention's keys."""
+    expert_parameters: tuple[int, ...] | None = None
+    """Of one expert of each MoE layer, where the names of stored tensors do not say it."""
+    dense_flops: tuple[float, ...] | None = None
+    """By MoE layer, in the same case, as are the next two."""
+    head_flops: float = 0.0
+    dense_parameters: int = 0
 
     def layer_of(self, block: int) -> int | None:
         """MoE layer that a block belongs to, None if it comes after the last one."""
@@ -126,16 +132,22 @@ def build_spec(
 ) -> ModelSpec:
     """Costs of one stack, from the headers of the weight files; sizes are those of what is held."""
     layers, experts = len(geometry.moe_blocks), geometry.expert_count
-    parameters = np.array(
-        [_expert_parameters(geometry, checkpoint, b) for b in geometry.moe_blocks]
-    )
+    if geometry.expert_parameters is None or geometry.dense_flops is None:
+        parameters = np.array(
+            [_expert_parameters(geometry, checkpoint, b) for b in geometry.moe_blocks]
+        )
+        dense = {
+            stored: entry
+            for stored, entry in checkpoint.entries.items()
+            if ".experts." not in stored and stored not in geometry.unread
+        }
+        flops, head_flops = _dense_flops(geometry, dense)
+        dense_count = sum(entry.numel for entry in dense.values())
+    else:
+        parameters = np.array(geometry.expert_parameters)
+        flops, head_flops = np.array(geometry.dense_flops), geometry.head_flops
+        dense_count = geometry.dense_parameters
     expert_parameters = np.repeat(parameters[:, None], experts, axis=1)
-    dense = {
-        stored: entry
-        for stored, entry in checkpoint.entries.items()
-        if ".experts." not in stored and stored not in geometry.unread
-    }
-    flops, head_flops = _dense_flops(geometry, dense)
     return ModelSpec(
         name=name,
         family=geometry.family,
@@ -152,9 +164,7 @@ def build_spec(
         expert_flops=2.0 * expert_parameters,
         layer_dense_flops=flops,
         head_flops=head_flops,
-        dense_bytes=precision.size_bytes(
-            sum(entry.numel for entry in dense.values()), dtype.itemsize
-        ),
+        dense_bytes=precision.size_bytes(dense_count, dtype.itemsize),
     )
 
 
@@ -209,7 +219,8 @@ def load_experts(
     Streamed, nothing is read now but each layer when it is needed.
     """
     chosen = [
-        _chosen(choice, layer, geometry.expert_count) for layer in range(len(geometry.moe_blocks))
+        chosen_experts(choice, layer, geometry.expert_count)
+        for layer in range(len(geometry.moe_blocks))
     ]
 
     def read_layer(layer: int) -> ExpertStack:
@@ -230,7 +241,8 @@ def load_experts(
     return ExpertStacks(loaded, stream_layer if streamed else read_layer, streamed=streamed)
 
 
-def _chosen(choice: ExpertChoice, layer: int, count: int) -> list[int]:
+def chosen_experts(choice: ExpertChoice, layer: int, count: int) -> list[int]:
+    """Experts of a layer that are to be loaded, of `count`, in order."""
     if choice is None:
         return list(range(count))
     ids = choice(layer) if callable(choice) else choice.get(layer, ())

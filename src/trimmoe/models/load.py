@@ -215,12 +215,11 @@ def _open(path_or_hub_id: str | Path) -> _Opened:
 
 def _family(path: Path, raw: dict[str, Any]) -> Family:
     model_type = raw.get("model_type")
-    if model_type not in FAMILIES:
-        raise UserError(
-            f"{path} holds a model of type {model_type!r}, which TrimMoE does not know; use one "
-            f"of {', '.join(FAMILIES)}."
-        )
-    return importlib.import_module(FAMILIES[model_type]).FAMILY
+    if model_type in FAMILIES:
+        return importlib.import_module(FAMILIES[model_type]).FAMILY
+    from trimmoe.models.general.adapter import GeneralFamily
+
+    return GeneralFamily(str(model_type))
 
 
 def known_device(device: str | torch.device) -> torch.device:

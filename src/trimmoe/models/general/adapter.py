@@ -1,0 +1,234 @@
+"""Any decoder-only MoE model of transformers as a `Family`."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from trimmoe.core.errors import UserError
+from trimmoe.core.precision import Precision
+from trimmoe.core.specs import ModelSpec
+from trimmoe.models.base import BytesRead, MoEView
+from trimmoe.models.batching import describe
+from trimmoe.models.checkpoint import Checkpoint
+from trimmoe.models.family import (
+    GATE_UP_DOWN,
+    ExpertChoice,
+    Geometry,
+    chosen_experts,
+    refuse_quantised,
+)
+from trimmoe.models.general import attention
+from trimmoe.models.general.caching import GeneralCache
+from trimmoe.models.general.ending import Ending
+from trimmoe.models.general.halves import Halves, without_cache
+from trimmoe.models.general.loading import fill, stacks_of
+from trimmoe.models.general.passing import Passing
+from trimmoe.models.general.ports import Control
+from trimmoe.models.general.running import Call, Running
+from trimmoe.models.general.skeleton import Skeleton, build
+from trimmoe.models.general.stored import Stored
+from trimmoe.models.general.trial import Layout, find
+from trimmoe.models.general.view import GeneralView, Parts
+
+_ROWS = 8
+"""Positions that a model is tried on."""
+
+
+class GeneralFamily:
+    """See `Family`. One object for one model: it keeps what it has found of a configuration."""
+
+    def __init__(self, model_type: str) -> None:
+        self._model_type = model_type
+        self._built: tuple[Any, Skeleton] | None = None
+
+    def config(self, raw: dict[str, Any]) -> Any:
+        from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+        return CONFIG_MAPPING[self._model_type].from_dict(raw)
+
+    def geometry(self, config: Any) -> Geometry:
+        skeleton = self._skeleton(config)
+        text, blocks = skeleton.text_config, skeleton.moe_blocks
+        counts = {shapes.count for shapes in skeleton.experts.values()}
+        if len(counts) > 1:
+            raise UserError("The layers of this model have unequal numbers of experts.")
+        flops, head_flops, dense = _costs(skeleton)
+        return Geometry(
+            family=self._model_type,
+            moe_blocks=blocks,
+            block_count=len(skeleton.layers),
+            expert_count=counts.pop(),
+            top_k=_top_k(skeleton),
+            hidden_size=skeleton.model.get_input_embeddings().weight.shape[1],
+            vocab_size=text.vocab_size,
+            context_length=_context_length(text),
+            gates_renormalised=bool(getattr(text, "norm_topk_prob", False)),
+            expert_names=GATE_UP_DOWN,
+            block_prefix=f"{skeleton.name}.layers.{{block}}.",
+            head_names=(),
+            expert_parameters=tuple(skeleton.experts[b].per_expert for b in blocks),
+            dense_flops=flops,
+            head_flops=head_flops,
+            dense_parameters=dense,
+        )
+
+    def open(
+        self,
+        config: Any,
+        checkpoint: Checkpoint,
+        *,
+        spec: ModelSpec,
+        choice: ExpertChoice,
+        encoder_choice: ExpertChoice,
+        streamed: bool,
+        dtype: torch.dtype,
+        device: torch.device,
+        precision: Precision,
+        compiled: bool,
+    ) -> MoEView:
+        refuse_quantised(spec.name, precision)
+        skeleton = build(config, self._model_type, dtype)
+        stored = Stored(skeleton, checkpoint)
+        fill(skeleton, stored, device)
+        read = BytesRead(dense=checkpoint.bytes_read)
+        layers = len(skeleton.moe_blocks)
+        chosen: list[Collection[int]] = [
+            chosen_experts(choice, layer, spec.expert_count) for layer in range(layers)
+        ]
+        stacks = stacks_of(
+            skeleton,
+            checkpoint,
+            stored,
+            chosen=chosen,
+            streamed=streamed,
+            read=read,
+            dtype=dtype,
+            device=device,
+        )
+        return GeneralView(_apart(skeleton, device), stacks, spec, dtype, device, read)
+
+    def _skeleton(self, config: Any) -> Skeleton:
+        if self._built is None or self._built[0] is not config:
+            self._built = config, build(config, self._model_type)
+        return self._built[1]
+
+
+@torch.no_grad()
+def _apart(skeleton: Skeleton, device: torch.device) -> Parts:
+    """Take a model apart whose weights are there."""
+    attention.use(skeleton.model)
+    layers = skeleton.layers
+    running = Running(skeleton.decoder, layers)
+    cache = GeneralCache(slots=1, context_limit=_ROWS, dtype=torch.float32, device=device)
+    batch = describe([0], [range(_ROWS)], device=device)
+    through = Passing(cache, batch)
+    positions = attention.Positions(queries=batch.position_ids, length=_ROWS)
+    calls = running.learn(through, positions)
+    ending = Ending(skeleton.model, skeleton.decoder, running, through, positions)
+    control, halves = Control(), []
+    known: dict[object, Layout] = {}
+    width = skeleton.model.get_input_embeddings().weight.shape[1]
+    for block in skeleton.moe_blocks:
+        layer, shapes = layers[block], skeleton.experts[block]
+        kind = tuple((name, type(module)) for name, module in layer.named_modules())
+        if kind not in known:
+            call = _in_float32(_named(layer, calls[block]), cache, batch)
+            known[kind] = find(layer, shapes.path, shapes.count, width, call)
+        call = without_cache(_named(layer, calls[block]), running.layer_argument)
+        halves.append(Halves(layer, shapes.path, known[kind], control, call))
+    return Parts(
+        running=running,
+        ending=ending,
+        layers=layers,
+        halves=halves,
+        moe_blocks=skeleton.moe_blocks,
+        recurrent=_is_recurrent(skeleton),
+    )
+
+
+def _named(layer: Any, call: Call) -> dict[str, Any]:
+    """A layer's arguments besides states, by name."""
+    import inspect
+
+    names = [name for name in inspect.signature(layer.forward).parameters if name != "self"]
+    return dict(zip(names[1:], call.args, strict=False)) | call.kwargs
+
+
+def _in_float32(call: dict[str, Any], cache: GeneralCache, batch: Any) -> dict[str, Any]:
+    def widened(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return value.float() if value.is_floating_point() else value
+        if isinstance(value, tuple):
+            return tuple(widened(one) for one in value)
+        if isinstance(value, Passing):
+            return Passing(cache, batch)
+        return value
+
+    return {name: widened(value) for name, value in call.items()}
+
+
+def _is_recurrent(skeleton: Skeleton) -> bool:
+    """Whether any module of a layer asks its cache for a state rather than for keys."""
+    import inspect
+
+    kinds = {type(module) for layer in skeleton.layers for module in layer.modules()}
+    marks = ("get_recurrent_state", "get_conv_state")
+    sources = (
+        inspect.getsource(kind) for kind in kinds if kind.__module__.startswith("transformers.")
+    )
+    return any(mark in source for source in sources for mark in marks)
+
+
+def _top_k(skeleton: Skeleton) -> int:
+    """Activated experts of each token."""
+    text = skeleton.text_config
+    names = (
+        "num_experts_per_tok",
+        "num_experts_per_token",
+        "top_k_experts",
+        "moe_topk",
+        "moe_k",
+        "moe_top_k",
+    )
+    found = (getattr(text, name, None) for name in names)
+    value = next((one for one in found if one is not None), None)
+    if isinstance(value, list):
+        value = value[0]
+    if value is None:
+        raise UserError("Nothing in this configuration says how many experts a token activates.")
+    return int(value)
+
+
+def _context_length(text: Any) -> int:
+    for name in ("max_position_embeddings", "model_max_length", "max_seq_len"):
+        if getattr(text, name, None):
+            return int(getattr(text, name))
+    raise UserError("Nothing in this configuration says how long a sequence may be.")
+
+
+def _costs(skeleton: Skeleton) -> tuple[tuple[float, ...], float, int]:
+    """Twice the matrix elements that a token meets, by MoE layer and in the head, and all dense
+    parameters."""
+    meta = skeleton.model.state_dict()
+    names = skeleton.names()
+    flops = np.zeros(len(skeleton.moe_blocks))
+    head = 2.0 * skeleton.model.get_output_embeddings().weight.numel()
+    prefix = f"{skeleton.name}.layers."
+    for name in names:
+        size = meta[name]
+        if not name.startswith(prefix) or size.dim() != 2:
+            continue
+        block = int(name.removeprefix(prefix).split(".")[0])
+        later = [at for at, moe in enumerate(skeleton.moe_blocks) if block <= moe]
+        if later:
+            flops[later[0]] += 2.0 * size.numel()
+        else:
+            head += 2.0 * size.numel()
+    tied = set(skeleton.model.get_expanded_tied_weights_keys(all_submodels=True))
+    dense = sum(meta[name].numel() for name in names if name not in tied)
+    return tuple(flops.tolist()), head, dense

@@ -1,0 +1,122 @@
+"""A skeleton's dense part filled from a checkpoint, its experts read when they are wanted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trimmoe.models.base import BytesRead
+from trimmoe.models.checkpoint import Checkpoint
+from trimmoe.models.experts import ExpertStack, ExpertStacks
+from trimmoe.models.general.halves import parts_of
+from trimmoe.models.general.skeleton import Skeleton
+from trimmoe.models.general.stored import Stored
+
+
+def fill(skeleton: Skeleton, stored: Stored, device: torch.device) -> None:
+    """Give decoder and head their weights, and compute the buffers that no file has."""
+    model = skeleton.model
+    meta = model.state_dict()
+    exact = tuple(_kept_in_float32(model))
+    held: dict[str, Tensor] = {}
+    for name, value in stored.dense():
+        dtype = torch.float32 if any(part in name for part in exact) else meta[name].dtype
+        held[name] = value.to(device, dtype, copy=True)
+    model.load_state_dict(held, strict=False, assign=True)
+    model.tie_weights()
+    for parameter in model.parameters():
+        parameter._is_hf_initialized = True
+    _compute_buffers(skeleton.decoder, device)
+    model.requires_grad_(False).eval()
+
+
+def _kept_in_float32(model: Any) -> set[str]:
+    """Parts of names of parameters that are float32 whatever the model is."""
+    kept: set[str] = set()
+    for module in model.modules():
+        for field in ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict"):
+            kept.update(getattr(module, field, None) or ())
+    return kept
+
+
+@torch.no_grad()
+def _compute_buffers(decoder: Any, device: torch.device) -> None:
+    """Buffers that are no part of the state: the model's own initialisation makes them."""
+    from transformers import initialization
+
+    with initialization.guard_torch_init_functions():
+        for module in decoder.modules():
+            absent = [
+                name
+                for name, buffer in module.named_buffers(recurse=False)
+                if buffer is not None and buffer.is_meta
+            ]
+            if not absent:
+                continue
+            for name in absent:
+                module._buffers[name] = torch.empty_like(module._buffers[name], device=device)
+            decoder._init_weights(module)
+
+
+def stacks_of(
+    skeleton: Skeleton,
+    checkpoint: Checkpoint,
+    stored: Stored,
+    *,
+    chosen: Sequence[Collection[int]],
+    streamed: bool,
+    read: BytesRead,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> ExpertStacks:
+    """The chosen experts of every MoE layer; `read` counts their bytes."""
+    blocks = skeleton.moe_blocks
+    holders = [skeleton.layers[b].get_submodule(skeleton.experts[b].path) for b in blocks]
+    for holder in holders:
+        parts_of(holder)
+
+    def read_layer(layer: int) -> ExpertStack:
+        ids, before = sorted(chosen[layer]), checkpoint.bytes_read
+        parts = stored.experts(blocks[layer], ids)
+        read.experts += checkpoint.bytes_read - before
+        parts = {name: part.to(device, dtype) for name, part in parts.items()}
+        return _stack(layer, ids, parts, holders[layer])
+
+    def stream_layer(layer: int) -> ExpertStack:
+        # The files are closed in between: what they map would count as memory. Weights made in
+        # inference mode could not be used outside it.
+        with torch.inference_mode(False), torch.no_grad(), checkpoint:
+            return read_layer(layer)
+
+    if streamed:
+        for block in blocks:
+            stored.require_experts(block)
+    loaded = [frozenset(ids) for ids in chosen]
+    return ExpertStacks(loaded, stream_layer if streamed else read_layer, streamed=streamed)
+
+
+def _stack(layer: int, ids: Sequence[int], parts: dict[str, Tensor], holder: Any) -> ExpertStack:
+    """Parameters as transformers stacks them, as an `ExpertStack` has them."""
+    first = "gate_up_proj" if holder.has_gate else "up_proj"
+    up, down = parts[first], parts["down_proj"]
+    if holder.is_transposed:
+        up, down = up.transpose(1, 2), down.transpose(1, 2)
+    return ExpertStack(
+        layer=layer,
+        ids=ids,
+        up=up.contiguous(),
+        down=down.contiguous(),
+        activation=_activation(holder),
+        up_bias=parts.get(f"{first}_bias"),
+        down_bias=parts.get("down_proj_bias"),
+        whole=True,
+    )
+
+
+def _activation(holder: nn.Module) -> Callable[[Tensor], Tensor]:
+    """From what the first projection gives to what the second one reads, gate included."""
+    act: Any = holder._apply_gate if holder.has_gate else holder.act_fn
+    return act

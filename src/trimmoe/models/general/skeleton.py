@@ -1,0 +1,106 @@
+"""The modules of a model on the meta device: its decoder, its layers, and where their experts are."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from trimmoe.core.errors import UserError
+from trimmoe.models.general.catalogue import class_of
+
+_WEIGHTS = ("gate_up_proj", "up_proj", "down_proj")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExpertShapes:
+    """The routed experts of one layer."""
+
+    path: str
+    """Of the module that holds them, within the layer."""
+    count: int
+    parameters: dict[str, tuple[int, ...]]
+    """Shape of each stacked parameter, the expert first."""
+
+    @property
+    def per_expert(self) -> int:
+        """Parameters of one expert."""
+        sizes = (torch.Size(shape).numel() for shape in self.parameters.values())
+        return sum(sizes) // self.count
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Skeleton:
+    """A model without weights."""
+
+    model: Any
+    """With a head."""
+    decoder: Any
+    """What runs the layers."""
+    name: str
+    """Of the decoder within the model."""
+    layers: tuple[Any, ...]
+    experts: dict[int, ExpertShapes]
+    """By block, those of MoE layers."""
+
+    @property
+    def moe_blocks(self) -> tuple[int, ...]:
+        return tuple(sorted(self.experts))
+
+    @property
+    def text_config(self) -> Any:
+        return self.decoder.config
+
+    def names(self) -> list[str]:
+        """Dense parameters and buffers that files hold, of the decoder and the head."""
+        wanted = (self.name + ".", *(f"{name}." for name in _head_names(self.model)))
+        held = tuple(f"{self.name}.layers.{b}.{e.path}." for b, e in self.experts.items())
+        return [
+            name
+            for name in self.model.state_dict()
+            if name.startswith(wanted) and not name.startswith(held)
+        ]
+
+
+def build(config: Any, model_type: str, dtype: torch.dtype = torch.float32) -> Skeleton:
+    """The model that a configuration describes, its parameters of the dtypes that they have where
+    the model is of `dtype`. Raises UserError if it is none that can be served."""
+    kind = class_of(model_type)
+    before = torch.get_default_dtype()
+    try:
+        torch.set_default_dtype(dtype)
+        with torch.device("meta"):
+            model: Any = kind(copy.deepcopy(config))
+    finally:
+        torch.set_default_dtype(before)
+    model.eval()
+    decoder = model.get_decoder()
+    layers = getattr(decoder, "layers", None)
+    if not isinstance(layers, nn.ModuleList):
+        raise UserError(f"{model_type} has no list of decoder layers that TrimMoE could serve.")
+    found = {block: _experts(layer) for block, layer in enumerate(layers)}
+    experts = {block: one for block, one in found.items() if one is not None}
+    if not experts:
+        raise UserError(
+            f"This {model_type} model has no routed experts behind a router that gives each "
+            f"token's experts and their weights; TrimMoE serves models that have."
+        )
+    name = next(name for name, module in model.named_modules() if module is decoder)
+    return Skeleton(model=model, decoder=decoder, name=name, layers=tuple(layers), experts=experts)
+
+
+def _experts(layer: Any) -> ExpertShapes | None:
+    """What transformers' `use_experts_implementation` marks in a layer."""
+    for path, module in layer.named_modules():
+        if hasattr(module, "is_transposed") and hasattr(module, "has_gate"):
+            stacked = {name: tuple(p.shape) for name, p in module.named_parameters()}
+            return ExpertShapes(path=path, count=stacked["down_proj"][0], parameters=stacked)
+    return None
+
+
+def _head_names(model: Any) -> list[str]:
+    head = model.get_output_embeddings()
+    return [name for name, module in model.named_modules() if module is head]
