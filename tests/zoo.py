@@ -44,6 +44,9 @@ _SIZES: dict[str, Any] = {
     "qk_nope_head_dim": 8,
     "v_head_dim": 8,
     "first_k_dense_replace": 1,
+    "index_topk": 4,
+    "index_n_heads": 16,
+    "index_head_dim": 16,
     "max_position_embeddings": 128,
     "max_seq_len": 128,
     "initializer_range": 0.2,
@@ -69,16 +72,39 @@ _KDA: dict[str, Any] = _MLA | {
     "model_max_length": 128,
 }
 
+_YARN: dict[str, Any] = {
+    "rope_type": "yarn",
+    "type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 32,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "llama_4_scaling_beta": 0.1,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "partial_rotary_factor": 1.0,
+}
+
 TABLE: dict[str, dict[str, Any]] = {
+    "beam": {"mlp_layer_types": ["dense", "sparse", "sparse"], "n_group": 2, "topk_group": 1},
     "axk1": _MLA,
     "axk2": _MLA,
     "bailing_hybrid": _KDA | {"num_expert_group": 2, "topk_group": 1},
     "deepseek_v2": _MLA | {"n_shared_experts": 2},
     "deepseek_v3": _MLA | {"n_group": 2, "topk_group": 1},
     "deepseek_v32": _MLA,
+    "deepseek_ocr2_text": {"mlp_layer_types": ["dense", "sparse", "sparse"]},
     "dots1": {"n_shared_experts": 1},
-    "dots3_note_text": _MLA,
+    "dots3_note_text": _MLA
+    | {
+        "layer_types": ["indexed_attention", "sliding_attention", "indexed_attention"],
+        "mlp_layer_types": ["dense", "sparse", "sparse"],
+        "shared_experts_intermediate_size": 16,
+        "per_layer_config": {"01": {"head_dim": 16, "v_head_dim": 16}},
+    },
     "gemma4_text": {
+        "pad_token_id": 0,
         "enable_moe_block": True,
         "num_experts": 8,
         "top_k_experts": 2,
@@ -86,6 +112,22 @@ TABLE: dict[str, dict[str, Any]] = {
         "hidden_size_per_layer_input": 0,
         "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
         "per_layer_config": {"02": {"head_dim": 16, "num_key_value_heads": 1}},
+    },
+    "ernie4_5_vl_moe_text": {
+        "moe_intermediate_size": [16, 16],
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 10000.0,
+            "mrope_section": [1, 1, 2],
+        },
+    },
+    "glm4v_moe_text": {
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 10000.0,
+            "partial_rotary_factor": 0.5,
+            "mrope_section": [1, 1, 0],
+        }
     },
     "glm4_moe_lite": _MLA,
     "glm_moe_dsa": _MLA,
@@ -108,7 +150,14 @@ TABLE: dict[str, dict[str, Any]] = {
     "kimi_linear": _KDA,
     "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv"], "num_dense_layers": 1},
     "longcat_flash": _MLA,
-    "mistral4": _MLA | {"qk_head_dim": 16, "head_dim": 8},
+    "llama4_text": {
+        "intermediate_size_mlp": 24,
+        "moe_layers": [1, 2],
+        "attention_chunk_size": 4,
+        "no_rope_layers": [1, 1, 0],
+    },
+    "mistral_large4_text": _MLA,
+    "mistral4": _MLA | {"qk_head_dim": 16, "head_dim": 8, "rope_parameters": _YARN},
     "nemotron_h": {
         "layers_block_type": ["linear_attention", "moe", "full_attention", "moe", "mlp"],
         "ssm_state_size": 8,
@@ -120,20 +169,93 @@ TABLE: dict[str, dict[str, Any]] = {
     "qwen3_5_moe_text": _DELTA,
     "qwen3_next": _DELTA,
     "qwen4_exp_text": _DELTA | {"hc_lowrank": 8, "layer_types": ["linear_attention"] * 3},
+    "step3p5": {
+        "pad_token_id": 0,
+        "sliding_window": 4,
+        "mlp_layer_types": ["dense", "sparse", "sparse"],
+        "shared_expert_intermediate_size": 16,
+        "share_expert_dim": 16,
+    },
     "zaya": {"num_experts_per_tok": 1},
 }
 
 
+_SIGHT: dict[str, Any] = {
+    "hidden_size": 16,
+    "embed_dim": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "depth": 1,
+    "num_heads": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "out_hidden_size": 32,
+    "encoder_layers": 1,
+    "encoder_attention_heads": 2,
+    "encoder_ffn_dim": 16,
+    "d_model": 16,
+    "output_dim": 32,
+    "downsample_hidden_size": 16,
+    "deepstack_visual_indexes": [0],
+    "num_position_embeddings": 16,
+}
+"""Sizes of what sees and hears, which no test looks at."""
+
+
 def config_of(model_type: str, **more: Any) -> Any:
-    """A tiny configuration of a family."""
+    """A tiny configuration of a family; of one that sees or hears, with a tiny part for text."""
     kind: Any = CONFIG_MAPPING[model_type]
     known = kind()
+    if "text_config" in kind.sub_configs:
+        return _composed(kind, known, model_type, more)
     # What differs between layers cannot be asked of the whole.
     fields = known.to_dict()
     values = {name: value for name, value in _SIZES.items() if name in fields}
     if fields.get("sliding_window"):
         values["sliding_window"] = 4
     return kind(**values | TABLE.get(model_type, {}) | more)
+
+
+def _composed(kind: Any, known: Any, model_type: str, more: dict[str, Any]) -> Any:
+    parts: dict[str, Any] = {}
+    for name in kind.sub_configs:
+        part = getattr(known, name)
+        if name == "text_config":
+            parts[name] = config_of(part.model_type, **more).to_dict()
+        elif part is not None:
+            fields = part.to_dict()
+            small = {field: value for field, value in _SIGHT.items() if field in fields}
+            parts[name] = small | OTHERS.get(model_type, {}).get(name, {})
+    ids = {name: 1 for name in known.to_dict() if name.endswith("token_id")}
+    extra = {k: v for k, v in OTHERS.get(model_type, {}).items() if k not in kind.sub_configs}
+    return kind(**parts, **{"pad_token_id": 0} | ids | extra)
+
+
+OTHERS: dict[str, dict[str, Any]] = {
+    "deepseek_ocr2": {
+        "vision_config": {
+            "sam_config": {
+                "hidden_size": 16,
+                "output_channels": 16,
+                "num_hidden_layers": 1,
+                "num_attention_heads": 2,
+                "global_attn_indexes": [0],
+                "downsample_channels": [16, 16],
+                "image_size": 64,
+            },
+            "encoder_config": {
+                "vocab_size": 64,
+                "hidden_size": 16,
+                "intermediate_size": 16,
+                "num_hidden_layers": 1,
+                "num_attention_heads": 2,
+                "num_key_value_heads": 2,
+            },
+        }
+    },
+    "qwen3_omni_moe_thinker": {"vision_start_token_id": 2, "vision_end_token_id": 3},
+}
+"""What else the parts that see and hear need."""
 
 
 def write(model_type: str, folder: Path, **more: Any) -> Path:

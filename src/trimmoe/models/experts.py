@@ -38,7 +38,9 @@ class ExpertStack:
         up_bias: Tensor | None = None,
         down_bias: Tensor | None = None,
         whole: bool = False,
+        weighs_input: bool = False,
     ) -> None:
+        """`weighs_input`: whether gates multiply what experts read instead of what they give."""
         assert len(ids) == up.shape[0] == down.shape[0]
         self.layer = layer
         self.ids = frozenset(ids)
@@ -53,6 +55,7 @@ class ExpertStack:
         self._down_biases = _each(down_bias, len(ids))
         self._index = {expert: index for index, expert in enumerate(ids)}
         self._activation = activation
+        self._weighs_input = weighs_input
         self._gated = not whole and up.shape[1] == 2 * down.shape[2]
 
     def __call__(self, normed: Tensor, experts: Tensor, gates: Tensor) -> Tensor:
@@ -69,7 +72,13 @@ class ExpertStack:
         if not kept:
             return torch.zeros_like(normed, dtype=sums_in(normed.dtype, normed.device))
         at = [self._at(chosen[slot]) for slot in kept]
-        inner = self._act(torch.cat([self._up(normed, index) for index in at]))
+        if self._weighs_input:
+            read = [normed * gates[:, slot : slot + 1].to(normed.dtype) for slot in kept]
+            gates = torch.ones_like(gates)
+        else:
+            read = [normed] * len(kept)
+        ups = [self._up(rows, index) for rows, index in zip(read, at, strict=True)]
+        inner = self._act(torch.cat(ups))
         outer = torch.cat([self._down(inner[row : row + 1], index) for row, index in enumerate(at)])
         weights = gates if len(kept) == len(chosen) else gates[:, kept]
         return _addends(outer, weights.view(-1, 1)).sum(0, keepdim=True)
@@ -82,9 +91,11 @@ class ExpertStack:
         for index, slots in self._group(chosen, width).items():
             where = torch.tensor(slots, device=normed.device)
             rows = where if width == 1 else where // width
-            inner = self._act(self._up(normed.index_select(0, rows), index))
-            outer = self._down(inner, index)
+            read = normed.index_select(0, rows)
             weights = flat_gates.index_select(0, where).unsqueeze(-1)
+            if self._weighs_input:
+                read, weights = read * weights.to(read.dtype), torch.ones_like(weights)
+            outer = self._down(self._act(self._up(read, index)), index)
             out.index_add_(0, rows, _addends(outer, weights))
         return out
 

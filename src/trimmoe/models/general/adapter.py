@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import numpy as np
@@ -24,6 +24,7 @@ from trimmoe.models.family import (
 )
 from trimmoe.models.general import attention
 from trimmoe.models.general.caching import GeneralCache
+from trimmoe.models.general.catalogue import class_of
 from trimmoe.models.general.ending import Ending
 from trimmoe.models.general.halves import Halves, without_cache
 from trimmoe.models.general.loading import fill, stacks_of
@@ -49,7 +50,10 @@ class GeneralFamily:
     def config(self, raw: dict[str, Any]) -> Any:
         from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-        return CONFIG_MAPPING[self._model_type].from_dict(raw)
+        if self._model_type not in CONFIG_MAPPING:
+            class_of(self._model_type)
+        kind: Any = CONFIG_MAPPING[self._model_type]
+        return kind.from_dict(kind._decode_special_floats(raw))
 
     def geometry(self, config: Any) -> Geometry:
         skeleton = self._skeleton(config)
@@ -141,14 +145,56 @@ def _apart(skeleton: Skeleton, device: torch.device) -> Parts:
             known[kind] = find(layer, shapes.path, shapes.count, width, call)
         call = without_cache(_named(layer, calls[block]), running.layer_argument)
         halves.append(Halves(layer, shapes.path, known[kind], control, call))
+    recurrent = _is_recurrent(skeleton)
     return Parts(
         running=running,
         ending=ending,
         layers=layers,
         halves=halves,
         moe_blocks=skeleton.moe_blocks,
-        recurrent=_is_recurrent(skeleton),
+        recurrent=recurrent,
+        continues=not recurrent or _continue(layers, running, width, device),
     )
+
+
+def _continue(layers: Sequence[Any], running: Running, width: int, device: torch.device) -> bool:
+    """Whether layers go on from a recurrent state with several tokens at once, as they do with
+    one."""
+    like = next(layers[0].parameters())
+    generator = torch.Generator().manual_seed(0)
+    states = torch.randn(1, _ROWS, width, generator=generator).to(like)
+    tried: set[object] = set()
+    for block, layer in enumerate(layers):
+        kind = tuple((name, type(module)) for name, module in layer.named_modules())
+        if kind in tried:
+            continue
+        tried.add(kind)
+        whole, halves = (
+            _passed(block, layer, running, states, parts)
+            for parts in ([range(_ROWS)], [range(_ROWS // 2), range(_ROWS // 2, _ROWS)])
+        )
+        apart = (whole - halves).abs().max() / whole.abs().max()
+        if not bool(apart < (1e-3 if like.dtype == torch.float32 else 0.05)):
+            return False
+    return True
+
+
+def _passed(
+    block: int, layer: Any, running: Running, states: Tensor, parts: Sequence[range]
+) -> Tensor:
+    """What a layer makes of states [1, T, d], whose positions come in so many parts."""
+    device, made = states.device, []
+    cache = GeneralCache(slots=1, context_limit=_ROWS, dtype=states.dtype, device=device)
+    for part in parts:
+        batch = describe([0], [part], device=device)
+        through = Passing(cache, batch)
+        at = attention.Positions(queries=batch.position_ids, length=batch.length)
+        args, kwargs = running.calls(through, at)[block]
+        rows = states[:, part.start : part.stop]
+        output = layer(rows, *args, **kwargs | {running.layer_argument: through})
+        through.commit()
+        made.append(output[0] if isinstance(output, tuple) else output)
+    return torch.cat(made, 1)
 
 
 def _named(layer: Any, call: Call) -> dict[str, Any]:

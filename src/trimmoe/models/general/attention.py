@@ -1,4 +1,4 @@
-"""Attention and masks for rows of unequal positions, as transformers lets others register them.
+"""Masks for rows of unequal positions, made where transformers lets others register theirs.
 
 The kind of mask (causal, sliding, in chunks) is the model's own: transformers hands over a function
 of positions, which is asked here for the positions that the rows of a batch really have.
@@ -6,18 +6,20 @@ of positions, which is asked here for the positions that the rows of a batch rea
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-
-SDPA, EAGER = "trimmoe_sdpa", "trimmoe_eager"
-"""What `config._attn_implementation` says for models of either kind."""
+from torch import Tensor
+from transformers.masking_utils import (
+    ALL_MASK_ATTENTION_FUNCTIONS,
+    AttentionMaskInterface,
+    causal_mask_function,
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,7 +35,7 @@ class Positions:
     the cached ones."""
 
 
-_current: ContextVar[Positions] = ContextVar("positions")
+_current: ContextVar[Positions | None] = ContextVar("positions", default=None)
 
 
 @contextmanager
@@ -46,8 +48,11 @@ def at(positions: Positions) -> Generator[None]:
         _current.reset(token)
 
 
-def allowed(mask_function: Callable[..., Any], positions: Positions) -> Tensor | None:
-    """What may be attended to, bool [B, 1, T, L]; None if one query sees everything."""
+def allowed(
+    mask_function: Callable[..., Any], positions: Positions, *, skips: bool = True
+) -> Tensor | None:
+    """What may be attended to, bool [B, 1, T, L]; None if one query sees everything, and the model
+    `skips` masks then."""
     queries = positions.queries
     rows = torch.arange(queries.shape[0], device=queries.device)[:, None, None, None]
     heads = torch.zeros(1, 1, 1, 1, dtype=torch.int64, device=queries.device)
@@ -60,46 +65,57 @@ def allowed(mask_function: Callable[..., Any], positions: Positions) -> Tensor |
         own = torch.eye(queries.shape[1], dtype=torch.bool, device=queries.device)
         own = own.expand(queries.shape[0], 1, -1, -1)
         return torch.cat((seen & (keys < at_query), own), -1)
-    if queries.shape[1] == 1 and bool(seen.all()):
+    if skips and queries.shape[1] == 1 and bool(seen.all()):
         return None
     return seen
 
 
-def _sdpa_mask(*_: Any, mask_function: Callable[..., Any], **__: Any) -> Tensor | None:
-    return allowed(mask_function, _current.get())
+def _sdpa(seen: Tensor | None, _: torch.dtype) -> Tensor | None:
+    return seen
 
 
-def _eager_mask(
-    *_: Any, mask_function: Callable[..., Any], dtype: torch.dtype = torch.float32, **__: Any
-) -> Tensor | None:
-    seen = allowed(mask_function, _current.get())
+def _eager(seen: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     if seen is None:
         return None
     lowest = torch.finfo(dtype).min
     return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill(~seen, lowest)
 
 
-def _eager(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """The attention that the module's own file writes out."""
-    return sys.modules[type(module).__module__].eager_attention_forward(module, *args, **kwargs)
+_FORMS = {"sdpa": _sdpa, "eager": _eager}
+"""What a mask looks like for each kind of attention."""
 
 
+def _mask_maker(form: Callable[..., Any], before: Callable[..., Any]) -> Callable[..., Any]:
+    """Makes masks for the positions in force; where there are none, as `before`."""
+
+    def make(
+        *args: Any,
+        mask_function: Callable[..., Any] = causal_mask_function,
+        dtype: torch.dtype = torch.float32,
+        allow_is_causal_skip: bool = True,
+        **kwargs: Any,
+    ) -> Tensor | None:
+        positions = _current.get()
+        if positions is None:
+            kwargs |= {"mask_function": mask_function, "dtype": dtype}
+            return before(*args, allow_is_causal_skip=allow_is_causal_skip, **kwargs)
+        return form(allowed(mask_function, positions, skips=allow_is_causal_skip), dtype)
+
+    return make
+
+
+@cache
 def register() -> None:
-    """Make both known to transformers; once or many times."""
-    from transformers.integrations.sdpa_attention import sdpa_attention_forward
-    from transformers.masking_utils import AttentionMaskInterface
-    from transformers.modeling_utils import AttentionInterface
-
-    AttentionInterface.register(SDPA, sdpa_attention_forward)
-    AttentionInterface.register(EAGER, _eager)
-    AttentionMaskInterface.register(SDPA, _sdpa_mask)
-    AttentionMaskInterface.register(EAGER, _eager_mask)
+    """Have transformers make its masks here where positions are in force."""
+    for name, form in _FORMS.items():
+        before = ALL_MASK_ATTENTION_FUNCTIONS[name]
+        AttentionMaskInterface.register(name, _mask_maker(form, before))
 
 
 def use(model: Any) -> None:
-    """Have a model, all parts of it, attend through what is registered here."""
+    """Have a model, all parts of it, attend as it does where nothing else is asked for."""
     register()
-    chosen = SDPA if getattr(type(model), "_supports_sdpa", False) else EAGER
+    chosen = "sdpa" if getattr(type(model), "_supports_sdpa", False) else "eager"
     for module in model.modules():
         config = getattr(module, "config", None)
         if config is not None:

@@ -10,13 +10,14 @@ from trimmoe.core.errors import UserError
 
 @cache
 def class_names() -> dict[str, str]:
-    """Model class with a head of every model type, the one for text alone where there are two."""
+    """Model class with a head of every model type, that of all its parts where there are two."""
     from transformers.models.auto import modeling_auto as auto
 
     tables = (
         auto.MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
-        auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
         auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        # Last, since it is the class whose names a checkpoint of both parts has.
+        auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
     )
     return {kind: name for table in tables for kind, name in table.items()}
 

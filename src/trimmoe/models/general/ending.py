@@ -14,6 +14,7 @@ from trimmoe.models.general.passing import Passing
 from trimmoe.models.general.running import Running
 
 _CLOSE = 1e-3
+_SCALES = ("logits_scaling", "logit_scale", "final_logit_softcapping", "lm_head_multiplier")
 
 
 class Ending:
@@ -37,7 +38,14 @@ class Ending:
             head.weight = None
         self._cap = _cap(model.config)
         self._scale = 1.0
-        wanted = self._asked(model, running, through, positions, states, head)
+        try:
+            wanted = self._asked(model, running, through, positions, states, head)
+        except AttributeError:
+            # A wrapper that cannot do without an image; nothing in its configuration says that it
+            # does more than its decoder and head.
+            if any(getattr(model.config.get_text_config(), name, None) for name in _SCALES):
+                raise
+            return
         self._scale = self._fitting(states[0], wanted)
 
     def multiplied(self, states: Tensor) -> tuple[Tensor, Tensor]:
@@ -122,9 +130,9 @@ def _last_norm(
     for name, child in names.items():
 
         def note(_: Any, args: Any, output: Any, name: str = name) -> None:
-            if args and isinstance(args[0], Tensor) and args[0].shape == states.shape:
-                if torch.equal(args[0], states) and isinstance(output, Tensor):
-                    made[name] = output
+            read = args[0] if args else None
+            if isinstance(read, Tensor) and isinstance(output, Tensor) and _same(read, states):
+                made[name] = output
 
         handles.append(child.register_forward_hook(note))
     try:
@@ -139,3 +147,7 @@ def _last_norm(
         f"{type(decoder).__name__} does more behind its layers than norm their states; TrimMoE "
         f"cannot serve it."
     )
+
+
+def _same(one: Tensor, other: Tensor) -> bool:
+    return one.shape == other.shape and torch.equal(one, other)

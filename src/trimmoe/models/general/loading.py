@@ -113,6 +113,7 @@ def _stack(layer: int, ids: Sequence[int], parts: dict[str, Tensor], holder: Any
         up_bias=parts.get(f"{first}_bias"),
         down_bias=parts.get("down_proj_bias"),
         whole=True,
+        weighs_input=getattr(holder, "weighs_input", False),
     )
 
 

@@ -1,4 +1,4 @@
-"""The modules of a model on the meta device: its decoder, its layers, and where their experts are."""
+"""The modules of a model on the meta device: its decoder, its layers, and where experts are."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from torch import nn
 
 from trimmoe.core.errors import UserError
 from trimmoe.models.general.catalogue import class_of
+from trimmoe.models.general.llama4 import adapt
 
 _WEIGHTS = ("gate_up_proj", "up_proj", "down_proj")
 
@@ -77,10 +78,11 @@ def build(config: Any, model_type: str, dtype: torch.dtype = torch.float32) -> S
     finally:
         torch.set_default_dtype(before)
     model.eval()
-    decoder = model.get_decoder()
-    layers = getattr(decoder, "layers", None)
-    if not isinstance(layers, nn.ModuleList):
+    adapt(model)
+    decoder = _decoder(model)
+    if decoder is None:
         raise UserError(f"{model_type} has no list of decoder layers that TrimMoE could serve.")
+    layers = decoder.layers
     found = {block: _experts(layer) for block, layer in enumerate(layers)}
     experts = {block: one for block, one in found.items() if one is not None}
     if not experts:
@@ -92,13 +94,35 @@ def build(config: Any, model_type: str, dtype: torch.dtype = torch.float32) -> S
     return Skeleton(model=model, decoder=decoder, name=name, layers=tuple(layers), experts=experts)
 
 
-def _experts(layer: Any) -> ExpertShapes | None:
-    """What transformers' `use_experts_implementation` marks in a layer."""
-    for path, module in layer.named_modules():
-        if hasattr(module, "is_transposed") and hasattr(module, "has_gate"):
-            stacked = {name: tuple(p.shape) for name, p in module.named_parameters()}
-            return ExpertShapes(path=path, count=stacked["down_proj"][0], parameters=stacked)
+def _decoder(model: Any) -> Any | None:
+    """What runs the layers that text passes."""
+    embedding = model.get_input_embeddings()
+    for module in (model.get_decoder(), *model.modules()):
+        has_list = isinstance(getattr(module, "layers", None), nn.ModuleList)
+        if has_list and any(one is embedding for one in module.modules()):
+            return module
     return None
+
+
+def _experts(layer: Any) -> ExpertShapes | None:
+    """What transformers' `use_experts_implementation` marks in a layer, or what looks like it."""
+    for path, module in layer.named_modules():
+        stacked = {name: tuple(p.shape) for name, p in module.named_parameters()}
+        if not hasattr(module, "has_gate") and not _is_marked(module, stacked):
+            continue
+        return ExpertShapes(path=path, count=stacked["down_proj"][0], parameters=stacked)
+    return None
+
+
+def _is_marked(module: Any, stacked: dict[str, tuple[int, ...]]) -> bool:
+    """Whether a module holds gated experts without a mark, which it gets then."""
+    if set(stacked) != {"gate_up_proj", "down_proj"} or not hasattr(module, "_apply_gate"):
+        return False
+    up, down = stacked["gate_up_proj"], stacked["down_proj"]
+    if len(up) != 3 or up[1] != 2 * down[2] or up[2] != down[1]:
+        return False
+    module.is_transposed, module.has_gate, module.has_bias = False, True, False
+    return True
 
 
 def _head_names(model: Any) -> list[str]:

@@ -69,7 +69,8 @@ class Layout:
 SCORES: dict[str, Callable[[Tensor], Tensor]] = {
     "softmax": lambda logits: F.softmax(logits, dim=-1),
     "sigmoid": torch.sigmoid,
-    "itself": lambda logits: logits,
+    # Scores of all experts, not of those alone that were chosen.
+    "itself": lambda logits: torch.where((logits > 0).all(), logits, torch.nan),
     "root of softplus": lambda logits: F.softplus(logits).sqrt(),
 }
 """What routers make of their logits."""
@@ -367,7 +368,7 @@ def _rounded(factor: float) -> float:
 
 
 def _in_proportion(scores: Tensor, index: Tensor, gates: Tensor) -> bool:
-    if bool((scores < 0).any()) or int(index.max()) >= scores.shape[1]:
+    if not bool((scores >= 0).all()) or int(index.max()) >= scores.shape[1]:
         return False
     ratio = gates.float() / scores.gather(1, index).clamp(min=1e-12)
     if index.shape[1] == 1:

@@ -35,6 +35,8 @@ class Parts:
     moe_blocks: tuple[int, ...]
     recurrent: bool
     """Whether any layer keeps a state that cannot be cut back."""
+    continues: bool
+    """Whether all of them go on from one with several tokens at once."""
 
 
 class GeneralView(MoEView):
@@ -219,15 +221,24 @@ class GeneralView(MoEView):
         return self._running.calls(through, beside), through
 
     def _goes_by_row(self, batch: TokenBatch) -> bool:
-        """Whether rows differ in what a recurrent state would have to see of them."""
-        return self._parts.recurrent and batch.shape[0] > 1 and batch.shape[1] > 1
+        """Whether a recurrent state cannot take in these rows together."""
+        if not self._parts.recurrent or batch.shape[1] == 1:
+            return False
+        return batch.shape[0] > 1 or self._goes_singly(batch.positions[0])
+
+    def _goes_singly(self, positions: Sequence[int]) -> bool:
+        return positions[0] > 0 and len(positions) > 1 and not self._parts.continues
 
     def _by_row(self, hidden: Tensor, batch: TokenBatch, cache: KVCache, run: Any) -> Tensor:
-        """The same for one row after the other, without padding."""
+        """The same for one row after the other, without padding; token by token where needed."""
         made = torch.zeros_like(hidden)
         for row, (slot, positions) in enumerate(zip(batch.slots, batch.positions, strict=True)):
-            alone, count = self.batch(cache, [slot], [positions]), len(positions)
-            made[row : row + 1, :count] = run(hidden[row : row + 1, :count], alone)
+            count = len(positions)
+            step = 1 if self._goes_singly(positions) else count
+            for start in range(0, count, step):
+                part = positions[start : start + step]
+                at = (slice(row, row + 1), slice(start, start + len(part)))
+                made[at] = run(hidden[at], self.batch(cache, [slot], [part]))
         return made
 
 
