@@ -17,6 +17,7 @@ from trimmoe.core.profile import Profile
 from trimmoe.core.specs import ModelSpec
 from trimmoe.runtime.launch.artifacts import Artifacts
 from trimmoe.runtime.launch.config import ServeConfig
+from trimmoe.runtime.launch.folder import RunFolder
 from trimmoe.runtime.launch.job import Pieces, server_spec
 from trimmoe.runtime.launch.kernels import compile_decisions
 from trimmoe.runtime.launch.local import local_endpoints
@@ -52,11 +53,15 @@ def forked(
     )
     artifacts = Artifacts(profile=profile, plan=plan, model=spec)
     where = local_endpoints(config, names)
-    first = server_spec(config, artifacts, pieces, where, one_machine=True)
+    folder = RunFolder.at(config.port_base)
+    first = server_spec(config, artifacts, pieces, where, one_machine=True, tls=None)
     specs = [replace(first, index=index) for index in range(len(names))]
     compile_decisions(artifacts, pieces.policy)
-    with _processes(specs):
-        yield [each.url for each in where]
+    try:
+        with _processes(specs):
+            yield [each.url for each in where]
+    finally:
+        folder.clear()
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import signal
 import socket
@@ -110,6 +111,31 @@ def free_ports(count: int) -> int:
             continue
         return first
     raise AssertionError("no free ports")
+
+
+def listening(*pids: int) -> set[str]:
+    """Where processes listen, says the kernel: host:port (TCP and UDP) or the path of a socket."""
+    own = {
+        os.readlink(link)
+        for pid in pids
+        for link in Path(f"/proc/{pid}/fd").iterdir()
+        if link.is_symlink()
+    }
+    found = set()
+    for kind, wanted in (("tcp", "0A"), ("tcp6", "0A"), ("udp", "07"), ("udp6", "07")):
+        for line in Path(f"/proc/net/{kind}").read_text().splitlines()[1:]:
+            parts = line.split()
+            if parts[3] == wanted and f"socket:[{parts[9]}]" in own:
+                host, port = parts[1].split(":")
+                # Each word of an address is in the order of this machine.
+                words = [bytes.fromhex(host[at : at + 8])[::-1] for at in range(0, len(host), 8)]
+                found.add(f"{ipaddress.ip_address(b''.join(words))}:{int(port, 16)}")
+    for line in Path("/proc/net/unix").read_text().splitlines()[1:]:
+        parts = line.split(maxsplit=7)
+        accepts = int(parts[3], 16) & 0x10000
+        if accepts and f"socket:[{parts[6]}]" in own:
+            found.add(parts[7])
+    return found
 
 
 class Serving:

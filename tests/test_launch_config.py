@@ -178,7 +178,11 @@ def test_the_token_comes_from_a_file_or_the_environment(
     assert cluster_token(None) == "e" * 43
     path = tmp_path / "token"
     path.write_text("f" * 43 + "\n")
+    path.chmod(0o600)
     assert cluster_token(path) == "f" * 43
+    path.chmod(0o640)
+    with pytest.raises(UserError, match=f"chmod 600 {path}"):
+        cluster_token(path)
 
 
 def test_a_short_or_unreadable_token_is_refused(tmp_path: Path) -> None:
@@ -186,6 +190,7 @@ def test_a_short_or_unreadable_token_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="Cannot read"):
         cluster_token(path)
     path.write_text("hunter2")
+    path.chmod(0o600)
     with pytest.raises(UserError, match="7 characters"):
         cluster_token(path)
 

@@ -11,12 +11,24 @@ from pathlib import Path
 
 import pytest
 
-from launching import PATIENCE_S, Serving, answers, await_answer, free_ports, write_files
+from launching import (
+    PATIENCE_S,
+    Serving,
+    answers,
+    await_answer,
+    free_ports,
+    listening,
+    write_files,
+)
+from trimmoe.core.private import write_private
+from trimmoe.experiments.serve_cluster import openings_of_head
 from trimmoe.models.exact import greedy
 from trimmoe.models.load import open_model
 from trimmoe.runtime.launch import family
+from trimmoe.runtime.launch.config import ServeConfig
 from trimmoe.runtime.launch.folder import RunFolder
 from trimmoe.runtime.launch.naming import own_address
+from trimmoe.runtime.launch.several import HeadOptions
 from trimmoe.runtime.launch.watching import stop_servers
 from trimmoe.runtime.wire.keys import generate_token
 
@@ -38,6 +50,7 @@ def test_a_head_serves_with_those_that_join_and_ends_with_all_it_started(
             assert "does not let this machine in" in refused.text
             for index in range(len(NAMES)):
                 await_answer(cluster.port + index)
+            cluster.opens_what_check_says(first)
             started = family.descendants(first.process.pid)
             below = family.descendants(second.process.pid)
             assert cluster.pid(1) in {process.pid for process in below}, "it runs where it joined"
@@ -139,7 +152,7 @@ class _Cluster:
         self.port, address = free_ports(330), own_address()
         self.at = f"{address}:{self.port + 220}"
         for name in ("token", "wrong-token"):
-            (folder / name).write_text(generate_token())
+            write_private(folder / name, generate_token().encode())
 
     def head(self) -> Serving:
         files, (address, port) = self._files, self.at.split(":")
@@ -149,6 +162,20 @@ class _Cluster:
             *("--policy", "exact", "--profile", str(files.profile), "--plan", str(files.plan)),
             *("--port-base", str(self.port), "--no-spare"),
         )
+
+    def opens_what_check_says(self, head: Serving) -> None:
+        """All of it but what is for moving to another plan, and nothing else."""
+        address, port = self.at.split(":")
+        config = ServeConfig(
+            cluster=self._files.cluster, port_base=self.port, host="127.0.0.1", spare=False
+        )
+        options = HeadOptions(address=address, port=int(port), servers=("desk",), token=None)
+        said = {each.at for each in openings_of_head(config, options)}
+        below = [each.pid for each in family.descendants(head.process.pid)]
+        turns = (f":{self.port + 150}", f"/{self.port}-1/")
+        later = {at for at in said if any(turn in at for turn in turns)}
+        assert len(later) == 3
+        assert listening(head.process.pid, *below) == said - later
 
     def open_head(self) -> Serving:
         files, (address, port) = self._files, self.at.split(":")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import stat
 import subprocess
 import sys
 import time
@@ -24,9 +25,12 @@ from launching import (
     answers,
     await_answer,
     free_ports,
+    listening,
     write_files,
 )
+from trimmoe.experiments.serve_cluster import openings_here
 from trimmoe.runtime.launch import family
+from trimmoe.runtime.launch.config import ServeConfig
 from trimmoe.runtime.launch.folder import SPARE, RunFolder
 from trimmoe.runtime.launch.watching import ask, stop_servers
 
@@ -109,6 +113,7 @@ def test_a_server_killed_comes_back_and_ctrl_c_leaves_nothing(files: Files) -> N
         assert len(set(pids)) == len(SERVERS), "one process per server"
         folder = RunFolder.at(port)
         _await(lambda: folder.is_alive(SPARE) and folder.socket(SPARE).exists())
+        _opens_what_check_says(serving, files, port)
         spare = folder.pid(SPARE)
         os.kill(_number(pids[1]), signal.SIGKILL)
         serving.said("is lost and is being started again")
@@ -121,6 +126,20 @@ def test_a_server_killed_comes_back_and_ctrl_c_leaves_nothing(files: Files) -> N
         assert serving.ended() == 0
         assert family.alive(started) == frozenset()
         _all_free(port)
+
+
+def _opens_what_check_says(serving: Serving, files: Files, port: int) -> None:
+    """All of it, nothing else, and none of it for another account or machine, but HTTP."""
+    config = ServeConfig(cluster=files.cluster, port_base=port)
+    said = openings_here(config)
+    below = [each.pid for each in family.descendants(serving.process.pid)]
+    assert listening(serving.process.pid, *below) == {each.at for each in said}
+    ports = {each.at for each in said if not each.at.startswith("/")}
+    assert ports == {f"127.0.0.1:{port + index}" for index in range(len(SERVERS))}
+    run = RunFolder.at(port).path
+    assert {Path(each.at).parent for each in said if each.at not in ports} == {run}
+    assert stat.S_IMODE(run.stat().st_mode) == stat.S_IMODE(run.parent.stat().st_mode) == 0o700
+    assert stat.S_IMODE((run / "job").stat().st_mode) == 0o600
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from trimmoe.cli.options import say
+from trimmoe.cli.options import TlsCertificate, TlsKey, say
 from trimmoe.core.errors import UserError
 from trimmoe.core.precision import Precision
 
@@ -31,10 +31,19 @@ def gateway(
         float,
         typer.Option(min=0.1, help="Seconds until a server that answers nothing is left out."),
     ] = 5.0,
+    tls_certificate: TlsCertificate = None,
+    tls_key: TlsKey = None,
+    server_ca: Annotated[
+        Path | None,
+        typer.Option(
+            help="PEM file of who signed the servers' certificates; default: the system's."
+        ),
+    ] = None,
 ) -> None:
     """One address for all servers of a cluster, whose failures its clients do not see."""
     from trimmoe.api.gateway.app import GatewaySettings, urls_of
     from trimmoe.experiments.gateway import run_gateway
+    from trimmoe.runtime.launch.tls import tls_of, trusted
 
     try:
         urls = urls_of(server)
@@ -42,9 +51,13 @@ def gateway(
         raise UserError(
             f"`{error}` is no server's address; give --server http://HOST:PORT."
         ) from error
-    settings = GatewaySettings(servers=urls, patience_s=patience, silence_s=silence)
-    say(f"Passing on from http://{host}:{port}/v1 to {len(urls)} servers, Ctrl-C to stop.")
-    run_gateway(settings, host, port)
+    tls = tls_of(tls_certificate, tls_key)
+    settings = GatewaySettings(
+        servers=urls, patience_s=patience, silence_s=silence, trusted=trusted(server_ca)
+    )
+    scheme = "http" if tls is None else "https"
+    say(f"Passing on from {scheme}://{host}:{port}/v1 to {len(urls)} servers, Ctrl-C to stop.")
+    run_gateway(settings, host, port, tls)
 
 
 def chaos(

@@ -55,6 +55,11 @@ Quantise = Annotated[
     Precision,
     typer.Option("--quantise", help="Hold weights in few bits: float32 on a CPU only."),
 ]
+TlsCertificate = Annotated[
+    Path | None,
+    typer.Option(help="PEM file to serve HTTPS with: the certificate and those above it."),
+]
+TlsKey = Annotated[Path | None, typer.Option(help="PEM file of the certificate's key.")]
 ScoringOption = Annotated[
     Literal["layers", "steps"],
     typer.Option(

@@ -19,6 +19,8 @@ from trimmoe.cli.options import (
     Dtype,
     ModelOption,
     Quantise,
+    TlsCertificate,
+    TlsKey,
     console,
     say,
     server_index,
@@ -61,6 +63,8 @@ def serve_local(
     threads: Annotated[
         int | None, typer.Option(min=1, help="To compute with; default: one per core.")
     ] = None,
+    tls_certificate: TlsCertificate = None,
+    tls_key: TlsKey = None,
 ) -> None:
     """Serve a model in this process behind OpenAI's HTTP interface; links are only charged."""
     from trimmoe.api.settings import ApiSettings
@@ -70,6 +74,7 @@ def serve_local(
     from trimmoe.experiments.methods import find_method
     from trimmoe.models.load import load_tokenizer
     from trimmoe.runtime.decoder import ExactDecoder
+    from trimmoe.runtime.launch.tls import tls_of
     from trimmoe.runtime.local_service import LocalService
 
     chosen = find_method(method or "trimmoe")
@@ -82,6 +87,7 @@ def serve_local(
         )
     if any(not key for key in api_key or ()):
         raise UserError("An empty --api-key would let everybody in; leave it out or give a key.")
+    tls = tls_of(tls_certificate, tls_key)
     with local.listen(host, port) as listener:
         path = resolved(model)
         tokenizer = load_tokenizer(path)
@@ -106,11 +112,10 @@ def serve_local(
         name = served_model_name or ("embedded" if model == "embedded" else None)
         served = local.served_model(path, view, tokenizer, name)
         shown_port = listener.getsockname()[1]
-        console.print(
-            f"Serving {escape(served.id)} on http://{host}:{shown_port}/v1, Ctrl-C to stop."
-        )
+        url = f"{'https' if tls else 'http'}://{host}:{shown_port}/v1"
+        console.print(f"Serving {escape(served.id)} on {url}, Ctrl-C to stop.")
         service = LocalService(decoder, served, max_waiting=max_waiting)
-        local.serve(service, ApiSettings(api_keys=tuple(api_key or ())), listener)
+        local.serve(service, ApiSettings(api_keys=tuple(api_key or ())), listener, tls)
 
 
 def stop(
@@ -188,6 +193,8 @@ def serve(
     served_name: Annotated[
         str | None, typer.Option(help="What requests call the model; default: its own name.")
     ] = None,
+    tls_certificate: TlsCertificate = None,
+    tls_key: TlsKey = None,
     host: Annotated[
         str | None, typer.Option(help="Where HTTP listens; default: this machine only.")
     ] = None,
@@ -195,7 +202,10 @@ def serve(
         int | None, typer.Option(help="HTTP port of the first server; default 8000.")
     ] = None,
     wire_port_base: Annotated[
-        int | None, typer.Option(help="First port of the links; default: 100 above --port-base.")
+        int | None,
+        typer.Option(
+            help="First port of the links; default: 100 above --port-base, none on one machine."
+        ),
     ] = None,
     emulate: Annotated[
         bool | None,
@@ -227,7 +237,7 @@ def serve(
     ] = None,
     encrypt: Annotated[
         bool | None,
-        typer.Option("--encrypt/--no-encrypt", help="Links; default: unless all are loopback."),
+        typer.Option("--encrypt/--no-encrypt", help="Links; default: wherever they are ports."),
     ] = None,
     kv_slots: Annotated[
         int | None, typer.Option(help="Sequences a server admits at once; default 16.")
@@ -276,10 +286,15 @@ def serve(
     token_file: Annotated[
         Path | None, typer.Option(help="Holds the cluster token; default: $TRIMMOE_TOKEN.")
     ] = None,
+    check: Annotated[
+        bool, typer.Option("--check", help="Only say what would be listened at, and for whom.")
+    ] = False,
 ) -> None:
     """Serve a model on a cluster, one process per server; calibrates and plans if need be."""
     from trimmoe.experiments import serve_cluster as launcher
     from trimmoe.runtime.launch.config import serve_config
+    from trimmoe.runtime.launch.openings import told
+    from trimmoe.runtime.launch.tls import tls_of
 
     if head and join is not None:
         raise UserError("A machine is either the --head or joins one; give one of the two.")
@@ -288,8 +303,13 @@ def serve(
             "--server, --address, --head-port and --token-file are for several machines; give "
             "--head or --join too, or leave them out."
         )
+    if check and join is not None:
+        raise UserError(
+            "What a machine that joins opens is as its head says; give --check there instead."
+        )
     if join is not None:
-        launcher.serve_as_joined(join, say, servers=server or (), token_file=token_file)
+        tls = tls_of(tls_certificate, tls_key)
+        launcher.serve_as_joined(join, say, servers=server or (), token_file=token_file, tls=tls)
         return
     given = {
         "cluster": cluster, "model": model, "profile": profile, "plan": plan, "text": text or None,
@@ -301,7 +321,7 @@ def serve(
         "emulate_links": emulate_links, "emulate_machines": emulate_machines,
         "quantise": quantise, "threads": threads, "device": device,
         "patience": patience, "spare": spare,
-        "prefix_cache": prefix_cache,
+        "prefix_cache": prefix_cache, "tls_certificate": tls_certificate, "tls_key": tls_key,
     }  # fmt: skip
     chosen = serve_config(config, given, default_cluster=_default_cluster, open_to_all=head)
     if head:
@@ -312,6 +332,11 @@ def serve(
             token_file=token_file,
             named=chosen.cluster is not None or chosen.plan is not None,
         )
+        if check:
+            say("\n".join(told(launcher.openings_of_head(chosen, options))))
+            return
         launcher.serve_as_head(chosen, say, console, options=options, count=servers, replan=replan)
+    elif check:
+        say("\n".join(told(launcher.openings_here(chosen))))
     else:
         launcher.serve_here(chosen, say)

@@ -19,12 +19,14 @@ from trimmoe.placement.make import as_published
 from trimmoe.policy.settings import PolicySettings, auto_trimming
 from trimmoe.runtime.launch.artifacts import Artifacts, cluster_of, prepare
 from trimmoe.runtime.launch.config import ServeConfig
-from trimmoe.runtime.launch.deployment import DEFAULT_PORT
+from trimmoe.runtime.launch.deployment import DEFAULT_PORT, deployed_endpoints
 from trimmoe.runtime.launch.job import Pieces
 from trimmoe.runtime.launch.join import serve_join
-from trimmoe.runtime.launch.local import require_startable, serve_local
+from trimmoe.runtime.launch.local import local_endpoints, require_startable, serve_local
 from trimmoe.runtime.launch.naming import cluster_token, own_address, own_name
+from trimmoe.runtime.launch.openings import Opening, head_openings, local_openings
 from trimmoe.runtime.launch.several import HeadOptions, serve_head
+from trimmoe.runtime.launch.tls import Tls, tls_of
 from trimmoe.runtime.launch.whoever import serve_whoever_joins
 
 Say = Callable[[str], None]
@@ -71,6 +73,31 @@ def serve_here(config: ServeConfig, say: Say, *, pieces: Pieces | None = None) -
     serve_local(config, artifacts_of(config, say), pieces, say)
 
 
+def openings_here(config: ServeConfig) -> tuple[Opening, ...]:
+    """What `serve_here` would open. Raises `UserError`."""
+    return local_openings(config, local_endpoints(config, cluster_of(config).server_names))
+
+
+def openings_of_head(config: ServeConfig, options: HeadOptions) -> tuple[Opening, ...]:
+    """What `serve_as_head` would open on this machine. Raises `UserError`."""
+    names = options.servers
+    if config.cluster is not None or config.plan is not None:
+        names = cluster_of(config).server_names
+        _require_known(options.servers, names)
+    machines = dict.fromkeys(options.servers, options.address)
+    own = deployed_endpoints(config, tuple(n for n in names if n in machines), machines, 0)
+    indexed = [(names.index(each.name), each) for each in own]
+    return head_openings(config, indexed, options.address, options.port)
+
+
+def _require_known(servers: Sequence[str], names: Sequence[str]) -> None:
+    unknown = [server for server in servers if server not in names]
+    if unknown:
+        raise UserError(
+            f"There is no server `{unknown[0]}` in the cluster; choose from {', '.join(names)}."
+        )
+
+
 def serve_as_head(
     config: ServeConfig,
     say: Say,
@@ -82,6 +109,7 @@ def serve_as_head(
 ) -> None:
     """The first machine of several, which others join, until Ctrl-C. Raises `UserError`."""
     pieces = pieces_of(config)
+    tls_of(config.tls_certificate, config.tls_key)
     if config.cluster is None and config.plan is None:
         if count is None:
             raise UserError(
@@ -91,20 +119,21 @@ def serve_as_head(
         planner = JoinedPlanner(config, say, console)
         serve_whoever_joins(config, planner, pieces_of, say, options, count=count, replan=replan)
         return
-    names = cluster_of(config).server_names
-    unknown = [server for server in options.servers if server not in names]
-    if unknown:
-        raise UserError(
-            f"There is no server `{unknown[0]}` in the cluster; choose from {', '.join(names)}."
-        )
+    _require_known(options.servers, cluster_of(config).server_names)
     serve_head(config, artifacts_of(config, say), pieces, say, options)
 
 
 def serve_as_joined(
-    head: str, say: Say, *, servers: Sequence[str], token_file: Path | None
+    head: str,
+    say: Say,
+    *,
+    servers: Sequence[str],
+    token_file: Path | None,
+    tls: Tls | None = None,
 ) -> None:
     """A machine that joins a head, until Ctrl-C. Raises `UserError`."""
-    serve_join(head, servers=servers, token=cluster_token(token_file), say=say, assemble=pieces_of)
+    token = cluster_token(token_file)
+    serve_join(head, servers=servers, token=token, say=say, assemble=pieces_of, tls=tls)
 
 
 def head_options(

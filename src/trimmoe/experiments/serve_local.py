@@ -24,6 +24,7 @@ from trimmoe.models.checkpoint import resolve
 from trimmoe.models.formats.choose import folder_of
 from trimmoe.runtime.decoder import PlannedDecoder
 from trimmoe.runtime.launch.addresses import KEEP_ALIVE_S
+from trimmoe.runtime.launch.tls import Tls
 from trimmoe.runtime.service import InferenceService, ServedModel
 
 GRACE_S = 10
@@ -99,13 +100,19 @@ def listen(host: str, port: int) -> socket.socket:
         ) from error
 
 
-def serve(service: InferenceService, settings: ApiSettings, listener: socket.socket) -> None:
+def serve(
+    service: InferenceService,
+    settings: ApiSettings,
+    listener: socket.socket,
+    tls: Tls | None = None,
+) -> None:
     """Serve until Ctrl-C or SIGTERM; answers under way get `GRACE_S` to end."""
     config = uvicorn.Config(
         create_app(service, settings),
         log_level="warning",
         timeout_graceful_shutdown=GRACE_S,
         timeout_keep_alive=KEEP_ALIVE_S,
+        **(tls.for_uvicorn() if tls else {}),
     )
     with suppress(KeyboardInterrupt):
         uvicorn.Server(config).run(sockets=[listener])

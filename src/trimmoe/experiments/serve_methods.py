@@ -133,7 +133,7 @@ def _arguments(name: str, config: ServeConfig) -> list[str]:
         "budget": config.budget,
         "confidence": config.confidence,
         "port-base": config.port_base,
-        "wire-port-base": config.first_wire_port,
+        "wire-port-base": config.wire_port_base,
         "quantise": str(config.quantise),
         "threads": config.threads,
         "kv-slots": config.kv_slots,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ssl
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
@@ -56,6 +57,8 @@ class GatewaySettings:
     """How long a server may say nothing, not even to be asked for its health, until its answers go
     on elsewhere."""
     max_body_bytes: int = 1_000_000
+    trusted: ssl.SSLContext | bool = True
+    """What servers' certificates are checked with; True: what the system trusts."""
 
 
 class _Gateway:
@@ -67,7 +70,11 @@ class _Gateway:
         timeout = httpx.Timeout(None, connect=settings.silence_s)
         plain = {"accept-encoding": "identity"}
         self.client = httpx.AsyncClient(
-            limits=limits, timeout=timeout, headers=plain, trust_env=False
+            limits=limits,
+            timeout=timeout,
+            headers=plain,
+            trust_env=False,
+            verify=settings.trusted,
         )
         self.pool = Pool(settings.servers, self.client, silence_s=settings.silence_s)
         self.relay = Relay(self.pool, self.client, patience_s=settings.patience_s)

@@ -7,6 +7,7 @@ import socket
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from trimmoe.core.errors import UserError
 
@@ -16,7 +17,7 @@ _HIGHEST_PORT = 65535
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Endpoint:
-    """One server's two listening sockets."""
+    """Where one server listens."""
 
     name: str
     machine: str
@@ -24,16 +25,23 @@ class Endpoint:
     http_host: str
     http_port: int
     wire_port: int
+    link: str = ""
+    """The socket that peers connect to instead of `wire_port`, where all are on this machine."""
+    tls: bool = False
+    """Whether HTTP is encrypted."""
 
     @property
     def url(self) -> str:
         """Base URL for OpenAI clients."""
         host = self.machine if _is_any(self.http_host) else self.http_host
-        return f"http://{_bracketed(host)}:{self.http_port}/v1"
+        scheme = "https" if self.tls else "http"
+        return f"{scheme}://{_bracketed(host)}:{self.http_port}/v1"
 
     @property
     def wire_address(self) -> str:
         """Where peers connect to."""
+        if self.link:
+            return f"ipc://{self.link}"
         return f"tcp://{_bracketed(self.machine)}:{self.wire_port}"
 
 
@@ -44,15 +52,18 @@ def endpoints(
     http_host: str | None,
     port_base: int,
     wire_port_base: int,
+    links: Path | None = None,
+    tls: bool = False,
 ) -> tuple[Endpoint, ...]:
     """One endpoint per server; the n-th server of a machine listens on base + n.
 
-    `machines` gives each server's machine by its address; `http_host` None listens on that.
-    Raises `UserError` where the ports run out or the two ranges meet.
+    `machines` gives each server's machine by its address; `http_host` None listens on that. With
+    `links` peers meet in that folder instead of at ports. Raises `UserError` where the ports run
+    out or the two ranges meet.
     """
     seen: Counter[str] = Counter()
     made = []
-    for name in names:
+    for index, name in enumerate(names):
         machine = machines[name]
         made.append(
             Endpoint(
@@ -61,16 +72,18 @@ def endpoints(
                 http_host=http_host or machine,
                 http_port=port_base + seen[machine],
                 wire_port=wire_port_base + seen[machine],
+                link="" if links is None else str(links / f"{index}.link"),
+                tls=tls,
             )
         )
         seen[machine] += 1
     most = max(seen.values())
-    if max(port_base, wire_port_base) + most - 1 > _HIGHEST_PORT:
+    highest = port_base if links is not None else max(port_base, wire_port_base)
+    if highest + most - 1 > _HIGHEST_PORT:
         raise UserError(
-            f"There are not {most} ports from {max(port_base, wire_port_base)} on; choose a lower "
-            "--port-base."
+            f"There are not {most} ports from {highest} on; choose a lower --port-base."
         )
-    if abs(port_base - wire_port_base) < most:
+    if links is None and abs(port_base - wire_port_base) < most:
         raise UserError(
             f"{most} servers on a machine need HTTP ports from {port_base} and link ports from "
             f"{wire_port_base}, which meet; move them apart."
@@ -81,10 +94,10 @@ def endpoints(
 def require_free(wanted: Iterable[Endpoint]) -> None:
     """Raise `UserError` if a port on this machine is in use."""
     for endpoint in wanted:
-        for host, port, option in (
-            (endpoint.http_host, endpoint.http_port, "--port-base"),
-            (endpoint.machine, endpoint.wire_port, "--wire-port-base"),
-        ):
+        ports = [(endpoint.http_host, endpoint.http_port, "--port-base")]
+        if not endpoint.link:
+            ports.append((endpoint.machine, endpoint.wire_port, "--wire-port-base"))
+        for host, port, option in ports:
             try:
                 listener(host, port).close()
             except OSError as error:

@@ -51,12 +51,18 @@ class ServeConfig(BaseModel):
     """Flip rate a token may lose; None: 0.02 under a policy that trims."""
     confidence: Annotated[float, Field(ge=0.0, allow_inf_nan=False)] = 0.9
     api_keys: tuple[Annotated[str, Field(min_length=1)], ...] = ()
+    tls_certificate: Path | None = None
+    """PEM file to serve HTTPS with, and that of its key; None: plain HTTP."""
+    tls_key: Path | None = None
+    tls: bool = False
+    """Whether HTTP is served over TLS, each machine with a certificate of its own."""
     host: str | None = None
     """Where HTTP listens; None: loopback on one machine, each machine's own address on several."""
     port_base: Port = 8000
     """HTTP port of the first server on a machine; the next one's is one higher."""
     wire_port_base: Port | None = None
-    """The same for links between servers; None: 100 above `port_base`."""
+    """The same for links between servers. None: 100 above `port_base`; on one machine no ports, but
+    sockets that only this user can reach."""
     emulate: bool | None = None
     """Whether links and computing are slowed down to what the cluster file says; None: on one
     machine, yes."""
@@ -65,7 +71,7 @@ class ServeConfig(BaseModel):
     emulate_machines: bool | None = None
     """Whether computing is; None: as `emulate`."""
     encrypt: bool | None = None
-    """Whether links are encrypted; None: as soon as any of them leaves its machine."""
+    """Whether links are encrypted; None: wherever they are ports."""
     kv_slots: Annotated[int, Field(ge=1, le=4096)] = 16
     """Sequences a server admits at once; each may fill the model's context."""
     prefix_cache: bool = True
@@ -129,6 +135,12 @@ def serve_config(
         raise UserError(
             f"The setting `{key}` is {first['input']!r} ({first['msg'].lower()}); correct it."
         ) from error
+    if (config.tls_certificate is None) != (config.tls_key is None):
+        raise UserError(
+            "TLS needs a certificate and its key; give --tls-certificate and --tls-key."
+        )
+    if config.tls_certificate is not None:
+        config = config.model_copy(update={"tls": True})
     if config.method is not None and config.policy is not None:
         raise UserError("A method has a policy of its own; give --method or --policy.")
     if config.cluster is None and config.plan is None and not open_to_all:
@@ -140,7 +152,7 @@ def serve_config(
     return config
 
 
-_PATHS = ("cluster", "profile", "plan", "machines")
+_PATHS = ("cluster", "profile", "plan", "machines", "tls_certificate", "tls_key")
 
 
 def _beside(path: Path, key: str, given: str) -> Path:

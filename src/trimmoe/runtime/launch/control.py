@@ -13,6 +13,8 @@ from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
 from typing import Any
 
+from trimmoe.core.private import require_private
+
 Answers = Mapping[str, Callable[..., Any]]
 """What to do about each question; they are called in threads of their own."""
 _BACKLOG = 16
@@ -26,6 +28,8 @@ class Control:
     """The end that is asked; listens from when it is made until `close`."""
 
     def __init__(self, path: Path, answers: Answers) -> None:
+        """Raises `UserError` if anybody else could ask."""
+        require_private(path.parent)
         self._answers = answers
         path.unlink(missing_ok=True)
         self._listener = Listener(str(path), "AF_UNIX", backlog=_BACKLOG)
@@ -55,8 +59,9 @@ class Question:
     """One that was put; its answer may be waited for again and again."""
 
     def __init__(self, path: Path, question: str, *arguments: Any) -> None:
-        """Raises `Unreachable`."""
+        """Raises `Unreachable`, and `UserError` if anybody else could answer."""
         try:
+            require_private(path.parent)
             self._connection: Any = Client(str(path), "AF_UNIX")
             self._connection.send((question, arguments))
         except (OSError, EOFError) as error:

@@ -208,11 +208,13 @@ def deployment_of(
     )
 
 
+_FILES = ("cluster", "profile", "plan", "machines", "tls_certificate", "tls_key")
+"""Of a config, which mean nothing on another machine."""
+
+
 def settings_of(config: ServeConfig) -> bytes:
     """A config as members are sent it."""
-    without_files = config.model_copy(
-        update={"cluster": None, "profile": None, "plan": None, "machines": None, "text": ()}
-    )
+    without_files = config.model_copy(update=dict.fromkeys(_FILES) | {"text": ()})
     # What is as it always is need not be known to a member of another version.
     return without_files.model_dump_json(exclude_defaults=True).encode()
 
@@ -267,6 +269,7 @@ def deployed_endpoints(
         http_host=config.host,
         port_base=config.port_base,
         wire_port_base=config.first_wire_port + turn * TURN_PORTS,
+        tls=config.tls,
     )
 
 

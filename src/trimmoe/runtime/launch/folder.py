@@ -11,19 +11,22 @@ import contextlib
 import fcntl
 import os
 import pickle
-import stat
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import trimmoe
-from trimmoe.core.errors import UserError
+from trimmoe.core.private import (
+    make_private,
+    read_private,
+    require_private,
+    write_private,
+)
 
 if TYPE_CHECKING:
     # A server's process listens before it imports what takes seconds.
     from trimmoe.runtime.launch.job import Job
 
-_PRIVATE = 0o700
 _JOB = "job"
 SPARE = "spare"
 Name = int | str
@@ -54,19 +57,28 @@ class RunFolder:
     def at(port: int, turn: int = 0) -> RunFolder:
         """The folder of the servers from `port` on, of one of two `turn`s. Raises `UserError` if it
         is not safe to use."""
-        root = root_folder()
-        _make_private(root)
-        path = root / (f"{port}-{turn}" if turn else str(port))
-        _make_private(path)
-        return RunFolder(path)
+        folder = RunFolder.named(port, turn)
+        make_private(folder.path.parent)
+        make_private(folder.path)
+        return folder
+
+    @staticmethod
+    def named(port: int, turn: int = 0) -> RunFolder:
+        """The same, whether there is one or not."""
+        return RunFolder(root_folder() / (f"{port}-{turn}" if turn else str(port)))
 
     @staticmethod
     def all() -> list[RunFolder]:
-        """Those that there are on this machine, of this user."""
+        """Those that there are on this machine, of this user. Raises `UserError` if where they are
+        is not safe to look at."""
         root = root_folder()
         if not root.is_dir():
             return []
-        return [RunFolder(path) for path in sorted(root.iterdir()) if (path / _JOB).is_file()]
+        require_private(root)
+        found = [RunFolder(path) for path in sorted(root.iterdir()) if (path / _JOB).is_file()]
+        for each in found:
+            require_private(each.path)
+        return found
 
     @property
     def port(self) -> str:
@@ -82,34 +94,39 @@ class RunFolder:
 
     def write(self, job: Job) -> None:
         """Keep what the servers are to be; whole or not at all."""
-        fresh = self.path / f"{_JOB}.new"
-        fresh.touch(mode=0o600)
-        fresh.write_bytes(pickle.dumps((asdict(job.note()), pickle.dumps(job))))
-        fresh.replace(self.path / _JOB)
+        content = pickle.dumps((asdict(job.note()), pickle.dumps(job)))
+        write_private(self.path / _JOB, content)
 
     def read(self) -> Job | None:
-        """What they are; None if nobody has said, or another version of this software did."""
+        """What they are; None if nobody has said, or another version of this software did.
+
+        Raises `UserError` if anybody else could have said it: a pickle can do what it likes.
+        """
         found = self._read()
         if found is None or found[0].version != trimmoe.__version__:
             return None
         return pickle.loads(found[1])
 
     def note(self) -> Note | None:
-        """What is known of them whichever version said it; None if nothing is."""
+        """What is known of them whichever version said it; None if nothing is. Raises as `read`."""
         found = self._read()
         return None if found is None else found[0]
 
     def _read(self) -> tuple[Note, bytes] | None:
         try:
-            said, job = pickle.loads((self.path / _JOB).read_bytes())
+            said, job = pickle.loads(self._job())
             return Note(**{each.name: said[each.name] for each in fields(Note)}), job
         except (OSError, EOFError, ValueError, TypeError, KeyError, pickle.UnpicklingError):
             return None
 
+    def _job(self) -> bytes:
+        require_private(self.path)
+        return read_private(self.path / _JOB)
+
     def claim(self) -> int | None:
         """The folder's lock, as a descriptor to keep open; None if a supervisor has it."""
         while True:
-            _make_private(self.path)
+            make_private(self.path)
             with contextlib.suppress(FileNotFoundError):
                 descriptor = _locked(self.path, os.O_RDONLY | os.O_DIRECTORY)
                 if descriptor is None or _is_still(self.path, descriptor):
@@ -183,13 +200,3 @@ def _is_still(path: Path, descriptor: int) -> bool:
     with contextlib.suppress(FileNotFoundError):
         return os.path.samestat(path.stat(), os.fstat(descriptor))
     return False
-
-
-def _make_private(path: Path) -> None:
-    path.mkdir(mode=_PRIVATE, exist_ok=True)
-    found = path.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
-        raise UserError(
-            f"{path} must be a folder that only you can enter; remove it, or name another one in "
-            "TRIMMOE_RUN."
-        )

@@ -12,13 +12,14 @@ from trimmoe.core.plan import Plan
 from trimmoe.core.profile import Profile
 from trimmoe.policy.build import PolicyMaker
 from trimmoe.policy.settings import PolicySettings
-from trimmoe.runtime.launch.addresses import Endpoint, is_loopback
+from trimmoe.runtime.launch.addresses import Endpoint
 from trimmoe.runtime.launch.artifacts import Artifacts
 from trimmoe.runtime.launch.config import ServeConfig
 from trimmoe.runtime.launch.folder import Note
 from trimmoe.runtime.launch.model import served_name
 from trimmoe.runtime.launch.nodes import real_node
 from trimmoe.runtime.launch.server import NodeFactory, ServerSpec
+from trimmoe.runtime.launch.tls import Tls
 from trimmoe.runtime.service import InferenceService
 from trimmoe.runtime.wire.protocol import WIRE_VERSION
 
@@ -100,14 +101,16 @@ def server_spec(
     endpoints: Sequence[Endpoint],
     *,
     one_machine: bool,
+    tls: Tls | None,
 ) -> ServerSpec:
-    """The spec of the plan's first server."""
+    """The spec of the plan's first server; `tls` is this machine's."""
     emulate, encrypt = config.emulate, config.encrypt
     if emulate is None:
         emulate = one_machine
     links, machines = config.emulate_links, config.emulate_machines
     if encrypt is None:
-        encrypt = not all(is_loopback(each.machine) for each in endpoints)
+        # Loopback too: whoever has an account on the machine can connect to its ports.
+        encrypt = not all(each.link for each in endpoints)
     return ServerSpec(
         index=0,
         endpoints=tuple(endpoints),
@@ -129,6 +132,7 @@ def server_spec(
         emulate_links=emulate if links is None else links,
         emulate_machines=emulate if machines is None else machines,
         encrypt=encrypt,
+        tls=tls,
         app=pieces.app,
         node=pieces.node,
     )

@@ -14,6 +14,7 @@ from trimmoe.runtime.launch.naming import own_name
 from trimmoe.runtime.launch.server import TOKEN_VARIABLE
 from trimmoe.runtime.launch.signals import Stop, stop_on_signal
 from trimmoe.runtime.launch.timing import Timing
+from trimmoe.runtime.launch.tls import Tls
 
 _LOOK_S = 0.5
 ALONE_S = 10.0
@@ -21,10 +22,16 @@ ALONE_S = 10.0
 
 
 def serve_join(
-    head: str, *, servers: Sequence[str], token: str | None, say: Say, assemble: Assemble
+    head: str,
+    *,
+    servers: Sequence[str],
+    token: str | None,
+    say: Say,
+    assemble: Assemble,
+    tls: Tls | None = None,
 ) -> None:
     """Offer this machine as `servers` to the head at `host` or `host:port`, until Ctrl-C or until
-    the head ends the cluster. Raises `UserError`."""
+    the head ends the cluster; `tls` is what it serves HTTP with. Raises `UserError`."""
     if token is None:
         raise UserError(
             f"Joining needs the cluster token that the head shows; set {TOKEN_VARIABLE} to it, or "
@@ -32,7 +39,7 @@ def serve_join(
         )
     at, names = head if ":" in head else f"{head}:{DEFAULT_PORT}", tuple(servers) or (own_name(),)
     folder = kept_at(at, names)
-    machine = Machine(names, token, folder, say, assemble)
+    machine = Machine(names, token, folder, say, assemble, tls)
     timing = Timing(machine)
 
     def told():

@@ -22,6 +22,7 @@ from trimmoe.runtime.launch.model import served_name
 from trimmoe.runtime.launch.processes import ProcessHandle, importable, start_processes
 from trimmoe.runtime.launch.signals import Stop, stop_on_signal
 from trimmoe.runtime.launch.supervise import Patience, Supervisor
+from trimmoe.runtime.launch.tls import tls_of
 from trimmoe.runtime.launch.watching import supervising
 from trimmoe.runtime.wire.keys import generate_token
 
@@ -31,18 +32,26 @@ Meanwhile = Callable[[Sequence[ProcessHandle]], None]
 
 
 def local_endpoints(config: ServeConfig, names: Sequence[str]) -> tuple[Endpoint, ...]:
-    """Where the servers listen when all are on this machine. Raises `UserError`."""
+    """Where the servers listen when all are on this machine. Raises `UserError`.
+
+    Unless ports or encryption are asked for, links are sockets that no other account can reach.
+    """
+    ported = config.encrypt or config.wire_port_base is not None
     return endpoints(
         names,
         dict.fromkeys(names, LOOPBACK),
         http_host=config.host,
         port_base=config.port_base,
         wire_port_base=config.first_wire_port,
+        links=None if ported else RunFolder.named(config.port_base).path,
+        tls=config.tls,
     )
 
 
 def require_startable(config: ServeConfig, names: Sequence[str]) -> None:
-    """Raise `UserError` if a port is in use, but by servers whose supervisor was killed."""
+    """Raise `UserError` if a port is in use, but by servers whose supervisor was killed, or if the
+    certificate cannot be served with."""
+    tls_of(config.tls_certificate, config.tls_key)
     if not RunFolder.at(config.port_base).alive():
         require_free(local_endpoints(config, names))
 
@@ -62,8 +71,9 @@ def serve_local(
     """
     names = artifacts.plan.cluster.server_names
     where = local_endpoints(config, names)
+    tls = tls_of(config.tls_certificate, config.tls_key)
     job = Job(
-        spec=server_spec(config, artifacts, pieces, where, one_machine=True),
+        spec=server_spec(config, artifacts, pieces, where, one_machine=True, tls=tls),
         here=tuple(range(len(names))),
         token=generate_token(),
         import_path=importable(),

@@ -16,6 +16,7 @@ from trimmoe.runtime.launch.job import Job, Pieces, server_spec
 from trimmoe.runtime.launch.kernels import compile_decisions
 from trimmoe.runtime.launch.processes import ProcessHandle, importable
 from trimmoe.runtime.launch.status import ServerStatus
+from trimmoe.runtime.launch.tls import Tls
 
 Assemble = Callable[[ServeConfig], Pieces]
 """What comes from the layers above, for settings."""
@@ -32,11 +33,19 @@ class Machine:
     """Used by one thread; `reports` may be asked by any."""
 
     def __init__(
-        self, servers: Sequence[str], token: str, kept: Path, say: Say, assemble: Assemble
+        self,
+        servers: Sequence[str],
+        token: str,
+        kept: Path,
+        say: Say,
+        assemble: Assemble,
+        tls: Tls | None = None,
     ) -> None:
-        """`servers` are this machine's; what deployments bring is kept in the folder `kept`."""
+        """`servers` and `tls` are this machine's; what deployments bring is kept in the folder
+        `kept`."""
         self.servers = tuple(servers)
         self._token, self._kept, self._say, self._assemble = token, kept, say, assemble
+        self._tls = tls
         self._running: dict[str, Generation | _Failed] = {}
 
     @property
@@ -105,9 +114,20 @@ class Machine:
 
     def _begun(self, deployment: Deployment, here: Sequence[str]) -> Generation:
         opened = open_deployment(deployment, self._kept / str(deployment.turn))
+        if opened.config.tls != (self._tls is not None):
+            what = "HTTPS" if opened.config.tls else "plain HTTP"
+            raise UserError(
+                f"The head has all servers serve {what}; give --tls-certificate and --tls-key on "
+                "all machines or on none."
+            )
         pieces = self._assemble(opened.config)
         spec = server_spec(
-            opened.config, opened.artifacts, pieces, opened.endpoints, one_machine=False
+            opened.config,
+            opened.artifacts,
+            pieces,
+            opened.endpoints,
+            one_machine=False,
+            tls=self._tls,
         )
         compile_decisions(opened.artifacts, pieces.policy, pieces.maker)
         mine = [each for each in opened.endpoints if each.name in here]

@@ -22,6 +22,7 @@ from zmq.utils.monitor import parse_monitor_message
 import trimmoe
 from trimmoe.core.cores import available_cores
 from trimmoe.core.errors import UserError
+from trimmoe.core.private import read_private, write_private
 from trimmoe.models.embedded.materialise import default_cache_dir
 from trimmoe.runtime.launch.deployment import (
     Deployment,
@@ -199,16 +200,14 @@ def kept_at(who: str, servers: tuple[str, ...]) -> Path:
 def keep(deployment: Deployment, folder: Path) -> None:
     """For a start without the head; the token is not in it."""
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    fresh = folder / "deployment.new"
-    fresh.touch(mode=0o600)
-    fresh.write_bytes(encode(deployment))
-    fresh.replace(folder / "deployment")
+    write_private(folder / "deployment", encode(deployment))
 
 
 def kept(folder: Path) -> Deployment | None:
-    """What was kept last; None if nothing was, or another version's."""
+    """What was kept last; None if nothing was, or another version's. Raises `UserError` if others
+    can read it: there are API keys in it."""
     try:
-        return decode_deployment((folder / "deployment").read_bytes())
+        return decode_deployment(read_private(folder / "deployment"))
     except (OSError, msgspec.DecodeError):
         return None
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from trimmoe.core.errors import UserError
+from trimmoe.core.private import read_private, require_secret, write_private
 from trimmoe.models.embedded.materialise import default_cache_dir
 from trimmoe.runtime.launch.local import Say
 from trimmoe.runtime.launch.server import TOKEN_VARIABLE
@@ -20,11 +21,13 @@ _ELSEWHERE = ("192.0.2.1", 9)
 def cluster_token(path: Path | None) -> str | None:
     """The token in a file, or in the environment; None if there is neither.
 
-    Raises `UserError` if the file cannot be read or what is found is too short to be secret.
+    Raises `UserError` if the file cannot be read, or can be by others, or if what is found is too
+    short to be secret.
     """
     if path is None:
         token = os.environ.get(TOKEN_VARIABLE, "").strip()
     else:
+        require_secret(path, "cluster token")
         try:
             token = path.read_text(encoding="utf-8").strip()
         except (OSError, UnicodeDecodeError) as error:
@@ -60,13 +63,13 @@ def own_end(family: int, at: tuple[Any, ...]) -> str:
 
 
 def own_token(say: Say) -> str:
-    """This machine's own, so that a head that starts again is the same to its members."""
+    """This machine's own, so that a head that starts again is the same to its members. Raises
+    `UserError` if others can read what is kept."""
     path = default_cache_dir() / "cluster-token"
-    token = path.read_text(encoding="utf-8").strip() if path.is_file() else ""
+    token = read_private(path).decode("utf-8", "replace").strip() if path.is_file() else ""
     if len(token) < SHORTEST_TOKEN:
         token = generate_token()
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.touch(mode=0o600)
-        path.write_text(token, encoding="utf-8")
+        write_private(path, token.encode())
     say(f"The cluster token, for {TOKEN_VARIABLE} on every machine that joins:\n{token}")
     return token

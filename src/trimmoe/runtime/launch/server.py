@@ -28,6 +28,7 @@ from trimmoe.policy.build import PolicyMaker
 from trimmoe.policy.settings import PolicySettings
 from trimmoe.runtime.launch.addresses import KEEP_ALIVE_S, Endpoint, listener
 from trimmoe.runtime.launch.model import model_folder
+from trimmoe.runtime.launch.tls import Tls
 from trimmoe.runtime.probe import MachineReport
 from trimmoe.runtime.service import InferenceService, ServedModel
 from trimmoe.runtime.wire.base import Carrier
@@ -112,6 +113,8 @@ class ServerSpec:
     """Makes the ASGI app that starts and closes the service with itself."""
     node: NodeFactory
     prefix_cache: bool = True
+    tls: Tls | None = None
+    """What HTTP is served with; None: plain."""
     version: str = trimmoe.__version__
 
     @property
@@ -310,6 +313,7 @@ async def _serve_http(
         access_log=False,
         timeout_graceful_shutdown=_GRACE_S,
         timeout_keep_alive=KEEP_ALIVE_S,
+        **(spec.tls.for_uvicorn() if spec.tls else {}),
     )
     server = uvicorn.Server(config)
     serving = asyncio.create_task(server.serve(sockets=[listening]))

@@ -21,6 +21,7 @@ from trimmoe.runtime.launch.member import kept_at
 from trimmoe.runtime.launch.members import Members
 from trimmoe.runtime.launch.naming import own_token
 from trimmoe.runtime.launch.signals import Stop, stop_on_signal
+from trimmoe.runtime.launch.tls import tls_of
 from trimmoe.runtime.probe import free_bytes
 from trimmoe.runtime.wire.protocol import WIRE_VERSION
 
@@ -66,13 +67,14 @@ def leading(
     names: tuple[str, ...],
 ) -> Iterator[tuple[Head, Members, Stop]]:
     """A head with its members; all that was started has ended afterwards."""
+    tls = tls_of(config.tls_certificate, config.tls_key)
     token = options.token or own_token(say)
     folder = kept_at("head", names)
     with (
         stop_on_signal() as stop,
         Members(token, options.address, options.port, own=options.servers) as members,
     ):
-        machine = Machine(options.servers, token, folder, say, assemble)
+        machine = Machine(options.servers, token, folder, say, assemble, tls)
         try:
             yield Head(config, members, machine, folder, stop, say), members, stop
             say("Stopping ...")

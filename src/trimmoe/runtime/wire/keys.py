@@ -13,6 +13,7 @@ Two ways to the same `Keyring`:
 from __future__ import annotations
 
 import hashlib
+import hmac
 import secrets
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -48,7 +49,9 @@ class Keyring:
 
     def owner(self, public: bytes) -> str | None:
         """Name of the server a public key (Z85) belongs to; None for a stranger."""
-        return next((name for name, key in self.public.items() if key == public), None)
+        # All keys are compared, in constant time each, so that timing tells nothing about them.
+        owners = [name for name, key in self.public.items() if hmac.compare_digest(key, public)]
+        return owners[0] if owners else None
 
 
 def generate_token() -> str:
