@@ -21,6 +21,7 @@ from trimmoe.api.gateway.app import GatewaySettings, create_gateway, urls_of
 from trimmoe.api.gateway.progress import Progress, continuable
 from trimmoe.api.gateway.whole import Whole
 from trimmoe.api.settings import ApiSettings
+from trimmoe.runtime.launch.tls import Tls
 from trimmoe.runtime.local_service import LocalService
 
 NEW = 24
@@ -28,15 +29,17 @@ SAMPLED = {"temperature": 1.4, "seed": 3}
 
 
 @contextmanager
-def listening(app: Any) -> Iterator[str]:
+def listening(app: Any, tls: Tls | None = None) -> Iterator[str]:
     """An ASGI app on a free port; its base URL."""
     listener = socket.create_server(("127.0.0.1", 0))
-    server = uvicorn.Server(uvicorn.Config(app, log_level="error", timeout_graceful_shutdown=1))
+    shown = tls.for_uvicorn() if tls else {}
+    config = uvicorn.Config(app, log_level="error", timeout_graceful_shutdown=1, **shown)
+    server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
     thread.start()
     try:
         eventually(lambda: server.started)
-        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+        yield f"{'https' if tls else 'http'}://127.0.0.1:{listener.getsockname()[1]}"
     finally:
         server.should_exit = True
         thread.join()

@@ -7,13 +7,16 @@ import socket
 import time
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
+import httpx
 import numpy as np
 import pytest
 import torch
 
 from launching import Files, answers, free_ports, write_files
 from standin import ECHO
+from test_tls import pem
 from trimmoe.api.app import create_app
 from trimmoe.core.errors import UserError
 from trimmoe.core.plan import load_plan
@@ -27,6 +30,7 @@ from trimmoe.runtime.launch.nodes import real_node
 from trimmoe.runtime.launch.process import ServerProcess
 from trimmoe.runtime.launch.server import Orders, ServerSpec, Started, open_own_part, run_server
 from trimmoe.runtime.launch.status import Phase
+from trimmoe.runtime.launch.tls import trusted
 from trimmoe.runtime.wire.keys import generate_token
 
 NAMES = ("desk", "attic")
@@ -124,6 +128,23 @@ async def test_servers_meet_answer_and_give_their_ports_back(
     for spec in specs:
         for port in (spec.endpoint.http_port, spec.endpoint.wire_port):
             socket.create_server(("127.0.0.1", port)).close()
+
+
+async def test_a_server_with_a_certificate_answers_https_only(
+    specs: list[ServerSpec], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trimmoe.runtime.launch.server._MEETING_S", 0.0)
+    files, orders = pem(tmp_path), Orders()
+    endpoint = replace(specs[0].endpoint, tls=True)
+    spec = replace(specs[0], endpoints=(endpoint, specs[1].endpoint), tls=files.tls)
+    tasks, _ = await _serving([spec], orders)
+    async with httpx.AsyncClient(verify=trusted(files.authority)) as client:
+        got = await client.get(f"{endpoint.url}/models")
+        assert got.json()["data"][0]["id"] == "tiny"
+        with pytest.raises(httpx.RemoteProtocolError):
+            await client.get(f"{endpoint.url}/models".replace("https", "http"))
+    orders.stop.set()
+    await asyncio.gather(*tasks)
 
 
 async def test_another_token_is_another_cluster(
