@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import fields
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -11,16 +12,22 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from nodes import answers, request, running, staircase_routes, tokens_of, world
 from serving import Tiny
-from tiny import HIDDEN, TOP_K
+from tiny import CONTEXT, HIDDEN, TOP_K, VOCABULARY
 from trimmoe.core.ledger import Kind, Ledger
 from trimmoe.core.wave import NOT_PROBED, Wave
 from trimmoe.runtime.node.records.messages import (
     MESSAGE_TYPES,
+    After,
+    Ask,
     ChargeSpec,
     Dispatch,
+    Followed,
+    Granted,
+    LedgerSpec,
     Message,
     Onward,
     Parcel,
@@ -28,10 +35,18 @@ from trimmoe.runtime.node.records.messages import (
     Prefix,
     Prompt,
     Propagate,
+    ReceiptSpec,
+    Release,
     Reserve,
+    Retain,
     SamplingSpec,
+    ScoreSpec,
+    SeenSpec,
     Start,
+    Token,
+    Tokens,
     Weather,
+    Withdraw,
     access_of,
     first_sequence,
 )
@@ -56,8 +71,9 @@ MOST = np.iinfo(np.uint16).max
 def waves(draw: st.DrawFn) -> Wave:
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     count, layers, servers = draw(st.tuples(*[st.integers(1, 6)] * 3))
+    access = rng.integers(servers, size=count)
     real = {
-        name: rng.normal(size=count)
+        name: rng.random(size=count)
         for name in (
             "draws", "loss_weight", "exit_loss", "confidence_needed", "budget", "allowance",
             "delay_s", "loss",
@@ -65,10 +81,10 @@ def waves(draw: st.DrawFn) -> Wave:
     }  # fmt: skip
     return Wave.of(
         layer=int(rng.integers(layers)),
-        sequences=tuple(rng.integers(2**60, size=count).tolist()),
+        sequences=tuple(first_sequence(one, int(rng.integers(2**32))) for one in access.tolist()),
         layer_count=layers,
         server_count=servers,
-        access=rng.integers(servers, size=count),
+        access=access,
         route=np.zeros(count, dtype=np.int64),
         server=rng.integers(servers, size=count),
         confidence=np.where(rng.random(count) < 0.5, -np.inf, rng.random(count)),
@@ -175,16 +191,46 @@ def test_states_may_be_written_in_any_order(order: list[int]) -> None:
         assert written.length == next(i for i in range(9) if i not in present)
 
 
-def one(counts: int = 1, starts: int = 0) -> Rows:
-    return Rows([7], [starts], [counts], [])
+THEIRS = first_sequence(1, 0) + 7
+"""A sequence of the users of the server that sends it."""
+
+
+def one(counts: int = 1, starts: int = 0, epoch: int = 0, token: int = -1) -> Rows:
+    return Rows([THEIRS], [starts], [counts], [], [epoch], [token])
 
 
 HIDDEN_ROW = torch.zeros(1, HIDDEN)
 EXPERTS, GATES = torch.zeros(1, TOP_K, dtype=torch.int32), torch.zeros(1, TOP_K)
+EXACT = SamplingSpec(0.0, 1.0, 0, 0.0, 0, 0, None)
+LEDGER = LedgerSpec(b"", 0, 0, bytes(8), 0.0, 0.0, 0.0, 0)
+TOKEN = Token(7, 3, 1, None, [], None, None, None)
+WRONG: list[dict[str, Any]] = [
+    {"token": -1},
+    {"token": VOCABULARY},
+    {"position": CONTEXT + 1},
+    {"epoch": -1},
+    {"logprob": math.nan},
+    {"top": [(VOCABULARY, -1.0)]},
+    {"top": [(1, math.nan)]},
+    {"ledger": replace(LEDGER, loss=math.inf)},
+    {"ledger": replace(LEDGER, slots_run=2**62)},
+    {"receipt": ReceiptSpec(math.nan, 0.0, 0.0, None)},
+    {"receipt": ReceiptSpec(0.0, 0.0, 0.0, math.nan)},
+    {"charge": ChargeSpec(-1, 0.0)},
+    {"scores": [ScoreSpec(VOCABULARY, -1.0, 1, [])]},
+]
+"""What no token is."""
+IMPOSSIBLE = (
+    one(epoch=2**62),
+    one(token=VOCABULARY),
+    one(starts=CONTEXT),
+    Rows([first_sequence(99, 0)], [0], [1], []),
+    Rows([-1], [0], [1], []),
+)
 NONSENSE: list[tuple[Message, tuple[torch.Tensor, ...]]] = [
-    (Prompt(sequence=7), ()),
-    (Prompt(sequence=7), (torch.zeros(3),)),
-    (Prompt(sequence=7), (torch.zeros(0, dtype=torch.int32),)),
+    (Prompt(sequence=THEIRS), ()),
+    (Prompt(sequence=THEIRS), (torch.zeros(3),)),
+    (Prompt(sequence=THEIRS), (torch.zeros(0, dtype=torch.int32),)),
     (Start(rows=one(), tokens=[1, 2]), ()),
     (Start(rows=one(), tokens=[1], wave=b"short"), ()),
     (Propagate(layer=0, rows=one(), frozen=True), ()),
@@ -259,19 +305,62 @@ NONSENSE: list[tuple[Message, tuple[torch.Tensor, ...]]] = [
         )
         for spent in ([0.1, 0.1], [-0.1], [math.nan], [math.inf])
     ),
-    (Reserve(7, [0], SamplingSpec(0.0, 1.0, 0, 0.0, 0, 0, None), 0.0, True), ()),
-    (Reserve(7, [0, 1, 2, 99], SamplingSpec(0.0, 1.0, 0, 0.0, 0, 0, None), 0.0, True), ()),
-    (Reserve(7, [0, 1, 0, 1], SamplingSpec(-1.0, 1.0, 0, 0.0, 0, 0, None), 0.0, True), ()),
+    (Reserve(THEIRS, [0], SamplingSpec(0.0, 1.0, 0, 0.0, 0, 0, None), 0.0, True), ()),
+    (Reserve(THEIRS, [0, 1, 2, 99], SamplingSpec(0.0, 1.0, 0, 0.0, 0, 0, None), 0.0, True), ()),
+    (Reserve(THEIRS, [0, 1, 0, 1], SamplingSpec(-1.0, 1.0, 0, 0.0, 0, 0, None), 0.0, True), ()),
     *(
         (
             Reserve(
-                7, [0] * 4, SamplingSpec(0.0, 1.0, 0, 0.0, 0, 0, None), 0.0, True, prefix=prefix
+                THEIRS,
+                [0] * 4,
+                SamplingSpec(0.0, 1.0, 0, 0.0, 0, 0, None),
+                0.0,
+                True,
+                prefix=prefix,
             ),
             (),
         )
-        for prefix in (Prefix(3, 0, True), Prefix(first_sequence(1, 0), 5, True))
+        for prefix in (Prefix(THEIRS, 0, True), Prefix(first_sequence(0, 0), 5, True))
     ),
-    *((Prompt(7, *numbers), (torch.ones(1, dtype=torch.int32),)) for numbers in ((-1,), (0, -1))),
+    *(
+        (Prompt(THEIRS, *numbers), (torch.ones(1, dtype=torch.int32),))
+        for numbers in ((-1,), (0, -1))
+    ),
+    *(
+        (Prompt(THEIRS, start), (torch.tensor(ids, dtype=torch.int32),))
+        for start, ids in ((0, [-1]), (0, [VOCABULARY]), (CONTEXT, [1]), (0, [1] * (CONTEXT + 1)))
+    ),
+    # Of another server's users, who alone may say such things.
+    *((kind([7]), ()) for kind in (Release, Retain)),
+    (Withdraw(7, 0, 1), ()),
+    (Ask(7), ()),
+    (Prompt(7), (torch.ones(1, dtype=torch.int32),)),
+    (Start(rows=Rows([7], [0], [1], []), tokens=[1]), ()),
+    (Reserve(7, [0] * 4, EXACT, 0.0, True), ()),
+    # A hundred bytes that would have a list of so many numbers made.
+    (Withdraw(THEIRS, 0, 2**62), ()),
+    (Withdraw(THEIRS, CONTEXT + 1, 1), ()),
+    *((Propagate(layer=0, rows=rows, frozen=True), (HIDDEN_ROW,)) for rows in IMPOSSIBLE),
+    (Start(rows=one(), tokens=[VOCABULARY]), ()),
+    (Start(rows=one(starts=CONTEXT), tokens=[1]), ()),
+    (Partial(layer=0, rows=one(), decoding=True, raw=True), (HIDDEN_ROW,)),
+    *(
+        (Reserve(THEIRS, [0] * 4, sampling, budget, True, seen=seen), ())
+        for sampling, budget, seen in (
+            (EXACT, math.nan, None),
+            (EXACT, -0.1, None),
+            (replace(EXACT, stop_ids=(VOCABULARY,)), 0.0, None),
+            (replace(EXACT, logit_bias=((VOCABULARY, 1.0),)), 0.0, None),
+            (replace(EXACT, min_tokens=1), 0.0, SeenSpec(1, [VOCABULARY])),
+            (replace(EXACT, min_tokens=1), 0.0, SeenSpec(1, [1] * (CONTEXT + 1))),
+        )
+    ),
+    (Granted(7, True, CONTEXT + 1), ()),
+    *((Tokens([replace(TOKEN, **wrong)]), ()) for wrong in WRONG),
+    *((Followed([After(7, LEDGER, True, replace(TOKEN, **wrong))]), ()) for wrong in WRONG),
+    (Followed([After(7, replace(LEDGER, delay_s=math.nan), True)]), ()),
+    (Weather([None] * 2, [None] * 2, 0.0, math.nan, []), ()),
+    (Weather([None] * 2, [None] * 2, 0.0, 0.0, [], loss_weights=[0.5] * 257), ()),
     (Weather([], [], 0.0, 0.0, []), ()),
     (Weather([None] * 2, [None] * 2, 0.0, 0.0, [99]), ()),
     *(
@@ -301,7 +390,7 @@ async def test_rows_of_sequences_that_are_over_are_forgotten(tiny: Tiny) -> None
         layer=1, rows=one(), awaited=[[0]], raw=[], probes=[-1], decoding=False, last=True
     )
     stray: list[tuple[Message, tuple[torch.Tensor, ...]]] = [
-        (Prompt(sequence=7), (torch.zeros(3, dtype=torch.int32),)),
+        (Prompt(sequence=THEIRS), (torch.zeros(3, dtype=torch.int32),)),
         (Propagate(layer=layers - 1, rows=one(), frozen=True), (HIDDEN_ROW,)),
         (Partial(layer=1, rows=one(), decoding=True), (HIDDEN_ROW,)),
         (onward, (HIDDEN_ROW,)),

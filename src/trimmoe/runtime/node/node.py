@@ -152,9 +152,12 @@ class Node:
         )
         geometry = Geometry(
             layer_count=spec.layer_count,
+            server=settings.server,
             server_count=len(self._names),
             hidden_size=spec.hidden_size,
             top_k=spec.top_k,
+            vocab_size=spec.vocab_size,
+            context_length=spec.context_length,
             loaded=self._view.loaded,
         )
         self.floor = Floor(

@@ -51,7 +51,7 @@ class Switchboard:
     def deliver(self, sender: int, parcel: Parcel) -> None:
         """Hand a message to whom it concerns; nonsense is counted and dropped."""
         try:
-            check(self.geometry, parcel.message, parcel.tensors)
+            check(self.geometry, sender, parcel.message, parcel.tensors)
             self._hand_over(sender, parcel)
         except MalformedPassengers as error:
             self.malformed[str(error)] += 1
@@ -71,9 +71,9 @@ class Switchboard:
             case Withdraw(sequence=sequence, start=start, epoch=epoch):
                 self.floor.withdraw(sequence, start, epoch)
             case Tokens(tokens=tokens):
-                self.desk.answers.received(tokens)
+                self.desk.answers.received(sender, tokens)
             case Followed(after=after):
-                self.desk.answers.followed(after)
+                self.desk.answers.followed(sender, after)
             case Lost(sequence=sequence, position=position):
                 self.desk.lost(sequence, position)
             case Stranded(sequence=sequence, start=start, epoch=epoch):

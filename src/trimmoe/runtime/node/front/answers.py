@@ -38,12 +38,12 @@ class Answers:
         self._room, self._memory, self._job_of, self._end = room, memory, job_of, end
         self.guessing = Guessing()
 
-    def received(self, tokens: list[Token]) -> None:
-        """Tokens of this server's users came."""
+    def received(self, sender: int, tokens: list[Token]) -> None:
+        """Tokens of this server's users came; only servers of its route have a say in an answer."""
         known = [
             (job, job.attempt, token)
             for token in tokens
-            if (job := self._job_of(token.sequence)) and job.attempt
+            if (job := self._job_of(token.sequence)) and job.attempt and sender in job.attempt.route
         ]
         receipts = tuple(
             unpack_receipt(token.receipt, token.sequence)
@@ -63,7 +63,7 @@ class Answers:
             elif token.epoch == attempt.epoch and token.position > attempt.position:
                 attempt.early[token.position] = token
 
-    def followed(self, after: list[After]) -> None:
+    def followed(self, sender: int, after: list[After]) -> None:
         """Word of tokens after their exits; what they cost is told with the next one that is
         shown, unless it is their own."""
         agrees = [one.agrees for one in after if one.agrees is not None]
@@ -72,7 +72,7 @@ class Answers:
         for one in after:
             ledger = unpack_ledger(one.ledger, **self._room.ledger_shape)
             job = self._job_of(one.sequence)
-            if job is None or job.attempt is None:
+            if job is None or job.attempt is None or sender not in job.attempt.route:
                 continue
             if one.token is None:
                 job.owe(ledger)

@@ -14,7 +14,10 @@ import torch
 from torch import Tensor
 
 from trimmoe.runtime.node.records.messages import (
+    NO_TOKEN,
     Dispatch,
+    Followed,
+    Granted,
     Message,
     Onward,
     Parcel,
@@ -22,12 +25,26 @@ from trimmoe.runtime.node.records.messages import (
     Prompt,
     Propagate,
     Reserve,
+    SeenSpec,
     Start,
+    Tokens,
     Weather,
+    Withdraw,
     access_of,
 )
 from trimmoe.runtime.node.records.passengers import MalformedPassengers
+from trimmoe.runtime.node.records.plausible import (
+    MOST_WEIGHTS,
+    all_below,
+    are_tokens,
+    are_told_after,
+    can_draw,
+    comes_from,
+    is_share,
+)
+from trimmoe.runtime.node.records.rows import Rows
 from trimmoe.runtime.node.records.samplings import can_sample
+from trimmoe.runtime.seen import UNKNOWN
 
 _STATES = (torch.float32, torch.bfloat16, torch.float16)
 """What states may be: servers on other devices compute in other dtypes."""
@@ -40,9 +57,15 @@ class Geometry:
     """What messages are checked against."""
 
     layer_count: int
+    server: int
+    """This one."""
     server_count: int
     hidden_size: int
     top_k: int
+    vocab_size: int
+    context_length: int
+    """Positions that a sequence may have. It is withdrawn less often: a token is shown in between.
+    """
     loaded: tuple[frozenset[int], ...]
     """Experts that this server can run, by layer."""
 
@@ -50,36 +73,85 @@ class Geometry:
         return all(0 <= server < self.server_count for server in servers)
 
 
-def check(geometry: Geometry, message: Message, tensors: Sequence[Tensor]) -> None:
-    """Raise `MalformedPassengers` unless the message can be acted upon."""
+def check(geometry: Geometry, sender: int, message: Message, tensors: Sequence[Tensor]) -> None:
+    """Raise `MalformedPassengers` unless the message can be acted upon and `sender` may send it."""
+    if not (comes_from(sender, message) and _makes_sense(geometry, sender, message, tensors)):
+        raise MalformedPassengers(type(message).__name__)
+
+
+def _makes_sense(
+    geometry: Geometry, sender: int, message: Message, tensors: Sequence[Tensor]
+) -> bool:
+    vocab_size, positions = geometry.vocab_size, geometry.context_length
     match message:
         case Prompt():
-            good = _is_prompt(tensors) and min(message.start, message.epoch) >= 0
+            good = _is_prompt(geometry, message, tensors)
         case Start():
-            good = message.rows.well_formed() and len(message.tokens) == message.rows.total
+            good = _are_within(geometry, message.rows)
+            good = good and len(message.tokens) == message.rows.total
             good = good and set(message.rows.counts) == {1}
+            good = good and all_below(message.tokens, vocab_size)
         case Dispatch() | Partial() | Onward() | Propagate():
             good = _are_rows(geometry, message, tensors)
+            # A server's own share never travels.
+            own = isinstance(message, Partial) and message.raw
+            good = good and (not own or sender == geometry.server)
         case Reserve():
             good = len(message.route) == geometry.layer_count
             good = good and geometry.is_server(*message.route)
             good = good and can_sample(message.sampling, message.seen) and _is_prefix(message)
+            good = good and can_draw(message.sampling, vocab_size) and is_share(message.budget)
+            good = good and (message.seen is None or _is_seen(geometry, message.seen))
+        case Granted():
+            good = 0 <= message.kept <= positions
+        case Withdraw():
+            good = all_below((message.start, message.epoch), positions + 1)
+        case Tokens():
+            good = are_tokens(message.tokens, vocab_size, positions)
+        case Followed():
+            good = are_told_after(message.after, vocab_size, positions)
         case Weather():
             counts = {len(message.delay_s), len(message.bandwidth_bytes_per_s)}
             good = counts == {geometry.server_count} and geometry.is_server(*message.unreachable)
-            good = good and all(0.0 <= weight <= 1.0 for weight in message.loss_weights)
-            good = good and message.running >= 0
+            good = good and len(message.loss_weights) <= MOST_WEIGHTS
+            good = good and all(is_share(each) for each in message.loss_weights)
+            good = good and is_share(message.kv_usage) and 0 <= message.running < 1 << 31
         case _:
             good = True
-    if not good:
-        raise MalformedPassengers(type(message).__name__)
+    return good
 
 
-def _is_prompt(tensors: Sequence[Tensor]) -> bool:
+def _is_prompt(geometry: Geometry, message: Prompt, tensors: Sequence[Tensor]) -> bool:
     if len(tensors) != 1:
         return False
     (ids,) = tensors
-    return ids.ndim == 1 and ids.dtype == torch.int32 and ids.numel() > 0
+    if ids.ndim != 1 or ids.dtype != torch.int32 or ids.numel() == 0:
+        return False
+    known = int(ids.min()) >= 0 and int(ids.max()) < geometry.vocab_size
+    room = geometry.context_length - ids.numel()
+    return known and 0 <= message.start <= room and 0 <= message.epoch <= geometry.context_length
+
+
+def _is_seen(geometry: Geometry, seen: SeenSpec) -> bool:
+    return len(seen.tokens) <= geometry.context_length and all_below(
+        seen.tokens, geometry.vocab_size
+    )
+
+
+def _are_within(geometry: Geometry, rows: Rows) -> bool:
+    """Whether rows agree with one another, and are of tokens and positions that there may be."""
+    positions = geometry.context_length
+    return (
+        rows.well_formed()
+        and all_below((access_of(each) for each in rows.sequences), geometry.server_count)
+        and all(
+            start + count <= positions
+            for start, count in zip(rows.starts, rows.counts, strict=True)
+        )
+        and all_below(rows.offsets, positions)
+        and all_below(rows.epochs, positions + 1)
+        and all_below(rows.tokens, geometry.vocab_size, UNKNOWN)
+    )
 
 
 def prompt(to: int, sequence: int, ids: Sequence[int], *, start: int = 0, epoch: int = 0) -> Parcel:
@@ -93,7 +165,9 @@ def _is_prefix(asked: Reserve) -> bool:
     """Whether what a sequence is to begin with, if anything, is of the same server's users."""
     prefix = asked.prefix
     return prefix is None or (
-        prefix.length > 0 and access_of(prefix.sequence) == access_of(asked.sequence)
+        prefix.sequence >= 0
+        and prefix.length > 0
+        and access_of(prefix.sequence) == access_of(asked.sequence)
     )
 
 
@@ -103,7 +177,7 @@ def _are_rows(
     tensors: Sequence[Tensor],
 ) -> bool:
     """Whether rows, states and what else comes with them agree."""
-    if not message.rows.well_formed() or not 0 <= message.layer < geometry.layer_count:
+    if not (0 <= message.layer < geometry.layer_count and _are_within(geometry, message.rows)):
         return False
     total = message.rows.total
     wide = message.wide if isinstance(message, Partial | Onward) else []
@@ -136,6 +210,7 @@ def _is_onward(geometry: Geometry, message: Onward) -> bool:
     return (
         len(message.awaited) == len(message.probes) == units
         and all(geometry.is_server(*servers) for servers in message.awaited)
+        and all_below(message.probes, geometry.vocab_size, NO_TOKEN)
         and _are_chosen(raw, message.rows.total)
         and not set(raw).intersection(message.wide)
         and not message.rows.offsets

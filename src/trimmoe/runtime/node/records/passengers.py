@@ -7,14 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import lru_cache
 
 import msgspec
 import numpy as np
 
 from trimmoe.core.events import Receipt
 from trimmoe.core.ledger import Kind, Ledger
-from trimmoe.core.specs import IntArray
-from trimmoe.core.wave import Wave, width_of
+from trimmoe.core.wave import FLOATS, INTS, NOT_PROBED, Wave, width_of
 from trimmoe.runtime.node.records.messages import (
     NO_KIND,
     ChargeSpec,
@@ -23,6 +23,7 @@ from trimmoe.runtime.node.records.messages import (
     Parcel,
     ReceiptSpec,
     Start,
+    access_of,
 )
 
 MOST_MESSAGES = 1 << 16
@@ -62,16 +63,44 @@ def unpack_wave(
         words=words,
     )
     wave.route[:] = 0
-    possible = _all_below(wave.kinds, len(Kind)) and _all_below(wave.server, server_count)
-    if not (possible and _all_below(wave.messages, MOST_MESSAGES)):
-        raise MalformedPassengers("a layer of no kind, no such server, or too many messages")
+    access = [access_of(sequence) for sequence in sequences]
+    if not (_may_be(wave) and wave.access.tolist() == access):
+        raise MalformedPassengers("a layer of no kind, no such server, or other impossible values")
     return wave
 
 
-def _all_below(values: IntArray, bound: int) -> bool:
-    """Whether all values are at least 0 and less than a bound."""
-    # Whatever is negative is more than any bound without its sign.
-    return bool(values.view(np.uint64).max() < bound)
+def _may_be(wave: Wave) -> bool:
+    """Whether all that arrays are indexed with is of them, and all that is added up is a number."""
+    least, span, low, high = _bounds(wave.layer_count, wave.server_count)
+    # Whatever is less than its least is more than any span without its sign.
+    counts = (wave.words[:, len(FLOATS) :] - least).view(np.uint64)
+    reals = wave.words[:, : len(FLOATS)].view(np.float64)
+    return bool((counts < span).all() and ((low <= reals) & (reals <= high)).all())
+
+
+@lru_cache(maxsize=8)
+def _bounds(layers: int, servers: int) -> tuple[np.ndarray, ...]:
+    """Of the whole numbers of a row the least and how many there are from it on; of the others the
+    least and the most."""
+    whole = {
+        "access": (0, servers),
+        "route": (0, 1),
+        "server": (0, servers),
+        "exit_at": (1, layers),
+        "probed": (NOT_PROBED, layers + 1),
+        "slots_run": (0, MOST_MESSAGES),
+        "slots_dropped": (0, MOST_MESSAGES),
+    }
+    ranges = [whole[name] for name in INTS]
+    ranges += [(0, len(Kind))] * layers + [(0, MOST_MESSAGES)] * servers**2
+    least, span = (np.array(part) for part in zip(*ranges, strict=True))
+    finite = {"draws": 1.0, "loss_weight": 1.0} | dict.fromkeys(_AMOUNTS, np.finfo(float).max)
+    low = [0.0 if name in (*finite, "answered_s") else -np.inf for name in FLOATS]
+    high = [finite.get(name, np.inf) for name in FLOATS]
+    return least.astype(np.int64), span.astype(np.uint64), np.array(low), np.array(high)
+
+
+_AMOUNTS = ("budget", "loss", "delay_s", "exit_loss")
 
 
 def sealed(parcel: Parcel) -> msgspec.Struct:

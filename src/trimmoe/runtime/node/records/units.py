@@ -11,6 +11,7 @@ import numpy as np
 from trimmoe.core.specs import FloatArray
 from trimmoe.core.wave import Wave, join_waves
 from trimmoe.runtime.node.records.messages import NO_TOKEN
+from trimmoe.runtime.node.records.passengers import MalformedPassengers
 from trimmoe.runtime.node.records.rows import Rows, UnitName
 from trimmoe.runtime.node.records.sequences import Seat
 from trimmoe.runtime.seen import UNKNOWN
@@ -34,6 +35,12 @@ class Part:
     """[rows, d]."""
     replaces: bool = False
     """Whether it has what the unit came with in it already."""
+
+    def fits(self, count: int) -> bool:
+        """Whether it is of rows of a unit of so many."""
+        if self.offsets:
+            return max(self.offsets) < count
+        return self.states.shape[0] == count
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -174,8 +181,12 @@ class Gather:
         del self._under_way[key]
         unit = gathering.unit
         assert unit is not None
-        # What replaces states comes first; else the order makes no difference (`models.sums`).
-        unit.parts = tuple(gathering.arrived[server] for server in sorted(gathering.arrived))
+        # What replaces states comes first; else the order makes no difference (`models.sums`). Of
+        # those alone that were asked.
+        parts = tuple(gathering.arrived[server] for server in sorted(gathering.awaited))
+        if not all(part.fits(unit.count) for part in parts):
+            raise MalformedPassengers("a partial sum of other rows")
+        unit.parts = parts
         return unit
 
 

@@ -234,6 +234,7 @@ class Floor:
         for name, where in rows.split():
             seat = self.seats.get(name.sequence)
             if seat is not None:
+                self._require_gathers(seat, message.layer)
                 part = Part(
                     offsets=tuple(rows.offsets[where]), states=states[where], replaces=message.raw
                 )
@@ -253,6 +254,7 @@ class Floor:
             seat = self.seats.get(sequence)
             if seat is None:
                 continue
+            self._require_gathers(seat, message.layer, sender)
             self.withdraw(sequence, start, epoch)
             seat.note(start, epoch, rows.token(index))
             unit = Unit(
@@ -308,6 +310,8 @@ class Floor:
     def _propagate(self, sender: int, message: Propagate, tensors: tuple, wave: None) -> None:
         for index, ((sequence, start, epoch), where) in enumerate(message.rows.split()):
             if (seat := self.seats.get(sequence)) is not None:
+                if sender not in seat.route:
+                    raise MalformedPassengers("rows of a server that they do not pass")
                 seat.note(start, epoch, message.rows.token(index))
                 unit = Unit(
                     seat=seat,
@@ -320,6 +324,13 @@ class Floor:
                     self.scheduler.put(Step.PROPAGATE, message.layer, unit)
                 else:
                     self.enter(unit)
+
+    def _require_gathers(self, seat: Seat, layer: int, sender: int | None = None) -> None:
+        """Raise `MalformedPassengers` unless a layer of a sequence gathers here, and `sender`, if
+        that is said, is where it began."""
+        after = seat.route[min(layer + 1, len(seat.route) - 1)]
+        if after != self._server or sender not in (None, seat.route[layer]):
+            raise MalformedPassengers("rows of a server that they do not pass")
 
     def _gathered(self, unit: Unit | None) -> None:
         if unit is None or self._ends_here(unit):

@@ -1,0 +1,134 @@
+"""Whether what a peer says of tokens can be: of this vocabulary, within a context, plain numbers.
+
+Whatever passes here may be put into arrays, added up and shown to users.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+
+from trimmoe.runtime.node.records.messages import (
+    After,
+    Ask,
+    ChargeSpec,
+    LedgerSpec,
+    Message,
+    Prompt,
+    ReceiptSpec,
+    Release,
+    Reserve,
+    Retain,
+    SamplingSpec,
+    ScoreSpec,
+    Start,
+    Token,
+    Withdraw,
+    access_of,
+)
+
+_MOST_SLOTS = 1 << 20
+"""That a token's layers have together."""
+_LONGEST_S = 1e6
+MOST_WEIGHTS = 256
+"""Loss weights that tokens of one server's users set out with; value tables are made for each."""
+
+
+def all_below(values: Iterable[int], bound: int, least: int = 0) -> bool:
+    """Whether all are at least `least` and less than `bound`."""
+    return all(least <= each < bound for each in values)
+
+
+def is_share(value: float) -> bool:
+    """Of one; not for what is no number."""
+    return 0.0 <= value <= 1.0
+
+
+def is_amount(value: float, most: float = math.inf) -> bool:
+    """Finite, not negative and no more than `most`."""
+    return 0.0 <= value < math.inf and value <= most
+
+
+def comes_from(sender: int, message: Message) -> bool:
+    """Whether a message that only the access server of a sequence sends is of that server: no
+    other one may begin, end or change what its users are answered."""
+    match message:
+        case Release(sequences=sequences) | Retain(sequences=sequences):
+            pass
+        case Start(rows=rows):
+            sequences = rows.sequences
+        case Reserve() | Withdraw() | Prompt() | Ask():
+            sequences = [message.sequence]
+        case _:
+            return True
+    return all(each >= 0 and access_of(each) == sender for each in sequences)
+
+
+def are_tokens(tokens: Sequence[Token], vocab_size: int, positions: int) -> bool:
+    """Whether these may be the next ones of answers; a position may be just after the last."""
+    return all(
+        0 <= one.token < vocab_size
+        and 0 <= one.position <= positions
+        and 0 <= one.epoch <= positions
+        and (one.logprob is None or one.logprob <= 0.0)
+        and _are_alternatives(one.top, vocab_size)
+        and (one.ledger is None or is_ledger(one.ledger))
+        and (one.receipt is None or _is_receipt(one.receipt))
+        and (one.charge is None or _is_charge(one.charge, positions))
+        and _are_scores(one.scores, vocab_size, positions)
+        for one in tokens
+    )
+
+
+def are_told_after(after: Sequence[After], vocab_size: int, positions: int) -> bool:
+    """Whether this may have become of tokens after their answers."""
+    later = [one.token for one in after if one.token is not None]
+    return all(is_ledger(one.ledger) for one in after) and are_tokens(later, vocab_size, positions)
+
+
+def is_ledger(ledger: LedgerSpec) -> bool:
+    """Whether its numbers can be added to others; `unpack_ledger` looks at its shape."""
+    counts = (ledger.slots_run, ledger.slots_dropped, ledger.audits)
+    if ledger.corrects:
+        # What it corrects was told before, so it may take something back.
+        return all(abs(each) < _MOST_SLOTS for each in counts) and all(
+            abs(each) < _LONGEST_S for each in (ledger.delay_s, ledger.loss, ledger.budget)
+        )
+    return all_below(counts, _MOST_SLOTS) and all(
+        is_amount(each, _LONGEST_S) for each in (ledger.delay_s, ledger.loss, ledger.budget)
+    )
+
+
+def can_draw(spec: SamplingSpec, vocab_size: int) -> bool:
+    """Whether what is asked of draws is of this vocabulary; the rest `can_sample` looks at."""
+    return all_below((token for token, _ in spec.logit_bias), vocab_size) and all_below(
+        spec.stop_ids, vocab_size
+    )
+
+
+def _is_receipt(receipt: ReceiptSpec) -> bool:
+    confidence = receipt.exit_confidence
+    amounts = (receipt.budget, receipt.loss, receipt.delay_s)
+    return all(is_amount(each, _LONGEST_S) for each in amounts) and (
+        confidence is None or is_share(confidence)
+    )
+
+
+def _is_charge(charge: ChargeSpec, positions: int) -> bool:
+    return 0 < charge.tokens <= positions and is_amount(charge.loss)
+
+
+def _are_alternatives(top: Sequence[tuple[int, float]], vocab_size: int) -> bool:
+    return len(top) <= vocab_size and all(
+        0 <= token < vocab_size and logprob <= 0.0 for token, logprob in top
+    )
+
+
+def _are_scores(scores: Sequence[ScoreSpec], vocab_size: int, positions: int) -> bool:
+    return len(scores) <= positions and all(
+        0 <= one.token < vocab_size
+        and one.logprob <= 0.0
+        and 0 <= one.rank <= vocab_size
+        and _are_alternatives(one.top, vocab_size)
+        for one in scores
+    )

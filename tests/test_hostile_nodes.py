@@ -1,0 +1,97 @@
+"""A server that sends nonsense in the midst of answers takes no other server down."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import Counter
+
+import pytest
+
+from hostile import Mutator
+from nodes import Servers, answers, read, request, running, staircase_routes, tokens_of, world
+from serving import Tiny
+from trimmoe.policy.settings import PRESETS
+from trimmoe.runtime.node.records.messages import MESSAGE_TYPES
+from trimmoe.runtime.wire.base import Frame, Received
+from trimmoe.runtime.wire.codec import MalformedFrame, decode
+from trimmoe.runtime.wire.memory import MemoryNetwork
+from trimmoe.runtime.wire.protocol import open_envelope
+
+SERVERS = 3
+
+
+class Liar(MemoryNetwork):
+    """Has every server hear, beside what it is sent, changed copies of it."""
+
+    def __init__(self, seed: int, share: float) -> None:
+        super().__init__()
+        self.mutator, self.share = Mutator(seed), share
+        self.cluster: Servers | None = None
+        self.told: Counter[str] = Counter()
+        """Copies that could be decoded, by type."""
+        self.malformed = 0
+
+    def deliver(self, source: str, destination: str, frames: list[Frame]) -> None:
+        super().deliver(source, destination, frames)
+        rng = self.mutator.rng
+        if self.cluster is None or rng.random() > self.share:
+            return
+        if open_envelope(frames, destination, None).is_beat:
+            return
+        header, *tensors = (bytes(frame) for frame in frames[1:])
+        if not tensors or rng.random() < 0.7:
+            header = self.mutator.message(header)
+        if tensors and rng.random() < 0.5:
+            at = self.mutator.upto(len(tensors))
+            tensors[at] = self.mutator.tensor(tensors[at])
+        try:
+            message, arrived = decode(
+                [bytearray(each) for each in (header, *tensors)], MESSAGE_TYPES
+            )
+        except MalformedFrame:
+            self.malformed += 1
+            return
+        node = self.cluster.nodes[self.cluster.names.index(destination)]
+        self.told[type(message).__name__] += 1
+        received = Received(peer=source, message=message, tensors=arrived)
+        asyncio.get_running_loop().call_soon(node._heard, received)
+
+
+async def storm(tiny: Tiny, policy: str, seed: int, told: int) -> Liar:
+    """Answers under way while so many changed messages are told; then all is as it was."""
+    profile, plan = world(tiny, servers=SERVERS, routes=staircase_routes(SERVERS))
+    network = Liar(seed, share=0.3)
+    loop = asyncio.get_running_loop()
+    failures: list[dict] = []
+    loop.set_exception_handler(lambda _, context: failures.append(context))
+    async with running(
+        tiny, profile=profile, plan=plan, policy=PRESETS[policy](), network=network, stall_s=0.5
+    ) as cluster:
+        network.cluster = cluster
+        round_ = 0
+        while network.told.total() < told:
+            round_ += 1
+            streams = [
+                cluster.nodes[access].service.submit(request([3 + access, 4, 5], 24))
+                for access in range(SERVERS)
+            ]
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(2.0):
+                    await asyncio.gather(*(read(one) for one in streams), return_exceptions=True)
+            for one in streams:
+                await one.aclose()
+            for index, node in cluster.nodes.items():
+                assert node.health().ok, (index, node.health(), dict(network.told), round_)
+            assert not failures, failures[0]
+        network.cluster = None
+        await cluster.all_free()
+        made = await answers(cluster, [(at, request([3, 4, 5], 8)) for at in range(SERVERS)])
+    assert [tokens_of(one) for one in made] == [tiny.greedy([3, 4, 5], 8, eos=None)] * SERVERS
+    return network
+
+
+@pytest.mark.parametrize("policy", ["exact", "speculative", "trimmoe"])
+async def test_a_server_that_sends_nonsense_takes_nobody_down(tiny: Tiny, policy: str) -> None:
+    network = await storm(tiny, policy, seed=1, told=400)
+    assert len(network.told) > 5
