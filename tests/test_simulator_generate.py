@@ -138,7 +138,7 @@ def test_profile_agrees_with_itself_and_with_its_traces() -> None:
         [np.bincount(row.ravel(), minlength=8) for row in trace.experts.transpose(1, 0, 2)]
     )
     np.testing.assert_allclose(profile.activated, seen / trace.token_count, atol=0.05)
-    trace.require_profile(profile.hash)
+    trace.require_profile(profile)
 
 
 def test_generated_artifacts_survive_a_file(tmp_path) -> None:

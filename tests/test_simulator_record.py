@@ -80,9 +80,9 @@ def test_a_trace_has_the_shape_and_the_hashes_of_what_made_it(made: Made, trace:
     assert trace.probabilities is not None
     assert trace.probabilities.shape == (5 * LENGTH, LAYERS, EXPERTS)
     assert trace.header.input_hashes["model"] == made.view.spec.model_hash
-    trace.require_profile(made.profile.hash)
+    trace.require_profile(made.profile)
     with pytest.raises(UserError, match="trimmoe record"):
-        trace.require_profile("another")
+        trace.require_profile(replace(made.profile, theta=made.profile.theta + 0.1))
 
 
 def test_a_trace_is_what_a_driver_tells_the_engine(made: Made, trace: Trace) -> None:

@@ -84,7 +84,8 @@ def load_artifact(
 ) -> tuple[Header, dict[str, np.ndarray]]:
     """Read an artifact of one kind and version.
 
-    Raises `UserError` if the file is missing, truncated, of another kind or another version.
+    Raises `UserError` if the file is missing, truncated, of another kind or another version. What
+    is in it may still be anything: take it apart within `undamaged`.
     """
     header = _load_header(path, kind)
     if header.format_version != format_version:
@@ -92,12 +93,26 @@ def load_artifact(
             f"{path} is a {kind} of format {header.format_version}, this TrimMoE reads format "
             f"{format_version}; make it again with `{_MAKER[kind]}`."
         )
-    try:
+    with undamaged(path, kind):
         return header, load_file(path)
-    except (SafetensorError, OSError) as error:
+
+
+@contextmanager
+def undamaged(path: Path, kind: str) -> Iterator[None]:
+    """Whatever goes wrong with the content of an artifact in the block is one `UserError`."""
+    try:
+        yield
+    except UserError:
+        raise
+    except (SafetensorError, OSError, *_AMISS) as error:
+        why = str(error).splitlines() or [type(error).__name__]
         raise UserError(
-            f"{path} is damaged ({error}); make it again with `{_MAKER[kind]}`."
+            f"{path} is damaged ({why[0][:200]}); make it again with `{_MAKER[kind]}`."
         ) from error
+
+
+_AMISS = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
+"""What Python makes of content that is not what it should be."""
 
 
 _MAKER = {
@@ -115,13 +130,34 @@ def _load_header(path: Path, kind: str) -> Header:
         with safe_open(path, framework="numpy") as opened:
             metadata = opened.metadata() or {}
         header = Header(**json.loads(metadata[_HEADER_KEY]))
-    except (SafetensorError, OSError, KeyError, TypeError, ValueError) as error:
+        _require_types(header)
+    except (SafetensorError, OSError, *_AMISS) as error:
         raise UserError(
             f"{path} is not a TrimMoE {kind} or is damaged; make it again with `{_MAKER[kind]}`."
         ) from error
     if header.kind != kind:
         raise UserError(f"{path} is a {header.kind}, a {kind} is needed; give the right file.")
     return header
+
+
+def read_names(header: Header, key: str) -> tuple[str, ...]:
+    """Distinct names that the header holds under `key`; raises `ValueError` or `KeyError`."""
+    names = header.extra[key]
+    good = isinstance(names, list) and all(isinstance(name, str) and name for name in names)
+    if not good or not names or len(set(names)) < len(names):
+        raise ValueError(f"the header's {key}")
+    return tuple(names)
+
+
+def _require_types(header: Header) -> None:
+    """Raise `TypeError` unless a header read from JSON is one."""
+    plain = {"kind": str, "format_version": int, "settings": dict, "input_hashes": dict}
+    plain |= {"seed": int, "trimmoe_version": str, "extra": dict}
+    for name, kind in plain.items():
+        if not isinstance(getattr(header, name), kind):
+            raise TypeError(f"the header's {name}")
+    if not all(isinstance(value, str) for value in header.input_hashes.values()):
+        raise TypeError("the header's input_hashes")
 
 
 def file_hash(*paths: Path) -> str:

@@ -19,26 +19,30 @@ or `mps`; two accelerators of a machine are two servers. Whatever is wrong is re
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
-import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from trimmoe.core.errors import UserError
 from trimmoe.core.sample_clusters import cluster_path, sample_names
 from trimmoe.core.specs import DEVICE, ClusterSpec, FloatArray
+from trimmoe.core.yaml_file import read_yaml, shown
 
 _BYTES_PER_GB = 1e9
 _BYTES_PER_S_PER_GBPS = 1e9 / 8
 _FLOPS_PER_TFLOPS = 1e12
 _S_PER_MS = 1e-3
 
+MOST_SERVERS = 1024
+"""Of each pair of them there is something to keep."""
+_LEAST, _MOST = 1e-9, 1e9
+"""Of what is measured: beyond, times and sizes overflow."""
+
 # Strict, so that `yes` is not taken for 1 nor a quoted text for a number.
-Positive = Annotated[float, Field(gt=0, allow_inf_nan=False, strict=True)]
-Memory = Annotated[float, Field(gt=0, le=1e9, allow_inf_nan=False, strict=True)]
+Positive = Annotated[float, Field(gt=0, le=_MOST, allow_inf_nan=False, strict=True)]
+Delay = Annotated[float, Field(ge=0, le=_MOST, allow_inf_nan=False, strict=True)]
 NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False, strict=True)]
 Name = Annotated[str, Field(min_length=1, strict=True, pattern=r"\S")]
 
@@ -50,14 +54,14 @@ class _Section(BaseModel):
 class _Server(_Section):
     name: Name
     tflops: Positive
-    memory_gb: Memory
+    memory_gb: Positive
     users: NotNegative = 1.0
     device: Annotated[str, Field(pattern=f"^({DEVICE})$", strict=True)] = "auto"
 
 
 class _Link(_Section):
     gbps: Positive
-    ms: NotNegative
+    ms: Delay
 
 
 class _Pair(_Link):
@@ -72,7 +76,7 @@ class _Links(_Section):
 class _ClusterFile(_Section):
     name: Name
     memory_ratio: Positive | None = None
-    servers: Annotated[tuple[_Server, ...], Field(min_length=1)]
+    servers: Annotated[tuple[_Server, ...], Field(min_length=1, max_length=MOST_SERVERS)]
     links: _Links = _Links()
 
 
@@ -86,6 +90,7 @@ def load_cluster(path: Path) -> ClusterSpec:
     except ValidationError as error:
         raise UserError(f"{path}: {_sentence(error, content)}") from error
     _require_distinct_names(path, parsed)
+    _require_sizes(path, parsed)
     bandwidth, delay = _links(path, parsed)
     return ClusterSpec(
         name=parsed.name,
@@ -102,38 +107,14 @@ def load_cluster(path: Path) -> ClusterSpec:
     )
 
 
-class _Loader(yaml.SafeLoader):
-    """Refuses a key given twice, of which plain YAML loading silently keeps the last."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
-        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
-        for index, key in enumerate(keys):
-            if key in keys[:index]:
-                raise yaml.constructor.ConstructorError(
-                    None, None, f"the key {key!r} is given twice", node.value[index][0].start_mark
-                )
-        return super().construct_mapping(node, deep)
-
-
 def _read_yaml(path: Path) -> Any:
     try:
-        text = path.read_text(encoding="utf-8")
+        return read_yaml(path, "cluster file")
     except FileNotFoundError as error:
         raise UserError(
             f"There is no cluster file at {path}; write one (`trimmoe clusters` shows how) or name "
             f"a sample: {', '.join(sample_names())}."
         ) from error
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(
-            f"Cannot read {path} ({error}); give a readable UTF-8 text file."
-        ) from error
-    try:
-        return yaml.load(text, Loader=_Loader)
-    except (yaml.YAMLError, TypeError) as error:
-        where = getattr(error, "problem_mark", None)
-        place = f"line {where.line + 1}" if where else "the file"
-        problem = getattr(error, "problem", None) or str(error)
-        raise UserError(f"{path}: {place} is not valid YAML ({problem}); mend it there.") from error
 
 
 def _sentence(error: ValidationError, content: Any) -> str:
@@ -142,7 +123,7 @@ def _sentence(error: ValidationError, content: Any) -> str:
     if not first["loc"]:
         return "the file must be a mapping with `name`, `servers` and `links`; write these keys."
     place = _place(first["loc"], content)
-    given = first["input"]
+    given = shown(first["input"])
     match first["type"]:
         case "extra_forbidden":
             return f"`{place}` is not a known key; remove it or correct its spelling."
@@ -153,19 +134,25 @@ def _sentence(error: ValidationError, content: Any) -> str:
         case "greater_than_equal":
             return f"`{place}` is {given} but must not be negative; correct it."
         case "less_than_equal":
-            return f"`{place}` is {given}, more than any machine has; correct it."
+            return f"`{place}` is {given}, more than there is anywhere; correct it."
         case "finite_number":
             return f"`{place}` is {given}; give a finite number."
         case "float_type" | "float_parsing":
-            return f"`{place}` is {given!r}; give a plain number such as 10 or 0.8."
+            return f"`{place}` is {given}; give a plain number such as 10 or 0.8."
         case "string_pattern_mismatch" if place.partition(" ")[0].endswith(".device"):
-            return f"`{place}` is {given!r}; write auto, cpu, cuda, cuda:0 and so on, or mps."
+            return f"`{place}` is {given}; write auto, cpu, cuda, cuda:0 and so on, or mps."
         case "string_too_short" | "string_pattern_mismatch":
             return f"`{place}` is empty; give a name."
         case "too_short" if place == "servers":
             return "`servers` is empty; list at least one server."
+        case "too_long" if place == "servers":
+            return f"`servers` lists more than {MOST_SERVERS} servers; leave some out."
         case _:
             return f"`{place}` is wrong ({first['msg'].lower()}); correct it."
+
+
+_LONGEST_NAME = 60
+"""Of a server, in sentences."""
 
 
 def _place(location: tuple[int | str, ...], content: Any) -> str:
@@ -179,17 +166,34 @@ def _place(location: tuple[int | str, ...], content: Any) -> str:
         except (KeyError, IndexError, TypeError):
             inside = None
         if isinstance(step, int) and isinstance(inside, dict) and inside.get("name"):
-            name = f" (server {inside['name']})"
+            name = f" (server {str(inside['name'])[:_LONGEST_NAME]})"
     return path.lstrip(".") + name
 
 
 def _require_distinct_names(path: Path, parsed: _ClusterFile) -> None:
-    names = [server.name for server in parsed.servers]
-    for index, name in enumerate(names):
-        if name in names[:index]:
+    seen: set[str] = set()
+    for index, server in enumerate(parsed.servers):
+        if server.name in seen:
             raise UserError(
-                f"{path}: `servers[{index}].name`: two servers are called {name}; rename one."
+                f"{path}: `servers[{index}].name`: two servers are called {server.name}; rename "
+                "one."
             )
+        seen.add(server.name)
+
+
+def _require_sizes(path: Path, parsed: _ClusterFile) -> None:
+    """Raise `UserError` for what is above zero and yet nothing."""
+    links = [("links.default", parsed.links.default)]
+    links += [(f"links.pairs[{index}]", pair) for index, pair in enumerate(parsed.links.pairs)]
+    sizes = [(f"{place}.gbps", link.gbps) for place, link in links if link is not None]
+    for index, server in enumerate(parsed.servers):
+        place = f"servers[{index}]"
+        sizes += [(f"{place}.tflops", server.tflops), (f"{place}.memory_gb", server.memory_gb)]
+    if parsed.memory_ratio is not None:
+        sizes.append(("memory_ratio", parsed.memory_ratio))
+    for place, size in sizes:
+        if size < _LEAST:
+            raise UserError(f"{path}: `{place}` is {size:g}, next to nothing; correct it.")
 
 
 def _access_share(path: Path, parsed: _ClusterFile) -> FloatArray:

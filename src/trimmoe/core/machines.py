@@ -10,7 +10,15 @@ from pathlib import Path
 import numpy as np
 from scipy.optimize import nnls
 
-from trimmoe.core.artifact import Header, arrays_hash, load_artifact, save_artifact
+from trimmoe.core.artifact import (
+    Header,
+    arrays_hash,
+    load_artifact,
+    read_names,
+    save_artifact,
+    undamaged,
+)
+from trimmoe.core.contents import amount, count, require_contents
 from trimmoe.core.errors import UserError
 from trimmoe.core.precision import Precision
 from trimmoe.core.specs import BoolArray, ClusterSpec, FloatArray, IntArray, ModelSpec, Speeds
@@ -166,17 +174,38 @@ _ARRAYS = (
 )  # fmt: skip
 
 
+_TIME = replace(amount("M W B"), least=1e-12)
+_FIELDS = {
+    "batches": replace(count("B"), least=1),
+    "work_s": _TIME,
+    "low_s": amount("M W B"),
+    "high_s": amount("M W B"),
+    "together": amount("M"),
+    "machine": count("M"),
+    "free_bytes": count("M"),
+    "delay_s": amount("M M", unknown=True),
+    "bandwidth_bytes_per_s": amount("M M", endless=True, unknown=True),
+    "jitter_s": amount("M M", unknown=True),
+    **{name: amount("M") for name in ("software_s", "hop_s", "token_s")},
+}
+"""What is in the file."""
+assert _FIELDS.keys() == set(_ARRAYS)
+
+
 def load_machines(path: Path) -> Machines:
     """Read what was measured; raises `UserError` if it is missing, damaged or of another format."""
     header, arrays = load_artifact(path, kind=MACHINES_KIND, format_version=MACHINES_FORMAT)
-    return Machines(
-        header=header,
-        cluster_name=header.extra["cluster_name"],
-        server_names=tuple(header.extra["server_names"]),
-        model_hash=header.input_hashes["model"],
-        precision=Precision(header.extra["precision"]),
-        **{name: arrays[name] for name in _ARRAYS},
-    )
+    with undamaged(path, MACHINES_KIND):
+        names = read_names(header, "server_names")
+        require_contents(arrays, _FIELDS, M=len(names), W=len(Work))
+        return Machines(
+            header=header,
+            cluster_name=str(header.extra["cluster_name"]),
+            server_names=names,
+            model_hash=header.input_hashes["model"],
+            precision=Precision(header.extra["precision"]),
+            **arrays,
+        )
 
 
 def machines_header(

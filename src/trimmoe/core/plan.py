@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
+import math
+import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 
-from trimmoe.core.artifact import Header, arrays_hash, load_artifact, save_artifact
-from trimmoe.core.specs import BoolArray, ClusterSpec, IntArray, Speeds
+from trimmoe.core.artifact import (
+    Header,
+    arrays_hash,
+    load_artifact,
+    read_names,
+    save_artifact,
+    undamaged,
+)
+from trimmoe.core.contents import Kept, amount, count, require_contents, share
+from trimmoe.core.specs import DEVICE, BoolArray, ClusterSpec, IntArray, Speeds
 
 PLAN_KIND = "plan"
 PLAN_FORMAT = 1
+STAND_IN_BITS = (0, 2, 4, 8)
+"""That a copy of an expert may have; 0 where there is none."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,38 +85,82 @@ class Plan:
         }
 
 
-def _none(arrays: dict[str, np.ndarray]) -> IntArray | None:
+def _stand_in_bits(arrays: dict[str, np.ndarray]) -> IntArray | None:
     found = arrays.get("stand_in_bits")
-    return None if found is None else found.astype(np.int64)
+    if found is None:
+        return None
+    if not np.isin(found, STAND_IN_BITS).all():
+        raise ValueError("stand_in_bits holds impossible values")
+    return found.astype(np.int64)
 
 
 def load_plan(path: Path) -> Plan:
     """Read a plan; raises `UserError` if it is missing, damaged or of another format."""
     header, arrays = load_artifact(path, kind=PLAN_KIND, format_version=PLAN_FORMAT)
-    cluster = ClusterSpec(
-        name=header.extra["cluster_name"],
-        server_names=tuple(header.extra["server_names"]),
-        memory_ratio=header.extra["memory_ratio"],
-        memory_bytes=arrays["cluster.memory_bytes"],
-        flops_per_s=arrays["cluster.flops_per_s"],
-        access_share=arrays["cluster.access_share"],
-        bandwidth_bytes_per_s=arrays["cluster.bandwidth_bytes_per_s"],
-        delay_s=arrays["cluster.delay_s"],
-        devices=tuple(header.extra.get("devices", ())),
-        speeds=_speeds(arrays),
+    with undamaged(path, PLAN_KIND):
+        names = read_names(header, "server_names")
+        require_contents(arrays, _FIELDS, M=len(names))
+        _require_header(header, len(names))
+        cluster = ClusterSpec(
+            name=header.extra["cluster_name"],
+            server_names=names,
+            memory_ratio=header.extra["memory_ratio"],
+            memory_bytes=arrays["cluster.memory_bytes"],
+            flops_per_s=arrays["cluster.flops_per_s"],
+            access_share=arrays["cluster.access_share"],
+            bandwidth_bytes_per_s=arrays["cluster.bandwidth_bytes_per_s"],
+            delay_s=arrays["cluster.delay_s"],
+            devices=tuple(header.extra.get("devices", ())),
+            speeds=_speeds(arrays),
+        )
+        return Plan(
+            header=header,
+            cluster=cluster,
+            hosts=arrays["hosts"].astype(bool),
+            routes=arrays["routes"],
+            expert_capacity_bytes=arrays["expert_capacity_bytes"],
+            stand_in_bits=_stand_in_bits(arrays),
+        )
+
+
+def _require_header(header: Header, servers: int) -> None:
+    """Raise `ValueError` or `KeyError` unless the header is a plan's."""
+    extra, hashes = header.extra, header.input_hashes
+    ratio, devices = extra["memory_ratio"], extra.get("devices", [])
+    measured = header.settings.get("inflation", {})
+    good = (
+        isinstance(extra["cluster_name"], str)
+        and bool(hashes["model"] and hashes["profile"])
+        and (ratio is None or (isinstance(ratio, int | float) and 0 < ratio < math.inf))
+        and isinstance(devices, list)
+        and len(devices) in (0, servers)
+        and all(re.fullmatch(DEVICE, str(each)) for each in devices)
+        and isinstance(measured, dict)
+        and all(0 <= float(budget) < math.inf for budget in measured)
+        and all(isinstance(each, int | float) and 0 < each < 1e6 for each in measured.values())
     )
-    return Plan(
-        header=header,
-        cluster=cluster,
-        hosts=arrays["hosts"].astype(bool),
-        routes=arrays["routes"],
-        expert_capacity_bytes=arrays["expert_capacity_bytes"],
-        stand_in_bits=_none(arrays),
-    )
+    if not good:
+        raise ValueError("its header")
 
 
 _SPEEDS = "cluster.speeds."
 """What the names of arrays of what was measured begin with."""
+_TIMED = ("dense_s", "expert_s", "head_s", "draft_s", "hop_s", "token_s", "at_once")
+_FIELDS = {
+    "hosts": count("M N E", 1),
+    "stand_in_bits": replace(count("M N E", max(STAND_IN_BITS)), optional=True),
+    "routes": count("M N", "M"),
+    "expert_capacity_bytes": Kept(axes="M", whole=True),
+    "cluster.memory_bytes": count("M"),
+    "cluster.flops_per_s": amount("M"),
+    "cluster.access_share": share("M"),
+    "cluster.bandwidth_bytes_per_s": amount("M M", endless=True),
+    "cluster.delay_s": amount("M M"),
+    **{f"{_SPEEDS}{name}": replace(amount("M"), optional=True) for name in _TIMED},
+    f"{_SPEEDS}machine": replace(count("M"), optional=True),
+    f"{_SPEEDS}batch_share": share("1", optional=True),
+}
+"""What is in the file: M servers, N MoE layers of E experts."""
 
 
 def _measured(cluster: ClusterSpec) -> dict[str, np.ndarray]:

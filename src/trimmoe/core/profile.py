@@ -19,7 +19,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from trimmoe.core.artifact import Header, arrays_hash, load_artifact, save_artifact
+from trimmoe.core.artifact import (
+    Header,
+    arrays_hash,
+    load_artifact,
+    save_artifact,
+    undamaged,
+)
+from trimmoe.core.contents import Kept, amount, count, require_contents, share
 from trimmoe.core.errors import UserError
 from trimmoe.core.specs import BoolArray, FloatArray, IntArray
 
@@ -335,12 +342,63 @@ def _contents(record: Profile | LossCurves) -> list[tuple[str, Any]]:
 def load_profile(path: Path) -> Profile:
     """Read a profile; raises `UserError` if it is missing, damaged or of another format."""
     header, arrays = load_artifact(path, kind=PROFILE_KIND, format_version=PROFILE_FORMAT)
-    curves = {
-        name: LossCurves(**{part: arrays.pop(f"{name}.{part}") for part in _CURVE_PARTS})
-        for name in ("skip", "drop")
-    }
-    arrays["feasible"] = arrays["feasible"].astype(bool)
-    return Profile(header=header, **arrays, **curves)  # type: ignore[arg-type]
+    with undamaged(path, PROFILE_KIND):
+        require_contents(arrays, _FIELDS)
+        str(header.input_hashes["model"])
+        curves = {
+            name: LossCurves(**{part: arrays.pop(f"{name}.{part}") for part in _CURVE_PARTS})
+            for name in ("skip", "drop")
+        }
+        arrays["feasible"] = arrays["feasible"].astype(bool)
+        return Profile(header=header, **arrays, **curves)  # type: ignore[arg-type]
 
 
 _CURVE_PARTS = tuple(item.name for item in fields(LossCurves))
+
+
+def _curves(name: str) -> dict[str, Kept]:
+    kept = {f"{name}.{part}": share("N B G") for part in ("edges", "mean", "upper")}
+    return kept | {f"{name}.samples": count("N B G")}
+
+
+_FIELDS = {
+    "exit_weight": Kept(axes="N d"),
+    "exit_bias": Kept(axes="N"),
+    "exit_grid": amount("T"),
+    "exit_error_upper": share("T"),
+    "exit_rate": share("T"),
+    "exit_echo": amount("2"),
+    "steady_weight": Kept(axes="N d"),
+    "steady_bias": Kept(axes="N"),
+    "class_share": share("N B"),
+    "steady_edges": Kept(axes="N B-1"),
+    "exit_hazard": share("N+1 N"),
+    **_curves("skip"),
+    **_curves("drop"),
+    "importance_quantiles": share("N 101"),
+    "theta": amount("N", endless=True),
+    "change_echo": amount("N 3"),
+    "similarity": Kept(axes="N E E", least=-1.001, most=1.001),
+    "substitution_loss": share("N B R E E"),
+    "substitution_samples": count("N B R E E"),
+    "feasible": count("N E E", 1),
+    "expert_transitions": share("N-1 E E"),
+    "patterns": count("N P k", "E"),
+    "pattern_share": share("N P"),
+    "pattern_transitions": share("N-1 P P"),
+    "pattern_mass": share("N P k"),
+    "pattern_importance": share("N P 11"),
+    "pattern_coverage": share("N"),
+    **{
+        name: share("N" if name.startswith("active_") or name == "active" else "N E")
+        for part in ("active", "executed", "activated")
+        for name in (part, f"{part}_upper")
+    },
+    "centroids": Kept(axes="N C d"),
+    "centroid_exit_layer": Kept(axes="N C", least=1.0, most=1e6),
+    "draft_hazard": share("N+1 N", optional=True),
+    "substitution_mean": share("N B R E E", optional=True),
+    "stand_in_read": Kept(axes="N d E r", optional=True),
+    "stand_in_give": Kept(axes="N E r d", optional=True),
+}
+"""What is in the file; see the module docstring for the names of sizes."""

@@ -9,14 +9,22 @@ Shapes: T tokens in S sequences of equal length, N MoE layers of E experts, k of
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from trimmoe.core.artifact import Header, arrays_hash, load_artifact, save_artifact
+from trimmoe.core.artifact import (
+    Header,
+    arrays_hash,
+    load_artifact,
+    save_artifact,
+    undamaged,
+)
+from trimmoe.core.contents import Kept, count, require_contents, share
 from trimmoe.core.errors import UserError
+from trimmoe.core.profile import Profile
 from trimmoe.core.specs import BoolArray, IntArray
 
 TRACE_KIND = "trace"
@@ -77,9 +85,15 @@ class Trace:
         names = (item.name for item in fields(self))
         return tuple(name for name in names if isinstance(getattr(self, name), np.ndarray))
 
-    def require_profile(self, profile_hash: str) -> None:
-        """Raise `UserError` unless the trace was recorded with the profile of this hash."""
-        if self.header.input_hashes["profile"] != profile_hash:
+    def require_profile(self, profile: Profile) -> None:
+        """Raise `UserError` unless the trace was recorded with this profile."""
+        fits = (
+            self.header.input_hashes["profile"] == profile.hash
+            and self.experts.shape[1:] == (profile.layer_count, profile.top_k)
+            and int(self.experts.max()) < profile.expert_count
+            and int(self.steadiness.max()) < profile.class_count
+        )
+        if not fits:
             raise UserError(
                 "The trace was recorded with another profile; run `trimmoe record` with this one."
             )
@@ -118,8 +132,29 @@ class Trace:
 def load_trace(path: Path) -> Trace:
     """Read a trace; raises `UserError` if it is missing, damaged or of another format."""
     header, arrays = load_artifact(path, kind=TRACE_KIND, format_version=TRACE_FORMAT)
-    length = int(arrays.pop("length")[0])
-    return Trace(header=header, length=length, **arrays)
+    with undamaged(path, TRACE_KIND):
+        sizes = require_contents(arrays, _FIELDS)
+        length = int(arrays.pop("length")[0])
+        if sizes["T"] % length or (arrays["exit_at"] > sizes["N"]).any():
+            raise ValueError("its lengths")
+        str(header.input_hashes["profile"])
+        return Trace(header=header, length=length, **arrays)
+
+
+_FIELDS = {
+    "length": replace(count("1"), least=1),
+    "experts": count("T N k", 1 << 16),
+    "masses": share("T N k"),
+    "importance": share("T N"),
+    "steadiness": count("T N", 1 << 16),
+    "confidence": Kept(axes="T N"),
+    "exit_at": replace(count("T N"), least=1),
+    "probabilities": share("T N E", optional=True),
+    "wrong": replace(count("T N", 1), optional=True),
+    "home_wrong": replace(count("T S", 1), optional=True),
+    "home_confidence": share("T S", optional=True),
+}
+"""What is in the file; S is the number of servers, or 1."""
 
 
 def trace_header(*, settings: dict, input_hashes: dict[str, str], seed: int) -> Header:

@@ -77,7 +77,7 @@ class Tokens:
 def recorded_tokens(model: str, profile: Path, trace: Path) -> Tokens:
     """A recording of a real model. Raises `UserError` unless all belong together."""
     calibrated, recorded = load_profile(profile), load_trace(trace)
-    recorded.require_profile(calibrated.hash)
+    recorded.require_profile(calibrated)
     spec = model_spec(resolved(model), hashed=True)
     calibrated.require_model(spec.model_hash, spec.name)
     return Tokens(profile=calibrated, model=spec, trace=recorded)

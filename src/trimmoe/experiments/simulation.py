@@ -71,7 +71,7 @@ def simulate_methods(
     Under `migrate` prompts are left out, as that accounting has none. Raises `UserError` if the
     trace was not recorded with the profile, or does not hold what a method looks at.
     """
-    trace.require_profile(profile.hash)
+    trace.require_profile(profile)
     found = []
     for name in methods:
         method = find_method(name)

@@ -170,7 +170,7 @@ def made_world(
 
     Raises `UserError` if the trace is of another profile or the model does not fit.
     """
-    trace.require_profile(profile.hash)
+    trace.require_profile(profile)
     announce(f"{name}: plans")
     if plan is None:
         search = SearchSettings(iterations=effort.search_iterations, seed=seed)

@@ -6,13 +6,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from trimmoe.core.errors import UserError
 from trimmoe.core.precision import Precision
 from trimmoe.core.sample_clusters import cluster_path
 from trimmoe.core.specs import DEVICE
+from trimmoe.core.yaml_file import read_yaml, shown
 
 _HIGHEST_PORT = 65535
 _BUDGET = 0.02
@@ -133,7 +133,7 @@ def serve_config(
         first = error.errors()[0]
         key = ".".join(str(step) for step in first["loc"]).replace("_", "-")
         raise UserError(
-            f"The setting `{key}` is {first['input']!r} ({first['msg'].lower()}); correct it."
+            f"The setting `{key}` is {shown(first['input'])} ({first['msg'].lower()}); correct it."
         ) from error
     if (config.tls_certificate is None) != (config.tls_key is None):
         raise UserError(
@@ -164,13 +164,9 @@ def _beside(path: Path, key: str, given: str) -> Path:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(
-            f"Cannot read the settings in {path} ({error}); give a readable UTF-8 file."
-        ) from error
-    except yaml.YAMLError as error:
-        raise UserError(f"{path} is not valid YAML; mend it ({error}).") from error
+        content = read_yaml(path, "settings")
+    except FileNotFoundError as error:
+        raise UserError(f"There are no settings at {path}; check --config.") from error
     if not isinstance(content, dict):
         raise UserError(f"{path} must be a mapping such as `port_base: 8000`; write it so.")
     content = {str(key).replace("-", "_"): value for key, value in content.items()}
