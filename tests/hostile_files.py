@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -103,6 +103,38 @@ def _renumber(entry: dict[str, Any], body: bytearray, mutator: Mutator) -> None:
 
 def _json(value: Any) -> str:
     return json.dumps(value, default=repr)
+
+
+SIZES = (0, 1, -1, 2, 3, 7, 64, 10**6, 2**31, 2**63, 10**30, 1.5, float("inf"), None, "x", [], {})
+
+
+def changed_checkpoint(folder: Path, good: Mapping[str, bytes], mutator: Mutator) -> None:
+    """Write a checkpoint, given as its files' contents, of which something is another."""
+    files = dict(good)
+    kind = mutator.upto(6)
+    weights = mutator.one_of([name for name in files if name.endswith(".safetensors")])
+    content = files[weights]
+    size = struct.unpack("<Q", content[:8])[0]
+    if kind == 0:
+        files[mutator.one_of(list(files))] = mutator.bytes(content[: mutator.upto(len(content))])
+    elif kind <= 2:
+        config = json.loads(files["config.json"])
+        key = mutator.one_of(sorted(config))
+        config[key] = mutator.one_of(SIZES) if mutator.upto(3) else mutator.value(config[key])
+        files["config.json"] = _json(config).encode("utf-8", "surrogatepass")
+    else:
+        header = json.loads(content[8 : 8 + size])
+        name = mutator.one_of([each for each in header if each != "__metadata__"])
+        if kind == 3:
+            header[name] = mutator.value(header[name])
+        elif kind == 4:
+            _reshape(header[name], mutator)
+        else:
+            header[mutator.one_of([*header, "another"])] = header.pop(name)
+        told = _json(header).encode("utf-8", "surrogatepass")
+        files[weights] = struct.pack("<Q", len(told)) + told + content[8 + size :]
+    for name, each in files.items():
+        (folder / name).write_bytes(each)
 
 
 CLUSTER = """

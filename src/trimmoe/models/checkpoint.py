@@ -19,6 +19,8 @@ from trimmoe.core.errors import UserError
 
 INDEX = "model.safetensors.index.json"
 GGUF_SUFFIX = ".gguf"
+_NOT_JSON = (OSError, ValueError, RecursionError)
+"""What comes of reading JSON that is none."""
 _FETCHED = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
 
 
@@ -80,7 +82,7 @@ def read_config(folder: Path) -> dict[str, Any]:
         )
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except _NOT_JSON as error:
         raise UserError(f"{path} is not valid JSON; fetch the checkpoint again.") from error
     if not isinstance(config, dict):
         raise UserError(f"{path} is not a JSON object; fetch the checkpoint again.")
@@ -157,7 +159,13 @@ class SafetensorsCheckpoint(Checkpoint):
 
     def glance(self, name: str) -> Tensor:
         """A tensor that is not counted, since it says how others are to be read."""
-        return self._handle(self.entry(name).file).get_tensor(name)
+        file = self.entry(name).file
+        try:
+            return self._handle(file).get_tensor(name)
+        except SafetensorError as error:
+            raise UserError(
+                f"{file} does not hold {name} as it says ({error}); fetch the checkpoint again."
+            ) from error
 
     def row(self, name: str, index: int) -> Tensor:
         entry = self.entry(name)
@@ -191,14 +199,23 @@ def missing_tensors(folder: Path, names: Iterable[str]) -> UserError:
 def weight_file_names(folder: Path) -> list[str]:
     """Names of the safetensors files that make up the checkpoint, sorted.
 
-    Raises UserError if there are none, or the index cannot be read.
+    Raises UserError if there are none, or the index cannot be read or names files elsewhere.
     """
     index = folder / INDEX
     if index.is_file():
         try:
-            return sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            told = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
+            names = sorted({str(name) for name in told})
+        except (*_NOT_JSON, KeyError, TypeError, AttributeError) as error:
             raise UserError(f"{index} cannot be read; fetch the checkpoint again.") from error
+        for name in names:
+            # Beside the index: a checkpoint says nothing about other folders.
+            if not name.endswith(".safetensors") or Path(name).name != name or "\\" in name:
+                raise UserError(
+                    f"{index} names {name[:100]!r}, which is no safetensors file beside it; fetch "
+                    "the checkpoint again."
+                )
+        return names
     names = sorted(path.name for path in folder.glob("*.safetensors"))
     single = "model.safetensors"
     if single in names:
@@ -229,21 +246,25 @@ def _read_header(file: Path) -> dict[str, Entry]:
                 raise damaged
             header = json.loads(stream.read(size))
         header.pop("__metadata__", None)
-        entries = {
-            name: Entry(
-                file=file,
-                dtype=item["dtype"],
-                shape=tuple(item["shape"]),
-                nbytes=item["data_offsets"][1] - item["data_offsets"][0],
-            )
-            for name, item in header.items()
-        }
+        entries = {name: _entry(file, item) for name, item in header.items()}
         end = max((item["data_offsets"][1] for item in header.values()), default=0)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
+    except (*_NOT_JSON, LookupError, TypeError, AttributeError) as error:
         raise damaged from error
     if file.stat().st_size < 8 + size + end:
         raise damaged
     return entries
+
+
+def _entry(file: Path, item: Mapping[str, Any]) -> Entry:
+    """As a header describes it; raises `ValueError` and the like if that makes no sense."""
+    dtype, shape, (begin, end) = item["dtype"], tuple(item["shape"]), item["data_offsets"]
+    whole = all(type(each) is int and each >= 0 for each in (*shape, begin, end))
+    if not (whole and isinstance(dtype, str) and begin <= end):
+        raise ValueError("no tensor")
+    plain = PLAIN_DTYPES.get(dtype)
+    if plain is not None and math.prod(shape) * plain.itemsize != end - begin:
+        raise ValueError("a tensor of another size")
+    return Entry(file=file, dtype=dtype, shape=shape, nbytes=end - begin)
 
 
 PLAIN_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}

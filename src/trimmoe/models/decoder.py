@@ -30,6 +30,7 @@ from trimmoe.models.family import (
     load_experts,
     refuse_quantised,
 )
+from trimmoe.models.sane import built
 
 KeysValues = Callable[[Any, Tensor], tuple[Tensor, Tensor]]
 """Attention module and normed hidden states [B, T, d] to keys and values [B, T, heads, size]."""
@@ -134,8 +135,7 @@ class DecoderFamily:
     ) -> Any:
         """The model without routed experts, its dense weights loaded."""
         config._attn_implementation = "sdpa"
-        with torch.device("meta"):
-            model: Any = self.model_class(config)
+        model: Any = built(lambda: self.model_class(config), checkpoint.folder)
         for block in _moe_blocks(config):
             mlp = model.model.layers[block].mlp
             mlp.act_fn = mlp.experts.act_fn

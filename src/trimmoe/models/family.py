@@ -17,6 +17,7 @@ from trimmoe.core.specs import IntArray, ModelSpec
 from trimmoe.models.base import BytesRead, MoEView
 from trimmoe.models.checkpoint import Checkpoint, Listing, missing_tensors
 from trimmoe.models.experts import Activation, ExpertStack, ExpertStacks
+from trimmoe.models.sane import unfitting
 
 ExpertChoice = Mapping[int, Collection[int]] | Callable[[int], Collection[int]] | None
 """Experts to load by MoE layer; layers that a mapping lacks get none; None loads all."""
@@ -275,6 +276,9 @@ def _stack(
 ) -> tuple[Tensor, Tensor]:
     """Stacked `up` [E, g, d] and `down` [E, d, f] of the experts `ids`."""
     ups, downs = zip(*(_read_expert(names, checkpoint, block, i) for i in ids[:1]), strict=True)
+    shapes = _shapes(ups[0], downs[0])
+    if any(len(shape) != 2 for shape in shapes) or len({shape[1] for shape in shapes[:-1]}) > 1:
+        raise unfitting(checkpoint, names.down.format(block=block, expert=ids[0]))
     rows = sum(part.shape[0] for part in ups[0])
     up = torch.empty((len(ids), rows, ups[0][0].shape[1]), dtype=dtype, device=device)
     down = torch.empty((len(ids), *downs[0].shape), dtype=dtype, device=device)
@@ -282,12 +286,18 @@ def _stack(
         parts, last = (
             (ups[0], downs[0]) if index == 0 else _read_expert(names, checkpoint, block, expert)
         )
+        if _shapes(parts, last) != shapes:
+            raise unfitting(checkpoint, names.down.format(block=block, expert=expert))
         start = 0
         for part in parts:
             up[index, start : start + part.shape[0]] = part.to(device, dtype)
             start += part.shape[0]
         down[index] = last.to(device, dtype)
     return up, down
+
+
+def _shapes(up: Sequence[Tensor], down: Tensor) -> list[torch.Size]:
+    return [part.shape for part in (*up, down)]
 
 
 def _read_expert(
@@ -314,6 +324,9 @@ def load_dense(
     absent = [stored for stored in wanted.values() if stored not in checkpoint.entries]
     if absent:
         raise missing_tensors(checkpoint.folder, absent)
+    for name, parameter in module.named_parameters():
+        if checkpoint.entries[wanted[name]].shape != tuple(parameter.shape):
+            raise unfitting(checkpoint, wanted[name])
     state = {
         name: checkpoint.tensor(stored).to(device, dtype, copy=True)
         for name, stored in wanted.items()

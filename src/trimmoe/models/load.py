@@ -23,6 +23,7 @@ from trimmoe.models.formats.choose import (
     read_settings,
 )
 from trimmoe.models.hashing import known_hash, model_hash
+from trimmoe.models.sane import require_sane, require_sizes
 
 __all__ = [
     "FAMILIES",
@@ -183,7 +184,8 @@ def load_tokenizer(path_or_hub_id: str | Path) -> Any:
     if (files := gguf_files(path)) and not any((folder / n).is_file() for n in _TOKENIZER_FILES):
         inside = {"gguf_file": files[0].name}
     try:
-        return AutoTokenizer.from_pretrained(folder, **inside)
+        # Nothing of a checkpoint is run, and nobody is asked in a terminal whether it may be.
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False, **inside)
     except Exception as error:  # Tokenizer classes raise many kinds, none of them ours.
         raise UserError(
             f"{path} has no tokenizer that transformers can load; copy the model's tokenizer "
@@ -197,29 +199,32 @@ def _open(path_or_hub_id: str | Path) -> _Opened:
     family = _family(path, raw)
     settings = {key: value for key, value in raw.items() if key not in _QUANTISATION}
     try:
+        require_sizes(raw)
         config = family.config(settings)
-        names = family.geometry(config).expert_names
+        geometry = family.geometry(config)
+        require_sane(geometry)
     except Exception as error:  # Config classes validate in many ways.
+        why = str(error).splitlines() or [type(error).__name__]
         raise UserError(
             f"{folder_of(path) / 'config.json'} is not a valid {raw['model_type']} configuration "
-            f"({str(error).splitlines()[0]}); fetch the checkpoint again."
+            f"({why[0][:300]}); fetch the checkpoint again."
         ) from error
     return _Opened(
         name=model_name(path_or_hub_id),
         path=path,
         family=family,
         config=config,
-        checkpoint=open_checkpoint(path, raw, names),
+        checkpoint=open_checkpoint(path, raw, geometry.expert_names),
     )
 
 
 def _family(path: Path, raw: dict[str, Any]) -> Family:
     model_type = raw.get("model_type")
-    if model_type in FAMILIES:
+    if isinstance(model_type, str) and model_type in FAMILIES:
         return importlib.import_module(FAMILIES[model_type]).FAMILY
     from trimmoe.models.general.adapter import GeneralFamily
 
-    return GeneralFamily(str(model_type))
+    return GeneralFamily(str(model_type)[:60])
 
 
 def known_device(device: str | torch.device) -> torch.device:

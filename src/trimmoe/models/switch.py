@@ -35,6 +35,7 @@ from trimmoe.models.family import (
     load_experts,
     refuse_quantised,
 )
+from trimmoe.models.sane import built
 from trimmoe.models.switch_stack import SwitchEncoder
 from trimmoe.models.switch_view import SwitchView
 
@@ -128,8 +129,9 @@ def _load_model(
 ) -> Any:
     """The model without routed experts, its dense weights loaded and tied."""
     config._attn_implementation = "eager"  # What transformers itself takes for this family.
-    with torch.device("meta"):
-        model: Any = SwitchTransformersForConditionalGeneration(config)
+    model: Any = built(
+        lambda: SwitchTransformersForConditionalGeneration(config), checkpoint.folder
+    )
     routers = []
     for block in (*model.encoder.block, *model.decoder.block):
         if block.is_sparse:

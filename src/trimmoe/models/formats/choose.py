@@ -134,7 +134,8 @@ def open_checkpoint(path: Path, raw: Mapping[str, Any], names: ExpertNames) -> C
     settings = raw.get("quantization_config") or raw.get("compression_config")
     if not settings:
         return SafetensorsCheckpoint(path)
-    method = str(settings.get("quant_method") or "an unnamed method")
+    named = settings.get("quant_method") if isinstance(settings, dict) else None
+    method = str(named or "an unnamed method")
     if method not in SCHEMES:
         raise UserError(
             f"{path} holds weights quantised by {method}, which TrimMoE cannot read; use the model "

@@ -28,6 +28,8 @@ from trimmoe.runtime.node.records.messages import (
 
 MOST_MESSAGES = 1 << 16
 """Between two servers for one token; as many, less one, as a packed ledger has room for."""
+MOST_SUM = 1e6
+"""Of seconds and of losses."""
 _WORD = np.dtype("<i8")
 
 
@@ -94,13 +96,11 @@ def _bounds(layers: int, servers: int) -> tuple[np.ndarray, ...]:
     ranges = [whole[name] for name in INTS]
     ranges += [(0, len(Kind))] * layers + [(0, MOST_MESSAGES)] * servers**2
     least, span = (np.array(part) for part in zip(*ranges, strict=True))
-    finite = {"draws": 1.0, "loss_weight": 1.0} | dict.fromkeys(_AMOUNTS, np.finfo(float).max)
-    low = [0.0 if name in (*finite, "answered_s") else -np.inf for name in FLOATS]
-    high = [finite.get(name, np.inf) for name in FLOATS]
+    real = {"draws": (0.0, 1.0), "loss_weight": (0.0, 1.0), "answered_s": (0.0, np.inf)}
+    # What an exit was charged may be taken back, so that sums may be below zero.
+    real |= dict.fromkeys(("budget", "loss", "delay_s", "exit_loss"), (-MOST_SUM, MOST_SUM))
+    low, high = zip(*(real.get(name, (-np.inf, np.inf)) for name in FLOATS), strict=True)
     return least.astype(np.int64), span.astype(np.uint64), np.array(low), np.array(high)
-
-
-_AMOUNTS = ("budget", "loss", "delay_s", "exit_loss")
 
 
 def sealed(parcel: Parcel) -> msgspec.Struct:

@@ -29,7 +29,8 @@ from trimmoe.runtime.node.records.messages import (
 
 _MOST_SLOTS = 1 << 20
 """That a token's layers have together."""
-_LONGEST_S = 1e6
+_MOST_SUM = 1e6
+"""Of seconds and of losses."""
 MOST_WEIGHTS = 256
 """Loss weights that tokens of one server's users set out with; value tables are made for each."""
 
@@ -42,11 +43,6 @@ def all_below(values: Iterable[int], bound: int, least: int = 0) -> bool:
 def is_share(value: float) -> bool:
     """Of one; not for what is no number."""
     return 0.0 <= value <= 1.0
-
-
-def is_amount(value: float, most: float = math.inf) -> bool:
-    """Finite, not negative and no more than `most`."""
-    return 0.0 <= value < math.inf and value <= most
 
 
 def comes_from(sender: int, message: Message) -> bool:
@@ -89,14 +85,13 @@ def are_told_after(after: Sequence[After], vocab_size: int, positions: int) -> b
 def is_ledger(ledger: LedgerSpec) -> bool:
     """Whether its numbers can be added to others; `unpack_ledger` looks at its shape."""
     counts = (ledger.slots_run, ledger.slots_dropped, ledger.audits)
-    if ledger.corrects:
-        # What it corrects was told before, so it may take something back.
-        return all(abs(each) < _MOST_SLOTS for each in counts) and all(
-            abs(each) < _LONGEST_S for each in (ledger.delay_s, ledger.loss, ledger.budget)
-        )
-    return all_below(counts, _MOST_SLOTS) and all(
-        is_amount(each, _LONGEST_S) for each in (ledger.delay_s, ledger.loss, ledger.budget)
-    )
+    sums = (ledger.delay_s, ledger.loss, ledger.budget)
+    # Either may be below zero: what follows a token may take back what was told with it.
+    return all(abs(each) < _MOST_SLOTS for each in counts) and all(map(_is_sum, sums))
+
+
+def _is_sum(value: float) -> bool:
+    return abs(value) < _MOST_SUM
 
 
 def can_draw(spec: SamplingSpec, vocab_size: int) -> bool:
@@ -108,14 +103,12 @@ def can_draw(spec: SamplingSpec, vocab_size: int) -> bool:
 
 def _is_receipt(receipt: ReceiptSpec) -> bool:
     confidence = receipt.exit_confidence
-    amounts = (receipt.budget, receipt.loss, receipt.delay_s)
-    return all(is_amount(each, _LONGEST_S) for each in amounts) and (
-        confidence is None or is_share(confidence)
-    )
+    sums = (receipt.budget, receipt.loss, receipt.delay_s)
+    return all(map(_is_sum, sums)) and (confidence is None or is_share(confidence))
 
 
 def _is_charge(charge: ChargeSpec, positions: int) -> bool:
-    return 0 < charge.tokens <= positions and is_amount(charge.loss)
+    return 0 < charge.tokens <= positions and 0.0 <= charge.loss < math.inf
 
 
 def _are_alternatives(top: Sequence[tuple[int, float]], vocab_size: int) -> bool:
