@@ -160,7 +160,7 @@ def _place(location: tuple[int | str, ...], content: Any) -> str:
     path, name = "", ""
     inside: Any = content
     for step in location:
-        path += f"[{step}]" if isinstance(step, int) else f".{step}"
+        path += f"[{step}]" if isinstance(step, int) else f".{step[:_LONGEST_NAME]}"
         try:
             inside = inside[step]
         except (KeyError, IndexError, TypeError):

@@ -14,6 +14,15 @@ from trimmoe.core.errors import UserError
 
 LARGEST_BYTES = 1 << 20
 """Files that people write are shorter; it takes seconds to read as much."""
+_AMISS = (
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    RecursionError,
+    TypeError,
+    ValueError,
+)
+"""What PyYAML raises beside its own errors for what it cannot make values of."""
 _DEEPEST = 32
 """Of brackets."""
 
@@ -56,11 +65,13 @@ def read_yaml(path: Path, what: str) -> Any:
         raise UserError(f"{path} is longer than a {what} may be (1 MB); give the right file.")
     try:
         return yaml.load(text, Loader=_Loader)
-    except (yaml.YAMLError, TypeError, ValueError, OverflowError, RecursionError) as error:
+    except (yaml.YAMLError, *_AMISS) as error:
         where = getattr(error, "problem_mark", None)
         place = f"line {where.line + 1}" if where else "the file"
         problem = getattr(error, "problem", None) or str(error).splitlines()[0]
-        raise UserError(f"{path}: {place} is not valid YAML ({problem}); mend it there.") from error
+        raise UserError(
+            f"{path}: {place} is not valid YAML ({problem[:200]}); mend it there."
+        ) from error
 
 
 def shown(value: Any) -> str:

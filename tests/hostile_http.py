@@ -1,0 +1,66 @@
+"""Requests that the HTTP interface's own document allows, and such as it does not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx
+import schemathesis
+from hypothesis import HealthCheck, given, seed, settings
+from hypothesis import strategies as st
+from schemathesis.checks import load_all_checks, not_a_server_error
+from schemathesis.specs.openapi.checks import (
+    content_type_conformance,
+    response_schema_conformance,
+    status_code_conformance,
+)
+
+from serving import MODEL
+
+
+def fuzz(url: str, examples: int, at: int | None = None) -> set[str]:
+    """Send so many requests of each kind to each operation of the server at `url`, the same ones
+    every time or those of seed `at`; fails unless each is answered as the document says. The
+    operations."""
+    load_all_checks()
+    schema = schemathesis.openapi.from_dict(httpx.get(f"{url}/openapi.json").json())
+    results: Any = schema.get_all_operations()
+    operations = [result.ok() for result in results]
+    for operation in operations:
+        _fuzz(operation, schemathesis.GenerationMode.POSITIVE, url, examples, at)
+        if operation.method == "post":
+            _fuzz(operation, schemathesis.GenerationMode.NEGATIVE, url, examples, at)
+    return {f"{one.method} {one.path}" for one in operations}
+
+
+def _fuzz(
+    operation: Any,
+    mode: schemathesis.GenerationMode,
+    url: str,
+    examples: int,
+    at: int | None,
+) -> None:
+    cases = operation.as_strategy(generation_mode=mode)
+
+    @settings(
+        max_examples=examples, derandomize=at is None, deadline=None, database=None,
+        suppress_health_check=(HealthCheck.too_slow, HealthCheck.filter_too_much),
+    )  # fmt: skip
+    @given(cases, st.booleans())
+    def check(case: Any, our_model: bool) -> None:
+        # Of random model names none is ours.
+        if our_model and isinstance(case.body, dict):
+            case.body = case.body | {"model": MODEL}
+        case.call_and_validate(
+            base_url=url,
+            checks=[
+                not_a_server_error,
+                status_code_conformance,
+                content_type_conformance,
+                response_schema_conformance,
+            ],
+        )
+
+    if at is not None:
+        seed(at)(check)
+    check()
