@@ -16,7 +16,15 @@ from nodes import answers, request, running, staircase_routes, world
 from serving import Tiny
 from trimmoe.policy.settings import PRESETS
 from trimmoe.runtime.node.records.checks import Geometry, check
-from trimmoe.runtime.node.records.messages import MESSAGE_TYPES, InHand, Message, Onward, Start
+from trimmoe.runtime.node.records.messages import (
+    MESSAGE_TYPES,
+    InHand,
+    Message,
+    Onward,
+    Reserve,
+    SamplingSpec,
+    Start,
+)
 from trimmoe.runtime.node.records.passengers import MalformedPassengers, unpack_wave
 from trimmoe.runtime.wire.base import Frame, TransportClosed
 from trimmoe.runtime.wire.codec import MalformedFrame, decode
@@ -198,6 +206,45 @@ async def strangers(count: int, seed: int) -> Counter[str]:
                 writer.close()
         await still_talk(a, b)
         return Counter(a.counters.dropped)
+
+
+async def overheard(secret: bytes) -> bytes:
+    """All bytes that pass between two encrypted servers while one tells the other a secret."""
+    seen, passing = bytearray(), list[asyncio.Task[None]]()
+    async with contextlib.AsyncExitStack() as stack:
+        made = []
+        for name in "ab":
+            carrier = ZmqCarrier(name, keyring=keyring_from_token(TOKEN, name, NAMES))
+            server = LinkTransport(carrier, MESSAGE_TYPES, settings=BRISK)
+            made.append(await stack.enter_async_context(server))
+        a, b = made
+        host, port = b.address.removeprefix("tcp://").split(":")
+
+        async def passed_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            there, back = await asyncio.open_connection(host, int(port))
+            passing.append(asyncio.create_task(_copy(reader, back, seen)))
+            passing.append(asyncio.create_task(_copy(there, writer, seen)))
+
+        between = await asyncio.start_server(passed_on, "127.0.0.1", 0)
+        a.connect("b", f"tcp://127.0.0.1:{between.sockets[0].getsockname()[1]}")
+        b.connect("a", a.address)
+        await soon(a.wait_up("b"))
+        told = Reserve(
+            1, [0], SamplingSpec(0, 1, 0, 0, 0, 0, None, grammar=secret.decode()), 0, True
+        )
+        await a.send("b", told)
+        assert (await soon(b.receive())).message == told
+        between.close()
+    await asyncio.gather(*passing)
+    return bytes(seen)
+
+
+async def _copy(source: asyncio.StreamReader, sink: asyncio.StreamWriter, seen: bytearray) -> None:
+    with contextlib.suppress(ConnectionError):
+        while content := await source.read(1 << 16):
+            seen += content
+            sink.write(content)
+    sink.close()
 
 
 def resident_mb() -> float:

@@ -10,9 +10,25 @@ import tracemalloc
 
 import pytest
 
-from hostile import patiently
-from hostile_wire import Frames, decoders, geometry_of, member, recorded, strangers
+from hostile import Mutator, patiently
+from hostile_wire import (
+    Frames,
+    decoders,
+    geometry_of,
+    member,
+    overheard,
+    recorded,
+    strangers,
+)
 from serving import Tiny
+from trimmoe.runtime.launch.deployment import (
+    Hello,
+    Timed,
+    decode_deployment,
+    decode_to_head,
+    decode_to_member,
+    encode,
+)
 
 PATIENCE_S = 60.0
 
@@ -39,6 +55,38 @@ async def test_who_has_a_valid_key_may_send_what_it_likes(sent: list[tuple[str, 
     found = await member(sent, 800, seed=2)
     assert found["malformed message"] > 10
     assert found["no envelope"] > 10
+
+
+def test_what_is_no_word_between_a_head_and_its_members_is_none() -> None:
+    """Reports may hold anything, however deep; the thread that listens lives on."""
+    said = Hello(
+        version="1",
+        servers=("desk",),
+        address="10.0.0.1",
+        memory_bytes=1,
+        cores=1,
+        timed=(Timed(number=1, report={"work_s": [1.0]}),),
+    )
+    assert decode_to_head(encode(said)) == said
+    deep = encode(said).replace(b"\xa6work_s", b"\xa6work_s" + b"\x91" * 100_000)
+    assert len(deep) > 100_000
+    mutator = Mutator(4)
+    for content in (
+        b"",
+        b"\x91" * 100_000,
+        deep,
+        *(mutator.bytes(encode(said)) for _ in range(300)),
+    ):
+        for decode in (decode_to_head, decode_to_member, decode_deployment):
+            decode(content)
+    assert decode_to_head(deep) is None
+
+
+def test_who_listens_on_a_link_sees_nothing_but_noise() -> None:
+    """A neighbour between two servers that notes all that passes."""
+    seen = asyncio.run(overheard(b"a secret that is long enough to be found"))
+    assert len(seen) > 1000
+    assert b"secret" not in seen
 
 
 async def test_who_has_no_key_may_send_what_it_likes() -> None:

@@ -57,6 +57,16 @@ def test_a_wrong_setting_is_named(given: dict, named: str) -> None:
         serve_config(None, GIVEN | given)
 
 
+def test_api_keys_in_a_file_that_others_can_read_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "serve.yaml"
+    path.write_text("api-keys: [secret]\n")
+    path.chmod(0o644)
+    with pytest.raises(UserError, match=f"API keys in {path}; run `chmod 600"):
+        serve_config(path, GIVEN)
+    path.chmod(0o600)
+    assert serve_config(path, GIVEN).api_keys == ("secret",)
+
+
 @pytest.mark.parametrize("content", ["- 1\n", "a: [\n"])
 def test_a_file_that_is_no_mapping_is_refused(tmp_path: Path, content: str) -> None:
     path = tmp_path / "serve.yaml"

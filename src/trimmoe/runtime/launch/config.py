@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from trimmoe.core.errors import UserError
 from trimmoe.core.precision import Precision
+from trimmoe.core.private import require_secret
 from trimmoe.core.sample_clusters import cluster_path
 from trimmoe.core.specs import DEVICE
 from trimmoe.core.yaml_file import read_yaml, shown
@@ -126,6 +127,8 @@ def serve_config(
     `open_to_all`. Raises `UserError` naming the key that is wrong.
     """
     content = {} if path is None else _read(path)
+    if path is not None and content.get("api_keys"):
+        require_secret(path, "API keys")
     chosen = content | {name: value for name, value in given.items() if value is not None}
     try:
         config = ServeConfig.model_validate(chosen)

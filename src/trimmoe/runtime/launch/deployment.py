@@ -158,9 +158,31 @@ class End(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 ToHead = Hello
 ToMember = Wanted | Refused | End
 encode = msgspec.msgpack.Encoder().encode
-decode_to_head = msgspec.msgpack.Decoder(ToHead).decode
-decode_to_member = msgspec.msgpack.Decoder(ToMember).decode
-decode_deployment = msgspec.msgpack.Decoder(Deployment).decode
+_to_head = msgspec.msgpack.Decoder(ToHead)
+_to_member = msgspec.msgpack.Decoder(ToMember)
+_deployment = msgspec.msgpack.Decoder(Deployment)
+
+
+def decode_to_head(content: bytes) -> ToHead | None:
+    """A member's word; None for what is none."""
+    return _decoded(_to_head, content)
+
+
+def decode_to_member(content: bytes) -> ToMember | None:
+    """The head's word; None for what is none."""
+    return _decoded(_to_member, content)
+
+
+def decode_deployment(content: bytes) -> Deployment | None:
+    """What was kept; None for what is none, or another version's."""
+    return _decoded(_deployment, content)
+
+
+def _decoded(decoder: msgspec.msgpack.Decoder[Any], content: bytes) -> Any:
+    try:
+        return decoder.decode(content)
+    except (msgspec.MsgspecError, ValueError, RecursionError, OverflowError):
+        return None
 
 
 def timed_of(number: int, report: MachineReport | None) -> Timed:

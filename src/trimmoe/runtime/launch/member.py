@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import msgspec
 import torch
 import zmq
 from zmq.utils.monitor import parse_monitor_message
@@ -158,9 +157,8 @@ class Membership:
             self._socket.send(encode(hello), zmq.NOBLOCK)
 
     def _take(self, content: bytes) -> None:
-        try:
-            message = decode_to_member(content)
-        except msgspec.DecodeError:
+        message = decode_to_member(content)
+        if message is None:
             return
         if not self.heard:
             self.heard = True
@@ -208,7 +206,7 @@ def kept(folder: Path) -> Deployment | None:
     can read it: there are API keys in it."""
     try:
         return decode_deployment(read_private(folder / "deployment"))
-    except (OSError, msgspec.DecodeError):
+    except OSError:
         return None
 
 

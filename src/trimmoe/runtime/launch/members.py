@@ -13,7 +13,6 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-import msgspec
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
 
@@ -172,9 +171,8 @@ class Members:
         while not self._closed.is_set():
             if self._socket.poll(_POLL_MS):
                 peer, *frames = self._socket.recv_multipart()
-                try:
-                    hello = decode_to_head(frames[0])
-                except (msgspec.DecodeError, IndexError):
+                hello = decode_to_head(frames[0]) if frames else None
+                if hello is None:
                     continue
                 with self._lock:
                     answer = self._answer(peer, hello)
