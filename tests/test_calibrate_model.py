@@ -250,9 +250,9 @@ def test_profiles_survive_the_disk_and_refuse_other_models(
     profile.save(tmp_path / "p.safetensors")
     loaded = load_profile(tmp_path / "p.safetensors")
     assert loaded.hash == profile.hash
-    loaded.require_model(model[0].spec.model_hash, "tiny")
+    loaded.require_model(model[0].spec)
     with pytest.raises(UserError, match="trimmoe calibrate"):
-        loaded.require_model("0" * 64, "another")
+        loaded.require_model(replace(model[0].spec, model_hash="0" * 64))
 
 
 def test_calibration_is_determined_by_its_seed(

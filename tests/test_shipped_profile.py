@@ -42,7 +42,7 @@ def embedded() -> ModelSpec:
 
 def test_it_is_of_the_model_that_ships(embedded: ModelSpec, tmp_path: Path) -> None:
     profile = load_profile(shipped_profile(tmp_path))
-    profile.require_model(embedded.model_hash, embedded.name)
+    profile.require_model(embedded)
     assert profile.layer_count == embedded.layer_count
     assert profile.header.settings["tokens"] >= 20_000
     assert profile.header.extra["dtype"] == "float32"

@@ -64,7 +64,7 @@ def record_trace(
     `advance` is told of every token in every layer, and on every server that guesses.
     """
     spec = view.spec
-    profile.require_model(spec.model_hash, spec.name)
+    profile.require_model(spec)
     if settings.tokens < 1 or settings.length < 2:
         raise UserError("A trace needs at least 1 token in sequences of at least 2.")
     length = min(settings.length, spec.context_length)

@@ -18,6 +18,7 @@ from trimmoe.core.artifact import (
     undamaged,
 )
 from trimmoe.core.contents import Kept, amount, count, require_contents, share
+from trimmoe.core.profile import Profile
 from trimmoe.core.specs import DEVICE, BoolArray, ClusterSpec, IntArray, Speeds
 
 PLAN_KIND = "plan"
@@ -65,6 +66,11 @@ class Plan:
     def _stand_ins(self) -> dict[str, np.ndarray]:
         bits = self.stand_in_bits
         return {} if bits is None else {"stand_in_bits": bits.astype(np.uint8)}
+
+    def is_of(self, profile: Profile) -> bool:
+        """Whether it was made from this profile."""
+        same = self.header.input_hashes["profile"] == profile.hash
+        return same and self.hosts.shape[1:] == (profile.layer_count, profile.expert_count)
 
     @property
     def hash(self) -> str:

@@ -28,7 +28,7 @@ from trimmoe.core.artifact import (
 )
 from trimmoe.core.contents import Kept, amount, count, require_contents, share
 from trimmoe.core.errors import UserError
-from trimmoe.core.specs import BoolArray, FloatArray, IntArray
+from trimmoe.core.specs import BoolArray, FloatArray, IntArray, ModelSpec
 
 PROFILE_KIND = "profile"
 PROFILE_FORMAT = 4
@@ -282,14 +282,16 @@ class Profile:
         ranks = slot_ranks(self.top_k, substitution_loss.shape[2])
         return substitution_loss[:, :, ranks].mean(2, keepdims=True)
 
-    def require_model(self, model_hash: str, model_name: str) -> None:
-        """Raise `UserError` unless the profile was made from the model with this hash."""
-        assert model_hash, "open the model with its hash to check what a profile is of"
-        if self.model_hash != model_hash:
+    def require_model(self, model: ModelSpec) -> None:
+        """Raise `UserError` unless the profile was made from this model."""
+        assert model.model_hash, "open the model with its hash to check what a profile is of"
+        shape = (self.layer_count, self.expert_count, self.top_k, self.exit_weight.shape[1])
+        wanted = (model.layer_count, model.expert_count, model.top_k, model.hidden_size)
+        if self.model_hash != model.model_hash or shape != wanted:
             made_from = self.header.settings.get("model", "another model")
             raise UserError(
                 f"The profile was calibrated on {made_from} ({self.model_hash[:12]}), not on "
-                f"{model_name} ({model_hash[:12]}); run `trimmoe calibrate` on this model."
+                f"{model.name} ({model.model_hash[:12]}); run `trimmoe calibrate` on this model."
             )
 
     def save(self, path: Path) -> None:

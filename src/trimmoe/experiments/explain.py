@@ -66,7 +66,7 @@ def plan_figures(plan: Plan, profile: Profile, model: ModelSpec) -> PlanFigures:
     """Evaluate a plan; raises `UserError` if it was made for another model or profile geometry."""
     if plan.header.input_hashes["model"] != model.model_hash:
         raise UserError(f"The plan was made for another model than {model.name}; plan again.")
-    profile.require_model(model.model_hash, model.name)
+    profile.require_model(model)
     cluster = plan.cluster
     cost = cost_model(model, cluster)
     delays = expected_layer_delay_s(cost, plan.hosts, profile)

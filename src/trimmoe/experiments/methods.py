@@ -337,8 +337,8 @@ def method_engine(
 
 def require_fitting(profile: Profile, plan: Plan, model: ModelSpec) -> None:
     """Raise `UserError` unless profile and plan belong to the model and to each other."""
-    profile.require_model(model.model_hash, model.name)
-    if plan.header.input_hashes["profile"] != profile.hash:
+    profile.require_model(model)
+    if not plan.is_of(profile):
         raise UserError(
             "The plan was made from another profile; run `trimmoe plan` with this profile."
         )

@@ -79,7 +79,7 @@ def recorded_tokens(model: str, profile: Path, trace: Path) -> Tokens:
     calibrated, recorded = load_profile(profile), load_trace(trace)
     recorded.require_profile(calibrated)
     spec = model_spec(resolved(model), hashed=True)
-    calibrated.require_model(spec.model_hash, spec.name)
+    calibrated.require_model(spec)
     return Tokens(profile=calibrated, model=spec, trace=recorded)
 
 

@@ -243,7 +243,7 @@ def make_plan(
     the settings contradict each other.
     """
     settings = settings or default()
-    profile.require_model(model.model_hash, model.name)
+    profile.require_model(model)
     # What is as others place it keeps no room for what only we put there.
     planner = make_planner(profile, model, cluster, settings, guesses=settings.routes != "own")
     names = SEED_NAMES if settings.seed_plan == "best" else (settings.seed_plan,)

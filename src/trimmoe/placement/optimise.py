@@ -97,7 +97,7 @@ def optimise_plan(
     """
     search = search or SearchSettings()
     settings = replace(settings or default(), seed=search.seed)
-    profile.require_model(model.model_hash, model.name)
+    profile.require_model(model)
     if not 0.0 <= search.budget <= 1.0:
         raise UserError(f"The budget is {search.budget}; give a flip rate from 0 to 1.")
     planner = make_planner(profile, model, cluster, settings)

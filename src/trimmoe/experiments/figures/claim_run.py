@@ -147,7 +147,7 @@ def _real_world(recorded: Recorded, effort: Effort, seed: int, announce: Announc
     """As much of the real tokens as the effort has, others in every world as far as there are."""
     spec = model_of(recorded.model)
     profile, trace = load_profile(recorded.profile), load_trace(recorded.trace)
-    profile.require_model(spec.model_hash, spec.name)
+    profile.require_model(spec)
     trace = some_sequences(trace, effort.sequences, effort.length, seed)
     return made_world(
         spec.name, "recorded", spec, profile, trace, paper_cluster(seed), effort, seed=seed,

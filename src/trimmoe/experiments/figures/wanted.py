@@ -65,7 +65,7 @@ def make_world(wanted: Wanted, announce: Announce) -> World:
         return generated_world(wanted.model, cluster, effort, seed=wanted.seed, announce=announce)
     profile, trace = load_profile(wanted.profile), load_trace(wanted.trace)
     spec = model_of(wanted.model)
-    profile.require_model(spec.model_hash, spec.name)
+    profile.require_model(spec)
     if plan is not None:
         require_fitting(profile, plan, spec)
     return made_world(

@@ -72,13 +72,13 @@ def prepare(
     path = model_folder(config.model)
     model = _model_spec(path, config.planned_dtype, config.quantise)
     profile = _profile(config, path, model, sample, folder, say)
-    profile.require_model(model.model_hash, model.name)
+    profile.require_model(model)
     if placed is not None and config.plan is None:
         plan = _made(config, profile, model, placed)
     else:
         plan = _plan(config, profile, model, folder, say)
     plan = replace(plan, cluster=_as_measured(config, plan.cluster, model))
-    if plan.header.input_hashes["profile"] != profile.hash:
+    if not plan.is_of(profile):
         raise UserError(
             "The plan was made from another profile; run `trimmoe plan` with this profile, or "
             "leave out --plan."
@@ -97,7 +97,7 @@ def profile_of(
     """The profile that is given, kept, or made now, as in `prepare`. Raises `UserError`."""
     path = model_folder(config.model)
     profile = _profile(config, path, model, sample, default_cache_dir(), say)
-    profile.require_model(model.model_hash, model.name)
+    profile.require_model(model)
     return profile
 
 

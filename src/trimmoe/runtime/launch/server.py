@@ -241,7 +241,7 @@ def open_own_part(spec: ServerSpec, path: str) -> MoEView:
         hashed=True,
         stand_ins=_copies(spec),
     )
-    spec.profile.require_model(view.spec.model_hash, view.spec.name)
+    spec.profile.require_model(view.spec)
     return view
 
 
