@@ -5,14 +5,29 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import Counter
+from dataclasses import replace
 
+import numpy as np
 import pytest
+import torch
 
 from hostile import Mutator
 from nodes import Servers, answers, read, request, running, staircase_routes, tokens_of, world
 from serving import Tiny
+from tiny import HIDDEN, LAYERS
+from trimmoe.core.plan import Plan
 from trimmoe.policy.settings import PRESETS
-from trimmoe.runtime.node.records.messages import MESSAGE_TYPES
+from trimmoe.runtime.node.records.messages import (
+    MESSAGE_TYPES,
+    After,
+    Followed,
+    LedgerSpec,
+    Partial,
+    Propagate,
+    Token,
+    Tokens,
+)
+from trimmoe.runtime.node.records.rows import Rows
 from trimmoe.runtime.wire.base import Frame, Received
 from trimmoe.runtime.wire.codec import MalformedFrame, decode
 from trimmoe.runtime.wire.memory import MemoryNetwork
@@ -99,3 +114,64 @@ async def storm(tiny: Tiny, policy: str, seed: int, told: int) -> Liar:
 async def test_a_server_that_sends_nonsense_takes_nobody_down(tiny: Tiny, policy: str) -> None:
     network = await storm(tiny, policy, seed=1, told=400)
     assert len(network.told) > 5
+
+
+def _experts_on(plan: Plan, *servers: int) -> Plan:
+    """All experts on these servers only."""
+    hosts = np.zeros_like(plan.hosts)
+    hosts[list(servers)] = True
+    return replace(plan, hosts=hosts)
+
+
+async def test_who_was_not_asked_has_no_say(tiny: Tiny) -> None:
+    """Neither tokens nor partial sums nor rows of a server that an answer does not pass."""
+    profile, plan = world(tiny, servers=SERVERS, routes=[[0, 1, 0, 1]] * SERVERS)
+    plan = _experts_on(plan, 0, 1)
+    async with running(tiny, profile=profile, plan=plan) as cluster:
+        stream = cluster.nodes[0].service.submit(request([3, 4, 5], 24))
+        events = [await anext(stream)]
+        (sequence,) = cluster.nodes[0].desk._by_sequence
+        rows = torch.full((1, HIDDEN), 100.0)
+        for position in range(3, 27):
+            at = Rows([sequence], [position], [1], [])
+            token = Token(sequence, position, 7, None, [], None, None, None)
+            for server in (0, 1):
+                for layer in range(LAYERS):
+                    told = Partial(layer=layer, rows=at, decoding=True)
+                    cluster.transports[2].post(cluster.names[server], told, [rows])
+                told = Propagate(layer=1, rows=at, frozen=True)
+                cluster.transports[2].post(cluster.names[server], told, [rows])
+            cluster.transports[2].post(cluster.names[0], Tokens([token]))
+            cluster.transports[2].post(cluster.names[0], Followed([After(sequence, FREE, True)]))
+        events += await read(stream)
+        await cluster.all_free()
+    assert tokens_of(events) == tiny.greedy([3, 4, 5], 24, eos=None)
+
+
+FREE = LedgerSpec(b"", 0, 0, bytes(2 * SERVERS**2), 0.0, 0.0, 0.0, 0)
+
+
+class Falsifier(MemoryNetwork):
+    """One server's partial sums arrive as others."""
+
+    def deliver(self, source: str, destination: str, frames: list[Frame]) -> None:
+        if self.liar == source and len(frames) > 2 and b"partial" in bytes(frames[1]):
+            sums = np.frombuffer(frames[2], np.float32)
+            frames = [*frames[:2], bytearray((-3.0 * sums).tobytes())]
+        super().deliver(source, destination, frames)
+
+    liar = ""
+
+
+async def test_a_server_that_lies_is_believed(tiny: Tiny) -> None:
+    """What it says of experts that only it has is not computed twice: see docs/security.md."""
+    profile, plan = world(tiny, servers=2, routes=[[0] * LAYERS] * 2)
+    network = Falsifier()
+    async with running(
+        tiny, profile=profile, plan=_experts_on(plan, 1), network=network
+    ) as cluster:
+        network.liar = cluster.names[1]
+        (made,) = await answers(cluster, [(0, request([3, 4, 5], 12))])
+        await cluster.all_free()
+        assert not cluster.nodes[0].malformed
+    assert tokens_of(made) != tiny.greedy([3, 4, 5], 12, eos=None)

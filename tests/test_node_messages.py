@@ -215,6 +215,7 @@ WRONG: list[dict[str, Any]] = [
     {"ledger": replace(LEDGER, loss=math.inf)},
     {"ledger": replace(LEDGER, slots_run=2**62)},
     {"receipt": ReceiptSpec(math.nan, 0.0, 0.0, None)},
+    {"receipt": ReceiptSpec(1e-320, 1.0, 0.0, None)},
     {"receipt": ReceiptSpec(0.0, 0.0, 0.0, math.nan)},
     {"charge": ChargeSpec(-1, 0.0)},
     {"scores": [ScoreSpec(VOCABULARY, -1.0, 1, [])]},

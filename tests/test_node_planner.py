@@ -25,6 +25,7 @@ from trimmoe.engine.exits import ExitRules
 from trimmoe.policy.settings import PRESETS
 from trimmoe.policy.trim import TrimPolicy, rounded_weight
 from trimmoe.runtime.node.records.messages import Weather
+from trimmoe.runtime.node.records.passengers import MalformedPassengers
 from trimmoe.runtime.node.watch import planner as planner_module
 from trimmoe.runtime.node.watch.deployments import (
     CUT_DELAY_S,
@@ -238,6 +239,16 @@ async def test_mere_weather_is_no_change() -> None:
         assert not waiting.done()
         planner.want_lost(frozenset({1}))
         await soon(waiting)
+
+
+async def test_there_is_an_end_to_routes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each makes the engine larger for good, and whoever reserves a place names one."""
+    monkeypatch.setattr(planner_module, "MOST_ROUTES", 2)
+    async with planning(basis()) as (planner, _):
+        for route in ((3, 3, 0), (3, 3, 1), (3, 3, 0)):
+            planner.want_route(route)
+        with pytest.raises(MalformedPassengers, match="too many routes"):
+            planner.want_route((3, 3, 2))
 
 
 async def test_a_route_that_comes_from_elsewhere_is_learnt_and_never_forgotten() -> None:

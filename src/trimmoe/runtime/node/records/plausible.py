@@ -29,6 +29,7 @@ from trimmoe.runtime.node.records.messages import (
 
 _MOST_SLOTS = 1 << 20
 """That a token's layers have together."""
+_LEAST_BUDGET = 1e-9
 _MOST_SUM = 1e6
 """Of seconds and of losses."""
 MOST_WEIGHTS = 256
@@ -104,7 +105,10 @@ def can_draw(spec: SamplingSpec, vocab_size: int) -> bool:
 def _is_receipt(receipt: ReceiptSpec) -> bool:
     confidence = receipt.exit_confidence
     sums = (receipt.budget, receipt.loss, receipt.delay_s)
-    return all(map(_is_sum, sums)) and (confidence is None or is_share(confidence))
+    # What was lost is counted as a share of the budget.
+    budgeted = receipt.budget == 0.0 or receipt.budget >= _LEAST_BUDGET
+    sure = confidence is None or is_share(confidence)
+    return budgeted and sure and all(map(_is_sum, sums))
 
 
 def _is_charge(charge: ChargeSpec, positions: int) -> bool:

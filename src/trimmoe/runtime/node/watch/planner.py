@@ -17,6 +17,7 @@ from trimmoe.core.profile import Profile
 from trimmoe.engine.feedback import Feedback
 from trimmoe.policy.settings import PolicySettings
 from trimmoe.runtime.node.records.messages import Weather
+from trimmoe.runtime.node.records.passengers import MalformedPassengers
 from trimmoe.runtime.node.watch.deployments import (
     Basis,
     Built,
@@ -28,6 +29,8 @@ from trimmoe.runtime.node.watch.deployments import (
 )
 
 Made = TypeVar("Made")
+MOST_ROUTES = 1024
+"""Beyond the plan's: one for each server's users, in any state that the cluster has been in."""
 BUSY_SHARE = 0.05
 """Of the time, what following mere measurements may take. Value tables take the processor that
 tokens are computed with: unbounded, following the load would cause the load that is followed."""
@@ -108,8 +111,11 @@ class Planner:
         self._want(replace(self._wanted, lost=lost))
 
     def want_route(self, route: Route) -> None:
-        """A sequence came on a route; know it."""
+        """A sequence came on a route; know it. Raises `MalformedPassengers` for more routes than a
+        cluster has use for: none is ever forgotten, and each makes the engine larger."""
         if route not in self._extra:
+            if len(self._extra) >= MOST_ROUTES:
+                raise MalformedPassengers("too many routes")
             self._extra[route] = None
             self._news.set()
             self._mark_urgent()
