@@ -4,10 +4,10 @@
 
 Frames of real answers of a tiny model, changed (`decoders`; `member`: to a real port by a server of
 the cluster; `strangers`: by who has no key; `nodes`: well-formed messages to servers in the midst
-of answers), changed files (`artifacts`, `checkpoints`, `clusters`), and requests to the HTTP
-interface (`http`). Ends with the first crash, answer that is no single sentence, hang of a minute
-or memory that nothing explains; else prints what became of everything. From a checkout: the parts
-are those of the tests.
+of answers), changed files (`artifacts`, `checkpoints`, `ggufs`, `clusters`), and requests to the
+HTTP interface (`http`). Ends with the first crash, answer that is no single sentence, or hang of a
+minute; else prints what became of everything, and how memory grew. From a checkout: the parts are
+those of the tests.
 """
 
 from __future__ import annotations
@@ -22,12 +22,15 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
+from gguf import GGMLQuantizationType
+
 import hostile_files
 import hostile_http
 import hostile_wire
 from hostile import Mutator, patiently
 from serving import open_tiny, served
 from test_hostile_nodes import storm
+from test_models_gguf import convert
 from tiny import write_tiny_checkpoint
 from trimmoe.core.cluster_file import load_cluster
 from trimmoe.core.errors import UserError
@@ -109,6 +112,20 @@ def checkpoints(folder: Path, count: int, seed: int) -> Counter[str]:
     return found
 
 
+def ggufs(folder: Path, count: int, seed: int) -> Counter[str]:
+    good, path = folder / "good.gguf", folder / "bad" / "bad.gguf"
+    write_tiny_checkpoint(folder, layers=2)
+    convert(folder, "qwen2_moe", good, GGMLQuantizationType.F32)
+    path.parent.mkdir()
+    mutator, found, content = Mutator(seed), Counter[str](), good.read_bytes()
+    for _ in range(count):
+        path.write_bytes(hostile_files.changed_gguf(content, mutator))
+        with patiently(PATIENCE_S):
+            read = _reads(lambda: open_model(path, compiled=False))
+        found["opened" if read else "refused"] += 1
+    return found
+
+
 def clusters(folder: Path, count: int, seed: int) -> Counter[str]:
     mutator, found, path = Mutator(seed), Counter[str](), folder / "cluster.yaml"
     for _ in range(count):
@@ -139,7 +156,10 @@ def _reads(load) -> bool:
 
 KINDS = {
     each.__name__: each
-    for each in (decoders, member, strangers, nodes, artifacts, checkpoints, clusters, http)
+    for each in (
+        *(decoders, member, strangers, nodes),
+        *(artifacts, checkpoints, ggufs, clusters, http),
+    )
 }
 
 

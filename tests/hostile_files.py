@@ -137,6 +137,23 @@ def changed_checkpoint(folder: Path, good: Mapping[str, bytes], mutator: Mutator
         (folder / name).write_bytes(each)
 
 
+def changed_gguf(content: bytes, mutator: Mutator) -> bytes:
+    """A GGUF file whose head is another, in some words of it, or that ends early."""
+    if mutator.upto(8) == 0:
+        return content[: mutator.upto(len(content))]
+    head = bytearray(content[:_GGUF_HEAD])
+    for _ in range(1 + mutator.upto(2)):
+        at = mutator.upto(len(head) - 8)
+        if mutator.upto(2):
+            head[at] = mutator.one_of((0, 1, 2, 3, 4, 6, 8, 9, 10, 12, 0x7F, 0x80, 0xFF))
+        else:
+            word = mutator.one_of((0, 1, 2, 31, 2**31, 2**32, 2**62, 2**63, 2**64 - 1))
+            head[at : at + 8] = word.to_bytes(8, "little")
+    return bytes(head) + content[_GGUF_HEAD:]
+
+
+_GGUF_HEAD = 2700
+"""Bytes of settings and names of tensors."""
 CLUSTER = """
 name: home
 memory_ratio: 2.0

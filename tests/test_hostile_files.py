@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from gguf import GGMLQuantizationType
 
 from hostile import Mutator, patiently
 from hostile_files import (
@@ -20,7 +21,9 @@ from hostile_files import (
     changed_artifact,
     changed_checkpoint,
     changed_cluster,
+    changed_gguf,
 )
+from test_models_gguf import convert
 from tiny import write_tiny_checkpoint
 from trimmoe.core.cluster_file import MOST_SERVERS, load_cluster
 from trimmoe.core.errors import UserError
@@ -92,6 +95,22 @@ def test_a_changed_checkpoint_is_opened_or_refused(
             changed_checkpoint(tmp_path, checkpoint, mutator)
             opened += one_sentence(lambda where: open_model(where, compiled=False), tmp_path)
     assert 0 < opened < 60
+
+
+def test_a_changed_gguf_file_is_opened_or_refused(
+    checkpoint: dict[str, bytes], tmp_path: Path
+) -> None:
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / name).write_bytes(checkpoint[name])
+    good, bad = tmp_path / "good.gguf", tmp_path / "bad" / "bad.gguf"
+    convert(tmp_path, "qwen2_moe", good, GGMLQuantizationType.F32)
+    open_model(good, compiled=False)
+    bad.parent.mkdir()
+    mutator = Mutator(17)
+    with patiently(PATIENCE_S):
+        for _ in range(60):
+            bad.write_bytes(changed_gguf(good.read_bytes(), mutator))
+            one_sentence(lambda where: open_model(where, compiled=False), bad)
 
 
 @pytest.mark.parametrize(
