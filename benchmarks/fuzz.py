@@ -117,6 +117,7 @@ def ggufs(folder: Path, count: int, seed: int) -> Counter[str]:
     write_tiny_checkpoint(folder, layers=2)
     convert(folder, "qwen2_moe", good, GGMLQuantizationType.F32)
     path.parent.mkdir()
+    (path.parent / "config.json").write_bytes((folder / "config.json").read_bytes())
     mutator, found, content = Mutator(seed), Counter[str](), good.read_bytes()
     for _ in range(count):
         path.write_bytes(hostile_files.changed_gguf(content, mutator))

@@ -110,9 +110,9 @@ async def storm(tiny: Tiny, policy: str, seed: int, told: int) -> Liar:
     return network
 
 
-@pytest.mark.parametrize("policy", ["exact", "speculative", "trimmoe"])
+@pytest.mark.parametrize("policy", ["speculative", "trimmoe"])
 async def test_a_server_that_sends_nonsense_takes_nobody_down(tiny: Tiny, policy: str) -> None:
-    network = await storm(tiny, policy, seed=1, told=400)
+    network = await storm(tiny, policy, seed=1, told=200)
     assert len(network.told) > 5
 
 
