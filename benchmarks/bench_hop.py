@@ -2,10 +2,11 @@
 
     python benchmarks/bench_hop.py [--messages N] [--output FILE]
 
-Two processes, loopback TCP. A hop lasts from the call of `send` to the return of `receive` with
-the tensor; both processes read the same monotonic clock. On an emulated link the figure is the
-excess over the link's delay and the transfer of the message's bytes. Above them stand the bare
-sockets read in three ways, with nothing of ours on top.
+Two processes; loopback TCP, plain and encrypted (CURVE), or a socket in a folder. A hop lasts from
+the call of `send` to the return of `receive` with the tensor; both processes read the same
+monotonic clock. On an emulated link the figure is the excess over the link's delay and the transfer
+of the message's bytes. Above them stand the bare sockets read in three ways, with nothing of ours
+on top.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import json
 import multiprocessing
 import os
 import platform
+import tempfile
 import threading
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
@@ -48,6 +50,8 @@ VECTORS = {
 PAUSE_S = 0.003
 """Between messages: decoding sends one at a time."""
 WARM_UP = 50
+LINKS = ("tcp", "socket", "curve")
+"""On loopback; a socket in a private folder is what servers of one machine have."""
 READERS = ("descriptor", "zmq.asyncio", "thread")
 
 
@@ -85,12 +89,12 @@ def _bare_rows(messages: int) -> Iterable[dict[str, Any]]:
 
 def _rows(messages: int) -> Iterable[dict[str, Any]]:
     for vector in VECTORS:
-        for encrypted in (False, True):
+        for link in LINKS:
             for emulated in (False, True):
-                hops_s = _measure(_sender, _receiver, messages, vector, encrypted, emulated)
+                hops_s = _measure(_sender, _receiver, messages, vector, link, emulated)
                 if emulated:
                     hops_s = hops_s - _emulated_s(vector)
-                named = {"vector": vector, "curve": encrypted, "emulated": emulated}
+                named = {"vector": vector, "link": link, "emulated": emulated}
                 yield _row({"what": "transport", **named}, hops_s)
 
 
@@ -135,18 +139,18 @@ def _run(sender: Callable[..., Any], *arguments: object) -> None:
     asyncio.run(sender(*arguments))
 
 
-def _transport(name: str, encrypted: bool, emulated: bool) -> LinkTransport:
-    keyring = keyring_from_token(TOKEN, name, NAMES) if encrypted else None
-    carrier: Carrier = ZmqCarrier(name, keyring=keyring)
+def _transport(name: str, link: str, emulated: bool) -> LinkTransport:
+    keyring = keyring_from_token(TOKEN, name, NAMES) if link == "curve" else None
+    # The folder is gone with the machine's other temporary files.
+    bind = f"ipc://{tempfile.mkdtemp()}/link" if link == "socket" else "tcp://127.0.0.1:0"
+    carrier: Carrier = ZmqCarrier(name, bind, keyring=keyring)
     if emulated:
         carrier = EmulatedCarrier(carrier, dict.fromkeys(set(NAMES) - {name}, LINK))
     return LinkTransport(carrier, (Hop,))
 
 
-async def _sender(
-    pipe: Connection, messages: int, vector: str, encrypted: bool, emulated: bool
-) -> None:
-    async with _transport("left", encrypted, emulated) as left:
+async def _sender(pipe: Connection, messages: int, vector: str, link: str, emulated: bool) -> None:
+    async with _transport("left", link, emulated) as left:
         pipe.send(left.address)
         left.connect("right", pipe.recv())
         await left.wait_up("right")
@@ -157,10 +161,10 @@ async def _sender(
 
 
 async def _receiver(
-    pipe: Connection, messages: int, vector: str, encrypted: bool, emulated: bool
+    pipe: Connection, messages: int, vector: str, link: str, emulated: bool
 ) -> list[float]:
     hops_s = []
-    async with _transport("right", encrypted, emulated) as right:
+    async with _transport("right", link, emulated) as right:
         right.connect("left", pipe.recv())
         pipe.send(right.address)
         for _ in range(messages + WARM_UP):

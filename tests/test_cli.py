@@ -242,3 +242,24 @@ def assert_refused(result: Result, says: str) -> None:
     assert result.err.startswith("trimmoe: ")
     assert "Traceback" not in result.err
     assert result.err.strip().count("\n") == 0
+
+
+def test_serve_says_what_it_would_open_and_opens_nothing(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRIMMOE_RUN", str(tmp_path / "run"))
+    said = run(
+        "serve", "--check", "--cluster", "local4", "--port-base", 9000, "--api-key", "secret"
+    )
+    assert said.code == 0
+    assert "HTTP: for all accounts of this machine, with an API key" in said.out
+    assert "127.0.0.1:9003" in said.out
+    assert f"{tmp_path}/run/9000/3.link" in said.out
+    assert "9100" not in said.out
+    assert not (tmp_path / "run").exists()
+    head = ("serve", "--head", "--servers", 2, "--check", "--address", "10.0.0.1")
+    said = run(*head, "--server", "desk", "--host", "0.0.0.0")
+    assert "10.0.0.1:7900" in said.out
+    assert "HTTP: for whoever reaches it. Plain" in said.out
+    refused = run("serve", "--join", "10.0.0.1", "--check")
+    assert (refused.code, "give --check there" in refused.err) == (2, True)

@@ -117,6 +117,14 @@ def test_a_job_that_others_could_have_written_is_never_unpickled(root: Path, loo
             look()
 
 
+def test_a_run_folder_whose_sockets_have_no_room_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRIMMOE_RUN", str(tmp_path / ("x" * 100)))
+    with pytest.raises(UserError, match="name a shorter one in TRIMMOE_RUN"):
+        RunFolder.at(8000)
+
+
 @as_root
 def test_run_folders_of_another_account_are_not_even_looked_at(root: Path) -> None:
     """It may make the folder before the user does, and wait there for `trimmoe stop`."""

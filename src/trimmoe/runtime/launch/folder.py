@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import trimmoe
+from trimmoe.core.errors import UserError
 from trimmoe.core.private import (
     make_private,
     read_private,
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
     from trimmoe.runtime.launch.job import Job
 
 _JOB = "job"
+_LONGEST_SOCKET = 100
+"""Bytes of a path; systems take 104 or 108."""
 SPARE = "spare"
 Name = int | str
 """Of a process in a run folder: a server's index, or `SPARE`."""
@@ -58,6 +61,10 @@ class RunFolder:
         """The folder of the servers from `port` on, of one of two `turn`s. Raises `UserError` if it
         is not safe to use."""
         folder = RunFolder.named(port, turn)
+        if len(os.fsencode(folder.supervisor_socket)) > _LONGEST_SOCKET:
+            raise UserError(
+                f"{folder.path} is too long a path for sockets; name a shorter one in TRIMMOE_RUN."
+            )
         make_private(folder.path.parent)
         make_private(folder.path)
         return folder
