@@ -25,6 +25,7 @@ def test_what_it_names_is_there() -> None:
 
 
 def _tests_in(file: Path) -> set[str]:
-    kinds = ast.FunctionDef | ast.AsyncFunctionDef
     tree = ast.parse(file.read_text()) if file.is_file() else ast.Module([], [])
-    return {node.name for node in tree.body if isinstance(node, kinds)}
+    return {
+        node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    }

@@ -23,7 +23,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=SHIPPED_PATH)
     asked = parser.parse_args()
     spec = model_spec(ensure_embedded_model(), hashed=True)
-    load_profile(asked.profile).require_model(spec.model_hash, spec.name)
+    load_profile(asked.profile).require_model(spec)
     pack_profile(asked.profile, asked.output)
     print(f"Wrote {asked.output}, {asked.output.stat().st_size / 1e6:.1f} MB.")
 
