@@ -100,7 +100,7 @@ def _makes_sense(
             good = len(message.route) == geometry.layer_count
             good = good and geometry.is_server(*message.route)
             good = good and can_sample(message.sampling, message.seen) and _is_prefix(message)
-            good = good and can_draw(message.sampling, vocab_size) and is_share(message.budget)
+            good = good and can_draw(message.sampling, vocab_size) and message.budget >= 0.0
             good = good and (message.seen is None or _is_seen(geometry, message.seen))
         case Granted():
             good = 0 <= message.kept <= positions

@@ -98,7 +98,7 @@ def _bounds(layers: int, servers: int) -> tuple[np.ndarray, ...]:
     least, span = (np.array(part) for part in zip(*ranges, strict=True))
     real = {"draws": (0.0, 1.0), "loss_weight": (0.0, 1.0), "answered_s": (0.0, np.inf)}
     # What an exit was charged may be taken back, so that sums may be below zero.
-    real |= dict.fromkeys(("budget", "loss", "delay_s", "exit_loss"), (-MOST_SUM, MOST_SUM))
+    real |= dict.fromkeys(("loss", "delay_s", "exit_loss"), (-MOST_SUM, MOST_SUM))
     low, high = zip(*(real.get(name, (-np.inf, np.inf)) for name in FLOATS), strict=True)
     return least.astype(np.int64), span.astype(np.uint64), np.array(low), np.array(high)
 

@@ -86,9 +86,12 @@ def are_told_after(after: Sequence[After], vocab_size: int, positions: int) -> b
 def is_ledger(ledger: LedgerSpec) -> bool:
     """Whether its numbers can be added to others; `unpack_ledger` looks at its shape."""
     counts = (ledger.slots_run, ledger.slots_dropped, ledger.audits)
-    sums = (ledger.delay_s, ledger.loss, ledger.budget)
+    # Policies without a budget have an endless one.
+    sums = (ledger.delay_s, ledger.loss)
     # Either may be below zero: what follows a token may take back what was told with it.
-    return all(abs(each) < _MOST_SLOTS for each in counts) and all(map(_is_sum, sums))
+    return all(abs(each) < _MOST_SLOTS for each in counts) and (
+        all(map(_is_sum, sums)) and not math.isnan(ledger.budget)
+    )
 
 
 def _is_sum(value: float) -> bool:
@@ -104,7 +107,7 @@ def can_draw(spec: SamplingSpec, vocab_size: int) -> bool:
 
 def _is_receipt(receipt: ReceiptSpec) -> bool:
     confidence = receipt.exit_confidence
-    sums = (receipt.budget, receipt.loss, receipt.delay_s)
+    sums = (receipt.loss, receipt.delay_s)
     # What was lost is counted as a share of the budget.
     budgeted = receipt.budget == 0.0 or receipt.budget >= _LEAST_BUDGET
     sure = confidence is None or is_share(confidence)
