@@ -268,7 +268,7 @@ def test_the_server_still_answers(url: str) -> None:
     """Run after all of the above: each was refused without a trace."""
     assert httpx.get(f"{url}/health").json() == {"status": "ok", "reason": ""}
     assert httpx.post(f"{url}/v1/completions", json=COMPLETION).status_code == 200
-    assert "trimmoe:num_requests_running{" in httpx.get(f"{url}/metrics").text
+    assert "trimmoe_num_requests_running{" in httpx.get(f"{url}/metrics").text
 
 
 def test_any_request_that_the_document_allows_or_not_is_answered_as_it_says(
@@ -290,4 +290,4 @@ def test_any_request_that_the_document_allows_or_not_is_answered_as_it_says(
         }
         assert httpx.get(f"{url}/health").status_code == 200
         # Some of it was answered, not only refused.
-        assert "trimmoe:generation_tokens_total{" in httpx.get(f"{url}/metrics").text
+        assert "trimmoe_generation_tokens_total{" in httpx.get(f"{url}/metrics").text

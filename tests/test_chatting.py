@@ -33,8 +33,8 @@ class Server:
             return httpx.Response(200, json={"data": [{"id": "small"}]})
         if request.url.path == "/metrics":
             made = 3 * len(self.asked)
-            text = f'trimmoe:guesses_total{{model_name="m"}} {made}\n'
-            text += f'trimmoe:guesses_right_total{{model_name="m"}} {made - 1}\n'
+            text = f'trimmoe_guesses_total{{model_name="m"}} {made}\n'
+            text += f'trimmoe_guesses_right_total{{model_name="m"}} {made - 1}\n'
             return httpx.Response(200, text=text)
         body = json.loads(request.content)
         if len(body["messages"]) > self.longest:

@@ -63,11 +63,11 @@ class ApiMetrics:
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
         names = ("model_name", *labels)
-        return Counter(f"trimmoe:{name}", text, names, registry=self._registry)
+        return Counter(f"trimmoe_{name}", text, names, registry=self._registry)
 
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
         family = Histogram(
-            f"trimmoe:{name}", text, ("model_name",), buckets=buckets, registry=self._registry
+            f"trimmoe_{name}", text, ("model_name",), buckets=buckets, registry=self._registry
         )
         return family.labels(self._model)
 
@@ -160,7 +160,7 @@ def _family(
     labels: tuple[str, ...],
     values: Iterable[tuple[tuple[str, ...], float]],
 ) -> Metric:
-    family = kind(f"trimmoe:{name}", text, labels=labels)
+    family = kind(f"trimmoe_{name}", text, labels=labels)
     for label_values, value in values:
         family.add_metric(label_values, value)
     return family

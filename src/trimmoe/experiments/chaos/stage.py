@@ -164,7 +164,7 @@ class Stage:
         for url in self.urls:
             text = (await self.client.get(f"{url}/metrics")).text
             for line in text.splitlines():
-                if line.startswith(("trimmoe:num_requests_running{", "trimmoe:num_requests_wait")):
+                if line.startswith(("trimmoe_num_requests_running{", "trimmoe_num_requests_wait")):
                     count += int(float(line.rsplit(" ", 1)[1]))
                 elif line.startswith("trimmoe:kv_cache_usage_perc{"):
                     count += float(line.rsplit(" ", 1)[1]) > 0
