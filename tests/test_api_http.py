@@ -118,6 +118,33 @@ def test_the_usage_carries_the_ledger(client: Any) -> None:
     assert exact["budget_credited"] == exact["budget_spent"] == exact["layers_substituted"] == 0
 
 
+def test_traces_say_of_each_token_what_the_ledger_says_of_all(client: Any, tiny: Tiny) -> None:
+    extras = {"quality_budget": 0.5, "ignore_eos": True, "return_token_traces": True}
+    made = client.completions.create(
+        model=MODEL, prompt=PROMPT, max_tokens=9, temperature=0,
+        extra_body=extras | {"return_token_ids": True},
+    )  # fmt: skip
+    first, *others = made.choices[0].token_traces
+    assert [first["token"], *(one["token"] for one in others)] == made.choices[0].token_ids
+    assert (first["became"], first["layers"]) == ("prompt", "")
+    letters = "".join(one["layers"] for one in others)
+    ledger = made.usage.trimmoe
+    assert len(letters) == 8 * LAYERS
+    assert letters.count("-") == ledger["layers_skipped"]
+    assert letters.count("x") == ledger["layers_exited"]
+    assert letters.count("s") + letters.count("S") == ledger["layers_substituted"]
+    assert letters.count("r") + letters.count("S") == ledger["layers_remote"]
+    assert sum(one["hops"] for one in others) == ledger["hops"]
+    assert sum(one["budget_spent"] for one in others) == pytest.approx(ledger["budget_spent"])
+    turns: Any = [{"role": "user", "content": "Hi"}]
+    stream = client.chat.completions.create(
+        model=MODEL, messages=turns, max_tokens=4, stream=True, extra_body=extras
+    )
+    told = [chunk.choices[0].token_traces for chunk in stream]
+    assert [len(each or []) for each in told] == [0, 1, 1, 1, 1]
+    assert len(told[-1][0]["layers"]) == LAYERS
+
+
 def test_a_stop_string_ends_the_answer_before_it(client: Any) -> None:
     asked = {"model": MODEL, "prompt": PROMPT, "max_tokens": 40, "temperature": 0}
     whole = client.completions.create(**asked, extra_body=EXACT)
@@ -324,11 +351,11 @@ def test_a_client_that_goes_away_frees_its_slots_at_once(tiny: Tiny, stream: boo
         else:
             with pytest.raises(httpx.ReadTimeout):
                 gone.post(f"{url}/v1/completions", json=body, timeout=0.5)
-        ended = "trimmoe:request_success_total"
+        ended = "trimmoe_request_success_total"
         eventually(lambda: _metric(url, ended, finished_reason="abort") == 2)
         decoder.allowed.release(1)
         eventually(lambda: service.stats().running == service.stats().waiting == 0)
-        assert _metric(url, "trimmoe:generation_tokens_total") <= 2 * 4
+        assert _metric(url, "trimmoe_generation_tokens_total") <= 2 * 4
 
 
 def _metrics(url: str) -> dict[str, list[Any]]:
@@ -364,7 +391,7 @@ def test_the_next_turn_does_not_read_the_first_again(client: Any, url: str) -> N
             **options,
         )
 
-    before = [_metric(url, f"trimmoe:prefix_cache_{name}_total") for name in ("queries", "hits")]
+    before = [_metric(url, f"trimmoe_prefix_cache_{name}_total") for name in ("queries", "hits")]
     messages = [{"role": "user", "content": "Where do the swallows go when it is cold?"}]
     first = asked(messages)
     said = first.choices[0].message.content
@@ -379,7 +406,7 @@ def test_the_next_turn_does_not_read_the_first_again(client: Any, url: str) -> N
     assert [each.choices[0].message.content for each in (second, third)] == [
         third.choices[1].message.content
     ] * 2
-    after = [_metric(url, f"trimmoe:prefix_cache_{name}_total") for name in ("queries", "hits")]
+    after = [_metric(url, f"trimmoe_prefix_cache_{name}_total") for name in ("queries", "hits")]
     grown = [new - old for new, old in zip(after, before, strict=True)]
     assert grown == [sum(prompts) + prompts[2], sum(cached) + cached[2]]
 
@@ -396,33 +423,33 @@ def test_metrics_count_what_was_served(client: Any, url: str) -> None:
         extra_body={"quality_budget": 0.2, "confidence": 2.0, "ignore_eos": True},
     ).usage  # fmt: skip
     ledger = usage.trimmoe
-    assert grown("trimmoe:prompt_tokens_total", model_name=MODEL) == len(PROMPT)
-    assert grown("trimmoe:generation_tokens_total") == 9
-    assert grown("trimmoe:request_success_total", finished_reason="length") == 1
-    assert grown("trimmoe:time_to_first_token_seconds_count") == 1
-    assert grown("trimmoe:inter_token_latency_seconds_count") == 8
-    assert grown("trimmoe:e2e_request_latency_seconds_count") == 1
-    assert grown("trimmoe:request_prompt_tokens_sum") == len(PROMPT)
-    assert grown("trimmoe:request_generation_tokens_sum") == 9
-    assert grown("trimmoe:budget_spent_total") == pytest.approx(ledger["budget_spent"])
-    assert grown("trimmoe:budget_credited_total") == pytest.approx(8 * 0.2)
-    assert grown("trimmoe:token_layers_total") == 8 * LAYERS
-    assert grown("trimmoe:token_layers_total", kind="skipped") == ledger["layers_skipped"]
-    assert grown("trimmoe:link_bytes_total") == ledger["bytes"]
-    assert grown("trimmoe:expert_executions_total") == 8 * LAYERS * 2
+    assert grown("trimmoe_prompt_tokens_total", model_name=MODEL) == len(PROMPT)
+    assert grown("trimmoe_generation_tokens_total") == 9
+    assert grown("trimmoe_request_success_total", finished_reason="length") == 1
+    assert grown("trimmoe_time_to_first_token_seconds_count") == 1
+    assert grown("trimmoe_inter_token_latency_seconds_count") == 8
+    assert grown("trimmoe_e2e_request_latency_seconds_count") == 1
+    assert grown("trimmoe_request_prompt_tokens_sum") == len(PROMPT)
+    assert grown("trimmoe_request_generation_tokens_sum") == 9
+    assert grown("trimmoe_budget_spent_total") == pytest.approx(ledger["budget_spent"])
+    assert grown("trimmoe_budget_credited_total") == pytest.approx(8 * 0.2)
+    assert grown("trimmoe_token_layers_total") == 8 * LAYERS
+    assert grown("trimmoe_token_layers_total", kind="skipped") == ledger["layers_skipped"]
+    assert grown("trimmoe_link_bytes_total") == ledger["bytes"]
+    assert grown("trimmoe_expert_executions_total") == 8 * LAYERS * 2
     now = _metrics(url)
-    assert len(now["trimmoe:link_round_trip_seconds"]) == SERVERS * (SERVERS - 1)
-    assert {"trimmoe:num_requests_running", "trimmoe:num_requests_waiting"} <= now.keys()
-    assert {"trimmoe:kv_cache_usage_perc", "trimmoe:exits_audited_total"} <= now.keys()
+    assert len(now["trimmoe_link_round_trip_seconds"]) == SERVERS * (SERVERS - 1)
+    assert {"trimmoe_num_requests_running", "trimmoe_num_requests_waiting"} <= now.keys()
+    assert {"trimmoe_kv_cache_usage_perc", "trimmoe_exits_audited_total"} <= now.keys()
 
 
 def test_two_apps_in_one_process_share_no_metrics(tiny: Tiny, url: str) -> None:
     with served(tiny.exact()) as other:
         body = {"model": MODEL, "prompt": "x", "max_tokens": 2, "ignore_eos": True}
-        before = _metric(url, "trimmoe:generation_tokens_total")
+        before = _metric(url, "trimmoe_generation_tokens_total")
         assert httpx.post(f"{other}/v1/completions", json=body).status_code == 200
-        assert _metric(other, "trimmoe:generation_tokens_total") == 2
-        assert _metric(url, "trimmoe:generation_tokens_total") == before
+        assert _metric(other, "trimmoe_generation_tokens_total") == 2
+        assert _metric(url, "trimmoe_generation_tokens_total") == before
 
 
 def test_keys_open_every_route_and_health_needs_none(tiny: Tiny) -> None:
@@ -453,7 +480,7 @@ def test_a_full_queue_is_429_with_when_to_come_back(tiny: Tiny) -> None:
             assert refused.status_code == 429
             assert int(refused.headers["retry-after"]) >= 1
             assert refused.json()["error"]["type"] == "rate_limit_error"
-        ended = "trimmoe:request_success_total"
+        ended = "trimmoe_request_success_total"
         eventually(lambda: _metric(url, ended, finished_reason="abort") == 1)
         decoder.allowed.release(1)
         eventually(lambda: service.stats().running == 0)

@@ -30,6 +30,7 @@ from trimmoe.runtime.node.front.drafts import Pending
 from trimmoe.runtime.node.records.contents import affected
 from trimmoe.runtime.node.records.messages import After, Followed, Token
 from trimmoe.runtime.node.records.passengers import pack_ledger
+from trimmoe.runtime.service import Ahead
 
 
 @pytest.fixture(scope="module")
@@ -122,7 +123,10 @@ def test_what_came_after_a_wrong_draft_is_withdrawn() -> None:
     withdrawn = pending.check(token(6, 61), COST)
     assert withdrawn is not None
     assert [entry.token.token for entry in withdrawn] == [70]
-    assert shown(pending) == [50, 61]
+    entries = list(pending.shown())
+    assert [entry.token.token for entry in entries] == [50, 61]
+    right, wrong = Ahead(kind="draft", right=True), Ahead(kind="draft", right=False)
+    assert [entry.ahead for entry in entries] == [right, replace(wrong, withdrawn=(60, 70))]
 
 
 def test_word_from_full_depth_may_overtake_the_draft() -> None:

@@ -93,13 +93,17 @@ async def test_what_an_answer_copies_is_guessed_from_what_came_before(
         (access, request(prompt * 6, 60, sampling=sampling))
         for access, prompt in enumerate(([7, 8, 9, 10, 11], [3, 1, 4, 1, 5, 9], [2] * 4))
     ]
-    made, copied = [], []
+    made, copied, kinds = [], [], []
     for policy in (PRESETS["exact"](), guessing(2)):
         async with running(tiny, profile=profile, plan=plan, policy=policy) as cluster:
-            made.append([tokens_of(events) for events in await answers(cluster, asked)])
+            told = await answers(cluster, asked)
+            made.append([tokens_of(events) for events in told])
+            kinds.append({one.ahead.kind for events in told for one in events if one.ahead})
             await cluster.all_free()
             copied.append([node.desk.answers.guessing.copied for node in cluster.nodes.values()])
     assert made[0] == made[1]
+    assert {"copy", "guess"} <= kinds[1]
+    assert not kinds[0]
     assert sum(copied[0]) == 0
     assert sum(copied[1]) > 0
 
@@ -119,6 +123,9 @@ async def test_a_server_with_all_experts_is_always_right(tiny: Tiny, questions: 
     said = [node.desk.answers.guessing for node in nodes]
     assert sum(each.made for each in said) > 0
     assert all(each.made == each.right for each in said)
+    ahead = [event.ahead for events in made for event in events if event.ahead is not None]
+    assert len(ahead) == sum(each.made for each in said)
+    assert all(each.right and not each.withdrawn and each.kind != "draft" for each in ahead)
     assert sent[0] == sent[1]
     full = questions.answers
     answered = [tokens_of(events)[: len(one)] for events, one in zip(made, full, strict=True)]

@@ -31,6 +31,7 @@ from trimmoe.api.responses import (
 from trimmoe.api.structure import check_grammar, checked_grammar
 from trimmoe.api.text import TextCodec
 from trimmoe.api.tools import Offer, offer_grammar, offered
+from trimmoe.api.traces import TokenTrace, traces
 from trimmoe.api.wording import prompt_logprobs, token_logprobs
 from trimmoe.runtime.service import GenerationRequest
 
@@ -133,6 +134,7 @@ class _ChatForm:
                 logprobs=self._logprobs(piece),
                 finish_reason=piece.finish_reason,
                 token_ids=self._token_ids(piece),
+                token_traces=self._traces(piece),
             )
             for index, piece in enumerate(pieces)
         ]
@@ -164,6 +166,7 @@ class _ChatForm:
             logprobs=self._logprobs(piece),
             finish_reason=piece.finish_reason,
             token_ids=self._token_ids(piece),
+            token_traces=self._traces(piece),
         )
         return self._chunk([delta], None)
 
@@ -187,6 +190,9 @@ class _ChatForm:
 
     def _token_ids(self, piece: Piece) -> list[int] | None:
         return [e.token for e in piece.tokens] if self._body.return_token_ids else None
+
+    def _traces(self, piece: Piece) -> list[TokenTrace] | None:
+        return traces(piece.tokens, self._codec) if self._body.return_token_traces else None
 
 
 def _told(part: CallPart, index: int | None) -> Call:

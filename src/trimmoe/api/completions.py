@@ -23,6 +23,7 @@ from trimmoe.api.responses import (
 )
 from trimmoe.api.structure import checked_grammar
 from trimmoe.api.text import TextCodec
+from trimmoe.api.traces import traces
 from trimmoe.api.wording import finite, prompt_logprobs, shown_tokens
 from trimmoe.runtime.service import GenerationRequest
 
@@ -126,6 +127,9 @@ class _CompletionForm:
             logprobs=None if self._body.logprobs is None else self._logprobs(index, piece),
             finish_reason=piece.finish_reason,
             token_ids=[e.token for e in piece.tokens] if self._body.return_token_ids else None,
+            token_traces=traces(piece.tokens, self._codec)
+            if self._body.return_token_traces
+            else None,
             prompt_logprobs=self._of_prompt(piece),
         )
 

@@ -6,6 +6,8 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, SerializerFunctionWrapHandler, model_serializer
 
+from trimmoe.api.traces import TokenTrace
+
 
 def without_nulls(told: dict[str, Any]) -> dict[str, Any]:
     """Clients put parts of calls together field by field; a null would take the place of what came
@@ -89,6 +91,7 @@ class CompletionChoice(BaseModel):
     logprobs: CompletionLogprobs | None = None
     finish_reason: Literal["stop", "length"] | None = None
     token_ids: list[int] | None = None
+    token_traces: list[TokenTrace] | None = None
     prompt_logprobs: PromptLogprobs | None = None
 
 
@@ -167,6 +170,7 @@ class ChatChoice(BaseModel):
     logprobs: ChatLogprobs | None = None
     finish_reason: Literal["stop", "length", "tool_calls"] | None = None
     token_ids: list[int] | None = None
+    token_traces: list[TokenTrace] | None = None
 
 
 class ChatDelta(BaseModel):
@@ -177,6 +181,7 @@ class ChatDelta(BaseModel):
     logprobs: ChatLogprobs | None = None
     finish_reason: Literal["stop", "length", "tool_calls"] | None = None
     token_ids: list[int] | None = None
+    token_traces: list[TokenTrace] | None = None
 
 
 class ChatCompletion(BaseModel):

@@ -176,6 +176,8 @@ class Sampled(Drawn):
     stream_options: StreamOptions | None = None
     return_token_ids: bool = False
     """Add `token_ids` to each choice."""
+    return_token_traces: bool = False
+    """Add `token_traces` to each choice: what became of each token, layer by layer."""
     prompt_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     """Report what the model thinks of each token of the prompt, with so many alternatives."""
     continue_token_ids: Received | ManyReceived | None = None

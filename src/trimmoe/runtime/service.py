@@ -86,6 +86,17 @@ class GenerationRequest:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Ahead:
+    """What was taken for a token before full depth had predicted it, and set out in its place."""
+
+    kind: Literal["guess", "copy", "draft"]
+    """Guessed by its user's server, or copied from what came before, or predicted at an exit."""
+    right: bool
+    withdrawn: tuple[int, ...] = ()
+    """Tokens that were withdrawn since it was wrong: itself and those that followed it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class TokenEvent:
     """One generated token."""
 
@@ -100,6 +111,8 @@ class TokenEvent:
     ledger: Ledger | None = None
     """What predicting it cost; None for the first, which the prompt predicts, unless experts of
     the prompt had to be substituted: then what that was charged."""
+    ahead: Ahead | None = None
+    """None if nothing set out for it before it was predicted."""
     cached_tokens: int = 0
     """Of the prompt, that were not read again since a request before began with them; told with the
     first token."""

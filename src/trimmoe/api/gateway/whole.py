@@ -44,8 +44,9 @@ class Whole:
         else:
             so_far["text"] += piece["text"]
         so_far["finish_reason"] = piece["finish_reason"]
-        if piece.get("token_ids") is not None:
-            so_far["token_ids"] = (so_far["token_ids"] or []) + piece["token_ids"]
+        for name in ("token_ids", "token_traces"):
+            if piece.get(name) is not None:
+                so_far[name] = (so_far.get(name) or []) + piece[name]
         so_far["logprobs"] = _joined(so_far["logprobs"], piece.get("logprobs"))
 
 

@@ -13,7 +13,7 @@ from dataclasses import replace
 from trimmoe.core.events import SequenceOpened
 from trimmoe.core.ledger import Ledger
 from trimmoe.policy.settings import BudgetRule
-from trimmoe.runtime.node.front.drafts import Guessing
+from trimmoe.runtime.node.front.drafts import Guessing, Kind
 from trimmoe.runtime.node.front.jobs import Attempt, Backroom, Job
 from trimmoe.runtime.node.front.memory import Memory
 from trimmoe.runtime.node.records.messages import After, Parcel, Token, Withdraw
@@ -94,11 +94,11 @@ class Answers:
             if asked.position == following > attempt.prompt:
                 if not one.wanted:
                     continue
-                if not self._set_out(job, attempt, asked.position, one.token):
+                if not self._set_out(job, attempt, asked.position, one.token, "guess"):
                     continue
             self.guess(job, attempt)
 
-    def _set_out(self, job: Job, attempt: Attempt, position: int, guess: int) -> bool:
+    def _set_out(self, job: Job, attempt: Attempt, position: int, guess: int, kind: Kind) -> bool:
         """Follow a guess, unless it ends the answer: whether it is followed."""
         token = Token(
             sequence=attempt.sequence,
@@ -114,7 +114,7 @@ class Answers:
         )
         if self._ends(job, token):
             return False
-        attempt.pending.add(token, None)
+        attempt.pending.add(token, None, kind)
         self._feed(attempt, token)
         return True
 
@@ -185,7 +185,7 @@ class Answers:
         if attempt.unfed is not None or len(ids) <= attempt.prompt:
             return ids
         while (token := lookup.guess(ids)) is not None:
-            if not self._set_out(job, attempt, len(ids), token):
+            if not self._set_out(job, attempt, len(ids), token, "copy"):
                 break
             self.guessing.copied += 1
             lookup.pending.add(len(ids))
@@ -282,6 +282,7 @@ class Answers:
                 top_logprobs=tuple((each, value) for each, value in token.top),
                 prompt=unpack_scores(scores),
                 ledger=ledger,
+                ahead=entry.ahead,
                 cached_tokens=cached,
                 finish_reason=reason,
             )

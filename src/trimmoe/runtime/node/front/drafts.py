@@ -10,10 +10,14 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Literal
 
 from trimmoe.core.ledger import Ledger
 from trimmoe.runtime.node.records.messages import Token
+from trimmoe.runtime.service import Ahead
+
+Kind = Literal["guess", "copy", "draft"]
 
 
 @dataclass(eq=False, kw_only=True, slots=True)
@@ -23,6 +27,10 @@ class Entry:
     token: Token
     ledger: Ledger | None
     confirmed: bool
+    kind: Kind | None = None
+    """Of what came ahead of full depth."""
+    ahead: Ahead | None = None
+    """What became of that, once it is known."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -54,9 +62,15 @@ class Pending:
         """That of this position if there is one."""
         return next((one.token for one in self.entries if one.token.position == position), None)
 
-    def add(self, token: Token, ledger: Ledger | None) -> Token:
-        """The next token came; given back as it is to be followed."""
-        entry = Entry(token=token, ledger=ledger, confirmed=not token.draft)
+    def add(self, token: Token, ledger: Ledger | None, kind: Kind = "draft") -> Token:
+        """The next token came, if it is ahead of full depth then so; given back as it is to be
+        followed."""
+        entry = Entry(
+            token=token,
+            ledger=ledger,
+            confirmed=not token.draft,
+            kind=kind if token.draft else None,
+        )
         self.entries.append(entry)
         if token.position in self.checks:
             _confirm(entry, *self.checks.pop(token.position))
@@ -67,10 +81,16 @@ class Pending:
         is nothing to withdraw, or else what came after the draft, which was wrong."""
         for at, entry in enumerate(self.entries):
             if entry.token.position == token.position:
-                right = entry.token.token == token.token
+                early = entry.token.token
                 _confirm(entry, token, ledger)
+                if early == token.token:
+                    return None
                 after = len(self.entries) - at - 1
-                return None if right else [self.entries.pop() for _ in range(after)]
+                popped = [self.entries.pop() for _ in range(after)]
+                in_vain = (early, *(one.token.token for one in reversed(popped)))
+                if entry.ahead is not None:
+                    entry.ahead = replace(entry.ahead, withdrawn=in_vain)
+                return popped
         # It took the quicker way here.
         assert ledger is not None
         self.checks[token.position] = (token, ledger)
@@ -83,6 +103,8 @@ class Pending:
 
 
 def _confirm(entry: Entry, token: Token, ledger: Ledger | None) -> None:
+    if entry.kind is not None:
+        entry.ahead = Ahead(kind=entry.kind, right=entry.token.token == token.token)
     # A guess has cost nothing by itself.
     if entry.ledger is not None and ledger is not None:
         ledger = entry.ledger + ledger
