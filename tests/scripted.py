@@ -13,6 +13,7 @@ import openai
 from serving import EOS, MODEL, Tiny
 from tiny import byte_tokenizer, write_tiny_checkpoint
 from trimmoe.models.load import open_model
+from trimmoe.runtime.picture import Picture
 from trimmoe.runtime.service import (
     GenerationRequest,
     Health,
@@ -78,6 +79,7 @@ class Scripted:
         )  # fmt: skip
         self._tokens = [*tokenizer(text)["input_ids"], EOS]
         self.asked: list[GenerationRequest] = []
+        self.leaving = False
 
     async def start(self) -> None:
         """Nothing to do."""
@@ -94,3 +96,9 @@ class Scripted:
 
     def stats(self) -> ServiceStats:
         return ServiceStats(running=0, waiting=0, kv_cache_usage=0.0)
+
+    def picture(self) -> Picture:
+        raise NotImplementedError  # Nobody looks.
+
+    def leave(self) -> None:
+        self.leaving = True

@@ -26,8 +26,10 @@ from trimmoe.models.base import MoEView
 from trimmoe.models.load import load_tokenizer, open_model
 from trimmoe.policy.settings import PolicySettings, trimmoe
 from trimmoe.runtime.decoder import ExactDecoder, PlannedDecoder
+from trimmoe.runtime.http import HttpServer
 from trimmoe.runtime.local import Decoded
 from trimmoe.runtime.local_service import LocalService
+from trimmoe.runtime.picture import layout_of
 from trimmoe.runtime.service import InferenceService, ServedModel
 
 MODEL = "tiny"
@@ -73,7 +75,12 @@ class Tiny:
         plan = random_plan(rng, self.view.spec, cluster)
         engine = make_engine(plan, profile, self.view.spec, settings or trimmoe())
         decoder = PlannedDecoder(
-            self.view, profile, engine, slots=slots, server_names=cluster.server_names
+            self.view,
+            profile,
+            engine,
+            slots=slots,
+            server_names=cluster.server_names,
+            layout=layout_of(self.view.spec, plan),
         )
         return LocalService(decoder, self.model(), max_waiting=max_waiting)
 
@@ -122,7 +129,7 @@ def served(
     config = uvicorn.Config(
         create_app(service, settings), log_level="warning", timeout_graceful_shutdown=grace_s
     )
-    server = uvicorn.Server(config)
+    server = HttpServer(config, service)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
     thread.start()
     try:

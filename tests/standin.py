@@ -14,6 +14,7 @@ import numpy as np
 
 from trimmoe.core.machines import BATCHES, Work
 from trimmoe.runtime.launch.server import NodeFactory, NodeParts
+from trimmoe.runtime.picture import Picture
 from trimmoe.runtime.probe import MachineReport
 from trimmoe.runtime.service import (
     GenerationRequest,
@@ -60,6 +61,7 @@ class EchoService:
         self, model: ServedModel, transport: LinkTransport, others: frozenset[str]
     ) -> None:
         self.model, self._transport, self._unmet = model, transport, others
+        self.leaving = False
 
     @property
     def transport_name(self) -> str:
@@ -81,6 +83,12 @@ class EchoService:
 
     def stats(self) -> ServiceStats:
         return ServiceStats(running=0, waiting=0, kv_cache_usage=0.0)
+
+    def picture(self) -> Picture:
+        raise NotImplementedError  # Nobody looks.
+
+    def leave(self) -> None:
+        self.leaving = True
 
 
 @dataclass(frozen=True)

@@ -45,6 +45,7 @@ from trimmoe.runtime.node.records.messages import (
     Start,
     Token,
     Tokens,
+    Vitals,
     Weather,
     Withdraw,
     access_of,
@@ -364,6 +365,7 @@ NONSENSE: list[tuple[Message, tuple[torch.Tensor, ...]]] = [
     (Weather([None] * 2, [None] * 2, 0.0, 0.0, [], loss_weights=[0.5] * 257), ()),
     (Weather([], [], 0.0, 0.0, []), ()),
     (Weather([None] * 2, [None] * 2, 0.0, 0.0, [99]), ()),
+    (Weather([None] * 2, [None] * 2, 0.0, 0.0, [], vitals=Vitals(0, 0, 0, 0.0, [1])), ()),
     *(
         (Weather([None] * 2, [None] * 2, 0.0, 0.0, [], loss_weights=[weight]), ())
         for weight in (-0.1, 1.1, math.nan)

@@ -10,7 +10,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 import trimmoe
-from trimmoe.api import chat, completions, errors, response_route, tokenising
+from trimmoe.api import chat, completions, errors, live, page, response_route, tokenising
 from trimmoe.api.context import Context, Serving
 from trimmoe.api.guards import OPEN_PATHS, ApiKeys, BodyLimit, Stopping
 from trimmoe.api.metrics import ApiMetrics
@@ -77,14 +77,19 @@ def create_app(service: InferenceService, settings: ApiSettings | None = None) -
     app.state.context = Context(
         service=service, metrics=ApiMetrics(service), codec=TextCodec(service.model.tokenizer)
     )
-    rooms = (completions, chat, response_route, tokenising)
+    rooms = (completions, chat, response_route, tokenising, live)
     for one in (router, *(room.router for room in rooms)):
         app.include_router(one)
+    open_paths = OPEN_PATHS
+    if settings.page:
+        app.include_router(page.router)
+        # It holds nothing that is secret, and asks for a key itself.
+        open_paths |= {"/"}
     errors.install(app)
     app.openapi = lambda: document(app, OPEN_PATHS, keys=bool(settings.api_keys))
     app.add_middleware(BodyLimit, max_bytes=settings.max_body_bytes)
     if settings.api_keys:
         # Added last, it comes first: nothing is read of a stranger's request.
-        app.add_middleware(ApiKeys, keys=settings.api_keys)
+        app.add_middleware(ApiKeys, keys=settings.api_keys, open_paths=open_paths)
     app.add_middleware(Stopping)
     return app

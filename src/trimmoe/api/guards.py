@@ -42,13 +42,16 @@ class Stopping:
 
 
 class ApiKeys:
-    """Lets requests with one of the keys pass, and everybody to `OPEN_PATHS`."""
+    """Lets requests with one of the keys pass, and everybody to paths that are open."""
 
-    def __init__(self, app: ASGIApp, keys: tuple[str, ...]) -> None:
+    def __init__(
+        self, app: ASGIApp, keys: tuple[str, ...], open_paths: frozenset[str] = OPEN_PATHS
+    ) -> None:
         self._app, self._keys = app, [key.encode() for key in keys]
+        self._open = open_paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] in OPEN_PATHS or self._allowed(scope):
+        if scope["type"] != "http" or scope["path"] in self._open or self._allowed(scope):
             await self._app(scope, receive, send)
             return
         refusal = ApiError(

@@ -13,6 +13,7 @@ import numpy as np
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
+from trimmoe.api.recent import Recent
 from trimmoe.core.ledger import Kind, Ledger
 from trimmoe.runtime.counters import ExpertUse
 from trimmoe.runtime.service import InferenceService, ServiceStats
@@ -29,6 +30,7 @@ class Measured:
 
     prompt_tokens: int
     started_s: float
+    first_token_s: float = 0.0
     last_token_s: float | None = None
     tokens: int = 0
     ended: bool = False
@@ -60,6 +62,7 @@ class ApiMetrics:
         self._prompt = self._histogram("request_prompt_tokens", "Tokens of a prompt.", _TOKENS)
         self._answer = self._histogram("request_generation_tokens", "Of an answer.", _TOKENS)
         self._registry.register(_ServiceCollector(service))
+        self.recent = Recent()
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
         names = ("model_name", *labels)
@@ -75,9 +78,12 @@ class ApiMetrics:
         """Count one generated token."""
         if measured.last_token_s is None:
             self._first.observe(now_s - measured.started_s)
+            self.recent.first(now_s, now_s - measured.started_s)
+            measured.first_token_s = now_s
             self._prompt_tokens.labels(self._model).inc(measured.prompt_tokens)
         else:
             self._next.observe(now_s - measured.last_token_s)
+        self.recent.token(now_s)
         measured.last_token_s = now_s
         measured.tokens += 1
         self._generated.labels(self._model).inc()
@@ -96,6 +102,9 @@ class ApiMetrics:
         self._whole.observe(now_s - measured.started_s)
         self._prompt.observe(measured.prompt_tokens)
         self._answer.observe(measured.tokens)
+        if measured.tokens > 1 and measured.last_token_s is not None:
+            taken_s = measured.last_token_s - measured.first_token_s
+            self.recent.ended(now_s, taken_s / (measured.tokens - 1))
 
     def exposition(self) -> bytes:
         """Everything in Prometheus' text format."""

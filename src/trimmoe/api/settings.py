@@ -11,6 +11,8 @@ class ApiSettings:
 
     api_keys: tuple[str, ...] = ()
     """Any of these opens every route; none means that everybody may come in."""
+    page: bool = True
+    """Whether `/` is a page to chat with and to watch the cluster on."""
     max_body_bytes: int = 1_000_000
     """Larger request bodies are refused unread."""
 

@@ -92,7 +92,10 @@ def _became(event: TokenEvent, kinds: IntArray | None) -> Became:
     if kinds is None:
         return "prompt"
     there = {Kind(kind) for kind in kinds.tolist()}
-    return next((word for word, some in _WORDS if there.intersection(some)), "local")
+    for word, some in _WORDS:
+        if there.intersection(some):
+            return word
+    return "local"
 
 
 def _kinds(ledger: Ledger) -> IntArray | None:

@@ -56,6 +56,7 @@ def serve_local(
     ] = None,
     max_num_seqs: Annotated[int, typer.Option(min=1, help="Requests decoded together.")] = 8,
     max_waiting: Annotated[int, typer.Option(min=0, help="Requests that may wait.")] = 64,
+    page: Annotated[bool, typer.Option("--page/--no-page", help="The page at `/`.")] = True,
     seed: int = 0,
     dtype: Dtype = "auto",
     device: Device = "cpu",
@@ -115,7 +116,8 @@ def serve_local(
         url = f"{'https' if tls else 'http'}://{host}:{shown_port}/v1"
         console.print(f"Serving {escape(served.id)} on {url}, Ctrl-C to stop.")
         service = LocalService(decoder, served, max_waiting=max_waiting)
-        local.serve(service, ApiSettings(api_keys=tuple(api_key or ())), listener, tls)
+        settings = ApiSettings(api_keys=tuple(api_key or ()), page=page)
+        local.serve(service, settings, listener, tls)
 
 
 def stop(
@@ -260,6 +262,10 @@ def serve(
             help="Keep what was read for requests that begin alike; default: yes.",
         ),
     ] = None,
+    page: Annotated[
+        bool | None,
+        typer.Option("--page/--no-page", help="A page at `/` of each server; default: yes."),
+    ] = None,
     head: Annotated[bool, typer.Option("--head", help="Wait for other machines to join.")] = False,
     join: Annotated[str | None, typer.Option(help="Join the head at this host[:port].")] = None,
     server: Annotated[
@@ -321,7 +327,8 @@ def serve(
         "emulate_links": emulate_links, "emulate_machines": emulate_machines,
         "quantise": quantise, "threads": threads, "device": device,
         "patience": patience, "spare": spare,
-        "prefix_cache": prefix_cache, "tls_certificate": tls_certificate, "tls_key": tls_key,
+        "prefix_cache": prefix_cache, "page": page,
+        "tls_certificate": tls_certificate, "tls_key": tls_key,
     }  # fmt: skip
     chosen = serve_config(config, given, default_cluster=_default_cluster, open_to_all=head)
     if head:

@@ -40,7 +40,7 @@ which no real servers can do."""
 
 def pieces_of(config: ServeConfig) -> Pieces:
     """The policy and the app that `config` asks for. Raises `UserError`."""
-    app = partial(create_app, settings=ApiSettings(api_keys=config.api_keys))
+    app = partial(create_app, settings=ApiSettings(api_keys=config.api_keys, page=config.page))
     if config.method is None:
         return Pieces(policy=_policy(config), app=app)
     budget = config.budget_in_force

@@ -18,13 +18,15 @@ from trimmoe.core.cores import available_cores
 from trimmoe.core.errors import UserError
 from trimmoe.core.plan import Plan
 from trimmoe.core.profile import Profile
-from trimmoe.experiments.methods import Method, configured, method_engine, require_fitting
+from trimmoe.experiments.methods import Method, configured, make_engine, plan_for, require_fitting
 from trimmoe.models.base import MoEView
 from trimmoe.models.checkpoint import resolve
 from trimmoe.models.formats.choose import folder_of
 from trimmoe.runtime.decoder import PlannedDecoder
+from trimmoe.runtime.http import HttpServer
 from trimmoe.runtime.launch.addresses import KEEP_ALIVE_S
 from trimmoe.runtime.launch.tls import Tls
+from trimmoe.runtime.picture import layout_of
 from trimmoe.runtime.service import InferenceService, ServedModel
 
 GRACE_S = 10
@@ -79,14 +81,16 @@ def planned_decoder(
     method's own placement cannot serve the model."""
     require_fitting(profile, plan, view.spec)
     settings = configured(method, budget=budget, confidence=confidence)
+    own = plan_for(method, plan, profile, view.spec)
     return PlannedDecoder(
         view,
         profile,
-        method_engine(method, plan, profile, view.spec, settings),
+        make_engine(own, profile, view.spec, settings, method.policy),
         slots=slots,
         server_names=plan.cluster.server_names,
         access=access,
         seed=seed,
+        layout=layout_of(view.spec, own),
     )
 
 
@@ -115,4 +119,4 @@ def serve(
         **(tls.for_uvicorn() if tls else {}),
     )
     with suppress(KeyboardInterrupt):
-        uvicorn.Server(config).run(sockets=[listener])
+        HttpServer(config, service).run(sockets=[listener])

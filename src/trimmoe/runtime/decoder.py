@@ -18,6 +18,7 @@ from trimmoe.models.base import EncoderDecoderView, MoEView
 from trimmoe.models.exact import full_depth
 from trimmoe.runtime.counters import ExpertCounter, ExpertUse
 from trimmoe.runtime.local import Decoded, LocalDriver
+from trimmoe.runtime.picture import Layout, PolicyPicture, policy_picture, whole_layout
 from trimmoe.runtime.places import Places
 from trimmoe.runtime.scores import Score, prompt_scores
 from trimmoe.runtime.service import GenerationRequest, LinkStats, quality
@@ -33,6 +34,18 @@ class DecoderStats:
     )
     audits: int = 0
     false_exits: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Outline:
+    """What does not change while a decoder lives."""
+
+    layout: Layout
+    access: int
+    """The server that all users talk to."""
+    routes: tuple[tuple[int, ...], ...]
+    """By access server, the server of each layer."""
+    policy: PolicyPicture
 
 
 class Decoder(Protocol):
@@ -67,6 +80,11 @@ class Decoder(Protocol):
         """Counts so far; the one method that another thread may call meanwhile."""
         ...
 
+    @property
+    def outline(self) -> Outline:
+        """What people see of what is decided with."""
+        ...
+
 
 class PlannedDecoder:
     """A plan under a policy: the engine decides, `LocalDriver` obeys."""
@@ -82,8 +100,11 @@ class PlannedDecoder:
         access: int = 0,
         seed: int = 0,
         prefix_cache: bool = True,
+        layout: Layout | None = None,
     ) -> None:
+        """`layout` is what people are shown; None: one server that has everything."""
         self._slots, self._access, self._profile = slots, access, profile
+        self.outline = _outline(view, engine, access, layout)
         self._driver = LocalDriver(
             view, profile, engine, slots=slots, seed=seed, prefix_cache=prefix_cache
         )
@@ -160,6 +181,16 @@ class ExactDecoder:
         retain = prefix_cache and not isinstance(view, EncoderDecoderView)
         self._places = Places(self._cache, retain=retain)
         self._ledger = _exact_ledger(view)
+        spec = view.spec
+        exact = PolicyPicture(
+            name="exact", budget=0.0, confidence=0.0, trims=False, guesses=0, guessing=False
+        )
+        self.outline = Outline(
+            layout=whole_layout(spec, "here"),
+            access=0,
+            routes=((0,) * spec.layer_count,),
+            policy=exact,
+        )
 
     @property
     def slots(self) -> int:
@@ -208,6 +239,21 @@ class ExactDecoder:
         hidden = self._view.embed(batch.pad(ids), batch)
         packed = full_depth(self._view, hidden, batch, self._cache)
         return self._view.logits(batch.last(batch.unpack(packed)))
+
+
+def _outline(view: MoEView, engine: Engine, access: int, layout: Layout | None) -> Outline:
+    spec, settings = view.spec, engine.settings
+    if layout is None:
+        layout, access, routes = whole_layout(spec, "here"), 0, ((0,) * spec.layer_count,)
+    else:
+        servers = len(layout.servers)
+        routes = tuple(tuple(route) for route in engine.routes[:servers].tolist())
+    return Outline(
+        layout=layout,
+        access=access,
+        routes=routes,
+        policy=policy_picture(settings, guessing=bool(settings.guesses)),
+    )
 
 
 def _scores(view: MoEView, request: GenerationRequest) -> tuple[Score, ...]:

@@ -11,6 +11,7 @@ import asyncio
 import itertools
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -20,6 +21,8 @@ from torch import Tensor
 
 from trimmoe.core.ledger import Ledger
 from trimmoe.runtime.decoder import Decoder
+from trimmoe.runtime.local_picture import picture_of
+from trimmoe.runtime.picture import MOST_REQUESTS, Picture, RequestPicture
 from trimmoe.runtime.sampling import draw
 from trimmoe.runtime.scores import Score
 from trimmoe.runtime.seen import Seen
@@ -47,6 +50,7 @@ class _Job:
     request: GenerationRequest
     sequence: int
     out: asyncio.Queue[Item]
+    since_s: float
     cancelled: bool = False
     seen: Seen | None
     """Its tokens, where draws look back."""
@@ -77,6 +81,8 @@ class LocalService:
         self.model = model
         self._decoder, self._max_waiting = decoder, max_waiting
         self._shared = _Shared()
+        self.decoder = decoder
+        self.since_s, self.tokens, self.leaving = time.monotonic(), 0, False
         self._queried = self._hit = 0
         """Tokens of prompts so far, and those of them that were not read again."""
         self._sequences = itertools.count()
@@ -107,6 +113,7 @@ class LocalService:
                 out=asyncio.Queue(),
                 seen=request.seen(self.model),
                 made=len(request.received),
+                since_s=time.monotonic(),
             )
             shared.waiting.append(job)
             shared.changed.notify()
@@ -133,6 +140,22 @@ class LocalService:
             prefix_queries=self._queried,
             prefix_hits=self._hit,
         )
+
+    def picture(self) -> Picture:
+        return picture_of(self)
+
+    def leave(self) -> None:
+        self.leaving = True
+
+    def under_way(self) -> tuple[list[RequestPicture], int, int]:
+        """The oldest requests, and how many run and wait."""
+        now_s, shared = time.monotonic(), self._shared
+        with shared.changed:
+            running, waiting = list(shared.running.values()), list(shared.waiting)
+        shown = [(job, "reading" if job.next_token < 0 else "answering") for job in running]
+        shown += [(job, "waiting") for job in waiting]
+        told = [_shown(job, state, now_s) for job, state in shown[:MOST_REQUESTS]]
+        return told, len(running), len(waiting)
 
     def cancel(self, job: _Job) -> None:
         """Forget a job: at once if it waits, before the next step if it runs."""
@@ -205,6 +228,7 @@ class LocalService:
         if job.seen is not None:
             job.seen.put(position, drawn.token)
         job.made += 1
+        self.tokens += 1
         job.next_token = drawn.token
         reason = None
         if drawn.token in request.stop_ids:
@@ -237,6 +261,17 @@ class LocalService:
         assert self._loop is not None
         if items:
             self._loop.call_soon_threadsafe(_put, items)
+
+
+def _shown(job: _Job, state: str, now_s: float) -> RequestPicture:
+    return RequestPicture(
+        state=state,
+        prompt_tokens=len(job.request.prompt_ids),
+        cached_tokens=job.cached,
+        tokens=job.made,
+        most_tokens=job.request.max_new_tokens,
+        age_s=now_s - job.since_s,
+    )
 
 
 def _put(items: Sequence[tuple[_Job, Item]]) -> None:

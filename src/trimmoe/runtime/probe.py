@@ -9,6 +9,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -85,6 +86,18 @@ def free_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def used_bytes(device: torch.device) -> int:
+    """Memory that this process takes: of an accelerator, else of the machine; 0 where the system
+    does not say."""
+    if device.type == "cuda":
+        return int(torch.cuda.memory_reserved(device))
+    try:
+        pages = Path("/proc/self/statm").read_text(encoding="ascii").split()[1]
+    except (OSError, IndexError):
+        return 0
+    return int(pages) * os.sysconf("SC_PAGE_SIZE")
 
 
 def time_software() -> float:

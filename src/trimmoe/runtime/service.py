@@ -18,6 +18,7 @@ from trimmoe.core.specs import IntArray
 from trimmoe.policy.settings import PolicySettings
 from trimmoe.runtime.counters import ExpertUse
 from trimmoe.runtime.guides import guides_of
+from trimmoe.runtime.picture import Picture
 from trimmoe.runtime.sampling import Sampling
 from trimmoe.runtime.scores import Score
 from trimmoe.runtime.seen import Seen
@@ -236,6 +237,19 @@ class InferenceService(Protocol):
 
     def stats(self) -> ServiceStats:
         """Answers at once from what is known."""
+        ...
+
+    def picture(self) -> Picture:
+        """What it shows to people, from what is known."""
+        ...
+
+    @property
+    def leaving(self) -> bool:
+        """Whether those who only watch are to go, since the server is about to stop."""
+        ...
+
+    def leave(self) -> None:
+        """From now on it is `leaving`; answers go on."""
         ...
 
 

@@ -57,6 +57,8 @@ class ServeConfig(BaseModel):
     tls_key: Path | None = None
     tls: bool = False
     """Whether HTTP is served over TLS, each machine with a certificate of its own."""
+    page: bool = True
+    """Whether every server serves the page at `/`."""
     host: str | None = None
     """Where HTTP listens; None: loopback on one machine, each machine's own address on several."""
     port_base: Port = 8000

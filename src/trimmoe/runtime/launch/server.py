@@ -26,6 +26,7 @@ from trimmoe.models.base import BytesRead, MoEView
 from trimmoe.models.load import known_device, load_tokenizer, open_model
 from trimmoe.policy.build import PolicyMaker
 from trimmoe.policy.settings import PolicySettings
+from trimmoe.runtime.http import HttpServer
 from trimmoe.runtime.launch.addresses import KEEP_ALIVE_S, Endpoint, listener
 from trimmoe.runtime.launch.model import model_folder
 from trimmoe.runtime.launch.tls import Tls
@@ -315,7 +316,7 @@ async def _serve_http(
         timeout_keep_alive=KEEP_ALIVE_S,
         **(spec.tls.for_uvicorn() if spec.tls else {}),
     )
-    server = uvicorn.Server(config)
+    server = HttpServer(config, service)
     serving = asyncio.create_task(server.serve(sockets=[listening]))
     told = [asyncio.create_task(each.wait()) for each in (orders.stop, orders.drain)]
     try:

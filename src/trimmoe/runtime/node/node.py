@@ -28,6 +28,7 @@ from trimmoe.runtime.node.front.access import Backroom, Desk
 from trimmoe.runtime.node.front.entrance import Entrance
 from trimmoe.runtime.node.front.jobs import Begun
 from trimmoe.runtime.node.mail import Mail
+from trimmoe.runtime.node.picture import picture_of
 from trimmoe.runtime.node.records.checks import Geometry
 from trimmoe.runtime.node.records.messages import (
     Ask,
@@ -50,6 +51,7 @@ from trimmoe.runtime.node.switchboard import Switchboard
 from trimmoe.runtime.node.watch.deployments import Basis, Built
 from trimmoe.runtime.node.watch.planner import Planner
 from trimmoe.runtime.node.watch.reports import NodeSnapshot, Reporter
+from trimmoe.runtime.picture import layout_of
 from trimmoe.runtime.probe import (
     MachineReport,
     free_bytes,
@@ -57,6 +59,7 @@ from trimmoe.runtime.probe import (
     machine_name,
     time_software,
     time_work,
+    used_bytes,
 )
 from trimmoe.runtime.service import Health, InferenceService, ServedModel
 from trimmoe.runtime.wire.base import (
@@ -97,6 +100,9 @@ class Node:
         self._view, self._transport = view, transport
         sharing = {"machine": settings.machine, "at_once": settings.at_once}
         self._basis = Basis.of(plan, profile, view.spec, policy, maker, **sharing)
+        self.cluster = plan.cluster
+        """As planned."""
+        self.layout = layout_of(view.spec, plan)
         self._names = plan.cluster.server_names
         self._index = {name: index for index, name in enumerate(self._names)}
         assert self._names[settings.server] == transport.name
@@ -226,6 +232,10 @@ class Node:
         """What there is to say about this server now."""
         return self.reporter.snapshot(self)
 
+    def guesses_now(self) -> bool:
+        """Whether this server guesses ahead for those who ask it now."""
+        return self._may_guess(self.planner.in_force.route_of(self.settings.server))
+
     async def measure(self) -> MachineReport:
         """What this server can do, timed now; requests wait for some seconds."""
         software_s, work_s = await self.pump.apart(
@@ -267,6 +277,7 @@ class Node:
             chunk=settings.prefill_chunk,
             health=self.health,
             stats=lambda running, waiting: self.reporter.stats(self, running, waiting),
+            picture=lambda: picture_of(self),
             ledger_shape={
                 "layer_count": self._view.spec.layer_count,
                 "server_count": len(self._names),
@@ -387,7 +398,12 @@ class Node:
     def _tell_weather(self) -> None:
         weights = self.executor.loss_weights
         usage, running = self.floor.seats.usage, self.desk.running
-        weather = self.reporter.weather(usage, self._lost(), weights, running)
+        vitals = self.reporter.vitals(
+            queued=len(self.floor.scheduler),
+            tokens=self.desk.answers.tokens,
+            memory_bytes=used_bytes(self._view.device),
+        )
+        weather = self.reporter.weather(usage, self._lost(), weights, running, vitals)
         self.planner.note(self.settings.server, weather)
         for server in set(range(len(self._names))) - self._lost() - {self.settings.server}:
             self.mail.post(Parcel(to=server, message=weather))

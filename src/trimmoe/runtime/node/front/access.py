@@ -30,6 +30,7 @@ from trimmoe.runtime.node.records.messages import (
     Withdraw,
 )
 from trimmoe.runtime.node.records.samplings import pack_sampling, pack_seen
+from trimmoe.runtime.picture import MOST_REQUESTS, Picture, RequestPicture
 from trimmoe.runtime.service import (
     GenerationRequest,
     Health,
@@ -79,7 +80,7 @@ class Desk:
         """Attempts that were lost."""
         self.stalls = 0
         """Of which nobody knew anything any more."""
-        self._closing = False
+        self._closing = self.leaving = False
 
     async def start(self) -> None:
         """The node starts its desk; nothing is left to do."""
@@ -94,12 +95,13 @@ class Desk:
         check_length(request, self.model.context_length)
         if not (health := self.health()).ok:
             raise Unavailable(health.reason)
-        waiting, room = self._waiting, self._room
+        waiting, room = self.waiting, self._room
         if len(self._jobs) >= room.kv_slots + room.max_waiting or (
             self.blocked and waiting > room.max_waiting
         ):
             raise Overloaded(RETRY_AFTER_S)
-        job = Job(request=request, tokens=list(request.received))
+        now_s = asyncio.get_running_loop().time()
+        job = Job(request=request, since_s=now_s, tokens=list(request.received))
         self._jobs.add(job)
         job.task = asyncio.create_task(self._serve(job), name=f"request {request.request_id}")
         return QueueStream(job.out, partial(self.cancel, job))
@@ -109,7 +111,19 @@ class Desk:
         return Health(ok=False, reason=STOPPING) if health.ok and self._closing else health
 
     def stats(self) -> ServiceStats:
-        return self._room.stats(self.running, self._waiting)
+        return self._room.stats(self.running, self.waiting)
+
+    def picture(self) -> Picture:
+        return self._room.picture()
+
+    def under_way(self) -> list[RequestPicture]:
+        """The oldest requests of this server's users."""
+        now_s = asyncio.get_running_loop().time()
+        oldest = sorted(self._jobs, key=lambda job: job.since_s)[:MOST_REQUESTS]
+        return [job.picture(now_s) for job in oldest]
+
+    def leave(self) -> None:
+        self.leaving = True
 
     def cancel(self, job: Job) -> None:
         """Its reader went away: free everything now."""
@@ -160,10 +174,11 @@ class Desk:
     @property
     def running(self) -> int:
         """Answers under way."""
-        return len(self._jobs) - self._waiting
+        return len(self._jobs) - self.waiting
 
     @property
-    def _waiting(self) -> int:
+    def waiting(self) -> int:
+        """Those that have no place yet."""
         return sum(not job.seated for job in self._jobs)
 
     def _attempt(self, sequence: int) -> Attempt | None:

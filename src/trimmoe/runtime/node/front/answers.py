@@ -37,6 +37,8 @@ class Answers:
     ) -> None:
         self._room, self._memory, self._job_of, self._end = room, memory, job_of, end
         self.guessing = Guessing()
+        self.tokens = 0
+        """Handed out so far."""
 
     def received(self, sender: int, tokens: list[Token]) -> None:
         """Tokens of this server's users came; only servers of its route have a say in an answer."""
@@ -287,6 +289,7 @@ class Answers:
                 finish_reason=reason,
             )
             job.out.put_nowait(event)
+            self.tokens += 1
             if reason is not None:
                 attempt.trouble.set_result("") if not attempt.trouble.done() else None
                 self._end(job)

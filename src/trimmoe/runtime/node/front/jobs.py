@@ -15,6 +15,7 @@ from trimmoe.runtime.node.records.messages import Parcel, Prefix, Token
 from trimmoe.runtime.node.records.outcome import Arrival
 from trimmoe.runtime.node.records.readings import Reading
 from trimmoe.runtime.node.watch.planner import Planner
+from trimmoe.runtime.picture import Picture, RequestPicture
 from trimmoe.runtime.seen import Seen
 from trimmoe.runtime.service import GenerationRequest, Health, ServiceStats
 from trimmoe.runtime.streams import Item
@@ -108,6 +109,8 @@ class Job:
     """A request on its way."""
 
     request: GenerationRequest
+    since_s: float = 0.0
+    """When it came, by the event loop's clock."""
     out: asyncio.Queue[Item] = field(default_factory=asyncio.Queue)
     tokens: list[int] = field(default_factory=list)
     """Made and handed out so far, here or where the answer began."""
@@ -120,6 +123,19 @@ class Job:
     cached: int = 0
     """Tokens of the prompt that its attempt did not read again."""
     task: asyncio.Task[None] | None = None
+
+    def picture(self, now_s: float) -> RequestPicture:
+        """How far it is."""
+        made = len(self.tokens)
+        begun = "answering" if made > len(self.request.received) else "reading"
+        return RequestPicture(
+            state=begun if self.seated else "waiting",
+            prompt_tokens=len(self.request.prompt_ids),
+            cached_tokens=self.cached,
+            tokens=made,
+            most_tokens=self.request.max_new_tokens,
+            age_s=now_s - self.since_s,
+        )
 
     def owe(self, ledger: Ledger) -> None:
         """This too is to be told with the next token."""
@@ -162,4 +178,5 @@ class Backroom:
     """Tokens of a prompt that are read at a time."""
     health: Callable[[], Health]
     stats: Callable[[int, int], ServiceStats]
+    picture: Callable[[], Picture]
     ledger_shape: dict[str, int]

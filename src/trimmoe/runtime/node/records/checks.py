@@ -28,6 +28,7 @@ from trimmoe.runtime.node.records.messages import (
     SeenSpec,
     Start,
     Tokens,
+    Vitals,
     Weather,
     Withdraw,
     access_of,
@@ -116,9 +117,20 @@ def _makes_sense(
             good = good and len(message.loss_weights) <= MOST_WEIGHTS
             good = good and all(is_share(each) for each in message.loss_weights)
             good = good and is_share(message.kv_usage) and 0 <= message.running < 1 << 31
+            vitals = message.vitals
+            good = good and (vitals is None or _are_vitals(geometry, vitals))
         case _:
             good = True
     return good
+
+
+def _are_vitals(geometry: Geometry, vitals: Vitals) -> bool:
+    counts = (vitals.queued, vitals.tokens, vitals.memory_bytes, *vitals.sent_bytes)
+    return (
+        len(vitals.sent_bytes) == geometry.server_count
+        and all(0 <= count < 1 << 63 for count in counts)
+        and 0.0 <= vitals.uptime_s < math.inf
+    )
 
 
 def _is_prompt(geometry: Geometry, message: Prompt, tensors: Sequence[Tensor]) -> bool:

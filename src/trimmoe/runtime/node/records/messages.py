@@ -336,6 +336,19 @@ class InHand(Message, frozen=True, tag="in_hand"):
     sequence: int
 
 
+class Vitals(msgspec.Struct, frozen=True, array_like=True):
+    """What a server says of itself for people to look at; nothing is decided with it."""
+
+    queued: int
+    """Pieces of work that wait to be computed."""
+    tokens: int
+    """That its users were given since it started."""
+    memory_bytes: int
+    uptime_s: float
+    sent_bytes: list[int]
+    """To each server since it started."""
+
+
 class Weather(Message, frozen=True, tag="weather"):
     """What a server measures, told to all now and then."""
 
@@ -351,6 +364,7 @@ class Weather(Message, frozen=True, tag="weather"):
     """omega_D that its users' tokens set out with."""
     running: int = 0
     """Answers to its users that are under way."""
+    vitals: Vitals | None = None
 
 
 MESSAGE_TYPES: tuple[type[msgspec.Struct], ...] = (

@@ -125,6 +125,10 @@ class Planner:
         self._weather[server] = weather
         self._want(self._wanted)
 
+    def weather_of(self, server: int) -> Weather | None:
+        """What a server said last; None if it has said nothing since it was lost."""
+        return self._weather.get(server)
+
     @property
     def _others(self) -> frozenset[float]:
         """Loss weights that tokens come with, those of other servers' users among them."""

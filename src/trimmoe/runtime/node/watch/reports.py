@@ -6,9 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from trimmoe.runtime.node.records.messages import (
-    Weather,
-)
+from trimmoe.runtime.node.records.messages import Vitals, Weather
 from trimmoe.runtime.service import LinkStats, ServiceStats
 from trimmoe.runtime.wire.base import Counters, Transport
 from trimmoe.runtime.wire.estimates import RunningAverage
@@ -68,6 +66,7 @@ class Reporter:
         self._waits = _Waits(average=RunningAverage(half_life_s=WAITING_HALF_LIFE_S))
         self._busy = RunningAverage(half_life_s=BUSY_HALF_LIFE_S)
         self._worked_s, self._told_s = 0.0, now()
+        self._since_s = self._told_s
         self.kv_usage: dict[int, float] = {}
         """Of the other servers."""
         self.running: dict[int, int] = {}
@@ -88,7 +87,12 @@ class Reporter:
         return self._transport.reading_wait_s() + (self._waits.average.mean or 0.0)
 
     def weather(
-        self, kv_usage: float, lost: frozenset[int], loss_weights: list[float], running: int
+        self,
+        kv_usage: float,
+        lost: frozenset[int],
+        loss_weights: list[float],
+        running: int,
+        vitals: Vitals | None = None,
     ) -> Weather:
         """What to tell the others."""
         if not self._waits.since_last:
@@ -113,6 +117,18 @@ class Reporter:
             busy=self._busy.mean or 0.0,
             loss_weights=loss_weights,
             running=running,
+            vitals=vitals,
+        )
+
+    def vitals(self, *, queued: int, tokens: int, memory_bytes: int) -> Vitals:
+        """What people may look at."""
+        sent = self._transport.counters.sent
+        return Vitals(
+            queued=queued,
+            tokens=tokens,
+            memory_bytes=memory_bytes,
+            uptime_s=self._now() - self._since_s,
+            sent_bytes=[sent[name].size_bytes if name in sent else 0 for name in self._names],
         )
 
     def stats(self, node: Node, running: int, waiting: int) -> ServiceStats:
