@@ -22,6 +22,7 @@ import pytest
 import torch
 from transformers import Qwen2MoeForCausalLM
 
+from browsing import browser_page, complaints
 from launching import PATIENCE_S, SERVERS, Files, Serving, await_answer, free_ports, write_files
 from trimmoe.core.plan import load_plan
 from trimmoe.runtime.launch import family
@@ -216,3 +217,42 @@ def test_without_the_key_nobody_comes_in(cluster: Cluster) -> None:
     )
     with pytest.raises(openai.AuthenticationError):
         _whole(stranger, [1, 2, 3], 2)
+
+
+def test_the_page_chats_and_shows_a_server_die_and_come_back(cluster: Cluster) -> None:
+    with browser_page() as page:
+        page.goto(f"http://127.0.0.1:{cluster.port}/")
+        # Keys are asked for as soon as the server wants one.
+        page.get_by_role("textbox", name="API key").fill("secret")
+        page.keyboard.press("Enter")
+        page.get_by_text("all up", exact=True).wait_for()
+        said = complaints(page)
+
+        made: Any = cluster.client(0).completions.create(
+            model="tiny", prompt="Once upon", max_tokens=48, temperature=0,
+            extra_body={"exact": True},
+        )  # fmt: skip
+        page.get_by_role("switch", name="Exact").check()
+        page.get_by_label("Temperature").fill("0")
+        page.get_by_label("Longest answer").fill("48")
+        page.get_by_label("Message").fill("Once upon")
+        page.keyboard.press("Enter")
+        page.get_by_role("button", name="Regenerate").wait_for()
+        assert page.locator(".tokens").text_content() == made.choices[0].text
+        fates = {each.get_attribute("class") for each in page.locator(".token").all()}
+        assert fates & {"token local ", "token remote "}
+        page.get_by_role("group", name="Answer").focus()
+        page.keyboard.press("End")
+        assert page.locator(".tip .strip li").count() == 4
+
+        shown = page.locator(".server-card h3", has_text=SERVERS[KILLED])
+        assert shown.count() == 1
+        os.kill(cluster.pid(KILLED), signal.SIGKILL)
+        news = rf"{SERVERS[KILLED]} (is lost|is restarting|came back)"
+        page.get_by_text(re.compile(news)).wait_for()
+        page.get_by_text(re.compile(rf"{SERVERS[KILLED]} came back")).wait_for()
+        page.get_by_text("all up", exact=True).wait_for()
+        page.get_by_role("button", name="Regenerate").click()
+        page.get_by_role("button", name="Regenerate").wait_for()
+        assert page.locator(".tokens").text_content() == made.choices[0].text
+        assert said == []

@@ -66,7 +66,11 @@ async def _events(context: Context) -> AsyncGenerator[Event]:
 def _layout(context: Context, picture: Picture) -> dict[str, Any]:
     """What changes only with the plan."""
     model = context.service.model
-    shown = {"id": model.id, "context_length": model.context_length}
+    shown = {
+        "id": model.id,
+        "context_length": model.context_length,
+        "chats": context.codec.chats,
+    }
     return {"model": shown, "cluster": picture.layout}
 
 

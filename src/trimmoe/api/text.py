@@ -30,9 +30,14 @@ class TextCodec:
             )
         return list(encoded["input_ids"])
 
+    @property
+    def chats(self) -> bool:
+        """Whether the model has a form for chats."""
+        return bool(self._tokenizer.chat_template)
+
     def chat_template(self, *, tools: bool = False) -> str:
         """The model's chat template, for chats with tools if it has one of its own for them."""
-        if not self._tokenizer.chat_template:
+        if not self.chats:
             raise ApiError(400, "This model has no chat template; use /v1/completions.")
         return self._tokenizer.get_chat_template(tools=[{}] if tools else None)
 

@@ -2,18 +2,19 @@
 
 /** The cluster's picture, followed while the page is seen. */
 function useCluster(attempt, onKey) {
-  const [seen, setSeen] = useState({ history: [] });
+  const [seen, setSeen] = useState({ history: [], back: {} });
   useEffect(() => {
     let stop = new AbortController();
     const tell = (name, data) => {
       if (name === "key") return onKey(data);
       setSeen((old) => {
-        if (name === "layout") return { ...old, model: data.model, layout: data.cluster, before: null };
+        if (name === "layout") return { ...old, model: data.model, layout: data.cluster, now: null, before: null };
         if (name === "now") {
           const total = speeds(old.now, data).total;
-          return { ...old, gone: null, before: old.now, now: data, history: [...old.history, total].slice(-60) };
+          return { ...old, gone: null, before: old.now, now: data, back: returned(old.back, old.now, data), history: [...old.history, total].slice(-60) };
         }
-        return name === "gone" || name === "error" ? { ...old, gone: data.message ?? data } : old;
+        if (name === "end") return old;
+        return { ...old, gone: data.message || data || "This server does not answer; trying again." };
       });
     };
     const follow = () => {
@@ -69,7 +70,7 @@ const VIEWS = ["Chat", "Cluster"];
 
 const Header = ({ model, layout, now, gone, view, setView, ask }) => {
   const well = now?.ok && !gone && now.servers.every((server) => server.state === "up");
-  const state = !now ? "connecting" : gone !== null && gone !== undefined ? "no answer" : well ? "all up" : "disturbed";
+  const state = !now ? "connecting" : gone ? "no answer" : well ? "all up" : "disturbed";
   return html`
     <header>
       <h1><svg viewBox="0 0 16 16" aria-hidden="true"><rect x="1" y="2" width="14" height="3" rx="1.5" /><rect x="1" y="6.5" width="8" height="3" rx="1.5" /><rect x="1" y="11" width="11" height="3" rx="1.5" /></svg>TrimMoE</h1>
@@ -88,17 +89,17 @@ function App() {
   const [why, setWhy] = useState(null);
   const [attempt, setAttempt] = useState(0);
   const [tip, setTip] = useState(null);
-  const { model, layout, now, before, history, gone } = useCluster(attempt, setWhy);
+  const { model, layout, now, before, history, back, gone } = useCluster(attempt, setWhy);
   const there = layout && now;
   return html`
     <${Header} model=${model} layout=${layout} now=${now} gone=${gone} view=${view} setView=${setView} ask=${() => setWhy("")} />
     <main class="shows-${view.toLowerCase()}">
       <section class="chat" aria-label="Chat">
-        <${Chat} model=${model?.id} policy=${now?.policy} reason=${now && !now.ok ? now.reason : ""} onKey=${() => setWhy("The server wants another key.")} tip=${setTip} />
+        <${Chat} model=${model} policy=${now?.policy} reason=${now && !now.ok ? now.reason : ""} onKey=${() => setWhy("The server wants another key.")} tip=${setTip} />
       </section>
       <section class="cluster" aria-label="Cluster">
         ${there
-          ? html`<${Cluster} layout=${layout} now=${now} before=${before} history=${history} tip=${setTip} />`
+          ? html`<${Cluster} layout=${layout} now=${now} before=${before} history=${history} back=${back} gone=${gone} tip=${setTip} />`
           : html`<p class="dim waiting">Looking for the cluster …</p>`}
       </section>
     </main>

@@ -73,7 +73,7 @@ function useTurns(model, options, onKey) {
     try {
       await answer(
         told,
-        { model, ...options },
+        { model: model.id, chats: model.chats, ...options },
         (piece) => last((turn) => grown(turn, piece, (performance.now() - begunMs) / 1000)),
         stop.signal,
       );
@@ -113,8 +113,8 @@ const Turn = ({ turn, isLast, talk, tip }) => {
 
 const Slider = ({ label, value, shown, ...rest }) => html`
   <label class="slider">
-    <span>${label}<output>${shown ?? value}</output></span>
-    <input type="range" value=${value} ...${rest} />
+    <span>${label}<b>${shown}</b></span>
+    <input type="range" aria-label=${label} aria-valuetext=${shown} value=${value} ...${rest} />
   </label>
 `;
 
@@ -190,7 +190,7 @@ function Chat({ model, policy, reason, onKey, tip }) {
     </div>
     <${Legend} />
     <form class="composer" onSubmit=${(event) => (event.preventDefault(), send())}>
-      <textarea ref=${field} rows="2" value=${text} placeholder=${reason || "Write a message"} aria-label="Message"
+      <textarea ref=${field} rows="2" value=${text} placeholder=${reason || (model?.chats === false ? "Write how a text begins" : "Write a message")} aria-label="Message"
         onInput=${(event) => setText(event.target.value)} onKeyDown=${press} />
       <div class="actions">
         ${talk.busy

@@ -17,6 +17,31 @@ function speeds(before, now) {
   return { rates, tokens, total: tokens.reduce((sum, one) => sum + one, 0) };
 }
 
+/** When servers came back, by their number: added to `known` from two pictures. */
+function returned(known, before, now) {
+  const fresh = { ...known };
+  now.servers.forEach((server, at) => {
+    const old = before?.servers[at];
+    if (old && server.state === "up" && (old.state !== "up" || server.uptime_s < old.uptime_s - 1)) fresh[at] = now.time_s;
+  });
+  return fresh;
+}
+
+const NEWS_S = 60;
+
+/** What is wrong with servers, or was a moment ago. */
+function news(layout, now, back) {
+  if (!now.ok) return now.reason;
+  return layout.servers
+    .map(({ name }, at) => {
+      if (now.servers[at].state !== "up") return `${name} is ${STATES[now.servers[at].state]}`;
+      const agoS = now.time_s - (back[at] ?? -Infinity);
+      return agoS < NEWS_S ? `${name} came back ${Math.round(agoS)} s ago` : "";
+    })
+    .filter(Boolean)
+    .join(", ");
+}
+
 const Spark = ({ values }) => {
   const most = Math.max(1, ...values);
   const at = (value, index) => `${((index / 59) * 120).toFixed(1)},${(27 - (24 * value) / most).toFixed(1)}`;
@@ -32,7 +57,7 @@ const Figure = ({ label, value, more, children }) => html`
 
 const spread = (times) =>
   times.count
-    ? { value: seconds(times.p50), more: `p90 ${seconds(times.p90)}, p99 ${seconds(times.p99)}` }
+    ? { value: seconds(times.p50), more: `p90\u00a0${seconds(times.p90)}, p99\u00a0${seconds(times.p99)}` }
     : { value: "–", more: "none lately" };
 
 function Figures({ now, history }) {
@@ -162,11 +187,10 @@ const Routes = ({ layout, now }) => html`
   </ul>
 `;
 
-function Cluster({ layout, now, before, history, tip }) {
+function Cluster({ layout, now, before, history, back, gone, tip }) {
   const { rates, tokens } = speeds(before, now);
-  const away = now.servers.flatMap((server, at) => (server.state === "up" ? [] : [`${layout.servers[at].name} is ${STATES[server.state]}`]));
   return html`
-    <p class="news" role="status">${now.ok ? away.join(", ") : now.reason}</p>
+    <p class="news" role="status">${gone ?? news(layout, now, back)}</p>
     <${Figures} now=${now} history=${history} />
     <${Graph} layout=${layout} now=${now} rates=${rates} tokens=${tokens} />
     <h2>Experts held, by layer <small>the line is the way of answers from here</small></h2>

@@ -32,7 +32,7 @@ const Layers = ({ token }) => {
   return html`
     <p class="card-head">
       <b>${spaced(token.text) || " "}</b><i class="dot ${trace.became}" />${trace.became}
-      ${trace.ahead && html`<span class="dim">${AHEAD[trace.ahead]}</span>`}
+      ${trace.ahead && trace.became !== "guessed" && html`<span class="dim">${AHEAD[trace.ahead]}</span>`}
     </p>
     ${trace.layers
       ? html`<ol class="strip">

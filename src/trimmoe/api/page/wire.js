@@ -73,16 +73,17 @@ async function watch(tell, signal) {
   }
 }
 
-/** Stream an answer to `turns`; each piece of it is given to `tell` as it comes. */
-async function answer(turns, options, tell, signal) {
+/** Stream an answer to `turns`, or what follows them where a model has no form for chats; each piece
+ * is given to `tell` as it comes. */
+async function answer(turns, { chats, ...options }, tell, signal) {
   const body = {
     ...options,
-    messages: turns,
+    ...(chats ? { messages: turns } : { prompt: turns.map((turn) => turn.content).join("") }),
     stream: true,
     stream_options: { include_usage: true },
     return_token_traces: true,
   };
-  const got = await asked("v1/chat/completions", {
+  const got = await asked(chats ? "v1/chat/completions" : "v1/completions", {
     method: "POST",
     headers: { "Content-Type": "application/json" },
     body: JSON.stringify(body),
@@ -95,7 +96,7 @@ async function answer(turns, options, tell, signal) {
     const [choice] = chunk.choices;
     if (choice) {
       tell({
-        text: choice.delta.content ?? "",
+        text: (chats ? choice.delta.content : choice.text) ?? "",
         traces: choice.token_traces ?? [],
         reason: choice.finish_reason,
       });

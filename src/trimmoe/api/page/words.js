@@ -24,21 +24,24 @@ const LAYERS = {
 
 const AHEAD = { guess: "guessed", copy: "copied from above", draft: "drafted at an exit" };
 
+/** Between a figure and its unit: no line ends there. */
+const THIN = "\u202f";
+
 function bytes(size) {
   if (!size) return "0";
   const step = Math.min(4, Math.floor(Math.log10(size) / 3));
   const value = size / 1000 ** step;
-  return `${value.toFixed(value < 10 && step ? 1 : 0)} ${["B", "kB", "MB", "GB", "TB"][step]}`;
+  return `${value.toFixed(value < 10 && step ? 1 : 0)}${THIN}${["B", "kB", "MB", "GB", "TB"][step]}`;
 }
 
 function seconds(value) {
-  if (!value) return "0 ms";
-  if (value < 1) return `${(value * 1000).toFixed(value < 0.01 ? 1 : 0)} ms`;
-  if (value < 100) return `${value.toFixed(1)} s`;
-  return value < 7200 ? `${Math.round(value / 60)} min` : `${(value / 3600).toFixed(1)} h`;
+  if (!value) return `0${THIN}ms`;
+  if (value < 1) return `${(value * 1000).toFixed(value < 0.01 ? 1 : 0)}${THIN}ms`;
+  if (value < 100) return `${value.toFixed(1)}${THIN}s`;
+  return value < 7200 ? `${Math.round(value / 60)}${THIN}min` : `${(value / 3600).toFixed(1)}${THIN}h`;
 }
 
-const percent = (share) => `${Math.round(100 * share)} %`;
+const percent = (share) => `${Math.round(100 * share)}${THIN}%`;
 
 /** The same for style sheets. */
 const wide = (share) => `${Math.round(100 * Math.min(1, share))}%`;
