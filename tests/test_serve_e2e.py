@@ -234,7 +234,7 @@ def test_the_page_chats_and_shows_a_server_die_and_come_back(cluster: Cluster) -
         )  # fmt: skip
         page.get_by_role("switch", name="Exact").check()
         page.get_by_label("Temperature").fill("0")
-        page.get_by_label("Longest answer").fill("48")
+        page.get_by_label("At most").fill("48")
         page.get_by_label("Message").fill("Once upon")
         page.keyboard.press("Enter")
         page.get_by_role("button", name="Regenerate").wait_for()

@@ -141,7 +141,7 @@ function Options({ wish, setWish, policy }) {
       </label>
       <${Slider} label="Temperature" min="0" max="150" step="5" value=${wish.temperature * 100}
         shown=${wish.temperature.toFixed(2)} onInput=${set("temperature", 100)} />
-      <${Slider} label="Longest answer" min="16" max="1024" step="16" value=${wish.most}
+      <${Slider} label="At most" min="16" max="1024" step="16" value=${wish.most}
         shown=${plural(wish.most, "token")} onInput=${set("most")} />
       ${idle && html`<p class="dim">The policy in force changes nothing, whatever the budget; a server started with --budget trims.</p>`}
     </div>

@@ -64,7 +64,7 @@ function Figures({ now, history }) {
   const { speed, policy } = now;
   const first = spread(speed.first_token_s);
   const each = spread(speed.per_token_s);
-  const answers = now.servers.reduce((sum, server) => sum + server.running, 0);
+  const answers = now.servers.reduce((sum, server, at) => sum + (at === now.server ? now.running : server.running), 0);
   return html`
     <dl class="figures">
       <${Figure} label="Tokens a second" value=${(history.at(-1) ?? 0).toFixed(1)}><${Spark} values=${history} /><//>
@@ -84,10 +84,10 @@ function policyWords(policy) {
   return words.join(", ") || "nothing is changed";
 }
 
-const Bar = ({ label, share, shown, warm }) => html`
+const Bar = ({ label, share, shown, warmth = "cool" }) => html`
   <div class="bar" role="meter" aria-label=${label} aria-valuemin="0" aria-valuemax="100" aria-valuenow=${Math.round(100 * share)} aria-valuetext=${shown}>
     <span>${label}</span><b>${shown}</b>
-    <i><i class=${warm ? "warm" : ""} style=${{ width: wide(share), "--heat": wide(warm ?? 0) }} /></i>
+    <i><i class=${warmth} style=${{ width: wide(share) }} /></i>
   </div>
 `;
 
@@ -103,7 +103,7 @@ const Card = ({ held, server, own }) => {
       }</small></h3>
       <${Bar} label="Experts" share=${held.expert_bytes / (held.room_bytes || 1)} shown=${`${count} · ${bytes(held.expert_bytes)}`} />
       <${Bar} label="Load" share=${server.busy} shown=${up ? percent(server.busy) : "–"} />
-      <${Bar} label="Queue" share=${heat(server.waiting_s)} warm=${heat(server.waiting_s)} shown=${
+      <${Bar} label="Queue" share=${heat(server.waiting_s)} warmth=${warmth(server.waiting_s)} shown=${
         up ? `${server.queued} · ${seconds(server.waiting_s)}` : "–"
       } />
       <${Bar} label="Places" share=${server.kv_usage} shown=${up ? percent(server.kv_usage) : "–"} />

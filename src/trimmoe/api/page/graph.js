@@ -1,7 +1,7 @@
 // Servers in a ring and the links between them.
 
 const WIDE = 640;
-const HIGH = 280;
+const HIGH = 264;
 const RING = 27;
 const LABELLED = 5;
 
@@ -20,6 +20,9 @@ function place(at, count) {
 /** How hot a wait is, 0..1: a millisecond is nothing, a second is all. */
 const heat = (waitS) => Math.min(1, Math.max(0, Math.log10(Math.max(waitS, 1e-3) / 1e-3) / 3));
 
+/** The class of that heat. */
+const warmth = (waitS) => ["cool", "cool", "warm", "hot"][Math.min(3, Math.floor(4 * heat(waitS)))];
+
 const arc = (share) => `${(2 * Math.PI * RING * Math.min(1, share)).toFixed(1)} 999`;
 
 const Server = ({ held, server, at, own, spot, tokens }) => {
@@ -30,8 +33,7 @@ const Server = ({ held, server, at, own, spot, tokens }) => {
       <title>${held.name}: ${up ? `${percent(server.busy)} busy, work waits ${seconds(server.waiting_s)}` : server.state}</title>
       ${own && html`<circle class="own" r=${RING + 7} />`}
       <circle class="track" r=${RING} />
-      <circle class="busy" r=${RING} stroke-dasharray=${arc(up ? server.busy : 0)} transform="rotate(-90)"
-        style=${{ stroke: `color-mix(in oklch, var(--cool), var(--hot) ${Math.round(100 * heat(server.waiting_s))}%)` }} />
+      <circle class="busy ${warmth(server.waiting_s)}" r=${RING} stroke-dasharray=${arc(up ? server.busy : 0)} transform="rotate(-90)" />
       <text class="inside" y="4">${inside}</text>
       <text class="name" y=${RING + 19}>${held.name}</text>
       ${up && tokens >= 0.1 && html`<text class="under" y=${RING + 33}>${tokens.toFixed(1)} tokens/s</text>`}

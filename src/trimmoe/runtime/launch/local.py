@@ -126,6 +126,8 @@ def announce(config: ServeConfig, where: Sequence[Endpoint], title: str, say: Sa
     widest = max(len(each.name) for each in where)
     for each in where:
         say(f"{each.name:<{widest}}  {each.url}")
+    if config.page:
+        say(f"Chat and watch in a browser: {where[0].url.removesuffix('v1')}")
     exposed = [each for each in where if not is_loopback(each.http_host)]
     if exposed and not config.api_keys:
         say("Whoever reaches these ports may use them; give --api-key to ask for a key.")
