@@ -285,6 +285,7 @@ def test_any_request_that_the_document_allows_or_not_is_answered_as_it_says(
             "get /v1/models/{name}",
             "get /health",
             "get /metrics",
+            "get /v1/trimmoe/cluster",
             "post /tokenize",
             "post /detokenize",
         }

@@ -255,4 +255,13 @@ def test_the_page_chats_and_shows_a_server_die_and_come_back(cluster: Cluster) -
         page.get_by_role("button", name="Regenerate").click()
         page.get_by_role("button", name="Regenerate").wait_for()
         assert page.locator(".tokens").text_content() == made.choices[0].text
+
+        # On a telephone, by keyboard alone.
+        page.set_viewport_size({"width": 390, "height": 780})
+        page.emulate_media(color_scheme="dark")
+        page.get_by_role("button", name="Cluster", exact=True).press("Enter")
+        page.get_by_role("group", name="Experts held").focus()
+        page.keyboard.press("ArrowRight")
+        page.locator(".tip", has_text=f"{SERVERS[0]}, layer 1").wait_for()
+        assert page.evaluate("document.documentElement.scrollWidth") <= 390
         assert said == []
