@@ -15,23 +15,21 @@ from trimmoe.runtime.service import LinkStats
 if TYPE_CHECKING:
     from trimmoe.runtime.local_service import LocalService
 
-_UP = ServerPicture(state=State.UP)
-
 
 def picture_of(service: LocalService) -> Picture:
     """Links are charged, not used, and all work is done by the process itself."""
     outline, health, stats = service.decoder.outline, service.health(), service.stats()
     requests, running, waiting = service.under_way()
+    up = ServerPicture(state=State.UP, uptime_s=time.monotonic() - service.since_s)
     here = replace(
-        _UP,
+        up,
         kv_usage=stats.kv_cache_usage,
         running=running,
         queued=waiting,
         tokens=service.tokens,
         memory_bytes=used_bytes(torch.device("cpu")),
-        uptime_s=time.monotonic() - service.since_s,
     )
-    servers = [_UP] * len(outline.layout.servers)
+    servers = [up] * len(outline.layout.servers)
     servers[outline.access] = here
     index = {held.name: at for at, held in enumerate(outline.layout.servers)}
     return Picture(

@@ -55,6 +55,7 @@ function account(turn) {
   if (guessed || withdrawn) facts.push(`${guessed} guessed, ${withdrawn} withdrawn`);
   const cached = turn.usage?.prompt_tokens_details.cached_tokens;
   if (cached) facts.push(`${cached} of ${turn.usage.prompt_tokens} tokens of the prompt not read again`);
+  if (turn.forgot) facts.push("the context is full: the oldest turns were left out");
   if (turn.stopped) facts.push("stopped");
   return facts;
 }
@@ -69,14 +70,18 @@ function useTurns(model, options, onKey) {
     const begunMs = performance.now();
     setTurns([...before, { role: "assistant", text: "", tokens: [], held: [], made: 0 }]);
     setBusy(stop);
-    const told = before.map(({ role, text }) => ({ role, content: text }));
+    let told = before.map(({ role, text }) => ({ role, content: text }));
+    const tell = (piece) => last((turn) => grown(turn, piece, (performance.now() - begunMs) / 1000));
+    const ask = () => answer(told, { model: model.id, chats: model.chats, ...options }, tell, stop.signal);
+    const forgotten = (error) => {
+      // The oldest turn goes where the context does not hold them all.
+      if (error.status !== 400 || !error.message.includes("context") || told.length < 3) throw error;
+      told = told.slice(2);
+      last((turn) => ({ ...turn, forgot: true }));
+      return ask().catch(forgotten);
+    };
     try {
-      await answer(
-        told,
-        { model: model.id, chats: model.chats, ...options },
-        (piece) => last((turn) => grown(turn, piece, (performance.now() - begunMs) / 1000)),
-        stop.signal,
-      );
+      await ask().catch(forgotten);
     } catch (error) {
       if (stop.signal.aborted) last((turn) => ({ ...turn, stopped: true }));
       else last((turn) => ({ ...turn, error: error.message || "The answer broke off; try again." }));
@@ -111,15 +116,15 @@ const Turn = ({ turn, isLast, talk, tip }) => {
   `;
 };
 
-const Slider = ({ label, value, shown, ...rest }) => html`
-  <label class="slider">
-    <span>${label}<b>${shown}</b></span>
+const Slider = ({ label, value, shown, children, ...rest }) => html`
+  <div class="slider">
+    <span>${label}${children}<b>${shown}</b></span>
     <input type="range" aria-label=${label} aria-valuetext=${shown} value=${value} ...${rest} />
-  </label>
+  </div>
 `;
 
 /** What answers are asked for with. */
-function Options({ wish, setWish, policy }) {
+function Options({ wish, setWish, policy, most }) {
   const set = (name, scale = 1) => (event) => setWish({ ...wish, [name]: Number(event.target.value) / scale });
   const own = wish.budget === null;
   const budget = own ? (policy?.budget ?? 0) : wish.budget;
@@ -133,7 +138,7 @@ function Options({ wish, setWish, policy }) {
         shown=${wish.exact ? "none: exact" : own ? `${budget} (the server’s)` : budget.toFixed(3)}
         disabled=${wish.exact}
         onInput=${set("budget", 500)}
-      />
+      >${!own && !wish.exact && html`<button class="quiet" onClick=${() => setWish({ ...wish, budget: null })}>the server’s</button>`}<//>
       <label class="switch">
         <input type="checkbox" role="switch" checked=${wish.exact}
           onChange=${(event) => setWish({ ...wish, exact: event.target.checked })} />
@@ -141,8 +146,8 @@ function Options({ wish, setWish, policy }) {
       </label>
       <${Slider} label="Temperature" min="0" max="150" step="5" value=${wish.temperature * 100}
         shown=${wish.temperature.toFixed(2)} onInput=${set("temperature", 100)} />
-      <${Slider} label="At most" min="16" max="1024" step="16" value=${wish.most}
-        shown=${plural(wish.most, "token")} onInput=${set("most")} />
+      <${Slider} label="At most" min="16" max=${most} step="16" value=${wish.most}
+        shown=${plural(Math.min(most, wish.most), "token")} onInput=${set("most")} />
       ${idle && html`<p class="dim">The policy in force changes nothing, whatever the budget; a server started with --budget trims.</p>`}
     </div>
   `;
@@ -151,7 +156,8 @@ function Options({ wish, setWish, policy }) {
 function Chat({ model, policy, reason, onKey, tip }) {
   const [wish, setWish] = useState({ budget: null, exact: false, temperature: 0.7, most: 128 });
   const [text, setText] = useState("");
-  const options = { temperature: wish.temperature, max_tokens: wish.most };
+  const most = Math.min(1024, Math.max(16, (model?.context_length ?? 1024) >> 1));
+  const options = { temperature: wish.temperature, max_tokens: Math.min(most, wish.most) };
   if (wish.exact) options.exact = true;
   else if (wish.budget !== null) options.quality_budget = wish.budget;
   const talk = useTurns(model, options, onKey);
@@ -199,6 +205,6 @@ function Chat({ model, policy, reason, onKey, tip }) {
         <button type="button" class="quiet" disabled=${talk.turns.length === 0} onClick=${talk.forget}>New chat</button>
       </div>
     </form>
-    <${Options} wish=${wish} setWish=${setWish} policy=${policy} />
+    <${Options} wish=${wish} setWish=${setWish} policy=${policy} most=${most} />
   `;
 }

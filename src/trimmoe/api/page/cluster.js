@@ -107,7 +107,7 @@ const Card = ({ held, server, own }) => {
         up ? `${server.queued} · ${seconds(server.waiting_s)}` : "–"
       } />
       <${Bar} label="Places" share=${server.kv_usage} shown=${up ? percent(server.kv_usage) : "–"} />
-      <p class="dim">${up ? `process ${bytes(server.memory_bytes)}${server.running ? ` · ${plural(server.running, "answer")}` : ""}` : "tokens go round it"}</p>
+      <p class="dim">${up ? `${server.memory_bytes ? `process ${bytes(server.memory_bytes)}` : ""}${server.running ? ` · ${plural(server.running, "answer")}` : ""}` : "tokens go round it"}</p>
     </li>
   `;
 };

@@ -1,19 +1,22 @@
 // Servers in a ring and the links between them.
 
 const WIDE = 640;
-const HIGH = 264;
+const CROWD = 6;
 const RING = 27;
-const LABELLED = 5;
+
+/** How high a picture of so many servers is. */
+const highOf = (count) => (count > CROWD ? 380 : 264);
 
 /** Where server `at` of `count` stands. */
 function place(at, count) {
-  if (count === 1) return { x: WIDE / 2, y: HIGH / 2 };
+  const high = highOf(count);
+  if (count === 1) return { x: WIDE / 2, y: high / 2 };
   const turn = count === 2 ? Math.PI : count === 4 ? (-3 * Math.PI) / 4 : -Math.PI / 2;
   const angle = turn + (2 * Math.PI * at) / count;
   const stretch = count === 4 ? Math.SQRT2 * 0.92 : 1;
   return {
-    x: WIDE / 2 + Math.cos(angle) * (WIDE / 2 - 90) * stretch,
-    y: HIGH / 2 - 12 + Math.sin(angle) * (HIGH / 2 - 56) * stretch,
+    x: WIDE / 2 + Math.cos(angle) * (WIDE / 2 - (count > CROWD ? 50 : 90)) * stretch,
+    y: high / 2 - 12 + Math.sin(angle) * (high / 2 - 56) * stretch,
   };
 }
 
@@ -33,7 +36,7 @@ const Server = ({ held, server, at, own, spot, tokens }) => {
       <title>${held.name}: ${up ? `${percent(server.busy)} busy, work waits ${seconds(server.waiting_s)}` : server.state}</title>
       ${own && html`<circle class="own" r=${RING + 7} />`}
       <circle class="track" r=${RING} />
-      <circle class="busy ${warmth(server.waiting_s)}" r=${RING} stroke-dasharray=${arc(up ? server.busy : 0)} transform="rotate(-90)" />
+      <circle class="busy ${up && server.busy >= 0.01 ? warmth(server.waiting_s) : ""}" r=${RING} stroke-dasharray=${arc(up ? server.busy : 0)} transform="rotate(-90)" />
       <text class="inside" y="4">${inside}</text>
       <text class="name" y=${RING + 19}>${held.name}</text>
       ${up && tokens >= 0.1 && html`<text class="under" y=${RING + 33}>${tokens.toFixed(1)} tokens/s</text>`}
@@ -63,7 +66,7 @@ const Link = ({ a, b, links, rates, labelled }) => {
     <g>
       <title>${seconds(delay ?? links[0].planned_delay_s)}${delay === undefined ? " planned" : ""}, ${bytes(rate)} a second</title>
       ${lines}
-      ${up && (labelled || rate > 0) &&
+      ${up && labelled &&
       html`<text class="label" x=${a.x + (b.x - a.x) * share} y=${a.y + (b.y - a.y) * share + (rate ? -2 : 4)}>
         <tspan>${seconds(delay ?? links[0].planned_delay_s)}</tspan>
         ${rate > 0 && html`<tspan class="rate" x=${a.x + (b.x - a.x) * share} dy="13">${bytes(rate)}/s</tspan>`}
@@ -80,13 +83,13 @@ function Graph({ layout, now, rates, tokens }) {
   const back = new Map(now.links.map((link) => [`${link.source},${link.destination}`, link]));
   const told = servers.map((held, at) => `${held.name} ${now.servers[at].state}`).join(", ");
   return html`
-    <svg class="graph" viewBox="0 0 ${WIDE} ${HIGH}" role="img" aria-label="Servers and links: ${told}">
+    <svg class="graph" viewBox="0 0 ${WIDE} ${highOf(servers.length)}" role="img" aria-label="Servers and links: ${told}">
       ${pairs.map((link) => {
         const key = `${link.source},${link.destination}`;
         const turned = `${link.destination},${link.source}`;
         return html`<${Link} key=${key} a=${spots[link.source]} b=${spots[link.destination]}
           links=${[link, back.get(turned)]} rates=${[rates[key] ?? 0, rates[turned] ?? 0]}
-          labelled=${servers.length <= LABELLED} />`;
+          labelled=${servers.length <= CROWD} />`;
       })}
       ${servers.map(
         (held, at) => html`<${Server} key=${held.name} held=${held} server=${now.servers[at]} at=${at}
