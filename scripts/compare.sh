@@ -19,7 +19,7 @@ prompt="An operator is a symbol that tells the program to"
 run trimmoe generate "$prompt" --profile "$out/profile.trim" --plan "$out/plan.trim" \
     --method exact --max-new-tokens 24
 run trimmoe generate "$prompt" --profile "$out/profile.trim" --plan "$out/plan.trim" \
-    --budget 0.1 --max-new-tokens 24
+    --method trimmoe --budget 0.1 --max-new-tokens 24
 run trimmoe compare --text "$out/held-out.txt" --profile "$out/profile.trim" \
     --plan "$out/plan.trim" --method pipeline --method edgeshard --method exact --method lossless \
     --method speculative --method trimmoe --budget 0.02 --budget 0.1 --json "$out/comparison.json" --picture "$out/layers.png"

@@ -93,6 +93,16 @@ def test_generate_streams_text_and_ends_with_the_ledger(made: Made, run: Run) ->
     assert "4 tokens decoded" in result.out
 
 
+def test_generate_changes_nothing_where_no_budget_is_given(made: Made, run: Run) -> None:
+    prompt, length = "What is a", ["--max-new-tokens", 12]
+    exact = run("generate", prompt, *made.options(), *length, "--method", "exact").out
+    default = run("generate", prompt, *made.options(), *length).out
+    assert default.partition("Layers of each token")[0] == exact.partition("Layers of")[0]
+    assert "spent 0.0000 of 0.0000 credited" in " ".join(default.split())
+    trimmed = run("generate", prompt, *made.options(), *length, "--budget", 0.5).out
+    assert "of 5.5000 credited" in " ".join(trimmed.split())
+
+
 def test_compare_writes_table_json_and_picture(made: Made, run: Run, tmp_path: Path) -> None:
     figures, picture = tmp_path / "figures.json", tmp_path / "layers.png"
     result = run(

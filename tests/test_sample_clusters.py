@@ -39,7 +39,7 @@ def test_a_file_of_a_samples_name_is_that_file(elsewhere: Path) -> None:
     mine = sample_path("pair40").read_text().replace("name: pair40", "name: mine")
     (elsewhere / "local4").write_text(mine)
     assert load_cluster(Path("local4")).name == "mine"
-    assert cluster_path(Path("home3")) == sample_path("home3")
+    assert cluster_path(Path("home3")) == cluster_path(Path("home3.yaml")) == sample_path("home3")
     assert cluster_path(Path("there/home3")) == Path("there/home3")
 
 

@@ -12,10 +12,10 @@ import typer
 from rich.markup import escape
 
 from trimmoe.cli.options import (
-    Budget,
     Confidence,
     Device,
     Dtype,
+    GivenBudget,
     ModelOption,
     PlanOption,
     ProfileOption,
@@ -23,10 +23,7 @@ from trimmoe.cli.options import (
     ScoringOption,
     Texts,
     console,
-    prompt_ids,
     require_folder,
-    server_index,
-    stop_tokens,
 )
 from trimmoe.core.precision import Precision
 from trimmoe.experiments.opening import open_view, profile_path, resolved
@@ -37,8 +34,11 @@ def generate(
     plan: PlanOption,
     profile: ProfileOption = None,
     model: ModelOption = "embedded",
-    method: Annotated[str, typer.Option(help="The policy: see `trimmoe compare`.")] = "trimmoe",
-    budget: Budget = 0.02,
+    method: Annotated[
+        str,
+        typer.Option(help="As in `trimmoe compare`; `auto` trims with --budget only."),
+    ] = "auto",
+    budget: GivenBudget = None,
     confidence: Confidence = 0.9,
     access: Annotated[str | None, typer.Option(help="The server the user talks to.")] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1)] = 40,
@@ -52,19 +52,15 @@ def generate(
     """Continue a prompt and show what every token cost."""
     from trimmoe.core.plan import load_plan
     from trimmoe.core.profile import load_profile
+    from trimmoe.experiments.answering import answer, prompt_ids, server_index
     from trimmoe.experiments.generation import print_ledger
-    from trimmoe.experiments.methods import (
-        configured,
-        find_method,
-        method_engine,
-        require_fitting,
-    )
+    from trimmoe.experiments.methods import chosen, method_engine, require_fitting
     from trimmoe.models.load import load_tokenizer, model_spec
-    from trimmoe.runtime.generate import Sampling, check_prompt
-    from trimmoe.runtime.generate import generate as run
+    from trimmoe.runtime.generate import check_prompt
     from trimmoe.runtime.local import LocalDriver
+    from trimmoe.runtime.sampling import Sampling
 
-    chosen = find_method(method)
+    named, policy = chosen(method, budget=budget, confidence=confidence)
     calibrated = load_profile(profile_path(profile, model, dtype))
     placed = load_plan(plan)
     server = server_index(placed.cluster.server_names, access)
@@ -75,27 +71,22 @@ def generate(
     ids = prompt_ids(tokenizer, prompt, chat)
     check_prompt(ids, spec.context_length)
     view = open_view(path, dtype, device, quantise=quantise)
-    policy = configured(chosen, budget=budget, confidence=confidence)
-    engine = method_engine(chosen, placed, calibrated, view.spec, policy)
+    engine = method_engine(named, placed, calibrated, view.spec, policy)
     driver = LocalDriver(view, calibrated, engine, slots=1, seed=seed)
-    pieces, shown, made = [], "", []
+    pieces = []
     console.print(escape(prompt), end="", style="dim", highlight=False)
-    for one in run(
+    for one in answer(
         driver,
+        tokenizer,
         ids,
         access=server,
-        budget=policy.budget,
-        confidence=policy.confidence,
+        policy=policy,
         max_new_tokens=max_new_tokens,
-        stop=stop_tokens(tokenizer),
         sampling=Sampling(temperature=temperature, seed=seed),
     ):
-        made.append(one.token)
-        text = tokenizer.decode(made, skip_special_tokens=True)
-        piece, shown = text[len(shown) :], text
-        console.print(escape(piece), end="", highlight=False, soft_wrap=True)
+        console.print(escape(one.text), end="", highlight=False, soft_wrap=True)
         if one.ledger is not None:
-            pieces.append((piece, one.ledger))
+            pieces.append((one.text, one.ledger))
     console.print("\n")
     print_ledger(console, pieces, placed.cluster.server_names)
 

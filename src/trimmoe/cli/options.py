@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 import typer
 from rich.console import Console
@@ -11,9 +11,6 @@ from rich.markup import escape
 
 from trimmoe.core.errors import UserError
 from trimmoe.core.precision import Precision
-
-if TYPE_CHECKING:
-    pass
 
 console = Console()
 
@@ -43,6 +40,15 @@ Output = Annotated[Path, typer.Option("--output", "-o", help="Where to write the
 Budget = Annotated[
     float, typer.Option(min=0.0, max=1.0, help="Flip rate a generated token may lose on average.")
 ]
+GivenBudget = Annotated[
+    float | None,
+    typer.Option(
+        "--budget",
+        min=0.0,
+        max=1.0,
+        help="Flip rate a token may lose on average; default: none under `auto`, else 0.02.",
+    ),
+]
 Confidence = Annotated[
     float, typer.Option(min=0.0, help="Confidence an early exit needs; above 1 nothing exits.")
 ]
@@ -67,34 +73,6 @@ ScoringOption = Annotated[
         help="Known text by layers, all at once, or token by token; only rounding differs.",
     ),
 ]
-
-
-def prompt_ids(tokenizer, prompt: str, chat: bool) -> list[int]:
-    """Token ids of a prompt, as a chat turn if so wished; raises `UserError` if it is empty."""
-    if not prompt.strip():
-        raise UserError("The prompt is empty; give some text to continue.")
-    if not chat:
-        return tokenizer(prompt)["input_ids"]
-    if not tokenizer.chat_template:
-        raise UserError("This model has no chat template; leave out --chat.")
-    turns = [{"role": "user", "content": prompt}]
-    return tokenizer.apply_chat_template(turns, add_generation_prompt=True)["input_ids"]
-
-
-def stop_tokens(tokenizer) -> frozenset[int]:
-    """Tokens that end an answer."""
-    return frozenset(() if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,))
-
-
-def server_index(names: tuple[str, ...], wanted: str | None) -> int:
-    """The index of a server by name, the first if none is named; raises `UserError`."""
-    if wanted is None:
-        return 0
-    if wanted not in names:
-        raise UserError(
-            f"There is no server `{wanted}` in the plan; choose from {', '.join(names)}."
-        )
-    return names.index(wanted)
 
 
 def require_folder(path: Path) -> None:

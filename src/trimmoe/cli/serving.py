@@ -23,7 +23,6 @@ from trimmoe.cli.options import (
     TlsKey,
     console,
     say,
-    server_index,
 )
 from trimmoe.core.errors import UserError
 from trimmoe.core.precision import Precision
@@ -72,6 +71,7 @@ def serve_local(
     from trimmoe.core.plan import load_plan
     from trimmoe.core.profile import load_profile
     from trimmoe.experiments import serve_local as local
+    from trimmoe.experiments.answering import server_index
     from trimmoe.experiments.methods import find_method
     from trimmoe.models.load import load_tokenizer
     from trimmoe.runtime.decoder import ExactDecoder

@@ -21,12 +21,14 @@ def sample_path(name: str) -> Path:
 
 
 def cluster_path(given: Path) -> Path:
-    """The file meant by what a user gave: that file, or the sample of that name if there is none.
+    """The file meant by what a user gave: that file, or the sample of that name if there is none,
+    `local4` or `local4.yaml`.
 
     Whether the file exists is left to whoever reads it.
     """
-    named = len(given.parts) == 1 and str(given) in sample_names()
-    return sample_path(str(given)) if named and not given.is_file() else given
+    name = str(given).removesuffix(".yaml")
+    named = len(given.parts) == 1 and name in sample_names()
+    return sample_path(name) if named and not given.is_file() else given
 
 
 def sample_summary(name: str) -> str:

@@ -36,8 +36,10 @@ from trimmoe.policy.build import (
     user_references,
 )
 from trimmoe.policy.settings import (
+    DEFAULT_BUDGET,
     PolicySettings,
     auto,
+    auto_trimming,
     exact,
     final_exits,
     guessing,
@@ -208,6 +210,19 @@ def configured(method: Method, *, budget: float, confidence: float) -> PolicySet
         return settings  # Of an exact method, or of one that knows no budget.
     exit_risk = None if settings.exit_risk is None else budget / 2
     return replace(settings, budget=budget, confidence=confidence, exit_risk=exit_risk)
+
+
+def chosen(name: str, *, budget: float | None, confidence: float) -> tuple[Method, PolicySettings]:
+    """The method called `name` and its policy, for a user who may not have given a budget (None).
+
+    `auto` trims within a budget and is lossless without one; other methods that trim take
+    `DEFAULT_BUDGET`. Raises `UserError` for an unknown name.
+    """
+    method = find_method(name)
+    if name == "auto" and budget is not None:
+        method = replace(method, settings=auto_trimming)
+    allowed = DEFAULT_BUDGET if budget is None else budget
+    return method, configured(method, budget=allowed, confidence=confidence)
 
 
 def served(name: str, *, budget: float, confidence: float) -> PolicySettings:

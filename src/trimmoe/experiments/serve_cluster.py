@@ -13,10 +13,10 @@ from trimmoe.api.app import create_app
 from trimmoe.api.settings import ApiSettings
 from trimmoe.core.errors import UserError
 from trimmoe.experiments.joining import JoinedPlanner
-from trimmoe.experiments.methods import configured, find_method, plan_for, served
+from trimmoe.experiments.methods import chosen, find_method, plan_for, served
 from trimmoe.experiments.sample_text import sample_text
 from trimmoe.placement.make import as_published
-from trimmoe.policy.settings import PolicySettings, auto_trimming
+from trimmoe.policy.settings import PolicySettings
 from trimmoe.runtime.launch.artifacts import Artifacts, cluster_of, prepare
 from trimmoe.runtime.launch.config import ServeConfig
 from trimmoe.runtime.launch.deployment import DEFAULT_PORT, deployed_endpoints
@@ -162,10 +162,8 @@ def _policy(config: ServeConfig) -> PolicySettings:
             f"There is no policy `{name}` to serve with; choose from {', '.join(POLICIES)}, or "
             "give --method."
         )
-    method = find_method(name)
-    if name == "auto" and config.budget is not None:
-        method = replace(method, settings=auto_trimming)
-    return configured(method, budget=config.budget_in_force, confidence=config.confidence)
+    _, policy = chosen(name, budget=config.budget, confidence=config.confidence)
+    return policy
 
 
 def _sample() -> str:

@@ -9,6 +9,9 @@ from trimmoe.core.profile import DRAFT_CONFIDENCE, ExitState
 from trimmoe.cost.actions import Levers
 from trimmoe.cost.model import Accounting
 
+DEFAULT_BUDGET = 0.02
+"""Flip rate a token may lose under a policy that trims, where nobody says."""
+
 BUDGET_USE_TARGET = 0.9
 """Share of the budget that a policy aims to spend."""
 
@@ -61,7 +64,7 @@ class PolicySettings:
     """H of (40); 1 is myopic, None reaches to the last layer."""
     literal_lookahead: bool = False
     """Look ahead by the recursion (39) itself, exponential in H, instead of by its tables."""
-    budget: float = 0.02
+    budget: float = DEFAULT_BUDGET
     """D-bar: proxy flip rate a generated token may lose on average."""
     confidence: float = 0.9
     """p_J: confidence an exit needs."""

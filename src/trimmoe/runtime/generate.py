@@ -19,6 +19,8 @@ class Generated:
     token: int
     ledger: Ledger | None
     """What predicting it cost; None for the first, which the exactly run prompt predicts."""
+    guessed: bool = False
+    """Whether its user's server had guessed it, so that what follows sets out at once."""
 
 
 def generate(
@@ -45,7 +47,7 @@ def generate(
         for position in range(len(prompt), len(prompt) + min(max_new_tokens, room)):
             token = draw(logits, sampling, position, seen).token
             seen.put(position, token)
-            yield Generated(token=token, ledger=ledger)
+            yield Generated(token=token, ledger=ledger, guessed=driver.led(0))
             if token in stop or position + 1 == len(prompt) + min(max_new_tokens, room):
                 return
             (decoded,) = driver.decode({0: token})

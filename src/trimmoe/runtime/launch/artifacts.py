@@ -25,6 +25,7 @@ from trimmoe.core.plan import PLAN_FORMAT, Plan, load_plan
 from trimmoe.core.precision import Precision
 from trimmoe.core.profile import PROFILE_FORMAT, Profile, load_profile
 from trimmoe.core.specs import ClusterSpec, ModelSpec
+from trimmoe.core.trace import Trace
 from trimmoe.models.embedded.materialise import default_cache_dir
 from trimmoe.models.embedded.shipped import SHIPPED_DTYPE, shipped_profile
 from trimmoe.placement.make import PlanSettings, default, make_plan
@@ -33,7 +34,7 @@ from trimmoe.progress import track
 from trimmoe.runtime.launch.config import ServeConfig
 from trimmoe.runtime.launch.model import EMBEDDED, model_folder
 
-Artifact = TypeVar("Artifact", Profile, Plan)
+Artifact = TypeVar("Artifact", Profile, Plan, Trace)
 Say = Callable[[str], None]
 """Told one line for the operator."""
 
@@ -152,8 +153,8 @@ def _profile(
         "settings": settings.as_json(),
         "dtype": config.planned_dtype,
     }
-    return _kept(
-        folder / "profiles" / f"{_digest(key)}.safetensors",
+    return kept(
+        folder / "profiles" / f"{digest(key)}.safetensors",
         load=load_profile,
         make=lambda: _calibrated(path, config.planned_dtype, texts, settings),
         say=say,
@@ -204,7 +205,7 @@ def _plan(config: ServeConfig, profile: Profile, model: ModelSpec, folder: Path,
     cluster, settings = _as_measured(config, load_cluster(config.cluster), model), default()
     search = SearchSettings(iterations=config.plan_iterations)
     cluster_hash = file_hash(config.cluster)
-    return _kept(
+    return kept(
         folder
         / "plans"
         / f"{_plan_key(profile, model, _inputs_hash(config), settings, search)}.safetensors",
@@ -249,7 +250,7 @@ def _plan_key(
     settings: PlanSettings,
     search: SearchSettings,
 ) -> str:
-    return _digest(
+    return digest(
         {
             "format": PLAN_FORMAT,
             "profile": profile.hash,
@@ -270,12 +271,13 @@ def _require_cluster(plan: Plan, path: Path) -> None:
         )
 
 
-def _digest(key: dict[str, Any]) -> str:
+def digest(key: dict[str, Any]) -> str:
+    """A name for what follows from all that is in `key`, and from this version."""
     content = key | {"version": trimmoe.__version__}
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:24]
 
 
-def _kept(
+def kept(
     path: Path,
     *,
     load: Callable[[Path], Artifact],

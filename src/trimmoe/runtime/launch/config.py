@@ -14,9 +14,9 @@ from trimmoe.core.private import require_secret
 from trimmoe.core.sample_clusters import cluster_path
 from trimmoe.core.specs import DEVICE
 from trimmoe.core.yaml_file import read_yaml, shown
+from trimmoe.policy.settings import DEFAULT_BUDGET
 
 _HIGHEST_PORT = 65535
-_BUDGET = 0.02
 
 Port = Annotated[int, Field(ge=1, le=_HIGHEST_PORT)]
 Share = Annotated[float, Field(ge=0.0, le=1.0, allow_inf_nan=False)]
@@ -108,7 +108,7 @@ class ServeConfig(BaseModel):
 
     @property
     def budget_in_force(self) -> float:
-        return _BUDGET if self.budget is None else self.budget
+        return DEFAULT_BUDGET if self.budget is None else self.budget
 
     @property
     def first_wire_port(self) -> int:
