@@ -10,8 +10,7 @@ from trimmoe.api.detokenise import TextStream
 from trimmoe.core.errors import UserError
 from trimmoe.core.ledger import Ledger
 from trimmoe.policy.settings import PolicySettings
-from trimmoe.runtime.generate import generate
-from trimmoe.runtime.local import LocalDriver
+from trimmoe.runtime.generate import Driver, generate
 from trimmoe.runtime.sampling import Sampling
 
 
@@ -29,7 +28,7 @@ class Piece:
 
 
 def answer(
-    driver: LocalDriver,
+    driver: Driver,
     tokenizer: Any,
     ids: Sequence[int],
     *,

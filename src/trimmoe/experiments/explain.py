@@ -234,10 +234,18 @@ def route_text(route: IntArray, names: tuple[str, ...]) -> str:
 
 
 def plot_plan(plan: Plan, path: Path) -> None:
-    """Write the heat map of experts held per layer and server as a PNG, atomically.
+    """Write `plan_picture` as a PNG, atomically. Raises `UserError` if the folder cannot be
+    written."""
+    figure = plan_picture(plan)
+    with written_whole(path) as temporary:
+        figure.savefig(temporary, format="png", dpi=120)
+
+
+def plan_picture(plan: Plan) -> Figure:
+    """The heat map of experts held per layer and server.
 
     Routes are drawn into the cells: a dot where the route of some access server with users runs
-    the layer. Raises `UserError` if the folder cannot be written.
+    the layer.
     """
     held = plan.hosts.sum(axis=2)
     servers, layers = held.shape
@@ -254,5 +262,4 @@ def plot_plan(plan: Plan, path: Path) -> None:
     axes.set_xlabel("MoE layer")
     axes.set_title(f"Experts held on {plan.cluster.name} (dots: where tokens run)")
     figure.colorbar(image, ax=axes, label="experts held")
-    with written_whole(path) as temporary:
-        figure.savefig(temporary, format="png", dpi=120)
+    return figure

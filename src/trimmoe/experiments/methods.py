@@ -250,11 +250,16 @@ def replayed(name: str, *, budget: float, confidence: float) -> PolicySettings:
     return settings
 
 
-def possible_methods(plan: Plan, profile: Profile, model: ModelSpec) -> tuple[str, ...]:
+def possible_methods(
+    plan: Plan,
+    profile: Profile,
+    model: ModelSpec,
+    among: tuple[str, ...] = DEFAULT_METHODS,
+) -> tuple[str, ...]:
     """The methods compared by default, those whose placement can serve the model."""
     return tuple(
         name
-        for name in DEFAULT_METHODS
+        for name in among
         if METHODS[name].seed is None or seeded_plan(METHODS[name], plan, profile, model)
     )
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import matplotlib as mpl
 import numpy as np
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from trimmoe.core.artifact import written_whole
@@ -62,3 +63,51 @@ def _draw_layers(panel: Any, row: dict[str, Any]) -> None:
         fontsize=10,
         loc="left",
     )
+
+
+LOAD_PANELS = (
+    ("ms per token", (("token_p50_ms", "median"), ("token_ms", "mean"), ("token_p99_ms", "p99"))),
+    ("ms to the first token", (("first_token_ms", "mean"), ("first_token_p99_ms", "p99"))),
+    ("tokens per second", (("tokens_per_s", "all users"),)),
+    ("share of the time at work", (("server_use_max", "server"), ("link_use_max", "link"))),
+)
+"""Titles of the panels of `load_picture`, and the figures in each."""
+_COLOURS = ("#56B4E9", "#0072B2", "#D55E00")
+
+
+def load_picture(content: dict[str, Any]) -> Figure:
+    """What `simulation_json` says of each method under load: delays, throughput, and what the
+    busiest server and link do."""
+    rows = content["methods"]
+    figure = Figure(figsize=(10, 6), layout="constrained")
+    FigureCanvasAgg(figure)
+    for panel, (title, shown) in zip(figure.subplots(2, 2).flat, LOAD_PANELS, strict=True):
+        _draw_load(panel, title, shown, rows)
+    load = content["settings"]["load"]
+    asked = (
+        f"{load['concurrency']} requests at a time"
+        if load["rate_per_s"] is None
+        else f"{load['rate_per_s']:g} requests a second"
+    )
+    figure.suptitle(f"{asked} on {content['cluster']}, on a virtual clock")
+    return figure
+
+
+def _draw_load(
+    panel: Any, title: str, shown: tuple[tuple[str, str], ...], rows: list[dict[str, Any]]
+) -> None:
+    at, width = np.arange(len(rows)), 0.8 / len(shown)
+    for place, (key, label) in enumerate(shown):
+        values = [row["figures"][key]["mean"] for row in rows]
+        left = at - 0.4 + (place + 0.5) * width
+        panel.bar(left, values, width, label=label, color=_COLOURS[place])
+    panel.set_xticks(at, [row["method"] for row in rows])
+    panel.set_title(title, fontsize=10, loc="left")
+    if len(shown) > 1:
+        panel.legend(frameon=False, fontsize=8)
+
+
+def write_picture(figure: Figure, path: Path) -> None:
+    """Write a PNG, atomically. Raises `UserError` if the folder cannot be written."""
+    with written_whole(path) as temporary:
+        figure.savefig(temporary, format="png", dpi=120)

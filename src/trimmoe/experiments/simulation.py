@@ -28,6 +28,7 @@ from trimmoe.experiments.methods import (
 from trimmoe.policy.base import Policy
 from trimmoe.policy.build import Deployment, action_space, deploy
 from trimmoe.policy.settings import PolicySettings
+from trimmoe.progress import Bars
 from trimmoe.simulator.geometries import GEOMETRIES
 from trimmoe.simulator.measure import Estimate, Sample, estimate, figures
 from trimmoe.simulator.run import simulate
@@ -102,6 +103,32 @@ def simulate_methods(
             )
         )
     return found
+
+
+def simulate_with_bar(
+    plan: Plan,
+    profile: Profile,
+    model: ModelSpec,
+    trace: Trace,
+    methods: Sequence[str],
+    settings: SimulationSettings,
+    *,
+    accounting: Accounting | None = None,
+) -> list[Simulated]:
+    """`simulate_methods`, and how far it is."""
+    with Bars() as progress:
+        total = len(methods) * len(settings.seeds) * settings.end_s
+        bar = progress.add_task("Simulating", total=total)
+        return simulate_methods(
+            plan,
+            profile,
+            model,
+            trace,
+            methods,
+            settings,
+            accounting=accounting,
+            advance=lambda seconds: progress.advance(bar, seconds),
+        )
 
 
 def _remade(

@@ -45,13 +45,13 @@ def record(
 ) -> None:
     """Record what tokens of a text do at every layer, to replay and simulate."""
     from trimmoe.calibrate.text import read_texts
-    from trimmoe.calibrate.trace import TraceSettings, record_trace
+    from trimmoe.calibrate.trace import TraceSettings
     from trimmoe.core.plan import load_plan
     from trimmoe.core.profile import load_profile
     from trimmoe.experiments.methods import require_fitting
     from trimmoe.experiments.opening import open_view, profile_path, resolved
+    from trimmoe.experiments.recording import record_with_bar
     from trimmoe.models.load import load_tokenizer
-    from trimmoe.progress import Bars
 
     _require_folder(output)
     calibrated = load_profile(profile_path(profile, model, dtype))
@@ -59,24 +59,10 @@ def record(
     path = resolved(model)
     view = open_view(path, dtype, device)
     settings = TraceSettings(tokens=tokens, length=length, seed=seed)
-    hosts = stand_in_bits = None
-    if plan is not None:
-        placed = load_plan(plan)
+    placed = None if plan is None else load_plan(plan)
+    if placed is not None:
         require_fitting(calibrated, placed, view.spec)
-        hosts, stand_in_bits = placed.hosts, placed.stand_in_bits
-    passes = 1 if hosts is None else 1 + len(hosts)
-    with Bars() as progress:
-        bar = progress.add_task("Recording", total=passes * tokens * view.spec.layer_count)
-        trace = record_trace(
-            view,
-            load_tokenizer(path),
-            texts,
-            calibrated,
-            settings,
-            lambda done: progress.advance(bar, done),
-            hosts=hosts,
-            stand_in_bits=stand_in_bits,
-        )
+    trace = record_with_bar(view, load_tokenizer(path), texts, calibrated, settings, placed)
     trace.save(output)
     console.print(
         f"Wrote {escape(str(output))} ({trace.hash[:12]}): {trace.sequence_count} sequences of "
@@ -148,11 +134,10 @@ def simulate(
     from trimmoe.experiments.opening import profile_path
     from trimmoe.experiments.simulation import (
         model_of,
-        simulate_methods,
+        simulate_with_bar,
         simulation_json,
         simulation_table,
     )
-    from trimmoe.progress import Bars
     from trimmoe.simulator.settings import Load, Prefill, SimulationSettings
 
     if json_path is not None:
@@ -183,18 +168,15 @@ def simulate(
     spec = model_of(model)
     require_fitting(calibrated, placed, spec)
     methods = tuple(method) if method else possible_methods(placed, calibrated, spec)
-    with Bars() as progress:
-        bar = progress.add_task("Simulating", total=len(methods) * seeds * settings.end_s)
-        outcomes = simulate_methods(
-            placed,
-            calibrated,
-            spec,
-            recorded,
-            methods,
-            settings,
-            accounting=None if accounting is None else Accounting(accounting),
-            advance=lambda seconds: progress.advance(bar, seconds),
-        )
+    outcomes = simulate_with_bar(
+        placed,
+        calibrated,
+        spec,
+        recorded,
+        methods,
+        settings,
+        accounting=None if accounting is None else Accounting(accounting),
+    )
     content = simulation_json(placed, calibrated, recorded, settings, outcomes)
     console.print(simulation_table(content))
     if json_path is not None:

@@ -241,6 +241,36 @@ class ExactDecoder:
         return self._view.logits(batch.last(batch.unpack(packed)))
 
 
+class AloneDriver:
+    """`ExactDecoder` for one sequence, where nothing is known but the model; see
+    `generate.Driver`."""
+
+    def __init__(self, view: MoEView) -> None:
+        self.view = view
+        self._decoder = ExactDecoder(view, slots=1, prefix_cache=False)
+
+    def open(
+        self, sequence: int, prompt: Sequence[int], *, access: int, budget: float, confidence: float
+    ) -> Tensor:
+        """Run a prompt; logits [V] after it. There is nothing to spend a budget on."""
+        request = GenerationRequest(
+            request_id=str(sequence), prompt_ids=tuple(prompt), max_new_tokens=1, exact=True
+        )
+        return self._decoder.open(sequence, request)
+
+    def led(self, sequence: int) -> bool:
+        """Nobody guesses."""
+        return False
+
+    def decode(self, tokens: dict[int, int]) -> list[Decoded]:
+        """Feed a token to a sequence; the prediction after it."""
+        return self._decoder.decode(tokens)
+
+    def close(self, sequence: int) -> None:
+        """End a sequence."""
+        self._decoder.close(sequence)
+
+
 def _outline(view: MoEView, engine: Engine, access: int, layout: Layout | None) -> Outline:
     spec, settings = view.spec, engine.settings
     if layout is None:

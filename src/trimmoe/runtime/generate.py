@@ -4,12 +4,47 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
 
 from trimmoe.core.errors import UserError
 from trimmoe.core.ledger import Ledger
-from trimmoe.runtime.local import LocalDriver
+from trimmoe.models.base import MoEView
+from trimmoe.runtime.local import Decoded
 from trimmoe.runtime.sampling import Sampling, draw
 from trimmoe.runtime.seen import Seen
+
+
+class Driver(Protocol):
+    """What decodes a sequence in this process: `LocalDriver`, `AloneDriver`."""
+
+    @property
+    def view(self) -> MoEView: ...
+
+    def open(
+        self,
+        sequence: int,
+        prompt: Sequence[int],
+        *,
+        access: int,
+        budget: float,
+        confidence: float,
+    ) -> Tensor:
+        """Admit a sequence and run its prompt exactly; logits [V] after it."""
+        ...
+
+    def led(self, sequence: int) -> bool:
+        """Whether the next token of a sequence sets out on a guess."""
+        ...
+
+    def decode(self, tokens: dict[int, int]) -> list[Decoded]:
+        """Feed one token to each of the given sequences; predictions in the same order."""
+        ...
+
+    def close(self, sequence: int) -> None:
+        """End a sequence and free its cache."""
+        ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -24,7 +59,7 @@ class Generated:
 
 
 def generate(
-    driver: LocalDriver,
+    driver: Driver,
     prompt: Sequence[int],
     *,
     access: int,
