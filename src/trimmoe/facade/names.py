@@ -11,7 +11,7 @@ def sample_clusters() -> dict[str, str]:
 
     >>> import trimmoe
     >>> trimmoe.sample_clusters()["single"]
-    'One server that has everything.'
+    'One server that holds the whole model.'
     """
     return {name: sample_summary(name) for name in sample_names()}
 
