@@ -2,20 +2,26 @@
 PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
+DOCS_STAMP := .venv/.installed-docs
 OUT ?= demo-output
 
-.PHONY: help demo compare test suite lint style types warm check bench clean
+.PHONY: help demo compare test suite lint style types warm check bench docs clean
 help:
 	@echo "make demo   the main job on a fresh machine: four servers, one answer in three ways"
 	@echo "make compare  calibrate, plan for ten servers, generate and compare under the cost model"
 	@echo "make test   everything CI runs"
 	@echo "make check  lint, format, types, import rules and the fast tests"
+	@echo "make docs   the documentation site, in site/"
 	@echo "make bench  what it costs: calibration, decisions, the model view; beside llama.cpp with PEERS=DIR"
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[dev]"
+	@touch $@
+
+$(DOCS_STAMP): $(STAMP)
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[docs]"
 	@touch $@
 
 demo: $(STAMP)
@@ -52,5 +58,9 @@ warm: $(STAMP)
 bench: $(STAMP)
 	$(BIN)/python benchmarks/run_all.py --output bench-output $(if $(PEERS),--peers $(PEERS))
 
+# What the theme says about its successor is nothing that readers of this have to know.
+docs: $(DOCS_STAMP)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+
 clean:
-	rm -rf .venv demo-output bench-output
+	rm -rf .venv .cache site demo-output bench-output

@@ -42,10 +42,11 @@ def load(
     holds weights as `int8` or `int4`; `dtype` is `float32`, `bfloat16` or `auto`: float32 on a
     processor and the checkpoint's own elsewhere. Raises `UserError`.
 
-    >>> import trimmoe
-    >>> model = trimmoe.load("embedded")
-    >>> model.spec.layer_count, model.spec.expert_count, model.spec.top_k
-    (30, 8, 4)
+    Examples:
+        >>> import trimmoe
+        >>> model = trimmoe.load("embedded")
+        >>> model.spec.layer_count, model.spec.expert_count, model.spec.top_k
+        (30, 8, 4)
     """
     source = str(model)
     if quantise not in list(Precision):
@@ -97,10 +98,11 @@ class Model:
         one takes minutes and runs on the files in `text`, or on prose that every Python carries.
         `machines` is what `trimmoe probe` measured. Raises `UserError`.
 
-        >>> import trimmoe
-        >>> plan = trimmoe.load("embedded").plan("local4")
-        >>> len(plan.servers)
-        4
+        Examples:
+            >>> import trimmoe
+            >>> plan = trimmoe.load("embedded").plan("local4")
+            >>> len(plan.servers)
+            4
         """
         given = {"cluster": Path(cluster), "machines": machines, "text": list(text) or None}
         return self._planned({**given, "profile": profile})
@@ -135,16 +137,17 @@ class Model:
         At `temperature` 0 every token is the most probable one. Without a plan the exact model
         answers, from one place. Raises `UserError`.
 
-        >>> import trimmoe
-        >>> model = trimmoe.load("embedded")
-        >>> prompt = "An operator is a symbol that tells the program to"
-        >>> exact = [token.id for token in model.generate(prompt, max_tokens=8)]
-        >>> plan = model.plan("local4")
-        >>> tokens = list(model.generate(prompt, plan=plan, max_tokens=8))
-        >>> [token.id for token in tokens] == exact
-        True
-        >>> sum(token.spent for token in tokens)
-        0.0
+        Examples:
+            >>> import trimmoe
+            >>> model = trimmoe.load("embedded")
+            >>> prompt = "An operator is a symbol that tells the program to"
+            >>> exact = [token.id for token in model.generate(prompt, max_tokens=8)]
+            >>> plan = model.plan("local4")
+            >>> tokens = list(model.generate(prompt, plan=plan, max_tokens=8))
+            >>> [token.id for token in tokens] == exact
+            True
+            >>> sum(token.spent for token in tokens)
+            0.0
         """
         if max_tokens < 1 or temperature < 0 or not 0 < top_p <= 1:
             raise UserError(

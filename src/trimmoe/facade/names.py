@@ -9,9 +9,10 @@ from trimmoe.experiments.methods import METHODS
 def sample_clusters() -> dict[str, str]:
     """The clusters that come with the package, each with what it is.
 
-    >>> import trimmoe
-    >>> trimmoe.sample_clusters()["single"]
-    'One server that holds the whole model.'
+    Examples:
+        >>> import trimmoe
+        >>> trimmoe.sample_clusters()["single"]
+        'One server that holds the whole model.'
     """
     return {name: sample_summary(name) for name in sample_names()}
 
@@ -22,8 +23,9 @@ def methods() -> dict[str, str]:
     `auto` is the default: lossless, and within a quality budget if one is given. `exact` changes
     nothing, `speculative` guesses ahead, `trimmoe` trims; the others are baselines and ablations.
 
-    >>> import trimmoe
-    >>> trimmoe.methods()["exact"]
-    'exact nearest'
+    Examples:
+        >>> import trimmoe
+        >>> trimmoe.methods()["exact"]
+        'exact nearest'
     """
     return {name: method.title for name, method in METHODS.items()}

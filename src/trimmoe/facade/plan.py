@@ -28,13 +28,14 @@ _Key = tuple[str, float | None, float]
 class Plan:
     """Who holds which experts, and on which route each server's users run; from `Model.plan`.
 
-    >>> import trimmoe
-    >>> plan = trimmoe.load("embedded").plan("local4")
-    >>> plan.servers
-    ('desk', 'shelf', 'attic', 'cellar')
-    >>> plan.save("plan.trim")
-    >>> trimmoe.load("embedded").load_plan("plan.trim").placed.hash == plan.placed.hash
-    True
+    Examples:
+        >>> import trimmoe
+        >>> plan = trimmoe.load("embedded").plan("local4")
+        >>> plan.servers
+        ('desk', 'shelf', 'attic', 'cellar')
+        >>> plan.save("plan.trim")
+        >>> trimmoe.load("embedded").load_plan("plan.trim").placed.hash == plan.placed.hash
+        True
     """
 
     model: Model

@@ -48,12 +48,13 @@ def simulate(
     pipeline, where whole layers fit, `exact` and `auto`. Those that trim do so within `budget`.
     `trace` is what is replayed, `plan.record()` if none is given. Raises `UserError`.
 
-    >>> import trimmoe
-    >>> plan = trimmoe.load("embedded").plan("local4")
-    >>> trace = plan.record(tokens=256)
-    >>> load = trimmoe.simulate(plan, rate=20, methods=["exact"], duration_s=2, trace=trace)
-    >>> load.figures["exact"]["tokens_per_s"] > 0
-    True
+    Examples:
+        >>> import trimmoe
+        >>> plan = trimmoe.load("embedded").plan("local4")
+        >>> trace = plan.record(tokens=256)
+        >>> load = trimmoe.simulate(plan, rate=20, methods=["exact"], duration_s=2, trace=trace)
+        >>> load.figures["exact"]["tokens_per_s"] > 0
+        True
     """
     settings = SimulationSettings(
         load=Load(

@@ -18,12 +18,13 @@ class Token:
     The first token of an answer comes out of the prompt, which runs exactly and is not accounted
     for: it has no layers and costs nothing.
 
-    >>> from trimmoe import Kind, Token
-    >>> layers = (Kind.LOCAL_EXACT, Kind.REMOTE_SUBSTITUTE, Kind.SKIPPED)
-    >>> token = Token(text=" sea", id=5, guessed=False, layers=layers, hops=2, sent_bytes=4608,
-    ...               expected_s=0.004, spent=0.01)
-    >>> print(token, token.executed, token.remote, token.substituted, token.skipped)
-     sea 2 1 1 1
+    Examples:
+        >>> from trimmoe import Kind, Token
+        >>> layers = (Kind.LOCAL_EXACT, Kind.REMOTE_SUBSTITUTE, Kind.SKIPPED)
+        >>> token = Token(text=" sea", id=5, guessed=False, layers=layers, hops=2, sent_bytes=4608,
+        ...               expected_s=0.004, spent=0.01)
+        >>> print(token, token.executed, token.remote, token.substituted, token.skipped)
+         sea 2 1 1 1
     """
 
     text: str
