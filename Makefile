@@ -5,7 +5,7 @@ STAMP := .venv/.installed
 DOCS_STAMP := .venv/.installed-docs
 OUT ?= demo-output
 
-.PHONY: help demo compare test suite lint style types warm check bench docs clean
+.PHONY: help demo compare test suite lint style types warm check bench docs dist clean
 help:
 	@echo "make demo   the main job on a fresh machine: four servers, one answer in three ways"
 	@echo "make compare  calibrate, plan for ten servers, generate and compare under the cost model"
@@ -62,5 +62,10 @@ bench: $(STAMP)
 docs: $(DOCS_STAMP)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
+# What is released: an archive of the sources and a wheel.
+dist: $(STAMP)
+	$(BIN)/python -m pip install --quiet build
+	$(BIN)/python -m build
+
 clean:
-	rm -rf .venv .cache site demo-output bench-output
+	rm -rf .venv .cache dist site demo-output bench-output
