@@ -1,8 +1,9 @@
 """The sizes of a model from its config.json alone, before any weights are fetched.
 
-transformers builds the model on the meta device, where a parameter has a shape and no memory. What
-it lists is read the way the headers of weight files are, so that a dry run and a real checkpoint
-agree to the byte.
+transformers builds the model on the meta device, where a parameter has a shape and no memory. A
+decoder-only model of any family is taken apart by `anatomy`; an encoder-decoder's list of
+parameters is read the way the headers of weight files are. Multimodal models count with their text
+part, which is what is served.
 """
 
 from __future__ import annotations
@@ -13,16 +14,24 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
-from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from trimmoe.core.errors import UserError
+from trimmoe.core.precision import Precision
 from trimmoe.core.specs import ModelSpec
+from trimmoe.models.anatomy import Anatomy, Kept, anatomy
 from trimmoe.models.checkpoint import Entry, Listing
 from trimmoe.models.family import Family, build_spec
 from trimmoe.models.load import FAMILIES
+from trimmoe.models.stored import is_known, quantisation_name, stored_bytes
 
 _STORED = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+_SAME_AS = {"kimi_k2": "deepseek_v3"}
+"""Published under a name of its own, and built by transformers as another."""
+_QUANTISATION = ("quantization_config", "compression_config")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,14 +39,169 @@ class ModelSizes:
     """What a model takes."""
 
     spec: ModelSpec
-    """Without a hash: no weights were seen."""
+    """Without a hash: no weights were seen. Sizes are those held while serving."""
     dtype: str
+    precision: Precision
     stored_bytes: int
-    """All weights once, in that dtype; a quantised checkpoint takes less on disk."""
+    """All weights once as the checkpoint has them."""
+    stored_as: str
+    """Its quantisation, or the dtype."""
+    stored_is_known: bool
+    """False where the quantisation is not: then `stored_bytes` is that of the dtype."""
+    parameters: int
+    active_parameters: int
+    """All but the routed experts that a token does not activate."""
+    embedding_parameters: int
+    """Of `active_parameters`, the table of which a token reads one row; 0 if the head shares it."""
     encoder_expert_bytes: int
     """Routed experts of an encoder, which a plan does not place; 0 without one."""
-    kv_bytes_per_token: int
-    """Keys and values of one position in all blocks."""
+    kept: Kept
+    """What is kept of a sequence, in elements."""
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Keys and values of one position in all blocks, before any window is full."""
+        return (self.kept.per_position + self.kept.windowed) * self._itemsize
+
+    @property
+    def state_bytes(self) -> int:
+        """Recurrent state of one sequence."""
+        return self.kept.state * self._itemsize
+
+    def cache_bytes(self, positions: int) -> int:
+        """All that is kept of a sequence of so many positions."""
+        return self.kept.elements(positions) * self._itemsize
+
+    @property
+    def _itemsize(self) -> int:
+        return self.spec.activation_bytes
+
+
+def sizes_from_config(path: Path, precision: Precision = Precision.NONE) -> ModelSizes:
+    """Sizes of the model that a config.json describes, in the dtype it names (bfloat16 for one
+    that is stored quantised and names none, else float32) or in `precision`.
+
+    Raises `UserError` if there is no such file, it is not JSON, transformers does not know what it
+    describes or that has no routed experts.
+    """
+    raw = _read(path)
+    dtype = _dtype(raw)
+    name = raw.get("_name_or_path") or path.resolve().parent.name
+    config, model = _on_meta(path, raw)
+    if config.is_encoder_decoder:
+        return _encoder_decoder(path, raw, config, model, name, dtype, precision)
+    parts = anatomy(model, config)
+    settings = _quantisation(raw)
+    return ModelSizes(
+        spec=_spec(parts, config, raw["model_type"], name, dtype, precision),
+        dtype=_name(dtype),
+        precision=precision,
+        stored_bytes=stored_bytes(model, settings, dtype.itemsize),
+        stored_as=quantisation_name(settings) or _name(dtype),
+        stored_is_known=is_known(settings),
+        parameters=parts.parameters,
+        active_parameters=parts.active_parameters,
+        embedding_parameters=parts.embedding_parameters,
+        encoder_expert_bytes=0,
+        kept=parts.kept,
+    )
+
+
+def _on_meta(path: Path, raw: dict[str, Any]) -> tuple[Any, Any]:
+    """The text part's configuration and the model without weights."""
+    fields = {name: value for name, value in raw.items() if name not in _QUANTISATION}
+    kind = fields.pop("model_type")
+    try:
+        config = AutoConfig.for_model(_SAME_AS.get(kind, kind), **fields)
+        config = config.get_text_config(decoder=True) if not config.is_encoder_decoder else config
+        auto: Any = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
+        with torch.device("meta"):
+            return config, auto.from_config(config)
+    except Exception as error:  # Config and model classes validate in many ways.
+        raise UserError(
+            f"{path} is not a valid {kind} configuration "
+            f"({str(error).splitlines()[0] if str(error) else type(error).__name__}); "
+            "fetch it again."
+        ) from error
+
+
+def _spec(
+    parts: Anatomy, config: Any, family: str, name: str, dtype: torch.dtype, precision: Precision
+) -> ModelSpec:
+    layers, experts = len(parts.moe_blocks), parts.expert_count
+    size = precision.size_bytes
+    flops, head = np.zeros(layers), 2.0 * parts.head_matrix
+    for block, matrix in enumerate(parts.block_matrix):
+        layer = int(np.searchsorted(parts.moe_blocks, block))
+        if layer < layers:
+            flops[layer] += 2.0 * matrix
+        else:
+            head += 2.0 * matrix
+    each = np.array([size(count, dtype.itemsize) for count in parts.expert_parameters])
+    counts = np.array(parts.expert_parameters, dtype=np.float64)
+    return ModelSpec(
+        name=name,
+        family=family,
+        model_hash="",
+        layer_count=layers,
+        expert_count=experts,
+        top_k=parts.top_k,
+        hidden_size=config.hidden_size,
+        vocab_size=config.vocab_size,
+        context_length=int(getattr(config, "max_position_embeddings", 0) or 0),
+        activation_bytes=dtype.itemsize,
+        gates_renormalised=bool(getattr(config, "norm_topk_prob", True)),
+        expert_bytes=np.repeat(each.astype(np.int64)[:, None], experts, axis=1),
+        expert_flops=np.repeat(2.0 * counts[:, None], experts, axis=1),
+        layer_dense_flops=flops,
+        head_flops=head,
+        dense_bytes=size(parts.dense_parameters, dtype.itemsize),
+    )
+
+
+def _encoder_decoder(
+    path: Path,
+    raw: dict[str, Any],
+    config: Any,
+    model: Any,
+    name: str,
+    dtype: torch.dtype,
+    precision: Precision,
+) -> ModelSizes:
+    if raw["model_type"] not in FAMILIES:
+        raise UserError(
+            f"{path} describes a {raw['model_type']}, which has an encoder; of such models only "
+            "switch_transformers is known."
+        )
+    family: Family = importlib.import_module(FAMILIES[raw["model_type"]]).FAMILY
+    described = _described(path, model, dtype)
+    spec = build_spec(
+        family.geometry(config),
+        described,
+        name=name,
+        model_hash="",
+        dtype=dtype,
+        precision=precision,
+    )
+    experts = sum(
+        entry.numel for stored, entry in described.entries.items() if ".experts." in stored
+    )
+    total = sum(entry.numel for entry in described.entries.values())
+    in_encoder = precision.size_bytes(experts, dtype.itemsize) - spec.total_expert_bytes
+    heads = config.num_decoder_layers * config.num_heads * config.d_kv
+    return ModelSizes(
+        spec=spec,
+        dtype=_name(dtype),
+        precision=precision,
+        stored_bytes=total * dtype.itemsize,
+        stored_as=_name(dtype),
+        stored_is_known=True,
+        parameters=total,
+        active_parameters=total - round(experts * (1.0 - spec.top_k / spec.expert_count)),
+        embedding_parameters=0,
+        encoder_expert_bytes=in_encoder,
+        kept=Kept(per_position=2 * heads, windowed=0, window=0, state=0),
+    )
 
 
 def _described(path: Path, model: Any, dtype: torch.dtype) -> Listing:
@@ -54,41 +218,6 @@ def _described(path: Path, model: Any, dtype: torch.dtype) -> Listing:
     return Listing(path.parent, entries)
 
 
-def sizes_from_config(path: Path) -> ModelSizes:
-    """Sizes of the model that a config.json describes, in the dtype it names (else float32).
-
-    Raises `UserError` if there is no such file, it is not JSON or not of a known family.
-    """
-    raw = _read(path)
-    family: Family = importlib.import_module(FAMILIES[raw["model_type"]]).FAMILY
-    dtype = _dtype(raw)
-    try:
-        config = family.config(raw)
-        kind: Any = AutoModelForCausalLM
-        if config.is_encoder_decoder:
-            kind = AutoModelForSeq2SeqLM
-        with torch.device("meta"):
-            model = kind.from_config(config)
-    except Exception as error:  # Config and model classes validate in many ways.
-        raise UserError(
-            f"{path} is not a valid {raw['model_type']} configuration "
-            f"({str(error).splitlines()[0]}); fetch it again."
-        ) from error
-    described = _described(path, model, dtype)
-    name = raw.get("_name_or_path") or path.resolve().parent.name
-    spec = build_spec(family.geometry(config), described, name=name, model_hash="", dtype=dtype)
-    experts = sum(
-        entry.nbytes for stored, entry in described.entries.items() if ".experts." in stored
-    )
-    return ModelSizes(
-        spec=spec,
-        dtype=str(dtype).removeprefix("torch."),
-        stored_bytes=sum(entry.nbytes for entry in described.entries.values()),
-        encoder_expert_bytes=experts - spec.total_expert_bytes,
-        kv_bytes_per_token=_kv_elements(config) * dtype.itemsize,
-    )
-
-
 def _read(path: Path) -> dict[str, Any]:
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
@@ -96,24 +225,32 @@ def _read(path: Path) -> dict[str, Any]:
         raise UserError(f"Cannot read {path}; give a model's config.json.") from error
     except ValueError as error:
         raise UserError(f"{path} is not valid JSON; fetch it again.") from error
-    known = isinstance(raw, dict) and raw.get("model_type") in FAMILIES
-    if not known:
+    kind = raw.get("model_type") if isinstance(raw, dict) else None
+    if not isinstance(kind, str) or _SAME_AS.get(kind, kind) not in CONFIG_MAPPING:
         raise UserError(
-            f"{path} does not describe a model that TrimMoE knows; its model_type must be one of "
-            f"{', '.join(FAMILIES)}."
+            f"{path} does not describe a model that the installed transformers knows; its "
+            f"model_type is {kind!r}."
         )
     return raw
 
 
+def _quantisation(raw: dict[str, Any]) -> dict[str, Any] | None:
+    """Of the whole model or of its text part."""
+    for place in (raw, raw.get("text_config") or {}):
+        for name in _QUANTISATION:
+            if place.get(name):
+                return dict(place[name])
+    return None
+
+
 def _dtype(raw: dict[str, Any]) -> torch.dtype:
-    named = getattr(torch, str(raw.get("dtype") or raw.get("torch_dtype")), None)
-    return named if named in _STORED else torch.float32
+    text = raw.get("text_config") or {}
+    said = (place.get(key) for place in (raw, text) for key in ("dtype", "torch_dtype"))
+    named = getattr(torch, str(next((value for value in said if value), None)), None)
+    if named in _STORED:
+        return named
+    return torch.float32 if _quantisation(raw) is None else torch.bfloat16
 
 
-def _kv_elements(config: Any) -> int:
-    """Elements of the keys and values of one position, self attention only."""
-    if config.is_encoder_decoder:
-        return 2 * config.num_decoder_layers * config.num_heads * config.d_kv
-    heads = config.num_key_value_heads
-    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return 2 * config.num_hidden_layers * heads * size
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
