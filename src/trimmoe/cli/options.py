@@ -88,10 +88,12 @@ def say(line: str) -> None:
     console.print(escape(line), highlight=False, soft_wrap=True)
 
 
-def show_dry_run(config: Path | None, cluster: Path, more: Path | None) -> None:
+def show_dry_run(
+    config: Path | None, cluster: Path, more: Path | None, precision: Precision
+) -> None:
     """`trimmoe plan --dry-run`; raises `UserError` if the arguments are those of a plan."""
     if config is None or more is not None:
         raise UserError("A dry run is `trimmoe plan --dry-run --config config.json CLUSTER`.")
     from trimmoe.experiments.dry_run import print_dry_run
 
-    print_dry_run(config, cluster, console)
+    print_dry_run(config, cluster, console, precision)

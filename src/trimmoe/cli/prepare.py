@@ -187,7 +187,10 @@ def plan(
     ] = False,
     picture: Annotated[Path | None, typer.Option(help="Write a heat map as PNG.")] = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Only say what fits where, from --config.")
+        bool,
+        typer.Option(
+            "--dry-run", help="Only say what fits where and what to expect, from --config."
+        ),
     ] = False,
     config: Annotated[
         Path | None, typer.Option(help="A model's config.json, for --dry-run CLUSTER.")
@@ -195,7 +198,7 @@ def plan(
 ) -> None:
     """Place the experts and choose the routes (Algorithm 1, lines 9-14)."""
     if dry_run or config is not None:
-        show_dry_run(config if dry_run else None, profile, cluster)
+        show_dry_run(config if dry_run else None, profile, cluster, quantise)
         return
     if output is None:
         raise UserError("Say where to write the plan with --output; see `trimmoe plan --help`.")

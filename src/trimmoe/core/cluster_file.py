@@ -13,7 +13,8 @@
 Units are decimal: 1 GB is 10^9 bytes, 1 Gbps 10^9 bits per second, 1 TFLOPS 10^12 operations per
 second. `users` are weights of where requests enter, 1 if left out. `device` is what a server
 computes on: `auto` (the best that its machine has; if left out), `cpu`, `cuda`, `cuda:0` and so on,
-or `mps`; two accelerators of a machine are two servers. Whatever is wrong is reported as one
+or `mps`; two accelerators of a machine are two servers. `gb_per_s` is how fast it reads its memory;
+only dry runs ask for it, and only if all servers have it. Whatever is wrong is reported as one
 `UserError` that names the file, the place and what to do.
 """
 
@@ -56,6 +57,7 @@ class _Server(_Section):
     tflops: Positive
     memory_gb: Positive
     users: NotNegative = 1.0
+    gb_per_s: Positive | None = None
     device: Annotated[str, Field(pattern=f"^({DEVICE})$", strict=True)] = "auto"
 
 
@@ -104,7 +106,15 @@ def load_cluster(path: Path) -> ClusterSpec:
         bandwidth_bytes_per_s=bandwidth,
         delay_s=delay,
         devices=tuple(server.device for server in parsed.servers),
+        read_bytes_per_s=_read_speeds(parsed),
     )
+
+
+def _read_speeds(parsed: _ClusterFile) -> FloatArray | None:
+    """Bytes/s at which each server reads its memory, [M]; None unless all of them say it."""
+    given = [server.gb_per_s for server in parsed.servers]
+    known = [speed for speed in given if speed is not None]
+    return np.array(known) * _BYTES_PER_GB if len(known) == len(given) else None
 
 
 def _read_yaml(path: Path) -> Any:

@@ -129,6 +129,9 @@ class ClusterSpec:
     """What each server computes on, as `DEVICE` has it; empty: each its best one."""
     speeds: Speeds | None = None
     """What was measured; None where there are nominal figures only."""
+    read_bytes_per_s: FloatArray | None = None
+    """Nominal speed of reading memory, [M]; None where it was not said. Not part of a plan: what is
+    served is measured."""
 
     def __post_init__(self) -> None:
         count = len(self.server_names)

@@ -10,7 +10,9 @@ from rich.markup import escape
 from rich.table import Table
 
 from trimmoe.core.cluster_file import load_cluster
+from trimmoe.core.precision import Precision
 from trimmoe.core.specs import ClusterSpec
+from trimmoe.experiments.expectation import READ_SHARE, expected_decoding
 from trimmoe.models.from_config import ModelSizes, sizes_from_config
 from trimmoe.placement.capacity import human_bytes
 from trimmoe.placement.dry_run import Fit, dry_run
@@ -19,10 +21,12 @@ RESERVED_TOKENS = 8192
 """Positions of KV cache that a server keeps room for in a dry run."""
 
 
-def print_dry_run(config: Path, cluster: Path, console: Console) -> None:
-    """Print sizes and fit; raises `UserError` for a file that cannot be read."""
-    sizes, machines = sizes_from_config(config), load_cluster(cluster)
-    reserve = RESERVED_TOKENS * sizes.kv_bytes_per_token
+def print_dry_run(
+    config: Path, cluster: Path, console: Console, precision: Precision = Precision.NONE
+) -> None:
+    """Print sizes, fit and what to expect; raises `UserError` for a file that cannot be read."""
+    sizes, machines = sizes_from_config(config, precision), load_cluster(cluster)
+    reserve = sizes.cache_bytes(RESERVED_TOKENS)
     fit = dry_run(
         machines, sizes.spec, extra_bytes=sizes.encoder_expert_bytes, kv_reserve_bytes=reserve
     )
@@ -30,31 +34,82 @@ def print_dry_run(config: Path, cluster: Path, console: Console) -> None:
         console.print(line, highlight=False)
     console.print(_table(machines, sizes, fit))
     console.print(escape(_verdict(machines, sizes, fit)), highlight=False)
+    if fit.refusal is None:
+        console.print(escape(_expectation(machines, sizes, reserve)), highlight=False)
 
 
 def _sizes(sizes: ModelSizes) -> list[str]:
     spec = sizes.spec
+    held = sizes.dtype if sizes.precision is Precision.NONE else str(sizes.precision)
     lines = [
         f"{escape(spec.name)} ({spec.family}, {sizes.dtype}): {human_bytes(sizes.stored_bytes)} of "
         "weights, on disk and to fetch.",
+        f"{sizes.parameters / 1e9:.2f} billion parameters, {sizes.active_parameters / 1e9:.2f} "
+        f"active; as {held} all of it takes "
+        f"{human_bytes(spec.dense_bytes + spec.total_expert_bytes + sizes.encoder_expert_bytes)}.",
         f"{spec.layer_count} MoE layers of {spec.expert_count} experts, {spec.top_k} a token: "
         f"{human_bytes(spec.total_expert_bytes)} of experts, "
         f"{human_bytes(int(spec.expert_bytes[0, 0]))} each.",
-        f"Dense part, on every server: {human_bytes(spec.dense_bytes)}; KV cache: "
-        f"{human_bytes(sizes.kv_bytes_per_token)} per position, {RESERVED_TOKENS} positions kept "
-        "free below.",
+        f"Dense part, on every server: {human_bytes(spec.dense_bytes)}; {_cache(sizes)}, "
+        f"{RESERVED_TOKENS} positions kept free below.",
     ]
+    return lines + _remarks(sizes)
+
+
+def _cache(sizes: ModelSizes) -> str:
+    parts = [f"KV cache: {human_bytes(sizes.kv_bytes_per_token)} per position"]
+    if sizes.kept.windowed:
+        share = sizes.kept.windowed / (sizes.kept.windowed + sizes.kept.per_position)
+        parts.append(f"{share:.0%} of it for {sizes.kept.window} positions only")
+    if sizes.kept.state:
+        parts.append(f"recurrent state: {human_bytes(sizes.state_bytes)} per sequence")
+    return ", ".join(parts)
+
+
+def _remarks(sizes: ModelSizes) -> list[str]:
+    lines: list[str] = []
     if sizes.encoder_expert_bytes:
         lines.append(
             f"The encoder's experts, {human_bytes(sizes.encoder_expert_bytes)}, are not placed but "
             "held beside the dense part; a model with an encoder runs in one process only."
         )
-    if sizes.dtype != "float32":
+    if not sizes.stored_is_known:
+        lines.append(
+            f"How much the quantisation {escape(sizes.stored_as)} takes on disk is not known; "
+            f"shown is {sizes.dtype}."
+        )
+    elif sizes.stored_as != sizes.dtype:
+        lines.append(f"On disk it is {escape(sizes.stored_as)}; it is decoded as it is read.")
+    if sizes.precision is not Precision.NONE:
+        lines.append("Only processors serve quantised weights (--quantise) so far.")
+    elif sizes.dtype != "float32":
         lines.append(
             "On a CPU the default is float32, where everything takes twice this; "
             f"--dtype {sizes.dtype} keeps the sizes shown."
         )
     return lines
+
+
+def _expectation(cluster: ClusterSpec, sizes: ModelSizes, reserve: int) -> str:
+    if cluster.read_bytes_per_s is None:
+        return (
+            "What speed to expect is said where every server of the cluster file has a gb_per_s, "
+            "how fast it reads its memory."
+        )
+    if sizes.encoder_expert_bytes:
+        return "What speed to expect is not said for models with an encoder."
+    held = sizes.spec.dense_bytes + sizes.spec.total_expert_bytes
+    found = expected_decoding(
+        cluster,
+        sizes.spec,
+        bytes_per_parameter=held / sizes.parameters,
+        kv_reserve_bytes=reserve,
+    )
+    return (
+        f"Expected: {found.tokens_per_s:.1f} tokens a second for one sequence, exact and without "
+        f"guesses. That is the cost model's figure for memory read at {READ_SHARE:.0%} of its "
+        "nominal speed and routing drawn at random; nobody has run it."
+    )
 
 
 def _table(cluster: ClusterSpec, sizes: ModelSizes, fit: Fit) -> Table:
