@@ -21,7 +21,7 @@ from trimmoe.core.profile import Profile, load_profile
 from trimmoe.experiments.sample_text import sample_text
 from trimmoe.models.base import MoEView
 from trimmoe.models.load import load_tokenizer, open_model
-from trimmoe.runtime.home import home_pass, stand_ins
+from trimmoe.runtime.home import Own, home_pass, stand_ins
 
 WIDTH = 12
 
@@ -151,7 +151,7 @@ def test_the_embedded_model_guesses_better_with_them(tmp_path: Path) -> None:
         stands_in = None if others is None else stand_ins(view, with_them(view, others))
         cache = view.new_cache(slots=len(unseen))
         batch = view.batch(cache, range(len(unseen)), [range(unseen.shape[1])] * len(unseen))
-        made = home_pass(view, unseen.tolist(), batch, cache, here, stands_in)
+        made = home_pass(view, unseen.tolist(), batch, cache, Own.of(view, here, stands_in))
         right[name] = np.array([guess.token for guess in made])
     alone, helped = (np.mean(right[name] == right["whole"]) for name in ("alone", "with"))
     assert helped > alone + 0.01

@@ -173,7 +173,8 @@ def _kept(blocks: Any, config: Any) -> Kept:
 
 def _block_kept(block: nn.Module, config: Any) -> tuple[int, int]:
     """Elements of a position and of the state."""
-    for module in block.modules():
+    each: list[Any] = list(block.modules())
+    for module in each:
         if (state := _state(module)) is not None:
             return 0, state
         for name in _COMPRESSED:
@@ -181,7 +182,7 @@ def _block_kept(block: nn.Module, config: Any) -> tuple[int, int]:
                 return getattr(module, name).weight.shape[0], 0
         if hasattr(module, "k_proj"):
             value = getattr(module, "v_proj", None)
-            keys = module.k_proj.weight.shape[0]  # type: ignore[union-attr]
+            keys = module.k_proj.weight.shape[0]
             return keys + (keys if value is None else value.weight.shape[0]), 0
         if any(hasattr(module, name) for name in _FUSED):
             heads = config.num_attention_heads

@@ -110,7 +110,7 @@ def sizes_from_config(path: Path, precision: Precision = Precision.NONE) -> Mode
 def _on_meta(path: Path, raw: dict[str, Any]) -> tuple[Any, Any]:
     """The text part's configuration and the model without weights."""
     fields = {name: value for name, value in raw.items() if name not in _QUANTISATION}
-    kind = fields.pop("model_type")
+    kind: str = fields.pop("model_type")
     try:
         config = AutoConfig.for_model(_SAME_AS.get(kind, kind), **fields)
         config = config.get_text_config(decoder=True) if not config.is_encoder_decoder else config
