@@ -14,9 +14,11 @@ from trimmoe.core.precision import Precision
 from trimmoe.core.specs import ClusterSpec
 from trimmoe.experiments.expectation import READ_SHARE, expected_decoding
 from trimmoe.models.from_config import ModelSizes, sizes_from_config
+from trimmoe.models.load import FAMILIES
 from trimmoe.placement.capacity import human_bytes
 from trimmoe.placement.dry_run import Fit, dry_run
 
+_QUANTISED = tuple(name for name in FAMILIES if name != "switch_transformers")
 RESERVED_TOKENS = 8192
 """Positions of KV cache that a server keeps room for in a dry run."""
 
@@ -82,6 +84,11 @@ def _remarks(sizes: ModelSizes) -> list[str]:
         lines.append(f"On disk it is {escape(sizes.stored_as)}; it is decoded as it is read.")
     if sizes.precision is not Precision.NONE:
         lines.append("Only processors serve quantised weights (--quantise) so far.")
+        if sizes.spec.family not in _QUANTISED:
+            lines.append(
+                f"Models of the family {escape(sizes.spec.family)} are not served quantised so "
+                f"far; those of {', '.join(_QUANTISED)} are."
+            )
     elif sizes.dtype != "float32":
         lines.append(
             "On a CPU the default is float32, where everything takes twice this; "

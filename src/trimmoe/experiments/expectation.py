@@ -27,7 +27,7 @@ LAYER_S = 0.14e-3
 _TOKENS = 1024
 _NO_WEIGHTS = "0" * 64
 """In the place of a hash, so that the drawn profile is known to be this model's."""
-_PLACE = PlanSettings(redundancy=False)
+_PLACE = PlanSettings(redundancy=False, stand_in_share=0.0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -171,10 +171,10 @@ def _kept(blocks: Any, config: Any) -> Kept:
     return Kept(per_position=whole, windowed=windowed, window=window, state=state)
 
 
-def _block_kept(block: nn.Module, config: Any) -> tuple[int, int]:
+def _block_kept(block: Any, config: Any) -> tuple[int, int]:
     """Elements of a position and of the state."""
-    each: list[Any] = list(block.modules())
-    for module in each:
+    modules: list[Any] = list(block.modules())
+    for module in modules:
         if (state := _state(module)) is not None:
             return 0, state
         for name in _COMPRESSED:

@@ -110,9 +110,9 @@ def sizes_from_config(path: Path, precision: Precision = Precision.NONE) -> Mode
 def _on_meta(path: Path, raw: dict[str, Any]) -> tuple[Any, Any]:
     """The text part's configuration and the model without weights."""
     fields = {name: value for name, value in raw.items() if name not in _QUANTISATION}
-    kind: str = fields.pop("model_type")
+    kind = str(fields.pop("model_type"))
     try:
-        config = AutoConfig.for_model(_SAME_AS.get(kind, kind), **fields)
+        config = AutoConfig.for_model(_SAME_AS.get(kind) or kind, **fields)
         config = config.get_text_config(decoder=True) if not config.is_encoder_decoder else config
         auto: Any = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
         with torch.device("meta"):
