@@ -95,6 +95,18 @@ class BytesRead:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Widths:
+    """How many numbers the states of a token are, by where it is."""
+
+    attended: int
+    """Behind attention: what routers, experts and `finish` take."""
+    part: int
+    """What some of a layer's experts add."""
+    moving: int
+    """Behind a layer some of whose experts are elsewhere, until all parts are added."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class TokenBatch:
     """Which token each row and column of a call is, and what one step computes only once.
 
@@ -198,6 +210,18 @@ class MoEView(ABC):
     @abstractmethod
     def loaded(self) -> tuple[frozenset[int], ...]:
         """Experts that can run, by layer."""
+
+    @property
+    def widths(self) -> Widths:
+        """All of them the hidden size, unless a layer does more with what experts give than add
+        it."""
+        size = self.spec.hidden_size
+        return Widths(attended=size, part=size, moving=size)
+
+    @property
+    def rewinds(self) -> bool:
+        """Whether a sequence can be cut back to any position, and another one go on from there."""
+        return True
 
     @abstractmethod
     def let_go(self) -> None:
@@ -309,6 +333,23 @@ class MoEView(ABC):
             chosen = torch.from_numpy(experts).to(hidden.device)
             total = total + self.experts(layer, hidden, chosen, gates, normed=normed)
         return total
+
+    def gathered_part(
+        self,
+        layer: int,
+        hidden: Tensor,
+        experts: IntArray,
+        gates: Tensor,
+        *,
+        normed: Tensor | None = None,
+    ) -> Tensor:
+        """The same where other experts are elsewhere, [n, moving]: what they give is added to the
+        last `part` columns, and `whole` makes the layer's output of it."""
+        return self.gathered(layer, hidden, experts, gates, normed=normed)
+
+    def whole(self, layer: int, moved: Tensor) -> Tensor:
+        """The layer's output, [n, d], of what `gathered_part` gave with all parts added."""
+        return moved
 
     def skip(self, layer: int, hidden: Tensor, *, normed: Tensor | None = None) -> Tensor:
         """The layer's output where none of its routed experts runs, [n, d] to [n, d]."""

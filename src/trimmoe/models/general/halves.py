@@ -1,4 +1,4 @@
-"""One MoE layer, cut in two: attention here, router, experts and what is shared behind it."""
+"""One MoE layer, cut in two: attention, and what lies behind it: router, experts, shared ones."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ class Port(nn.Module):
 
 
 class MixerPort(Port):
-    """Attention, or what else mixes tokens: nothing, of the shape that it gives, once done."""
+    """Attention, or whatever mixes tokens; it gives nothing, in its own form, where it is done."""
 
     shape: tuple[int, ...] | None = None
     """Kinds of what the module returns: how many values, if several."""

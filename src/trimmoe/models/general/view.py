@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from trimmoe.core.specs import ModelSpec
-from trimmoe.models.base import BytesRead, MoEView, Routing, TokenBatch
+from trimmoe.core.specs import IntArray, ModelSpec
+from trimmoe.models.base import BytesRead, MoEView, Routing, TokenBatch, Widths
 from trimmoe.models.batching import describe
 from trimmoe.models.cache import KVCache
 from trimmoe.models.experts import ExpertStacks
@@ -21,6 +21,7 @@ from trimmoe.models.general.ending import Ending
 from trimmoe.models.general.halves import Halves
 from trimmoe.models.general.passing import Beside, Passing
 from trimmoe.models.general.running import Call, Running
+from trimmoe.models.sums import sums_in
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,10 +60,16 @@ class GeneralView(MoEView):
         ends = (*parts.moe_blocks, len(parts.layers))
         before = [range(a + 1, b) for a, b in zip(starts, ends, strict=True)]
         self._dense, self._trailing = before[:-1], before[-1]
+        self._adds = all(half.layout.factor is not None for half in parts.halves)
+        self._widths = _widths(spec.hidden_size, parts.halves, adds=self._adds)
 
     @property
     def loaded(self) -> tuple[frozenset[int], ...]:
         return self._stacks.loaded
+
+    @property
+    def widths(self) -> Widths:
+        return self._widths
 
     @property
     def rewinds(self) -> bool:
@@ -175,10 +182,65 @@ class GeneralView(MoEView):
     ) -> Tensor:
         halves = self._halves[layer]
         if halves.layout.factor is None:
-            return halves.rest(hidden, routed)
+            return halves.rest(hidden, None if routed is None else routed.to(self.dtype))
         if routed is None:
             return hidden if shared is None else hidden + shared
-        return hidden + (routed if shared is None else routed + shared)
+        return (hidden + (routed if shared is None else routed + shared)).to(self.dtype)
+
+    def gathered(
+        self,
+        layer: int,
+        hidden: Tensor,
+        experts: IntArray,
+        gates: Tensor,
+        *,
+        normed: Tensor | None = None,
+    ) -> Tensor:
+        if self._halves[layer].layout.factor is not None:
+            return super().gathered(layer, hidden, experts, gates, normed=normed)
+        given = self._summed(layer, hidden, experts, gates, normed)
+        rounded = None if given is None else given.to(self.dtype)
+        return self._halves[layer].rest(hidden, rounded).to(sums_in(self.dtype, self.device))
+
+    def gathered_part(
+        self,
+        layer: int,
+        hidden: Tensor,
+        experts: IntArray,
+        gates: Tensor,
+        *,
+        normed: Tensor | None = None,
+    ) -> Tensor:
+        if self._adds:
+            return self.gathered(layer, hidden, experts, gates, normed=normed)
+        given = self._summed(layer, hidden, experts, gates, normed)
+        state = hidden.to(sums_in(self.dtype, self.device))
+        if given is None:
+            given = state.new_zeros(len(state), self._widths.part)
+        return torch.cat([state, given.to(state.dtype)], 1)
+
+    def _summed(
+        self,
+        layer: int,
+        hidden: Tensor,
+        experts: IntArray,
+        gates: Tensor,
+        normed: Tensor | None,
+    ) -> Tensor | None:
+        """What these experts give together, not rounded yet; None if there are none."""
+        if not (experts >= 0).any():
+            return None
+        chosen = torch.from_numpy(experts).to(hidden.device)
+        return self.experts(layer, hidden, chosen, gates, normed=normed)
+
+    def whole(self, layer: int, moved: Tensor) -> Tensor:
+        if self._adds:
+            return moved
+        hidden, given = moved.split([self._widths.attended, self._widths.part], 1)
+        halves = self._halves[layer]
+        if halves.layout.factor is None:
+            return halves.rest(hidden, given)
+        return self.finish(layer, hidden, self.shared(layer, hidden), given)
 
     def head(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         return self._parts.ending.multiplied(hidden)
@@ -240,6 +302,11 @@ class GeneralView(MoEView):
                 at = (slice(row, row + 1), slice(start, start + len(part)))
                 made[at] = run(hidden[at], self.batch(cache, [slot], [part]))
         return made
+
+
+def _widths(size: int, halves: Sequence[Halves], *, adds: bool) -> Widths:
+    part = max(half.layout.experts_read for half in halves)
+    return Widths(attended=size, part=part, moving=size if adds else size + part)
 
 
 _NO_CACHE: Any = None

@@ -161,6 +161,7 @@ class Node:
             server=settings.server,
             server_count=len(self._names),
             hidden_size=spec.hidden_size,
+            widths=self._view.widths,
             top_k=spec.top_k,
             vocab_size=spec.vocab_size,
             context_length=spec.context_length,

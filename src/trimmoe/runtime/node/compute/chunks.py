@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 
 from trimmoe.core.specs import BoolArray
-from trimmoe.models.sums import sums_in
 from trimmoe.runtime.node.compute.completion import to_users, token_of
 from trimmoe.runtime.node.compute.executor import Executor
-from trimmoe.runtime.node.compute.shipping import Cargo, Split, dispatched, onward
+from trimmoe.runtime.node.compute.shipping import Cargo, Split, dispatched, onward, room
 from trimmoe.runtime.node.compute.states import entering, states_of
 from trimmoe.runtime.node.records.messages import ChargeSpec, Parcel, Partial
 from trimmoe.runtime.node.records.outcome import Outcome
@@ -35,7 +34,7 @@ def pass_layer(worker: Executor, passage: Passage, layer: int, unit: Unit) -> Ou
     if layer == 0:
         hidden = view.embed(batch.pad([unit.tokens]), batch)
     else:
-        hidden = batch.unpack(states_of(view, unit))
+        hidden = batch.unpack(states_of(view, unit, layer - 1))
         if worker.kept_at(unit) == layer:
             worker.keep(unit, batch.pack(hidden), outcome)
     attended = batch.pack(view.attend(layer, hidden, batch, worker.cache))
@@ -65,19 +64,21 @@ def pass_layer(worker: Executor, passage: Passage, layer: int, unit: Unit) -> Ou
         unit_of=np.zeros(unit.count, dtype=np.int64),
         offset=np.arange(unit.count),
         attended=attended,
-        output=torch.empty_like(attended, dtype=sums_in(view.dtype, view.device)),
+        output=room(view, attended),
         gates=routing.gates,
     )
     rows, leaves = np.arange(unit.count), bool(split.leaves.any())
     if leaves:
         worker.emit(dispatched(cargo, split, rows), outcome)
     at = split.at(here)
-    cargo.output[:] = view.gathered(layer, attended, at, routing.gates, normed=routing.normed)
+    give = view.gathered_part if leaves else view.gathered
+    output = give(layer, attended, at, routing.gates, normed=routing.normed)
     worker.pace.experts(layer, at)
     if leaves:
+        cargo.output[:] = output
         outcome.parcels += onward(cargo, split, rows, None)
     else:
-        unit.hidden, unit.parts, unit.layer = cargo.output.to(view.dtype), (), layer + 1
+        unit.hidden, unit.parts, unit.layer = output.to(view.dtype), (), layer + 1
         outcome.ready.append(unit)
     return outcome
 
@@ -85,7 +86,9 @@ def pass_layer(worker: Executor, passage: Passage, layer: int, unit: Unit) -> Ou
 def end_chunk(worker: Executor, unit: Unit) -> Outcome:
     """After the last layer: dense blocks, and the first token if this was the last chunk."""
     batch, view = worker.batch([unit]), worker.view
-    hidden = view.tail(batch.unpack(states_of(view, unit)), batch, worker.cache)
+    hidden = view.tail(
+        batch.unpack(states_of(view, unit, view.spec.layer_count - 1)), batch, worker.cache
+    )
     end = view.spec.layer_count
     outcome = Outcome(written=[(unit, range(end, end + 1))])
     seat = unit.seat

@@ -38,20 +38,30 @@ def run_and_ship(
     `depart` gives what the engine has of some of the rows; `entering`: whether it has them about
     to enter the next layer already.
     """
-    experts = split.at(worker.server)
+    experts, leaves = split.at(worker.server), split.leaves
 
     def run(which: IntArray) -> None:
         if which.size:
+            staying, leaving = which[~leaves[which]], which[leaves[which]]
+            if worker.view.widths.moving == cargo.attended.shape[1]:
+                give(which, worker.view.gathered)
+            else:
+                give(leaving, worker.view.gathered_part)
+                give(staying, worker.view.gathered)
+
+    def give(which: IntArray, how: Callable[..., Tensor]) -> None:
+        if which.size:
             at = torch.from_numpy(which)
             rows = cargo.attended[at], experts[which], cargo.gates[at]
-            cargo.output[at] = worker.view.gathered(cargo.layer, *rows, normed=normed[at])
+            made = how(cargo.layer, *rows, normed=normed[at])
+            cargo.output[at, : made.shape[1]] = made
 
     def ship(which: IntArray) -> list[Parcel]:
         if not which.size:
             return []
         return onward(cargo, split, which, depart(which), entering=entering)
 
-    leaves, works = split.leaves, split.used[:, worker.server]
+    works = split.used[:, worker.server]
     light, rest = np.flatnonzero(leaves & ~works), np.flatnonzero(works | ~leaves)
     # Of raw rows the shared expert runs where they gather.
     run(light[~split.raw[light]])

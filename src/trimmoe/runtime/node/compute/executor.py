@@ -221,18 +221,19 @@ class Executor:
         """What the rows of units about to enter a layer are, [n, d]."""
         if layer == 0:
             return batch.pack(self.view.embed(batch.pad([u.tokens for u in units]), batch))
-        states = [states_of(self.view, unit) for unit in units]
-        hidden = states[0] if len(states) == 1 else torch.cat(states)
+        states = [states_of(self.view, unit, layer - 1) for unit in units]
         owing = [row for row, unit in enumerate(units) if unit.own is not None]
         if owing:
             owed = [units[row].own for row in owing]
             experts = torch.cat([own.experts for own in owed if own]).numpy()
             gates = torch.cat([own.gates for own in owed if own])
             gates = entering(self.view, gates, torch.float32)
-            hidden = hidden.clone()
-            hidden[owing] = self.view.give(layer - 1, hidden[owing], experts, gates)
+            attended = torch.cat([states[row] for row in owing])
+            given = self.view.give(layer - 1, attended, experts, gates)
+            for at, row in enumerate(owing):
+                states[row] = given[at : at + 1]
             self.pace.experts(layer - 1, experts)
-        return hidden
+        return states[0] if len(states) == 1 else torch.cat(states)
 
     def finish(self, layer: int, units: Sequence[Unit]) -> Outcome:
         """A layer gathered here: exits are due, or the next layer."""
@@ -240,7 +241,7 @@ class Executor:
         identity = self.new_wave()
         self.tell(TokensImported(wave=identity, tokens=wave, executing=True))
         outcome = Outcome()
-        output = torch.cat([states_of(self.view, unit) for unit in ordered])
+        output = torch.cat([states_of(self.view, unit, layer) for unit in ordered])
         self._executed(identity, layer, np.arange(len(ordered)), output, ordered, outcome)
         return outcome
 
@@ -281,7 +282,7 @@ class Executor:
             server_count=self.engine.cost.server_count,
         )
         which, at = [units[row] for row in rows.tolist()], torch.from_numpy(rows)
-        cargo = Cargo.of_tokens(layer, which, attended[at], routing.gates[at])
+        cargo = Cargo.of_tokens(self.view, layer, which, attended[at], routing.gates[at])
 
         def depart(chosen: IntArray) -> Wave:
             if tokens is None:
@@ -293,7 +294,8 @@ class Executor:
         staying = np.flatnonzero(~split.leaves)
         if not staying.size:
             return
-        kept = cargo.output[torch.from_numpy(staying)].to(self.view.dtype)
+        size = self.view.spec.hidden_size
+        kept = cargo.output[torch.from_numpy(staying), :size].to(self.view.dtype)
         if entering:
             self.go_on([which[row] for row in staying.tolist()], depart(staying), kept, outcome)
         else:

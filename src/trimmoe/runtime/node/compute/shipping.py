@@ -12,11 +12,12 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from trimmoe.core.specs import BoolArray, IntArray
 from trimmoe.core.wave import Wave
-from trimmoe.models.base import DROPPED
+from trimmoe.models.base import DROPPED, MoEView
 from trimmoe.models.sums import sums_in
 from trimmoe.runtime.node.records.messages import Dispatch, Onward, Parcel
 from trimmoe.runtime.node.records.rows import Rows
@@ -89,13 +90,15 @@ class Cargo:
     attended: Tensor
     """Before the experts, [n, d]."""
     output: Tensor
-    """With the shared expert and the slots that ran here, [n, d], not rounded yet
-    (`models.sums`); of raw rows nothing."""
+    """With the shared expert and the slots that ran here, [n, moving], of rows that stay [n, d] in
+    its first columns, not rounded yet (`models.sums`); of raw rows nothing."""
     gates: Tensor
     """float32 [n, k]."""
 
     @staticmethod
-    def of_tokens(layer: int, units: Sequence[Unit], attended: Tensor, gates: Tensor) -> Cargo:
+    def of_tokens(
+        view: MoEView, layer: int, units: Sequence[Unit], attended: Tensor, gates: Tensor
+    ) -> Cargo:
         """A row of each unit."""
         count = len(units)
         return Cargo(
@@ -104,7 +107,7 @@ class Cargo:
             unit_of=np.arange(count),
             offset=np.zeros(count, dtype=np.int64),
             attended=attended,
-            output=torch.empty_like(attended, dtype=sums_in(attended.dtype, attended.device)),
+            output=room(view, attended),
             gates=gates,
         )
 
@@ -129,6 +132,12 @@ class Cargo:
             epochs_of(units),
             tokens_of(units) if moving else [],
         )
+
+
+def room(view: MoEView, attended: Tensor) -> Tensor:
+    """For what becomes of states [n, attended] behind a layer: [n, moving]."""
+    wide = sums_in(view.dtype, view.device)
+    return attended.new_empty(attended.shape[0], view.widths.moving, dtype=wide)
 
 
 def dispatched(cargo: Cargo, split: Split, leaving: IntArray) -> list[Parcel]:
@@ -191,7 +200,8 @@ def _onward(
     slots: tuple[Tensor, ...] = ()
     if raw.any():
         at = torch.from_numpy(which[raw])
-        output[torch.from_numpy(raw)] = cargo.attended[at].to(output.dtype)
+        missing = output.shape[1] - cargo.attended.shape[1]
+        output[torch.from_numpy(raw)] = F.pad(cargo.attended[at].to(output.dtype), (0, missing))
         experts = split.at(destination)[which[raw]].astype(np.int32)
         slots = (torch.from_numpy(experts), cargo.gates[at])
     hidden, sums = parted(output, wide, cargo.attended.dtype)

@@ -55,20 +55,30 @@ def _copied(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
     return tuple(made)
 
 
-def states_of(view: MoEView, unit: Unit) -> Tensor:
-    """A unit's states [count, d] with all parts added, rounded once."""
+def states_of(view: MoEView, unit: Unit, layer: int) -> Tensor:
+    """A unit's states [count, d] behind a layer, with all parts added, rounded once; of a unit that
+    is to run its own slots there, those before its experts."""
     assert unit.hidden is not None
-    if not unit.parts:
-        return entering(view, unit.hidden)
+    widths = view.widths
+    if unit.own is not None:
+        return entering(view, unit.hidden)[:, : widths.attended]
+    hidden = _added(view, unit) if unit.parts else entering(view, unit.hidden)
+    moved = hidden.shape[1] == widths.moving != view.spec.hidden_size
+    return view.whole(layer, hidden) if moved else hidden
+
+
+def _added(view: MoEView, unit: Unit) -> Tensor:
+    assert unit.hidden is not None
     wide = sums_in(view.dtype, view.device)
     total = entering(view, unit.hidden, wide)
     if total is unit.hidden:
         total = total.clone()
     for part in unit.parts:
         states = entering(view, part.states, wide)
+        into = total if part.replaces else total[:, -view.widths.part :]
         if not part.offsets:
-            total = states.clone() if part.replaces else total.add_(states)
+            into.copy_(states) if part.replaces else into.add_(states)
             continue
         at = torch.tensor(part.offsets, device=view.device)
-        (total.index_copy_ if part.replaces else total.index_add_)(0, at, states)
+        (into.index_copy_ if part.replaces else into.index_add_)(0, at, states)
     return total.to(view.dtype)

@@ -19,7 +19,7 @@ def trail(worker: Executor, layer: int, units: Sequence[Unit]) -> Outcome:
     `layer` may be the one after the last: what else the model has there.
     """
     view, batch = worker.view, worker.batch(units)
-    hidden = batch.unpack(torch.cat([states_of(view, unit) for unit in units]))
+    hidden = batch.unpack(torch.cat([states_of(view, unit, layer - 1) for unit in units]))
     outcome = Outcome(written=[(unit, range(layer, layer + 1)) for unit in units])
     if layer == view.spec.layer_count:
         view.tail(hidden, batch, worker.cache)
@@ -49,7 +49,7 @@ def propagate(worker: Executor, layer: int, units: Sequence[Unit]) -> Outcome:
         if not here:
             continue
         batch = worker.batch(here)
-        hidden = batch.unpack(torch.cat([states_of(worker.view, unit) for unit in here]))
+        hidden = batch.unpack(torch.cat([states_of(worker.view, unit, later - 1) for unit in here]))
         if later == layer_count:
             worker.view.propagate_tail(hidden, batch, worker.cache)
         else:

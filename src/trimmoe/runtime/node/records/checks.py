@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from trimmoe.models.base import Widths
 from trimmoe.runtime.node.records.messages import (
     NO_TOKEN,
     Dispatch,
@@ -67,6 +68,7 @@ class Geometry:
     context_length: int
     """Positions that a sequence may have. It is withdrawn less often: a token is shown in between.
     """
+    widths: Widths
     loaded: tuple[frozenset[int], ...]
     """Experts that this server can run, by layer."""
 
@@ -195,11 +197,12 @@ def _are_rows(
     wide = message.wide if isinstance(message, Partial | Onward) else []
     if not _are_chosen(wide, total) or len(tensors) < 1 + bool(wide):
         return False
-    shape = (total - len(wide), geometry.hidden_size)
+    width = _width(geometry, message)
+    shape = (total - len(wide), width)
     if tensors[0].shape != shape or tensors[0].dtype not in _STATES:
         return False
     if wide:
-        shape, sums, tensors = (len(wide), geometry.hidden_size), tensors[1], tensors[1:]
+        shape, sums, tensors = (len(wide), width), tensors[1], tensors[1:]
         if sums.shape != shape or sums.dtype not in _SUMS:
             return False
     units, slots = len(message.rows.sequences), 0
@@ -214,6 +217,19 @@ def _are_rows(
     elif isinstance(message, Propagate) and set(message.rows.counts) != {1}:
         return False
     return _are_slots(geometry, message.layer, slots, tensors[1:])
+
+
+def _width(geometry: Geometry, message: Dispatch | Partial | Onward | Propagate) -> int:
+    """Of the states that come with a message."""
+    match message:
+        case Dispatch():
+            return geometry.widths.attended
+        case Partial():
+            return geometry.widths.part
+        case Onward():
+            return geometry.widths.moving
+        case _:
+            return geometry.hidden_size
 
 
 def _is_onward(geometry: Geometry, message: Onward) -> bool:
