@@ -178,7 +178,7 @@ class ExactDecoder:
         self._view, self._slots = view, slots
         self._cache = view.new_cache(slots=slots)
         # What is read by an encoder is not in the cache of tokens.
-        retain = prefix_cache and not isinstance(view, EncoderDecoderView)
+        retain = prefix_cache and view.rewinds and not isinstance(view, EncoderDecoderView)
         self._places = Places(self._cache, retain=retain)
         self._ledger = _exact_ledger(view)
         spec = view.spec

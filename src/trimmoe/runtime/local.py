@@ -94,7 +94,7 @@ class LocalDriver:
         if self.guesser is not None:
             caches.append(self.guesser.cache)
         # What is read by an encoder is not in these caches.
-        retain = prefix_cache and not isinstance(view, EncoderDecoderView)
+        retain = prefix_cache and view.rewinds and not isinstance(view, EncoderDecoderView)
         self._places = Places(*caches, retain=retain)
         self._draws = np.random.default_rng(seed)
 

@@ -16,7 +16,7 @@ from trimmoe.models.batching import describe
 from trimmoe.models.cache import KVCache
 from trimmoe.models.experts import ExpertStacks
 from trimmoe.models.general.attention import Positions
-from trimmoe.models.general.caching import GeneralCache
+from trimmoe.models.general.caching import SNAPSHOTS, GeneralCache
 from trimmoe.models.general.ending import Ending
 from trimmoe.models.general.halves import Halves
 from trimmoe.models.general.passing import Beside, Passing
@@ -289,7 +289,11 @@ class GeneralView(MoEView):
         return batch.shape[0] > 1 or self._goes_singly(batch.positions[0])
 
     def _goes_singly(self, positions: Sequence[int]) -> bool:
-        return positions[0] > 0 and len(positions) > 1 and not self._parts.continues
+        """Whether each token passes alone: some of so few may be withdrawn, and what a layer keeps
+        is the state after the last token of a call."""
+        if positions[0] == 0 or len(positions) == 1:
+            return False
+        return len(positions) < SNAPSHOTS or not self._parts.continues
 
     def _by_row(self, hidden: Tensor, batch: TokenBatch, cache: KVCache, run: Any) -> Tensor:
         """The same for one row after the other, without padding; token by token where needed."""

@@ -267,7 +267,7 @@ class Node:
             open_account=worker.open,
             begin_anew=worker.begin_anew,
             close_account=worker.close,
-            prefix_cache=settings.prefix_cache,
+            prefix_cache=settings.prefix_cache and self._view.rewinds,
             retire=worker.retire,
             adopt=self._adopt,
             settle=worker.settle,

@@ -111,7 +111,8 @@ def end_chunk(worker: Executor, unit: Unit) -> Outcome:
 def run_slots(worker: Executor, layer: int, items: Sequence[Slots]) -> Outcome:
     """Experts that live here for rows from anywhere; partial sums to where they gather."""
     view = worker.view
-    hidden = entering(view, torch.cat([item.hidden.to(view.dtype) for item in items]))
+    width = view.widths.attended
+    hidden = entering(view, torch.cat([one.hidden[:, :width].to(view.dtype) for one in items]))
     experts = torch.cat([item.experts.cpu() for item in items]).long()
     gates = entering(view, torch.cat([item.gates.cpu() for item in items]), torch.float32)
     sums = view.experts(layer, hidden, experts.to(view.device), gates)
