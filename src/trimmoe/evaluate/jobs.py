@@ -135,6 +135,7 @@ def run_jobs(
     if (
         scoring is Scoring.LAYERS
         and len(forced) == len(jobs)
+        and driver.view.rewinds
         and not isinstance(driver.view, EncoderDecoderView)
     ):
         finished = _scored(

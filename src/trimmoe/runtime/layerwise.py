@@ -107,6 +107,7 @@ class Layerwise:
         ahead: int = AHEAD,
         opened: Callable[[int, Tensor], None] = lambda text, logits: None,
     ) -> None:
+        assert driver.view.rewinds
         assert not isinstance(driver.view, EncoderDecoderView)
         self.passes = 0
         """Made so far."""
