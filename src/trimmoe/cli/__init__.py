@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from trimmoe.cli import chat, failing, measure, prepare, samples, serving
+from trimmoe.cli import chat, failing, measure, models, prepare, samples, serving
 from trimmoe.core.errors import UserError
 from trimmoe.experiments.commands import app as experiments
 from trimmoe.experiments.serve_commands import app as bench
@@ -29,6 +29,7 @@ app = typer.Typer(
 )
 COMMANDS = (
     prepare.fetch,
+    models.models,
     samples.clusters,
     samples.sample_text,
     prepare.calibrate,

@@ -43,7 +43,7 @@ FAMILIES = {
     "qwen3_moe": "trimmoe.models.qwen3_moe",
     "switch_transformers": "trimmoe.models.switch",
 }
-"""Adapter module of each `model_type`; imported when first needed."""
+"""Adapter module of each `model_type` that has its own; imported when first needed."""
 
 _DTYPES = (torch.float32, torch.bfloat16)
 _QUANTISATION = ("quantization_config", "compression_config")
@@ -165,11 +165,15 @@ def memory_needs(path_or_hub_id: str | Path, *, dtype: torch.dtype | None = None
     """From the headers of the weight files; `dtype` None is the checkpoint's. Raises UserError."""
     opened = _open(path_or_hub_id)
     spec = opened.spec(opened.dtype(dtype), hashed=False)
-    unread = opened.family.geometry(opened.config).unread
-    entries = opened.checkpoint.entries
-    elements = sum(entry.numel for name, entry in entries.items() if name not in unread)
+    geometry, entries = opened.family.geometry(opened.config), opened.checkpoint.entries
+    if geometry.expert_parameters is None:
+        held = (entry.numel for name, entry in entries.items() if name not in geometry.unread)
+        whole = sum(held) * spec.activation_bytes
+    else:
+        # Files may hold more: parts that see or hear.
+        whole = spec.dense_bytes + spec.total_expert_bytes
     return MemoryNeeds(
-        whole_bytes=elements * spec.activation_bytes,
+        whole_bytes=whole,
         streamed_bytes=spec.dense_bytes + int(spec.expert_bytes.sum(axis=1).max()),
     )
 
@@ -203,6 +207,8 @@ def _open(path_or_hub_id: str | Path) -> _Opened:
         config = family.config(settings)
         geometry = family.geometry(config)
         require_sane(geometry)
+    except UserError:
+        raise
     except Exception as error:  # Config classes validate in many ways.
         why = str(error).splitlines() or [type(error).__name__]
         raise UserError(
@@ -220,11 +226,18 @@ def _open(path_or_hub_id: str | Path) -> _Opened:
 
 def _family(path: Path, raw: dict[str, Any]) -> Family:
     model_type = raw.get("model_type")
-    if isinstance(model_type, str) and model_type in FAMILIES:
+    if not isinstance(model_type, str):
+        raise UserError(f"{path} does not say what type of model it holds; fetch it again.")
+    return family_of(model_type[:60])
+
+
+def family_of(model_type: str) -> Family:
+    """The adapter of a model type: its own, or the general one."""
+    if model_type in FAMILIES:
         return importlib.import_module(FAMILIES[model_type]).FAMILY
     from trimmoe.models.general.adapter import GeneralFamily
 
-    return GeneralFamily(str(model_type)[:60])
+    return GeneralFamily(model_type)
 
 
 def known_device(device: str | torch.device) -> torch.device:

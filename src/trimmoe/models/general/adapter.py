@@ -24,13 +24,14 @@ from trimmoe.models.family import (
 )
 from trimmoe.models.general import attention
 from trimmoe.models.general.caching import GeneralCache
-from trimmoe.models.general.catalogue import class_of
+from trimmoe.models.general.catalogue import STATE_MARKS, class_of
 from trimmoe.models.general.ending import Ending
 from trimmoe.models.general.halves import Halves, without_cache
 from trimmoe.models.general.loading import fill, stacks_of
 from trimmoe.models.general.passing import Passing
 from trimmoe.models.general.ports import Control
-from trimmoe.models.general.running import Call, Running
+from trimmoe.models.general.running import Call, Running, quietly
+from trimmoe.models.general.sizing import Kept, kept_of
 from trimmoe.models.general.skeleton import Skeleton, build
 from trimmoe.models.general.stored import Stored
 from trimmoe.models.general.trial import Layout, find
@@ -81,6 +82,15 @@ class GeneralFamily:
             dense_parameters=dense,
         )
 
+    def parameters(self, config: Any) -> int:
+        """Of the whole model, parts that are not served included."""
+        model = self._skeleton(config).model
+        return sum(parameter.numel() for parameter in model.parameters())
+
+    def kept_bytes(self, config: Any, dtype: torch.dtype) -> Kept:
+        """What attention keeps of a sequence."""
+        return kept_of(build(config, self._model_type, dtype))
+
     def open(
         self,
         config: Any,
@@ -122,6 +132,7 @@ class GeneralFamily:
         return self._built[1]
 
 
+@quietly()
 @torch.no_grad()
 def _apart(skeleton: Skeleton, device: torch.device) -> Parts:
     """Take a model apart whose weights are there."""
@@ -223,11 +234,10 @@ def _is_recurrent(skeleton: Skeleton) -> bool:
     import inspect
 
     kinds = {type(module) for layer in skeleton.layers for module in layer.modules()}
-    marks = ("get_recurrent_state", "get_conv_state")
     sources = (
         inspect.getsource(kind) for kind in kinds if kind.__module__.startswith("transformers.")
     )
-    return any(mark in source for source in sources for mark in marks)
+    return any(mark in source for source in sources for mark in STATE_MARKS)
 
 
 def _top_k(skeleton: Skeleton) -> int:

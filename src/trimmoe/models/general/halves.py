@@ -45,8 +45,7 @@ class Halves:
         self.layout = layout
         self._layer, self._control, self._call = layer, control, call
         self._block: Any = None
-        reader = layer.get_submodule(layout.reader)
-        self._norm = reader if layout.reads == "norm" or layout.block else None
+        self._norm: Any = layer.get_submodule(layout.reader)
         _install(layer, path, layout, control)
         if layout.block is not None:
             self._block = layer.get_submodule(layout.block)
@@ -159,13 +158,11 @@ def _install(layer: Any, path: str, layout: Layout, control: Control) -> None:
         put(layer, name, port)
 
 
-def parts_of(module: nn.Module) -> dict[str, Tensor]:
-    """A module's own parameters, which it no longer has afterwards."""
-    taken = dict(module.named_parameters())
-    for name in taken:
+def take_parameters(module: nn.Module) -> None:
+    """Leave a module without parameters of its own."""
+    for name in [name for name, _ in module.named_parameters()]:
         home, _, last = name.rpartition(".")
         module.get_submodule(home)._parameters.pop(last)
-    return taken
 
 
 @torch.no_grad()

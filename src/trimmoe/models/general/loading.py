@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from trimmoe.models.base import BytesRead
 from trimmoe.models.checkpoint import Checkpoint
 from trimmoe.models.experts import ExpertStack, ExpertStacks
-from trimmoe.models.general.halves import parts_of
+from trimmoe.models.general.halves import take_parameters
 from trimmoe.models.general.skeleton import Skeleton
 from trimmoe.models.general.stored import Stored
 
@@ -76,7 +76,7 @@ def stacks_of(
     blocks = skeleton.moe_blocks
     holders = [skeleton.layers[b].get_submodule(skeleton.experts[b].path) for b in blocks]
     for holder in holders:
-        parts_of(holder)
+        take_parameters(holder)
 
     def read_layer(layer: int) -> ExpertStack:
         ids, before = sorted(chosen[layer]), checkpoint.bytes_read

@@ -3,7 +3,10 @@ of states behind the last."""
 
 from __future__ import annotations
 
+import logging
 import threading
+from collections.abc import Generator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -14,6 +17,18 @@ from trimmoe.models.cache import cache_argument
 from trimmoe.models.general.attention import Positions, at
 from trimmoe.models.general.passing import Passing
 from trimmoe.models.general.ports import Reached
+
+
+@contextmanager
+def quietly() -> Generator[None]:
+    """Without transformers' remarks on kernels that could be installed and settings it corrects."""
+    logger = logging.getLogger("transformers")
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
 
 
 class Call(NamedTuple):

@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from trimmoe.core.errors import UserError
-from trimmoe.models.general.catalogue import class_of
+from trimmoe.models.general.catalogue import class_of, objection, refusal
 from trimmoe.models.general.llama4 import adapt
 
 _WEIGHTS = ("gate_up_proj", "up_proj", "down_proj")
@@ -81,15 +80,15 @@ def build(config: Any, model_type: str, dtype: torch.dtype = torch.float32) -> S
     adapt(model)
     decoder = _decoder(model)
     if decoder is None:
-        raise UserError(f"{model_type} has no list of decoder layers that TrimMoE could serve.")
+        raise refusal(model_type, "has no list of layers that text passes")
+    if (reason := objection(decoder.config)) is not None:
+        raise refusal(model_type, reason)
     layers = decoder.layers
     found = {block: _experts(layer) for block, layer in enumerate(layers)}
     experts = {block: one for block, one in found.items() if one is not None}
     if not experts:
-        raise UserError(
-            f"This {model_type} model has no routed experts behind a router that gives each "
-            f"token's experts and their weights; TrimMoE serves models that have."
-        )
+        reason = "has no routed experts that are given each token's choice and its weights"
+        raise refusal(model_type, reason)
     name = next(name for name, module in model.named_modules() if module is decoder)
     return Skeleton(model=model, decoder=decoder, name=name, layers=tuple(layers), experts=experts)
 
