@@ -5,12 +5,19 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.utils import logging
+
+from serving import Tiny
+from trimmoe.models.base import MoEView
+from trimmoe.models.general.catalogue import class_of
+from trimmoe.models.load import open_model
+from trimmoe.runtime.service import ServedModel
 
 _SIZES: dict[str, Any] = {
     "vocab_size": 64,
@@ -226,7 +233,8 @@ def _composed(kind: Any, known: Any, model_type: str, more: dict[str, Any]) -> A
             fields = part.to_dict()
             small = {field: value for field, value in _SIGHT.items() if field in fields}
             parts[name] = small | OTHERS.get(model_type, {}).get(name, {})
-    ids = {name: 1 for name in known.to_dict() if name.endswith("token_id")}
+    # No token of the vocabulary, or text would be taken for an image.
+    ids = {name: 99 for name in known.to_dict() if name.endswith("token_id")}
     extra = {k: v for k, v in OTHERS.get(model_type, {}).items() if k not in kind.sub_configs}
     return kind(**parts, **{"pad_token_id": 0} | ids | extra)
 
@@ -263,8 +271,6 @@ def write(model_type: str, folder: Path, **more: Any) -> Path:
     logging.disable_progress_bar()
     logging.set_verbosity_error()
     torch.manual_seed(0)
-    from trimmoe.models.general.catalogue import class_of
-
     model = class_of(model_type)(config_of(model_type, **more)).eval()
     with torch.no_grad():
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
@@ -274,3 +280,73 @@ def write(model_type: str, folder: Path, **more: Any) -> Path:
                 tensor.add_(0.2 * torch.randn(tensor.shape))
     model.save_pretrained(folder)
     return folder
+
+
+REPRESENTATIVE = (
+    "afmoe",
+    "deepseek_v32",
+    "deepseek_v3",
+    "gemma4",
+    "gpt_oss",
+    "granitemoehybrid",
+    "jamba",
+    "llama4_text",
+    "nemotron_h",
+    "qwen3_5_moe",
+)
+"""Norms behind experts and windows; an indexer; groups and compressed keys; text beside images;
+biases and sinks; factors and a shared expert beside the block; states that take one token at a
+time; weighted inputs and chunks; layers of one thing each; a delta rule."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Specimen:
+    """The tiny model of a family, as it is stored, and as transformers and as we run it."""
+
+    folder: Path
+    reference: Any
+    view: MoEView
+
+    def generated(self, prompt: list[int], new: int) -> list[int]:
+        """What transformers itself generates."""
+        ids = torch.tensor([prompt])
+        mask = torch.ones_like(ids)
+        made = self.reference.generate(
+            ids, attention_mask=mask, max_new_tokens=new, do_sample=False, pad_token_id=0
+        )
+        return made[0, len(prompt) :].tolist()
+
+    def tiny(self) -> Tiny:
+        """What tests of nodes take."""
+        return _Untold(folder=self.folder, view=self.view, tokenizer=None)
+
+
+class _Untold(Tiny):
+    """Without a tokenizer: tokens go in and come out."""
+
+    def model(self, *, stop_ids: frozenset[int] = frozenset()) -> ServedModel:
+        spec = self.view.spec
+        return ServedModel(
+            id=spec.family,
+            tokenizer=None,
+            context_length=spec.context_length,
+            vocab_size=spec.vocab_size,
+            created=1,
+            stop_ids=stop_ids,
+        )
+
+
+def specimen(model_type: str, folder: Path) -> Specimen:
+    """Written into `folder` and opened."""
+    write(model_type, folder)
+    reference = class_of(model_type).from_pretrained(folder, dtype=torch.float32).eval()
+    if model_type == "llama4":
+        # The whole of it looks for images where there is only text, and fails.
+        reference = reference.language_model
+    return Specimen(folder=folder, reference=reference, view=open_model(folder))
+
+
+def prompts(*lengths: int) -> list[list[int]]:
+    """Random tokens, as many as `lengths` say."""
+    generator = torch.Generator().manual_seed(sum(lengths))
+    return [torch.randint(0, 64, (n,), generator=generator).tolist() for n in lengths]

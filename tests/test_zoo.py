@@ -1,0 +1,223 @@
+"""Every family that the table says is served answers as transformers does, token for token: in one
+process, and on servers that guess and die."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from factories import random_cluster, random_profile
+from nodes import answers, guessing, read, request, running, tokens_of
+from synthetic import random_plan
+from trimmoe.calibrate.run import calibrate
+from trimmoe.calibrate.settings import CalibrationSettings
+from trimmoe.experiments.methods import make_engine
+from trimmoe.models.exact import exact_logits, greedy
+from trimmoe.models.general.catalogue import SERVED, TEXT_PARTS
+from trimmoe.models.general.view import GeneralView
+from trimmoe.models.load import open_model
+from trimmoe.placement.make import make_plan
+from trimmoe.policy.settings import PRESETS
+from trimmoe.runtime.local import LocalDriver
+from wires import soon
+from zoo import REPRESENTATIVE, Specimen, prompts, specimen
+
+Find = Callable[[str], Specimen]
+
+OTHERS = sorted({*SERVED, *TEXT_PARTS} - {*REPRESENTATIVE})
+ALL = [*REPRESENTATIVE, *(pytest.param(one, marks=pytest.mark.slow) for one in OTHERS)]
+"""Of all families, a few run in `make check`."""
+SOME = [
+    one if one in ("gemma4", "gpt_oss", "nemotron_h") else pytest.param(one, marks=pytest.mark.slow)
+    for one in REPRESENTATIVE
+]
+NEW = 10
+_SMALL = CalibrationSettings(
+    tokens=96,
+    window=12,
+    skip_samples=16,
+    drop_samples=16,
+    substitution_samples=16,
+    pair_samples=4,
+    bins=3,
+    centroids=3,
+    max_patterns=6,
+    exit_agreement=0.0,
+    stand_in_rank=2,
+)
+
+
+@pytest.fixture(scope="module")
+def find(tmp_path_factory: pytest.TempPathFactory) -> Find:
+    made: dict[str, Specimen] = {}
+
+    def found(family: str) -> Specimen:
+        if family not in made:
+            # One at a time: a few dozen models would be kept otherwise.
+            made.clear()
+            made[family] = specimen(family, tmp_path_factory.mktemp(family))
+        return made[family]
+
+    return found
+
+
+@pytest.mark.parametrize("family", ALL)
+def test_one_process_generates_what_transformers_does(find: Find, family: str) -> None:
+    """Sequences of unequal length together, whole prompts and in pieces."""
+    it, asked = find(family), prompts(9, 1, 14)
+    assert isinstance(it.view, GeneralView)
+    assert greedy(it.view, asked, NEW) == [it.generated(one, NEW) for one in asked]
+    with torch.no_grad():
+        theirs = [it.reference(torch.tensor([one])).logits[0] for one in asked]
+    for chunk in (None, 5):
+        for ours, their in zip(exact_logits(it.view, asked, chunk=chunk), theirs, strict=True):
+            torch.testing.assert_close(ours, their, rtol=0, atol=2e-4 * float(their.abs().max()))
+
+
+@pytest.mark.parametrize("family", SOME)
+def test_a_view_reads_only_its_own_experts(find: Find, family: str) -> None:
+    whole = find(family).view
+    spec = whole.spec
+    some = open_model(find(family).folder, experts={0: [3, 1]})
+    assert some.loaded == (frozenset({1, 3}), *[frozenset()] * (spec.layer_count - 1))
+    assert some.bytes_read.experts == 2 * spec.expert_bytes[0, 0]
+    assert whole.bytes_read.experts == spec.total_expert_bytes
+    assert some.bytes_read.dense == whole.bytes_read.dense
+    hidden = torch.randn(4, spec.hidden_size, generator=torch.Generator().manual_seed(0))
+    chosen, gates = torch.tensor([[3, 1], [1, -1], [-1, 3], [-1, -1]]), torch.rand(4, 2)
+    expected = whole.experts(0, hidden, chosen, gates)
+    assert torch.equal(some.experts(0, hidden, chosen, gates), expected)
+    assert not expected[3].any()
+
+
+@pytest.mark.parametrize("family", ALL)
+def test_mass_is_the_share_of_what_the_router_gives(find: Find, family: str) -> None:
+    view = find(family).view
+    rows = torch.randn(6, view.spec.hidden_size, generator=torch.Generator().manual_seed(0))
+    for layer in range(view.spec.layer_count):
+        routing = view.route(layer, rows)
+        masses = routing.probabilities.gather(1, routing.experts)
+        torch.testing.assert_close(routing.probabilities.sum(1), torch.ones(6))
+        assert (routing.probabilities >= 0).all()
+        assert (masses[:, :-1] >= masses[:, 1:]).all()
+        if family in ("gemma4", "gemma4_text", "phimoe"):
+            continue  # A scale of each expert; a gate beside the router's own softmax.
+        shares = routing.gates / routing.gates.sum(1, keepdim=True)
+        expected = masses / masses.sum(1, keepdim=True)
+        torch.testing.assert_close(shares, expected, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("family", ALL)
+def test_what_a_token_would_be_equals_what_it_is(find: Find, family: str) -> None:
+    view, (ids,) = find(family).view, prompts(12)
+    cache = view.new_cache(slots=1)
+    batch = view.batch(cache, [cache.alloc()], [range(12)])
+    hidden = view.embed(batch.pad([ids]), batch)
+    positions = torch.tensor([11, 0, 5, 5, 8])
+    if not view.rewinds:
+        with pytest.raises(NotImplementedError, match="recurrent"):
+            view.attend_whatif(0, hidden[0, positions], positions, 0, cache)
+        return
+    for layer in range(view.spec.layer_count):
+        attended = view.attend(layer, hidden, batch, cache)
+        ours = view.attend_whatif(layer, hidden[0, positions], positions, 0, cache)
+        torch.testing.assert_close(ours, attended[0, positions], atol=1e-4, rtol=1e-4)
+        hidden = attended
+    ended = view.tail(hidden, batch, cache)
+    ours = view.tail_whatif(hidden[0, positions], positions, 0, cache)
+    torch.testing.assert_close(ours, ended[0, positions], atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "family",
+    [
+        one if one == "qwen3_5_moe" else pytest.param(one, marks=pytest.mark.slow)
+        for one in ("gemma4", "qwen3_5_moe", *SERVED)
+    ],
+)
+async def test_servers_that_guess_and_die_answer_as_one_process(find: Find, family: str) -> None:
+    """Mixed routes over four servers, prompts in pieces; one server dies while answers are under
+    way, and every expert is left."""
+    it, asked = find(family), prompts(9, 1, 14)
+    rng = np.random.default_rng(1)
+    profile, cluster = random_profile(rng, it.view.spec), random_cluster(rng, servers=4)
+    plan = random_plan(rng, it.view.spec, cluster, density=0.3)
+    plan.hosts[0] |= plan.hosts[1]
+    tiny, expected = it.tiny(), greedy(it.view, asked, 24)
+    async with running(
+        tiny, profile=profile, plan=plan, policy=guessing(2), prefill_chunk=6
+    ) as servers:
+        streams = [
+            servers.nodes[access].service.submit(request(one, 24))
+            for access, one in zip((0, 2, 3), asked, strict=True)
+        ]
+        begun = [await soon(anext(stream)) for stream in streams]
+        await servers.kill(1)
+        rest = await soon(asyncio.gather(*(read(stream) for stream in streams)))
+        guesses = [node.desk.answers.guessing for node in servers.nodes.values()]
+        await servers.all_free()
+    assert [[one.token, *tokens_of(more)] for one, more in zip(begun, rest, strict=True)] == (
+        expected
+    )
+    assert sum(one.made for one in guesses) > 0
+
+
+@pytest.mark.parametrize("family", ["gemma4", "deepseek_v3"])
+async def test_servers_without_guesses_answer_as_one_process(find: Find, family: str) -> None:
+    it, asked = find(family), prompts(9, 1, 14, 20)
+    rng = np.random.default_rng(2)
+    profile, cluster = random_profile(rng, it.view.spec), random_cluster(rng, servers=4)
+    plan = random_plan(rng, it.view.spec, cluster)
+    async with running(it.tiny(), profile=profile, plan=plan, prefill_chunk=6) as servers:
+        made = await answers(servers, [(at, request(one, NEW)) for at, one in enumerate(asked)])
+        await servers.all_free()
+    assert [tokens_of(events) for events in made] == greedy(it.view, asked, NEW)
+
+
+@pytest.mark.parametrize(
+    "family",
+    ["gemma4", *(pytest.param(one, marks=pytest.mark.slow) for one in ("jamba", "gpt_oss"))],
+)
+def test_calibration_plan_and_budget(find: Find, family: str) -> None:
+    folder = find(family).folder
+    view = open_model(folder, hashed=True)
+
+    def tokenizer(text: str, **_: object) -> dict[str, list[int]]:
+        return {"input_ids": [ord(letter) % 64 for letter in text]}
+
+    letters = np.random.default_rng(0).integers(0, 60, 600)
+    text = "".join(chr(97 + letter) for letter in letters)
+    profile = calibrate(view, tokenizer, [text], _SMALL, progress=False)
+    cluster = random_cluster(np.random.default_rng(1), servers=4)
+    plan = make_plan(profile, view.spec, cluster, cluster_hash="c")
+    assert plan.hosts.any(0).all()
+    _spends_within(view, profile, plan, budget=0.05)
+
+
+@pytest.mark.parametrize("family", SOME)
+def test_budgets_hold_at_every_prefix(find: Find, family: str) -> None:
+    view, rng = find(family).view, np.random.default_rng(3)
+    profile = random_profile(rng, view.spec)
+    plan = random_plan(rng, view.spec, random_cluster(rng, servers=4))
+    assert _spends_within(view, profile, plan, budget=0.05) > 0
+
+
+def _spends_within(view, profile, plan, *, budget: float) -> float:
+    """What three answers spend, of which no prefix spends more than it is credited."""
+    policy = replace(PRESETS["trimmoe"](), budget=budget)
+    engine = make_engine(plan, profile, view.spec, policy)
+    driver = LocalDriver(view, profile, engine, slots=3, seed=1)
+    for at, prompt in enumerate(prompts(3, 1, 5)):
+        driver.open(at, prompt, access=at, budget=budget, confidence=0.9)
+    last, spent = {0: 5, 1: 6, 2: 7}, np.zeros(3)
+    for step in range(1, 7):
+        for one in driver.decode(last):
+            spent[one.sequence] += one.ledger.loss
+            assert spent[one.sequence] <= budget * step + 1e-9
+            last[one.sequence] = int(one.logits.argmax())
+    return float(spent.sum())
