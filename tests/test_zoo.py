@@ -4,7 +4,6 @@ process, and on servers that guess and die."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -16,7 +15,10 @@ from nodes import answers, guessing, read, request, running, tokens_of
 from synthetic import random_plan
 from trimmoe.calibrate.run import calibrate
 from trimmoe.calibrate.settings import CalibrationSettings
+from trimmoe.core.plan import Plan
+from trimmoe.core.profile import Profile
 from trimmoe.experiments.methods import make_engine
+from trimmoe.models.base import MoEView
 from trimmoe.models.exact import exact_logits, greedy
 from trimmoe.models.general.catalogue import SERVED, TEXT_PARTS
 from trimmoe.models.general.view import GeneralView
@@ -26,8 +28,6 @@ from trimmoe.policy.settings import PRESETS
 from trimmoe.runtime.local import LocalDriver
 from wires import soon
 from zoo import REPRESENTATIVE, Specimen, prompts, specimen
-
-Find = Callable[[str], Specimen]
 
 OTHERS = sorted({*SERVED, *TEXT_PARTS} - {*REPRESENTATIVE})
 ALL = [*REPRESENTATIVE, *(pytest.param(one, marks=pytest.mark.slow) for one in OTHERS)]
@@ -53,23 +53,15 @@ _SMALL = CalibrationSettings(
 
 
 @pytest.fixture(scope="module")
-def find(tmp_path_factory: pytest.TempPathFactory) -> Find:
-    made: dict[str, Specimen] = {}
-
-    def found(family: str) -> Specimen:
-        if family not in made:
-            # One at a time: a few dozen models would be kept otherwise.
-            made.clear()
-            made[family] = specimen(family, tmp_path_factory.mktemp(family))
-        return made[family]
-
-    return found
+def it(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Specimen:
+    """The tiny model of a family; all tests of one family follow one another."""
+    return specimen(request.param, tmp_path_factory.mktemp(request.param))
 
 
-@pytest.mark.parametrize("family", ALL)
-def test_one_process_generates_what_transformers_does(find: Find, family: str) -> None:
+@pytest.mark.parametrize("it", ALL, indirect=True)
+def test_one_process_generates_what_transformers_does(it: Specimen) -> None:
     """Sequences of unequal length together, whole prompts and in pieces."""
-    it, asked = find(family), prompts(9, 1, 14)
+    asked = prompts(9, 1, 14)
     assert isinstance(it.view, GeneralView)
     assert greedy(it.view, asked, NEW) == [it.generated(one, NEW) for one in asked]
     with torch.no_grad():
@@ -79,11 +71,11 @@ def test_one_process_generates_what_transformers_does(find: Find, family: str) -
             torch.testing.assert_close(ours, their, rtol=0, atol=2e-4 * float(their.abs().max()))
 
 
-@pytest.mark.parametrize("family", SOME)
-def test_a_view_reads_only_its_own_experts(find: Find, family: str) -> None:
-    whole = find(family).view
+@pytest.mark.parametrize("it", SOME, indirect=True)
+def test_a_view_reads_only_its_own_experts(it: Specimen) -> None:
+    whole = it.view
     spec = whole.spec
-    some = open_model(find(family).folder, experts={0: [3, 1]})
+    some = open_model(it.folder, experts={0: [3, 1]})
     assert some.loaded == (frozenset({1, 3}), *[frozenset()] * (spec.layer_count - 1))
     assert some.bytes_read.experts == 2 * spec.expert_bytes[0, 0]
     assert whole.bytes_read.experts == spec.total_expert_bytes
@@ -95,9 +87,9 @@ def test_a_view_reads_only_its_own_experts(find: Find, family: str) -> None:
     assert not expected[3].any()
 
 
-@pytest.mark.parametrize("family", ALL)
-def test_mass_is_the_share_of_what_the_router_gives(find: Find, family: str) -> None:
-    view = find(family).view
+@pytest.mark.parametrize("it", ALL, indirect=True)
+def test_mass_is_the_share_of_what_the_router_gives(it: Specimen) -> None:
+    view = it.view
     rows = torch.randn(6, view.spec.hidden_size, generator=torch.Generator().manual_seed(0))
     for layer in range(view.spec.layer_count):
         routing = view.route(layer, rows)
@@ -105,16 +97,16 @@ def test_mass_is_the_share_of_what_the_router_gives(find: Find, family: str) -> 
         torch.testing.assert_close(routing.probabilities.sum(1), torch.ones(6))
         assert (routing.probabilities >= 0).all()
         assert (masses[:, :-1] >= masses[:, 1:]).all()
-        if family in ("gemma4", "gemma4_text", "phimoe"):
+        if view.spec.family in ("gemma4", "gemma4_text", "phimoe"):
             continue  # A scale of each expert; a gate beside the router's own softmax.
         shares = routing.gates / routing.gates.sum(1, keepdim=True)
         expected = masses / masses.sum(1, keepdim=True)
         torch.testing.assert_close(shares, expected, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("family", ALL)
-def test_what_a_token_would_be_equals_what_it_is(find: Find, family: str) -> None:
-    view, (ids,) = find(family).view, prompts(12)
+@pytest.mark.parametrize("it", ALL, indirect=True)
+def test_what_a_token_would_be_equals_what_it_is(it: Specimen) -> None:
+    view, (ids,) = it.view, prompts(12)
     cache = view.new_cache(slots=1)
     batch = view.batch(cache, [cache.alloc()], [range(12)])
     hidden = view.embed(batch.pad([ids]), batch)
@@ -134,16 +126,17 @@ def test_what_a_token_would_be_equals_what_it_is(find: Find, family: str) -> Non
 
 
 @pytest.mark.parametrize(
-    "family",
+    "it",
     [
         one if one == "qwen3_5_moe" else pytest.param(one, marks=pytest.mark.slow)
         for one in ("gemma4", "qwen3_5_moe", *SERVED)
     ],
+    indirect=True,
 )
-async def test_servers_that_guess_and_die_answer_as_one_process(find: Find, family: str) -> None:
+async def test_servers_that_guess_and_die_answer_as_one_process(it: Specimen) -> None:
     """Mixed routes over four servers, prompts in pieces; one server dies while answers are under
     way, and every expert is left."""
-    it, asked = find(family), prompts(9, 1, 14)
+    asked = prompts(9, 1, 14)
     rng = np.random.default_rng(1)
     profile, cluster = random_profile(rng, it.view.spec), random_cluster(rng, servers=4)
     plan = random_plan(rng, it.view.spec, cluster, density=0.3)
@@ -167,9 +160,9 @@ async def test_servers_that_guess_and_die_answer_as_one_process(find: Find, fami
     assert sum(one.made for one in guesses) > 0
 
 
-@pytest.mark.parametrize("family", ["gemma4", "deepseek_v3"])
-async def test_servers_without_guesses_answer_as_one_process(find: Find, family: str) -> None:
-    it, asked = find(family), prompts(9, 1, 14, 20)
+@pytest.mark.parametrize("it", ["gemma4", "deepseek_v3"], indirect=True)
+async def test_servers_without_guesses_answer_as_one_process(it: Specimen) -> None:
+    asked = prompts(9, 1, 14, 20)
     rng = np.random.default_rng(2)
     profile, cluster = random_profile(rng, it.view.spec), random_cluster(rng, servers=4)
     plan = random_plan(rng, it.view.spec, cluster)
@@ -180,11 +173,12 @@ async def test_servers_without_guesses_answer_as_one_process(find: Find, family:
 
 
 @pytest.mark.parametrize(
-    "family",
+    "it",
     ["gemma4", *(pytest.param(one, marks=pytest.mark.slow) for one in ("jamba", "gpt_oss"))],
+    indirect=True,
 )
-def test_calibration_plan_and_budget(find: Find, family: str) -> None:
-    folder = find(family).folder
+def test_calibration_plan_and_budget(it: Specimen) -> None:
+    folder = it.folder
     view = open_model(folder, hashed=True)
 
     def tokenizer(text: str, **_: object) -> dict[str, list[int]]:
@@ -199,15 +193,15 @@ def test_calibration_plan_and_budget(find: Find, family: str) -> None:
     _spends_within(view, profile, plan, budget=0.05)
 
 
-@pytest.mark.parametrize("family", SOME)
-def test_budgets_hold_at_every_prefix(find: Find, family: str) -> None:
-    view, rng = find(family).view, np.random.default_rng(3)
+@pytest.mark.parametrize("it", SOME, indirect=True)
+def test_budgets_hold_at_every_prefix(it: Specimen) -> None:
+    view, rng = it.view, np.random.default_rng(3)
     profile = random_profile(rng, view.spec)
     plan = random_plan(rng, view.spec, random_cluster(rng, servers=4))
     assert _spends_within(view, profile, plan, budget=0.05) > 0
 
 
-def _spends_within(view, profile, plan, *, budget: float) -> float:
+def _spends_within(view: MoEView, profile: Profile, plan: Plan, *, budget: float) -> float:
     """What three answers spend, of which no prefix spends more than it is credited."""
     policy = replace(PRESETS["trimmoe"](), budget=budget)
     engine = make_engine(plan, profile, view.spec, policy)
