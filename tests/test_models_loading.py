@@ -201,7 +201,7 @@ def _point_elsewhere(path: Path) -> None:
         (_spoil_config, "is not valid JSON; fetch"),
         (
             _edit_config(model_type="llama"),
-            "'llama', which .* use one of mixtral, olmoe, qwen2_moe",
+            "cannot serve this llama model: it has no routed experts",
         ),
         (
             _edit_config(quantization_config={"bits": 4}),

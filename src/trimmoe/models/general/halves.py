@@ -111,9 +111,9 @@ class Halves:
         """The experts' half, from the block that holds them if nothing else matters."""
         if self._block is None:
             return self._run(half, state.unsqueeze(0), None, (), self._call)
-        normed = self._norm(state) if normed is None else normed
+        rows: Tensor = self._norm(state) if normed is None else normed
         with _set(self._control, half, None):
-            return self._block(normed.unsqueeze(0))
+            return self._block(rows.unsqueeze(0))
 
     def _run(
         self,

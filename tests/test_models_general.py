@@ -1,0 +1,197 @@
+"""What the general adapter finds, keeps and refuses."""
+
+from __future__ import annotations
+
+import json
+import pkgutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import transformers.models
+from safetensors.torch import load_file, save_file
+from transformers.masking_utils import create_causal_mask
+from typer.testing import CliRunner
+
+import encoders
+import zoo
+from trimmoe.cli import app
+from trimmoe.core.errors import UserError
+from trimmoe.models.base import MoEView
+from trimmoe.models.exact import exact_logits, full_depth, greedy
+from trimmoe.models.from_config import sizes_from_config
+from trimmoe.models.general import attention
+from trimmoe.models.general.caching import SNAPSHOTS, GeneralCache
+from trimmoe.models.general.catalogue import (
+    ENCODER_DECODERS,
+    FAST,
+    SERVED,
+    TEXT_PARTS,
+    UNSERVED,
+    class_names,
+)
+from trimmoe.models.general.view import GeneralView
+from trimmoe.models.load import open_model
+
+KNOWN = {*FAST, *ENCODER_DECODERS, *SERVED, *TEXT_PARTS, *UNSERVED}
+
+
+@pytest.fixture(scope="module")
+def delta(tmp_path_factory: pytest.TempPathFactory) -> MoEView:
+    """A view of a model with recurrent states."""
+    return open_model(zoo.write("qwen3_next", tmp_path_factory.mktemp("delta")))
+
+
+def _stepped(view: MoEView, cache: GeneralCache, tokens: list[int], start: int) -> torch.Tensor:
+    """Logits [T, V] after each token, fed one by one."""
+    made = []
+    for at, token in enumerate(tokens, start):
+        batch = view.batch(cache, [0], [[at]])
+        made.append(
+            view.logits(full_depth(view, view.embed(batch.pad([[token]]), batch), batch, cache))
+        )
+    return torch.cat(made)
+
+
+@torch.inference_mode()
+def test_withdrawn_tokens_are_taken_back_from_snapshots(delta: MoEView) -> None:
+    cache = delta.new_cache(slots=1)
+    assert isinstance(cache, GeneralCache)
+    cache.alloc()
+    (right, wrong) = zoo.prompts(20, 9)
+    expected = exact_logits(delta, [right])[0]
+    _stepped(delta, cache, right[:8], 0)
+    _stepped(delta, cache, wrong, 8)
+    ours = _stepped(delta, cache, right[8:], 8)
+    torch.testing.assert_close(ours, expected[8:], rtol=1e-3, atol=1e-4)
+    kept = cache.bytes
+    _stepped(delta, cache, wrong, 20)
+    assert cache.bytes == kept, "snapshots are bounded in number"
+    with pytest.raises(UserError, match="no longer kept"):
+        _stepped(delta, cache, right, 28 - SNAPSHOTS)
+
+
+def test_no_sequence_begins_with_states_of_another(delta: MoEView) -> None:
+    assert not delta.rewinds
+    cache = delta.new_cache(slots=1)
+    assert isinstance(cache, GeneralCache)
+    first, second = zoo.prompts(7, 5)
+    with torch.inference_mode():
+        _stepped(delta, cache, first, 0) if cache.alloc() == 0 else None
+        cache.free(0)
+        cache.alloc()
+        ours = _stepped(delta, cache, second, 0)
+    torch.testing.assert_close(ours, exact_logits(delta, [second])[0], rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", ["deepseek_v32", "qwen3_next", "mimo_v2_flash"])
+def test_what_attention_keeps_is_what_a_configuration_says(tmp_path: Path, family: str) -> None:
+    """Compressed keys and those of an indexer, states, heads of unequal sizes."""
+    view = open_model(zoo.write(family, tmp_path))
+    sizes = sizes_from_config(tmp_path / "config.json")
+    cache = view.new_cache(slots=2)
+    cache.alloc()
+    batch = view.batch(cache, [0], [range(5)])
+    with torch.inference_mode():
+        full_depth(view, view.embed(batch.pad(zoo.prompts(5)), batch), batch, cache)
+    places = 2 * 64
+    assert cache.bytes == places * sizes.kv_bytes_per_token + sizes.state_bytes
+    assert sizes.spec.dense_bytes == view.spec.dense_bytes == view.bytes_read.dense
+
+
+def test_masks_of_others_are_what_they_were() -> None:
+    """Only where positions are in force are masks made for them."""
+    config = zoo.config_of("mellum")
+    config._attn_implementation = "sdpa"
+    states = torch.zeros(1, 3, 32)
+    padded = torch.tensor([[0, 1, 1]])
+    before = create_causal_mask(config, states, padded, None)
+    attention.register()
+    after = create_causal_mask(config, states, padded, None)
+    assert before is not None
+    assert after is not None
+    assert torch.equal(before, after)
+    positions = attention.Positions(queries=torch.tensor([[1, 3, 4]]), length=5)
+    with attention.at(positions):
+        ours = create_causal_mask(config, states, None, None)
+    assert ours is not None
+    assert ours[0, 0].tolist() == [[k <= q for k in range(5)] for q in (1, 3, 4)]
+
+
+def test_gpt_oss_is_read_as_it_is_published(tmp_path: Path) -> None:
+    """Experts in MXFP4, transposed and fused, are those that the same numbers are in float32."""
+    plain = zoo.write("gpt_oss", tmp_path / "plain", intermediate_size=32)
+    coded = zoo.write("gpt_oss", tmp_path / "coded", intermediate_size=32)
+    tensors = load_file(plain / "model.safetensors")
+    stored, exact = {}, {}
+    for name, tensor in tensors.items():
+        if tensor.ndim != 3:
+            stored[name] = exact[name] = tensor
+            continue
+        turned = tensor.transpose(1, 2).numpy()
+        encoded = [encoders.mxfp4(np.ascontiguousarray(expert)) for expert in turned]
+        for end in encoded[0].parts:
+            stored[name + end] = torch.stack([one.parts[end] for one in encoded])
+        values = torch.from_numpy(np.stack([one.values for one in encoded]))
+        exact[name] = values.transpose(1, 2).contiguous()
+    save_file(stored, coded / "model.safetensors")
+    save_file(exact, plain / "model.safetensors")
+    config = json.loads((coded / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "mxfp4"}
+    (coded / "config.json").write_text(json.dumps(config))
+    asked = zoo.prompts(9, 4)
+    ours = open_model(coded, dtype=torch.float32)
+    assert isinstance(ours, GeneralView)
+    assert greedy(ours, asked, 8) == greedy(open_model(plain), asked, 8)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "sentence"),
+    [
+        ("zaya", {}, "hands what a router knows on"),
+        (
+            "gemma4_text",
+            {"hidden_size_per_layer_input": 8},
+            "has embeddings of its tokens in every",
+        ),
+        ("glm_moe_dsa", {"indexer_types": ["full", "full", "shared"]}, "earlier ones"),
+        ("gemma4_text", {"enable_moe_block": False}, "has no routed experts"),
+    ],
+)
+def test_what_cannot_be_served_is_refused_in_a_sentence(
+    tmp_path: Path, family: str, changes: dict[str, object], sentence: str
+) -> None:
+    zoo.config_of(family, **changes).save_pretrained(tmp_path)
+    with pytest.raises(UserError, match=f"cannot serve this {family} model: it.*{sentence}"):
+        sizes_from_config(tmp_path / "config.json")
+
+
+def test_the_table_has_every_family_of_transformers() -> None:
+    """Whatever marks its experts as such is served, or it is said why not."""
+    with_experts = set()
+    for module in pkgutil.iter_modules(transformers.models.__path__):
+        file = Path(next(iter(transformers.models.__path__))) / module.name
+        source = file / f"modeling_{module.name}.py"
+        if source.is_file() and "@use_experts_implementation" in source.read_text("utf-8"):
+            with_experts.add(module.name)
+    missing = {name for name in with_experts if not any(_of(family) == name for family in KNOWN)}
+    assert len(with_experts) > 50
+    assert not missing
+    assert not {family for family in (*SERVED, *TEXT_PARTS) if family not in class_names()}
+
+
+def _of(family: str) -> str:
+    from transformers.models.auto.configuration_auto import model_type_to_module_name
+
+    return model_type_to_module_name(family)
+
+
+def test_the_command_lists_families_and_memory(tmp_path: Path) -> None:
+    listed = CliRunner().invoke(app, ["models", "--all"]).output
+    assert all(family in listed for family in KNOWN)
+    zoo.config_of("granitemoehybrid").save_pretrained(tmp_path)
+    shown = " ".join(CliRunner().invoke(app, ["models", str(tmp_path)]).output.split())
+    assert "3 MoE layers of 8 experts, 2 a token" in shown
+    assert "221.18 kB" in shown
+    assert "6.66 kB a sequence" in shown
