@@ -187,6 +187,14 @@ def _of(family: str) -> str:
     return model_type_to_module_name(family)
 
 
+def test_kimi_k2_is_deepseek_v3_under_another_name(tmp_path: Path) -> None:
+    view = open_model(zoo.write("deepseek_v3", tmp_path))
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"model_type": "kimi_k2"}))
+    asked = zoo.prompts(5)
+    assert greedy(open_model(tmp_path), asked, 4) == greedy(view, asked, 4)
+
+
 def test_the_command_lists_families_and_memory(tmp_path: Path) -> None:
     listed = CliRunner().invoke(app, ["models", "--all"]).output
     assert all(family in listed for family in KNOWN)

@@ -183,6 +183,7 @@ TABLE: dict[str, dict[str, Any]] = {
         "shared_expert_intermediate_size": 16,
         "share_expert_dim": 16,
     },
+    "sarvam_mla": _MLA,
     "zaya": {"num_experts_per_tok": 1},
 }
 

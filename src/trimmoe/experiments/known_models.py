@@ -36,7 +36,8 @@ def print_families(console: Console, *, every: bool) -> None:
     for name in ("family", "runs by", "attention keeps"):
         table.add_column(name, no_wrap=True)
     for family, how in sorted(served.items()):
-        table.add_row(family, how, "states, keys" if keeps_states(family) else "keys")
+        states = family not in ENCODER_DECODERS and keeps_states(family)
+        table.add_row(family, how, "states, keys" if states else "keys")
     console.print(table)
     console.print(
         f"{len(served)} families have been shown to answer as transformers does, token for token. "

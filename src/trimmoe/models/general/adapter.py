@@ -24,7 +24,7 @@ from trimmoe.models.family import (
 )
 from trimmoe.models.general import attention
 from trimmoe.models.general.caching import GeneralCache
-from trimmoe.models.general.catalogue import STATE_MARKS, class_of
+from trimmoe.models.general.catalogue import ALIASES, STATE_MARKS, class_of
 from trimmoe.models.general.ending import Ending
 from trimmoe.models.general.halves import Halves, without_cache
 from trimmoe.models.general.loading import fill, stacks_of
@@ -45,7 +45,7 @@ class GeneralFamily:
     """See `Family`. One object for one model: it keeps what it has found of a configuration."""
 
     def __init__(self, model_type: str) -> None:
-        self._model_type = model_type
+        self._model_type = ALIASES.get(model_type, model_type)
         self._built: tuple[Any, Skeleton] | None = None
 
     def config(self, raw: dict[str, Any]) -> Any:
@@ -54,7 +54,8 @@ class GeneralFamily:
         if self._model_type not in CONFIG_MAPPING:
             class_of(self._model_type)
         kind: Any = CONFIG_MAPPING[self._model_type]
-        return kind.from_dict(kind._decode_special_floats(raw))
+        settings = {key: value for key, value in raw.items() if key != "model_type"}
+        return kind.from_dict(kind._decode_special_floats(settings))
 
     def geometry(self, config: Any) -> Geometry:
         skeleton = self._skeleton(config)

@@ -58,6 +58,8 @@ SERVED = (
     "phimoe",
     "qwen3_5_moe_text",
     "qwen3_next",
+    "sarvam_mla",
+    "sarvam_moe",
     "solar_open",
 )
 """By the general adapter."""
@@ -66,6 +68,7 @@ TEXT_PARTS = (
     "deepseek_ocr2",
     "gemma4",
     "glm4v_moe",
+    "kimi_k25",
     "llama4",
     "minimax_m3_vl",
     "mistral_large4",
@@ -75,6 +78,9 @@ TEXT_PARTS = (
     "step3p7",
 )
 """Of models that see or hear too: what reads and writes text is served, the rest is not loaded."""
+
+ALIASES = {"kimi_k2": "deepseek_v3"}
+"""What configurations call families that transformers has under another name."""
 
 _STREAMS = "keeps several streams of states side by side (hyper-connections)"
 _CONVOLUTION = "keeps states of convolutions behind its experts, where no server stays"
@@ -127,15 +133,10 @@ def objection(text: Any) -> str | None:
 
 def keeps_states(model_type: str) -> bool:
     """Whether a family has layers that keep a recurrent state, by its source."""
-    import importlib
     import inspect
+    import sys
 
-    from transformers.models.auto.configuration_auto import model_type_to_module_name
-
-    name = model_type_to_module_name(model_type)
-    source = inspect.getsource(
-        importlib.import_module(f"transformers.models.{name}.modeling_{name}")
-    )
+    source = inspect.getsource(sys.modules[_class(model_type).__module__])
     return any(mark in source for mark in STATE_MARKS)
 
 
@@ -168,10 +169,14 @@ def class_names() -> dict[str, str]:
 def class_of(model_type: str) -> Any:
     """The class of a model type. Raises UserError if there is none with a head, or it is known
     that it cannot be served."""
-    import transformers
-
     if model_type in UNSERVED:
         raise refusal(model_type, UNSERVED[model_type])
+    return _class(model_type)
+
+
+def _class(model_type: str) -> Any:
+    import transformers
+
     name = class_names().get(model_type)
     if name is None:
         raise UserError(
