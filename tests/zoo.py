@@ -166,6 +166,7 @@ TABLE: dict[str, dict[str, Any]] = {
     "mistral_large4_text": _MLA,
     "mistral4": _MLA | {"qk_head_dim": 16, "head_dim": 8, "rope_parameters": _YARN},
     "nemotron_h": {
+        "moe_latent_size": 16,
         "layers_block_type": ["linear_attention", "moe", "full_attention", "moe", "mlp"],
         "ssm_state_size": 8,
         "mamba_num_heads": 4,

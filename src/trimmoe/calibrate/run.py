@@ -26,7 +26,7 @@ from trimmoe.calibrate.routing_stats import (
 )
 from trimmoe.calibrate.sampling import Classes
 from trimmoe.calibrate.settings import CalibrationSettings
-from trimmoe.calibrate.stand_ins import StandIns, fit_stand_ins
+from trimmoe.calibrate.stand_ins import StandIns, fit_stand_ins, rank_of
 from trimmoe.calibrate.steadiness import Steadiness, fit_steadiness, one_class
 from trimmoe.calibrate.text import text_hash, token_windows
 from trimmoe.calibrate.windows import Windows
@@ -87,7 +87,7 @@ def calibrate(
         with phases.run("Centroids", layers) as advance:
             centroids = _centroids(recording, exits, settings, advance)
         stand_ins: StandIns | None = None
-        if settings.stand_in_rank:
+        if rank_of(view, settings):
             with phases.run("Stand-ins", layers) as advance:
                 stand_ins = fit_stand_ins(view, recording, settings, advance)
         with phases.run("Statistics", 1):

@@ -40,7 +40,10 @@ class StandIns:
 
 
 def rank_of(view: MoEView, settings: CalibrationSettings) -> int:
-    """Directions of each stand-in; 0 for none."""
+    """Directions of each stand-in; 0 for none, as where experts read something narrower than
+    states."""
+    if view.widths.part != view.spec.hidden_size:
+        return 0
     most = max(1, _COLUMNS // view.spec.expert_count)
     return min(settings.stand_in_rank, most, view.spec.hidden_size)
 
