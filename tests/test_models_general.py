@@ -33,6 +33,7 @@ from trimmoe.models.general.catalogue import (
 )
 from trimmoe.models.general.view import GeneralView
 from trimmoe.models.load import open_model
+from trimmoe.runtime.probe import time_work
 
 KNOWN = {*FAST, *ENCODER_DECODERS, *SERVED, *TEXT_PARTS, *UNSERVED}
 
@@ -83,6 +84,10 @@ def test_no_sequence_begins_with_states_of_another(delta: MoEView) -> None:
         cache.alloc()
         ours = _stepped(delta, cache, second, 0)
     torch.testing.assert_close(ours, exact_logits(delta, [second])[0], rtol=1e-3, atol=1e-4)
+
+
+def test_work_is_timed_where_states_cannot_be_cut_back(delta: MoEView) -> None:
+    assert (time_work(delta) > 0).all()
 
 
 @pytest.mark.parametrize("family", ["deepseek_v32", "qwen3_next", "mimo_v2_flash"])

@@ -142,7 +142,8 @@ class _Bench:
         self.view, self.rows = view, rows
         self._cache = view.new_cache(slots=rows)
         slots = [self._cache.alloc() for _ in range(rows)]
-        position = min(_CONTEXT, view.spec.context_length - 1)
+        # A recurrent state costs the same at every position, and there is none but at the first.
+        position = min(_CONTEXT, view.spec.context_length - 1) if view.rewinds else 0
         self._batch = view.batch(self._cache, slots, [range(position, position + 1)] * rows)
         draws = torch.Generator().manual_seed(0)
         ids = torch.randint(view.spec.vocab_size, (rows, 1), generator=draws)
