@@ -27,6 +27,7 @@ from trimmoe.models.general.caching import GeneralCache
 from trimmoe.models.general.catalogue import ALIASES, STATE_MARKS, class_of
 from trimmoe.models.general.ending import Ending
 from trimmoe.models.general.halves import Halves, without_cache
+from trimmoe.models.general.layout import Layout
 from trimmoe.models.general.loading import fill, stacks_of
 from trimmoe.models.general.passing import Passing
 from trimmoe.models.general.ports import Control
@@ -34,7 +35,7 @@ from trimmoe.models.general.running import Call, Running, quietly
 from trimmoe.models.general.sizing import Kept, kept_of
 from trimmoe.models.general.skeleton import Skeleton, build
 from trimmoe.models.general.stored import Stored
-from trimmoe.models.general.trial import Layout, find
+from trimmoe.models.general.trial import find
 from trimmoe.models.general.view import GeneralView, Parts
 
 _ROWS = 8

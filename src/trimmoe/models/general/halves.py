@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from trimmoe.models.general.layout import SCORES, Layout
 from trimmoe.models.general.ports import (
     Control,
     ExpertsPort,
@@ -19,7 +20,6 @@ from trimmoe.models.general.ports import (
     SparedPort,
     put,
 )
-from trimmoe.models.general.trial import SCORES, Layout
 
 
 class Chosen(NamedTuple):
