@@ -11,7 +11,7 @@ from torch import Tensor
 
 from trimmoe.core.errors import UserError
 from trimmoe.core.precision import Precision
-from trimmoe.core.specs import ModelSpec
+from trimmoe.core.specs import IntArray, ModelSpec
 from trimmoe.models.base import BytesRead, MoEView
 from trimmoe.models.batching import describe
 from trimmoe.models.checkpoint import Checkpoint
@@ -106,6 +106,7 @@ class GeneralFamily:
         device: torch.device,
         precision: Precision,
         compiled: bool,
+        stand_ins: IntArray | None,
     ) -> MoEView:
         refuse_quantised(spec.name, precision)
         skeleton = build(config, self._model_type, dtype)
