@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from trimmoe.core.specs import BoolArray
+from trimmoe.models.base import DROPPED
 from trimmoe.runtime.node.compute.completion import to_users, token_of
 from trimmoe.runtime.node.compute.executor import Executor
 from trimmoe.runtime.node.compute.shipping import Cargo, Split, dispatched, onward, room
@@ -122,7 +123,10 @@ def run_slots(worker: Executor, layer: int, items: Sequence[Slots]) -> Outcome:
         its = slice(at, at + item.rows.total)
         part, several = sums[its], np.count_nonzero(experts[its].numpy() >= 0, axis=1) > 1
         if item.raw:
-            part = part + view.skip(layer, hidden[its]).to(part.dtype)
+            none = np.full(tuple(experts[its].shape), DROPPED)
+            begun = view.gathered_part(layer, hidden[its], none, gates[its]).clone()
+            begun[:, -view.widths.part :] += part
+            part = begun
         at += item.rows.total
         outcome.parcels += _returned(layer, item, part, several | item.raw, view.dtype)
     return outcome

@@ -225,7 +225,7 @@ def _width(geometry: Geometry, message: Dispatch | Partial | Onward | Propagate)
         case Dispatch():
             return geometry.widths.attended
         case Partial():
-            return geometry.widths.part
+            return geometry.widths.moving if message.raw else geometry.widths.part
         case Onward():
             return geometry.widths.moving
         case _:
