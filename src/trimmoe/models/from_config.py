@@ -8,6 +8,7 @@ part, which is what is served.
 
 from __future__ import annotations
 
+import importlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,8 +25,8 @@ from trimmoe.core.specs import ModelSpec
 from trimmoe.models.anatomy import Anatomy, Kept, anatomy
 from trimmoe.models.checkpoint import Entry, Listing
 from trimmoe.models.family import Family, build_spec
-from trimmoe.models.general.adapter import GeneralFamily
-from trimmoe.models.load import family_of
+from trimmoe.models.load import FAMILIES
+from trimmoe.models.stored import is_known, quantisation_name, stored_bytes
 
 _STORED = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 _SAME_AS = {"kimi_k2": "deepseek_v3"}
@@ -54,10 +55,153 @@ class ModelSizes:
     """Of `active_parameters`, the table of which a token reads one row; 0 if the head shares it."""
     encoder_expert_bytes: int
     """Routed experts of an encoder, which a plan does not place; 0 without one."""
-    kv_bytes_per_token: int
-    """Keys and values of one position in all blocks."""
-    state_bytes: int = 0
-    """Recurrent states of one sequence after one token, in all blocks."""
+    kept: Kept
+    """What is kept of a sequence, in elements."""
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Keys and values of one position in all blocks, before any window is full."""
+        return (self.kept.per_position + self.kept.windowed) * self._itemsize
+
+    @property
+    def state_bytes(self) -> int:
+        """Recurrent state of one sequence."""
+        return self.kept.state * self._itemsize
+
+    def cache_bytes(self, positions: int) -> int:
+        """All that is kept of a sequence of so many positions."""
+        return self.kept.elements(positions) * self._itemsize
+
+    @property
+    def _itemsize(self) -> int:
+        return self.spec.activation_bytes
+
+
+def sizes_from_config(path: Path, precision: Precision = Precision.NONE) -> ModelSizes:
+    """Sizes of the model that a config.json describes, in the dtype it names (bfloat16 for one
+    that is stored quantised and names none, else float32) or in `precision`.
+
+    Raises `UserError` if there is no such file, it is not JSON, transformers does not know what it
+    describes or that has no routed experts.
+    """
+    raw = _read(path)
+    dtype = _dtype(raw)
+    name = raw.get("_name_or_path") or path.resolve().parent.name
+    config, model = _on_meta(path, raw)
+    if config.is_encoder_decoder:
+        return _encoder_decoder(path, raw, config, model, name, dtype, precision)
+    parts = anatomy(model, config)
+    settings = _quantisation(raw)
+    return ModelSizes(
+        spec=_spec(parts, config, raw["model_type"], name, dtype, precision),
+        dtype=_name(dtype),
+        precision=precision,
+        stored_bytes=stored_bytes(model, settings, dtype.itemsize),
+        stored_as=quantisation_name(settings) or _name(dtype),
+        stored_is_known=is_known(settings),
+        parameters=parts.parameters,
+        active_parameters=parts.active_parameters,
+        embedding_parameters=parts.embedding_parameters,
+        encoder_expert_bytes=0,
+        kept=parts.kept,
+    )
+
+
+def _on_meta(path: Path, raw: dict[str, Any]) -> tuple[Any, Any]:
+    """The text part's configuration and the model without weights."""
+    fields = {name: value for name, value in raw.items() if name not in _QUANTISATION}
+    kind = str(fields.pop("model_type"))
+    try:
+        config = AutoConfig.for_model(_SAME_AS.get(kind) or kind, **fields)
+        config = config.get_text_config(decoder=True) if not config.is_encoder_decoder else config
+        auto: Any = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
+        with torch.device("meta"):
+            return config, auto.from_config(config)
+    except Exception as error:  # Config and model classes validate in many ways.
+        raise UserError(
+            f"{path} is not a valid {kind} configuration "
+            f"({str(error).splitlines()[0] if str(error) else type(error).__name__}); "
+            "fetch it again."
+        ) from error
+
+
+def _spec(
+    parts: Anatomy, config: Any, family: str, name: str, dtype: torch.dtype, precision: Precision
+) -> ModelSpec:
+    layers, experts = len(parts.moe_blocks), parts.expert_count
+    size = precision.size_bytes
+    flops, head = np.zeros(layers), 2.0 * parts.head_matrix
+    for block, matrix in enumerate(parts.block_matrix):
+        layer = int(np.searchsorted(parts.moe_blocks, block))
+        if layer < layers:
+            flops[layer] += 2.0 * matrix
+        else:
+            head += 2.0 * matrix
+    each = np.array([size(count, dtype.itemsize) for count in parts.expert_parameters])
+    counts = np.array(parts.expert_parameters, dtype=np.float64)
+    return ModelSpec(
+        name=name,
+        family=family,
+        model_hash="",
+        layer_count=layers,
+        expert_count=experts,
+        top_k=parts.top_k,
+        hidden_size=config.hidden_size,
+        vocab_size=config.vocab_size,
+        context_length=int(getattr(config, "max_position_embeddings", 0) or 0),
+        activation_bytes=dtype.itemsize,
+        gates_renormalised=bool(getattr(config, "norm_topk_prob", True)),
+        expert_bytes=np.repeat(each.astype(np.int64)[:, None], experts, axis=1),
+        expert_flops=np.repeat(2.0 * counts[:, None], experts, axis=1),
+        layer_dense_flops=flops,
+        head_flops=head,
+        dense_bytes=size(parts.dense_parameters, dtype.itemsize),
+    )
+
+
+def _encoder_decoder(
+    path: Path,
+    raw: dict[str, Any],
+    config: Any,
+    model: Any,
+    name: str,
+    dtype: torch.dtype,
+    precision: Precision,
+) -> ModelSizes:
+    if raw["model_type"] not in FAMILIES:
+        raise UserError(
+            f"{path} describes a {raw['model_type']}, which has an encoder; of such models only "
+            "switch_transformers is known."
+        )
+    family: Family = importlib.import_module(FAMILIES[raw["model_type"]]).FAMILY
+    described = _described(path, model, dtype)
+    spec = build_spec(
+        family.geometry(config),
+        described,
+        name=name,
+        model_hash="",
+        dtype=dtype,
+        precision=precision,
+    )
+    experts = sum(
+        entry.numel for stored, entry in described.entries.items() if ".experts." in stored
+    )
+    total = sum(entry.numel for entry in described.entries.values())
+    in_encoder = precision.size_bytes(experts, dtype.itemsize) - spec.total_expert_bytes
+    heads = config.num_decoder_layers * config.num_heads * config.d_kv
+    return ModelSizes(
+        spec=spec,
+        dtype=_name(dtype),
+        precision=precision,
+        stored_bytes=total * dtype.itemsize,
+        stored_as=_name(dtype),
+        stored_is_known=True,
+        parameters=total,
+        active_parameters=total - round(experts * (1.0 - spec.top_k / spec.expert_count)),
+        embedding_parameters=0,
+        encoder_expert_bytes=in_encoder,
+        kept=Kept(per_position=2 * heads, windowed=0, window=0, state=0),
+    )
 
 
 def _described(path: Path, model: Any, dtype: torch.dtype) -> Listing:
@@ -74,79 +218,6 @@ def _described(path: Path, model: Any, dtype: torch.dtype) -> Listing:
     return Listing(path.parent, entries)
 
 
-def sizes_from_config(path: Path) -> ModelSizes:
-    """Sizes of the model that a config.json describes, in the dtype it names (else float32).
-
-    Raises `UserError` if there is no such file, it is not JSON or not of a known family.
-    """
-    raw = _read(path)
-    family = family_of(raw["model_type"])
-    if isinstance(family, GeneralFamily):
-        return _general_sizes(path, raw, family)
-    return _sizes(path, raw, family)
-
-
-def _general_sizes(path: Path, raw: dict[str, Any], family: GeneralFamily) -> ModelSizes:
-    settings = {key: value for key, value in raw.items() if key != "quantization_config"}
-    try:
-        config = family.config(settings)
-        geometry = family.geometry(config)
-    except UserError:
-        raise
-    except Exception as error:  # Config and model classes validate in many ways.
-        raise _invalid(path, raw, error) from error
-    dtype = _dtype(raw)
-    spec = build_spec(
-        geometry, Listing(path.parent, {}), name=_name(path, raw), model_hash="", dtype=dtype
-    )
-    kept = family.kept_bytes(config, dtype)
-    return ModelSizes(
-        spec=spec,
-        dtype=str(dtype).removeprefix("torch."),
-        stored_bytes=family.parameters(config) * dtype.itemsize,
-        encoder_expert_bytes=0,
-        kv_bytes_per_token=kept.per_token,
-        state_bytes=kept.per_sequence,
-    )
-
-
-def _name(path: Path, raw: dict[str, Any]) -> str:
-    return raw.get("_name_or_path") or path.resolve().parent.name
-
-
-def _invalid(path: Path, raw: dict[str, Any], error: Exception) -> UserError:
-    return UserError(
-        f"{path} is not a valid {raw['model_type']} configuration "
-        f"({str(error).splitlines()[0]}); fetch it again."
-    )
-
-
-def _sizes(path: Path, raw: dict[str, Any], family: Family) -> ModelSizes:
-    dtype = _dtype(raw)
-    try:
-        config = family.config(raw)
-        kind: Any = AutoModelForCausalLM
-        if config.is_encoder_decoder:
-            kind = AutoModelForSeq2SeqLM
-        with torch.device("meta"):
-            model = kind.from_config(config)
-    except Exception as error:  # Config and model classes validate in many ways.
-        raise _invalid(path, raw, error) from error
-    described = _described(path, model, dtype)
-    name, geometry = _name(path, raw), family.geometry(config)
-    spec = build_spec(geometry, described, name=name, model_hash="", dtype=dtype)
-    experts = sum(
-        entry.nbytes for stored, entry in described.entries.items() if ".experts." in stored
-    )
-    return ModelSizes(
-        spec=spec,
-        dtype=str(dtype).removeprefix("torch."),
-        stored_bytes=sum(entry.nbytes for entry in described.entries.values()),
-        encoder_expert_bytes=experts - spec.total_expert_bytes,
-        kv_bytes_per_token=_kv_elements(config) * dtype.itemsize,
-    )
-
-
 def _read(path: Path) -> dict[str, Any]:
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
@@ -154,8 +225,12 @@ def _read(path: Path) -> dict[str, Any]:
         raise UserError(f"Cannot read {path}; give a model's config.json.") from error
     except ValueError as error:
         raise UserError(f"{path} is not valid JSON; fetch it again.") from error
-    if not isinstance(raw, dict) or not isinstance(raw.get("model_type"), str):
-        raise UserError(f"{path} does not say what model it describes; give a model's config.json.")
+    kind = raw.get("model_type") if isinstance(raw, dict) else None
+    if not isinstance(kind, str) or _SAME_AS.get(kind, kind) not in CONFIG_MAPPING:
+        raise UserError(
+            f"{path} does not describe a model that the installed transformers knows; its "
+            f"model_type is {kind!r}."
+        )
     return raw
 
 
@@ -170,9 +245,11 @@ def _quantisation(raw: dict[str, Any]) -> dict[str, Any] | None:
 
 def _dtype(raw: dict[str, Any]) -> torch.dtype:
     text = raw.get("text_config") or {}
-    said = (part.get(key) for part in (raw, text) for key in ("dtype", "torch_dtype"))
-    named = getattr(torch, str(next((one for one in said if one), None)), None)
-    return named if named in _STORED else torch.float32
+    said = (place.get(key) for place in (raw, text) for key in ("dtype", "torch_dtype"))
+    named = getattr(torch, str(next((value for value in said if value), None)), None)
+    if named in _STORED:
+        return named
+    return torch.float32 if _quantisation(raw) is None else torch.bfloat16
 
 
 def _name(dtype: torch.dtype) -> str:
