@@ -77,6 +77,7 @@ def geometry_of(tiny: Tiny) -> Geometry:
         top_k=spec.top_k,
         vocab_size=spec.vocab_size,
         context_length=spec.context_length,
+        widths=tiny.view.widths,
         loaded=tiny.view.loaded,
     )
 

@@ -20,7 +20,7 @@ from trimmoe.cli import app
 from trimmoe.core.errors import UserError
 from trimmoe.models.base import MoEView
 from trimmoe.models.exact import exact_logits, full_depth, greedy
-from trimmoe.models.from_config import sizes_from_config
+from trimmoe.models.from_config import require_served, sizes_from_config
 from trimmoe.models.general import attention
 from trimmoe.models.general.caching import SNAPSHOTS, GeneralCache
 from trimmoe.models.general.catalogue import (
@@ -169,7 +169,7 @@ def test_what_cannot_be_served_is_refused_in_a_sentence(
 ) -> None:
     zoo.config_of(family, **changes).save_pretrained(tmp_path)
     with pytest.raises(UserError, match=f"cannot serve this {family} model: it.*{sentence}"):
-        sizes_from_config(tmp_path / "config.json")
+        require_served(tmp_path / "config.json")
 
 
 def test_the_table_has_every_family_of_transformers() -> None:

@@ -152,7 +152,8 @@ def test_the_command_says_what_is_short(tmp_path: Path) -> None:
     [
         (None, "give a model's config.json"),
         ("{", "not valid JSON"),
-        ('{"model_type": "gpt2"}', "cannot serve this gpt2 model"),
+        ('{"model_type": "nosuch"}', "its model_type is 'nosuch'"),
+        ('{"model_type": "gpt2"}', "no block with a module `experts`"),
         ('{"model_type": "mixtral", "hidden_size": "wide"}', "not a valid mixtral configuration"),
     ],
 )

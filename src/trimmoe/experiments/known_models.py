@@ -10,7 +10,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from trimmoe.core.precision import Precision
-from trimmoe.models.from_config import ModelSizes, sizes_from_config
+from trimmoe.models.from_config import ModelSizes, require_served, sizes_from_config
 from trimmoe.models.general.catalogue import (
     ENCODER_DECODERS,
     FAST,
@@ -54,6 +54,7 @@ def print_families(console: Console, *, every: bool) -> None:
 def print_memory(config: Path, console: Console) -> None:
     """What the model that a config.json describes takes. Raises `UserError` if there is none, or
     it cannot be served."""
+    require_served(config)
     sizes = sizes_from_config(config)
     spec = sizes.spec
     console.print(

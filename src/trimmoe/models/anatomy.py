@@ -111,7 +111,7 @@ def anatomy(model: Any, config: Any) -> Anatomy:
         block_matrix=tuple(_matrix_elements(block) for block in blocks),
         head_matrix=(embedding if head is None else head).weight.numel(),
         embedding_parameters=0 if tied else embedding.weight.numel(),
-        parameters=_parameters(model),
+        parameters=_parameters(model) + _stored_buffers(model),
         kept=_kept(blocks, config),
     )
 
@@ -129,6 +129,17 @@ def _place(name: str) -> tuple[str, int] | None:
 
 def _parameters(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
+
+
+def _stored_buffers(model: nn.Module) -> int:
+    """Elements that checkpoints have beside parameters, such as routers' corrections."""
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    state = model.state_dict()
+    return sum(
+        found.numel()
+        for name, found in state.items()
+        if name not in parameters and found.is_floating_point()
+    )
 
 
 def _expert_count(experts: nn.Module) -> int:
@@ -171,6 +182,12 @@ def _kept(blocks: Any, config: Any) -> Kept:
     return Kept(per_position=whole, windowed=windowed, window=window, state=state)
 
 
+def _indexed(attention: Any) -> int:
+    """What an indexer keeps of a position to choose those that are attended to."""
+    key = getattr(getattr(attention, "indexer", None), "wk", None)
+    return 0 if key is None else key.weight.shape[0]
+
+
 def _block_kept(block: Any, config: Any) -> tuple[int, int]:
     """Elements of a position and of the state."""
     modules: list[Any] = list(block.modules())
@@ -179,7 +196,7 @@ def _block_kept(block: Any, config: Any) -> tuple[int, int]:
             return 0, state
         for name in _COMPRESSED:
             if hasattr(module, name):
-                return getattr(module, name).weight.shape[0], 0
+                return getattr(module, name).weight.shape[0] + _indexed(module), 0
         if hasattr(module, "k_proj"):
             value = getattr(module, "v_proj", None)
             keys = module.k_proj.weight.shape[0]

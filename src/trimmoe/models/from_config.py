@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
+from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from trimmoe.core.errors import UserError
@@ -25,7 +25,7 @@ from trimmoe.core.specs import ModelSpec
 from trimmoe.models.anatomy import Anatomy, Kept, anatomy
 from trimmoe.models.checkpoint import Entry, Listing
 from trimmoe.models.family import Family, build_spec
-from trimmoe.models.load import FAMILIES
+from trimmoe.models.load import FAMILIES, family_of
 from trimmoe.models.stored import is_known, quantisation_name, stored_bytes
 
 _STORED = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
@@ -107,12 +107,30 @@ def sizes_from_config(path: Path, precision: Precision = Precision.NONE) -> Mode
     )
 
 
+def require_served(path: Path) -> None:
+    """Raise `UserError` unless the model that a config.json describes can be served."""
+    raw = _read(path)
+    family = family_of(raw["model_type"])
+    settings = {name: value for name, value in raw.items() if name not in _QUANTISATION}
+    try:
+        family.geometry(family.config(settings))
+    except UserError:
+        raise
+    except Exception as error:  # Config and model classes validate in many ways.
+        raise UserError(
+            f"{path} is not a valid {raw['model_type']} configuration "
+            f"({str(error).splitlines()[0]}); fetch it again."
+        ) from error
+
+
 def _on_meta(path: Path, raw: dict[str, Any]) -> tuple[Any, Any]:
     """The text part's configuration and the model without weights."""
     fields = {name: value for name, value in raw.items() if name not in _QUANTISATION}
     kind = str(fields.pop("model_type"))
     try:
-        config = AutoConfig.for_model(_SAME_AS.get(kind) or kind, **fields)
+        known: Any = CONFIG_MAPPING[_SAME_AS.get(kind, kind)]
+        # Infinite numbers are written as words.
+        config = known.from_dict(known._decode_special_floats(fields))
         config = config.get_text_config(decoder=True) if not config.is_encoder_decoder else config
         auto: Any = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
         with torch.device("meta"):
