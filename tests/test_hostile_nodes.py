@@ -156,8 +156,10 @@ class Falsifier(MemoryNetwork):
 
     def deliver(self, source: str, destination: str, frames: list[Frame]) -> None:
         if self.liar == source and len(frames) > 2 and b"partial" in bytes(frames[1]):
-            sums = np.frombuffer(frames[2], np.float32)
-            frames = [*frames[:2], bytearray((-3.0 * sums).tobytes())]
+            # Sums that others are added to are wider, and come behind the rest.
+            kinds = (np.float32, np.float64)
+            sums = [np.frombuffer(f, kind) for f, kind in zip(frames[2:], kinds, strict=False)]
+            frames = [*frames[:2], *(bytearray((-3 * each).tobytes()) for each in sums)]
         super().deliver(source, destination, frames)
 
     liar = ""

@@ -53,8 +53,8 @@ def test_changed_frames_are_refused_by_name(sent: list[tuple[str, Frames]], tiny
 
 async def test_who_has_a_valid_key_may_send_what_it_likes(sent: list[tuple[str, Frames]]) -> None:
     found = await member(sent, 800, seed=2)
-    assert found["malformed message"] > 10
-    assert found["no envelope"] > 10
+    assert found["malformed message"] > 0
+    assert found["no envelope"] > 0
 
 
 def test_what_is_no_word_between_a_head_and_its_members_is_none() -> None:

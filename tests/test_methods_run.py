@@ -160,9 +160,12 @@ def refused(
     return said
 
 
-def assert_is_own(name: str, engine: Engine, world: World) -> None:
+def assert_is_own(name: str, engine: Engine, world: World, *, spends: bool = False) -> None:
     """The engine decides by the policy, settings, hosts and routes of the method `name`."""
     method = METHODS[name]
+    if spends and name == "auto":
+        # A budget is given, so that it may be spent.
+        method = replace(method, settings=auto_trimming)
     wanted = configured(method, budget=BUDGET, confidence=CONFIDENCE)
     plan = plan_for(method, world.plan, world.profile, world.model)
     assert type(engine.policy) is OWN.get(name, TrimPolicy)
@@ -185,7 +188,7 @@ def test_what_runs_is_the_method_that_was_asked_for(
     stopping[0] = 1 if name == "exact" else UP_TO[command]
     quality = ["--budget", str(BUDGET), "--confidence", str(CONFIDENCE)]
     ran = run(monkeypatch, command, *world.options(command), "--method", name, *quality)
-    assert_is_own(name, ran.engine, world)
+    assert_is_own(name, ran.engine, world, spends=command == "generate")
     if command == "simulate" and name in OWN:
         assert type(ran.remade) is OWN[name], "also once waiting times were measured"
 

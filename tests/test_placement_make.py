@@ -225,7 +225,11 @@ def test_kv_reserve_reaches_the_capacity() -> None:
     profile, model, cluster = small()
     cluster = replace(cluster, memory_ratio=None)
     plan = make_plan(
-        profile, model, cluster, PlanSettings(kv_reserve_bytes=10**9), cluster_hash="c"
+        profile,
+        model,
+        cluster,
+        PlanSettings(kv_reserve_bytes=10**9, stand_in_share=0.0),
+        cluster_hash="c",
     )
     np.testing.assert_array_equal(
         plan.expert_capacity_bytes, expert_capacity_bytes(cluster, model) - 10**9
@@ -241,7 +245,8 @@ def test_what_stands_in_for_experts_has_its_place_beside_the_dense_part() -> Non
     reads = np.zeros((shape[0], shape[3], shape[1], shape[2]), dtype=np.float16)
     guessing = replace(profile, stand_in_read=reads, stand_in_give=gives)
     whole = expert_capacity_bytes(cluster, model)
-    planned = make_plan(guessing, model, cluster, cluster_hash="c").expert_capacity_bytes
+    settings = PlanSettings(stand_in_share=0.0)
+    planned = make_plan(guessing, model, cluster, settings, cluster_hash="c").expert_capacity_bytes
     np.testing.assert_array_equal(planned, whole - 2 * (gives.size + reads.size))
-    others = make_planner(guessing, model, cluster, default(), guesses=False)
+    others = make_planner(guessing, model, cluster, settings, guesses=False)
     np.testing.assert_array_equal(others.capacity, whole)

@@ -4,16 +4,8 @@ from __future__ import annotations
 
 from enum import StrEnum
 
-import numpy as np
-from numpy.typing import NDArray
-
 GROUP = 32
 """Weights of a row that share a scale, where they are quantised."""
-
-
-def copy_bytes(weights: NDArray[np.float64], bits: int) -> NDArray[np.int64]:
-    """What so many weights take in few bits, with a scale and an offset for every group."""
-    return np.rint(weights * (bits + 32 / GROUP) / 8).astype(np.int64)
 
 
 class Precision(StrEnum):

@@ -123,8 +123,8 @@ def _headline(plan: Plan, model: ModelSpec, figures: PlanFigures) -> str:
     won = plan.header.settings.get("seed_won")
     text += f"; grown from: {escape(str(won))}" if won else ""
     text += _search_text(plan.header.settings)
-    text += _copies_text(plan, model)
-    return text + survival_text(plan, float(share @ figures.route_s))
+    text += survival_text(plan, float(share @ figures.route_s))
+    return text + _copies_text(plan, model)
 
 
 def _copies_text(plan: Plan, model: ModelSpec) -> str:

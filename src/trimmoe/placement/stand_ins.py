@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from trimmoe.core.precision import copy_bytes
+from trimmoe.core.precision import GROUP
 from trimmoe.core.specs import BoolArray, FloatArray, IntArray, ModelSpec
 
 _RUNGS = (2, 4)
@@ -50,6 +50,11 @@ def copied_bits(
                 if more <= left:
                     bits[where], left = rung, left - more
     return found
+
+
+def copy_bytes(weights: FloatArray, bits: int) -> IntArray:
+    """What so many weights take in few bits, with a scale and an offset for every group."""
+    return np.rint(weights * (bits + 32 / GROUP) / 8).astype(np.int64)
 
 
 def copies_bytes(model: ModelSpec, bits: IntArray) -> IntArray:

@@ -16,9 +16,9 @@ BUDGET_USE_TARGET = 0.9
 """Share of the budget that a policy aims to spend."""
 
 GUESSES, GUESS_CONFIDENCE = 3, 0.15
-"""By default. On the embedded model servers of `local4` are right 93 to 96 % of the time with copies
-of the other experts in four bits, and 68 to 75 % with linear maps; of guesses above 0.15, 95 to 98 %
-and 77 to 83 %."""
+"""By default. On the embedded model servers of `local4` are right 93 to 96 % of the time with
+copies of the other experts in four bits, and 68 to 75 % with linear maps; of guesses above 0.15, 95
+to 98 % and 77 to 83 %."""
 
 GUESS_BELOW = 0.75
 """Share of what its machines can do that a route is at work for from which on guesses cost others
