@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+import zoo
 from checkpoints import Folder, written_once
 from nodes import answers, hybrid_routes, request, running, staircase_routes, world
 from serving import Tiny
@@ -38,8 +39,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Folder:
     return written_once(tmp_path_factory.mktemp)
 
 
-@pytest.fixture(scope="module", params=list(OPTIONS))
-def view(request: pytest.FixtureRequest, folder: Folder) -> MoEView:
+@pytest.fixture(scope="module", params=[*OPTIONS, "normed"])
+def view(
+    request: pytest.FixtureRequest, folder: Folder, tmp_path_factory: pytest.TempPathFactory
+) -> MoEView:
+    """`normed`: of a family whose layers norm what all experts give together."""
+    if request.param == "normed":
+        view = open_model(zoo.write("afmoe", tmp_path_factory.mktemp("afmoe")))
+        assert view.widths.moving == view.widths.attended + view.widths.part
+        return view
     return open_model(folder("qwen2_moe"), **OPTIONS[request.param])
 
 
@@ -71,12 +79,12 @@ def test_a_layer_gives_the_same_bits_whoever_runs_its_experts(
     whole = view.give(1, hidden, experts, gates)
     own, *others = data.draw(st.permutations(range(SERVERS)))
     mine = _at(experts, host, own)
-    total = _travelled(view.gathered(1, hidden, mine, gates), (mine >= 0).sum(1) > 0, view)
+    total = _travelled(view.gathered_part(1, hidden, mine, gates), (mine >= 0).sum(1) > 0, view)
     for server in others:
         its = _at(experts, host, server)
         sums = view.experts(1, hidden, torch.from_numpy(its), gates)
-        total = total + _travelled(sums, (its >= 0).sum(1) > 1, view)
-    assert torch.equal(total.to(view.dtype), whole)
+        total[:, -view.widths.part :] += _travelled(sums, (its >= 0).sum(1) > 1, view)
+    assert torch.equal(view.whole(1, total.to(view.dtype)), whole)
     assert torch.equal(whole, view.finish(1, hidden, view.shared(1, hidden), view.experts(
         1, hidden, torch.from_numpy(experts), gates)))  # fmt: skip
 

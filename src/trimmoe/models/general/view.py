@@ -180,12 +180,10 @@ class GeneralView(MoEView):
     def finish(
         self, layer: int, hidden: Tensor, shared: Tensor | None, routed: Tensor | None
     ) -> Tensor:
-        halves = self._halves[layer]
-        if halves.layout.factor is None:
-            return halves.rest(hidden, None if routed is None else routed.to(self.dtype))
-        if routed is None:
-            return hidden if shared is None else hidden + shared
-        return (hidden + (routed if shared is None else routed + shared)).to(self.dtype)
+        if self._halves[layer].layout.factor is not None:
+            return super().finish(layer, hidden, shared, routed)
+        rounded = None if routed is None else routed.to(self.dtype)
+        return self._halves[layer].rest(hidden, rounded)
 
     def gathered(
         self,
@@ -196,11 +194,11 @@ class GeneralView(MoEView):
         *,
         normed: Tensor | None = None,
     ) -> Tensor:
-        if self._halves[layer].layout.factor is not None:
+        if self._adds:
             return super().gathered(layer, hidden, experts, gates, normed=normed)
         given = self._summed(layer, hidden, experts, gates, normed)
         rounded = None if given is None else given.to(self.dtype)
-        return self._halves[layer].rest(hidden, rounded).to(sums_in(self.dtype, self.device))
+        return self._behind(layer, hidden, rounded).to(sums_in(self.dtype, self.device))
 
     def gathered_part(
         self,
@@ -237,6 +235,10 @@ class GeneralView(MoEView):
         if self._adds:
             return moved
         hidden, given = moved.split([self._widths.attended, self._widths.part], 1)
+        return self._behind(layer, hidden, given)
+
+    def _behind(self, layer: int, hidden: Tensor, given: Tensor | None) -> Tensor:
+        """The layer's output of what its experts gave together, rounded already."""
         halves = self._halves[layer]
         if halves.layout.factor is None:
             return halves.rest(hidden, given)
