@@ -25,13 +25,13 @@ from trimmoe.core.specs import ModelSpec
 from trimmoe.models.anatomy import Anatomy, Kept, anatomy
 from trimmoe.models.checkpoint import Entry, Listing
 from trimmoe.models.family import Family, build_spec
+from trimmoe.models.formats.choose import quantisation, without_quantisation
+from trimmoe.models.general.adapter import GeneralFamily
+from trimmoe.models.general.catalogue import ALIASES
 from trimmoe.models.load import FAMILIES, family_of
 from trimmoe.models.stored import is_known, quantisation_name, stored_bytes
 
 _STORED = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
-_SAME_AS = {"kimi_k2": "deepseek_v3"}
-"""Published under a name of its own, and built by transformers as another."""
-_QUANTISATION = ("quantization_config", "compression_config")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -111,36 +111,32 @@ def require_served(path: Path) -> None:
     """Raise `UserError` unless the model that a config.json describes can be served."""
     raw = _read(path)
     family = family_of(raw["model_type"])
-    settings = {name: value for name, value in raw.items() if name not in _QUANTISATION}
     try:
-        family.geometry(family.config(settings))
+        family.geometry(family.config(without_quantisation(raw)))
     except UserError:
         raise
     except Exception as error:  # Config and model classes validate in many ways.
-        raise UserError(
-            f"{path} is not a valid {raw['model_type']} configuration "
-            f"({str(error).splitlines()[0]}); fetch it again."
-        ) from error
+        raise _invalid(path, raw, error) from error
 
 
 def _on_meta(path: Path, raw: dict[str, Any]) -> tuple[Any, Any]:
     """The text part's configuration and the model without weights."""
-    fields = {name: value for name, value in raw.items() if name not in _QUANTISATION}
-    kind = str(fields.pop("model_type"))
     try:
-        known: Any = CONFIG_MAPPING[_SAME_AS.get(kind, kind)]
-        # Infinite numbers are written as words.
-        config = known.from_dict(known._decode_special_floats(fields))
+        config = GeneralFamily(raw["model_type"]).config(without_quantisation(raw))
         config = config.get_text_config(decoder=True) if not config.is_encoder_decoder else config
         auto: Any = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
         with torch.device("meta"):
             return config, auto.from_config(config)
     except Exception as error:  # Config and model classes validate in many ways.
-        raise UserError(
-            f"{path} is not a valid {kind} configuration "
-            f"({str(error).splitlines()[0] if str(error) else type(error).__name__}); "
-            "fetch it again."
-        ) from error
+        raise _invalid(path, raw, error) from error
+
+
+def _invalid(path: Path, raw: dict[str, Any], error: Exception) -> UserError:
+    said = str(error).splitlines()
+    return UserError(
+        f"{path} is not a valid {raw['model_type']} configuration "
+        f"({said[0] if said else type(error).__name__}); fetch it again."
+    )
 
 
 def _spec(
@@ -244,7 +240,7 @@ def _read(path: Path) -> dict[str, Any]:
     except ValueError as error:
         raise UserError(f"{path} is not valid JSON; fetch it again.") from error
     kind = raw.get("model_type") if isinstance(raw, dict) else None
-    if not isinstance(kind, str) or _SAME_AS.get(kind, kind) not in CONFIG_MAPPING:
+    if not isinstance(kind, str) or ALIASES.get(kind, kind) not in CONFIG_MAPPING:
         raise UserError(
             f"{path} does not describe a model that the installed transformers knows; its "
             f"model_type is {kind!r}."
@@ -254,11 +250,8 @@ def _read(path: Path) -> dict[str, Any]:
 
 def _quantisation(raw: dict[str, Any]) -> dict[str, Any] | None:
     """Of the whole model or of its text part."""
-    for place in (raw, raw.get("text_config") or {}):
-        for name in _QUANTISATION:
-            if place.get(name):
-                return dict(place[name])
-    return None
+    found = quantisation(raw) or quantisation(raw.get("text_config") or {})
+    return dict(found) if found else None
 
 
 def _dtype(raw: dict[str, Any]) -> torch.dtype:

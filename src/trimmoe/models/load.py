@@ -21,6 +21,7 @@ from trimmoe.models.formats.choose import (
     model_name,
     open_checkpoint,
     read_settings,
+    without_quantisation,
 )
 from trimmoe.models.hashing import known_hash, model_hash
 from trimmoe.models.sane import require_sane, require_sizes
@@ -46,7 +47,6 @@ FAMILIES = {
 """Adapter module of each `model_type` that has its own; imported when first needed."""
 
 _DTYPES = (torch.float32, torch.bfloat16)
-_QUANTISATION = ("quantization_config", "compression_config")
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
 
 
@@ -201,7 +201,7 @@ def _open(path_or_hub_id: str | Path) -> _Opened:
     path = resolve(path_or_hub_id)
     raw = read_settings(path)
     family = _family(path, raw)
-    settings = {key: value for key, value in raw.items() if key not in _QUANTISATION}
+    settings = without_quantisation(raw)
     try:
         require_sizes(raw)
         config = family.config(settings)

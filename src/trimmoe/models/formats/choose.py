@@ -121,6 +121,20 @@ def read_settings(path: Path) -> dict[str, Any]:
     return raw
 
 
+QUANTISATION = ("quantization_config", "compression_config")
+"""Where a config.json says how weights are stored."""
+
+
+def quantisation(raw: Mapping[str, Any]) -> Any:
+    """What a config.json says of it; None if nothing."""
+    return next((raw[name] for name in QUANTISATION if raw.get(name)), None)
+
+
+def without_quantisation(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """A config.json of the same model in a plain checkpoint."""
+    return {name: value for name, value in raw.items() if name not in QUANTISATION}
+
+
 def open_checkpoint(path: Path, raw: Mapping[str, Any], names: ExpertNames) -> Checkpoint:
     """The weights at `path`, decoded as they are read. `raw` is the model's config.json.
 
@@ -131,7 +145,7 @@ def open_checkpoint(path: Path, raw: Mapping[str, Any], names: ExpertNames) -> C
         from trimmoe.models.formats.gguf_header import read_header
 
         return GgufCheckpoint(read_header(files), names)
-    settings = raw.get("quantization_config") or raw.get("compression_config")
+    settings = quantisation(raw)
     if not settings:
         return SafetensorsCheckpoint(path)
     named = settings.get("quant_method") if isinstance(settings, dict) else None

@@ -32,7 +32,6 @@ from trimmoe.models.general.loading import fill, stacks_of
 from trimmoe.models.general.passing import Passing
 from trimmoe.models.general.ports import Control
 from trimmoe.models.general.running import Call, Running, quietly
-from trimmoe.models.general.sizing import Kept, kept_of
 from trimmoe.models.general.skeleton import Skeleton, build
 from trimmoe.models.general.stored import Stored
 from trimmoe.models.general.trial import find
@@ -83,15 +82,6 @@ class GeneralFamily:
             head_flops=head_flops,
             dense_parameters=dense,
         )
-
-    def parameters(self, config: Any) -> int:
-        """Of the whole model, parts that are not served included."""
-        model = self._skeleton(config).model
-        return sum(parameter.numel() for parameter in model.parameters())
-
-    def kept_bytes(self, config: Any, dtype: torch.dtype) -> Kept:
-        """What attention keeps of a sequence."""
-        return kept_of(build(config, self._model_type, dtype))
 
     def open(
         self,
