@@ -24,7 +24,7 @@ from trimmoe.core.profile import Profile
 from trimmoe.core.specs import BoolArray, FloatArray, IntArray
 from trimmoe.core.trace import Trace, trace_header
 from trimmoe.models.base import EncoderDecoderView, MoEView
-from trimmoe.runtime.home import ROWS_AT_ONCE, Guess, Own, home_pass, stand_ins
+from trimmoe.runtime.home import ROWS_AT_ONCE, Guess, Own, home_pass, owns
 from trimmoe.runtime.observe import Observer
 from trimmoe.runtime.texts import batches
 
@@ -146,12 +146,8 @@ def trace_windows(
     trace = replace(trace, wrong=predicted != predicted[:, -1:])
     if hosts is None or isinstance(view, EncoderDecoderView):
         return trace
-    others = stand_ins(view, profile)
-    bits = [None] * len(hosts) if stand_in_bits is None else list(stand_in_bits)
-    columns = []
-    for held, few in zip(hosts, bits, strict=True):
-        own = Own.of(view, torch.from_numpy(held), others, few)
-        columns.append(_at_home(view, windows, own, advance))
+    servers = owns(view, profile, hosts, stand_in_bits)
+    columns = [_at_home(view, windows, own, advance) for own in servers]
     return replace(
         trace,
         home_wrong=np.stack([tokens for tokens, _ in columns], axis=1) != predicted[:, -1:],

@@ -8,6 +8,12 @@ GROUP = 32
 """Weights of a row that share a scale, where they are quantised."""
 
 
+def bits_in_groups(bits: int) -> float:
+    """Bits that a weight takes in so many bits, its share of its group's scale and offset
+    included: one number of single precision, or two of half as many bits."""
+    return bits + 32 / GROUP
+
+
 class Precision(StrEnum):
     """In what weights are held and served."""
 
@@ -18,5 +24,9 @@ class Precision(StrEnum):
 
     def size_bytes(self, weights: int, dtype_bytes: int) -> int:
         """What so many weights take, scales and offsets included."""
-        bits = {"none": 8 * dtype_bytes, "int8": 8 + 32 / GROUP, "int4": 4 + 32 / GROUP}
+        bits = {
+            "none": 8 * dtype_bytes,
+            "int8": bits_in_groups(8),
+            "int4": bits_in_groups(4),
+        }
         return round(weights * bits[self.value] / 8)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from trimmoe.core.precision import GROUP
+from trimmoe.core.precision import bits_in_groups
 from trimmoe.core.specs import BoolArray, FloatArray, IntArray, ModelSpec
 
 _RUNGS = (2, 4)
@@ -38,12 +38,12 @@ def copied_bits(
     """
     sizes = {bits: copy_bytes(_parameters(model), bits) for bits in _RUNGS}
     order = np.argsort(-frequency, axis=None, kind="stable")
+    places = [divmod(int(at), frequency.shape[1]) for at in order]
     found = np.zeros(hosts.shape, dtype=np.int64)
     for held, bits, room in zip(hosts, found, allowed, strict=True):
         left = int(room)
         for rung, before in zip(_RUNGS, (0, *_RUNGS), strict=False):
-            for at in order:
-                where = np.unravel_index(at, frequency.shape)
+            for where in places:
                 if held[where] or bits[where] != before:
                     continue
                 more = int(sizes[rung][where]) - int(sizes[before][where] if before else 0)
@@ -53,8 +53,8 @@ def copied_bits(
 
 
 def copy_bytes(weights: FloatArray, bits: int) -> IntArray:
-    """What so many weights take in few bits, with a scale and an offset for every group."""
-    return np.rint(weights * (bits + 32 / GROUP) / 8).astype(np.int64)
+    """What so many weights take in few bits."""
+    return np.rint(weights * bits_in_groups(bits) / 8).astype(np.int64)
 
 
 def copies_bytes(model: ModelSpec, bits: IntArray) -> IntArray:

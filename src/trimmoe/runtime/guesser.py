@@ -16,7 +16,7 @@ from trimmoe.core.ledger import Ledger
 from trimmoe.engine.guesses import Lead, guess_times_s
 from trimmoe.engine.step import Engine
 from trimmoe.models.base import EncoderDecoderView, MoEView
-from trimmoe.runtime.home import ROWS_AT_ONCE, Guess, Own, guessed, home_states, stand_ins
+from trimmoe.runtime.home import ROWS_AT_ONCE, Guess, guessed, home_states, owns
 from trimmoe.runtime.texts import batches
 
 
@@ -47,12 +47,7 @@ class Guesser:
         self.right = 0
         """Those of them where full depth predicted the same."""
         self._view, self._settings = view, engine.settings
-        others = stand_ins(view, engine.profile)
-        bits = engine.stand_in_bits
-        self._own = [
-            Own.of(view, torch.from_numpy(held), others, None if bits is None else bits[server])
-            for server, held in enumerate(engine.hosts)
-        ]
+        self._own = owns(view, engine.profile, engine.hosts, engine.stand_in_bits)
         self._guess_s = guess_times_s(engine.cost, view.spec.top_k)
         self.cache = view.new_cache(slots=slots)
         self._streams: dict[int, _Stream] = {}

@@ -12,14 +12,14 @@ message to anybody. Its keys and values are not those of full depth, so it has a
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from trimmoe.core.profile import Profile
-from trimmoe.core.specs import IntArray
+from trimmoe.core.specs import BoolArray, IntArray
 from trimmoe.models.base import DROPPED, MoEView, Routing, TokenBatch
 from trimmoe.models.cache import KVCache
 from trimmoe.models.compiled.view import AtHand, CompiledView, Maps
@@ -110,6 +110,19 @@ def stand_ins(view: MoEView, profile: Profile) -> StandIns | None:
     read, give = read.flatten(2), give.flatten(1, 2)
     maps = view.maps(read.numpy(), give.numpy()) if isinstance(view, CompiledView) else None
     return StandIns(read=read, give=give, maps=maps)
+
+
+def owns(view: MoEView, profile: Profile, hosts: BoolArray, bits: IntArray | None) -> list[Own]:
+    """What every server has of a whole model: the experts of `hosts` [M, N, E], copies of others
+    in so many `bits` [M, N, E], and what the profile has where it needs more."""
+    few = [None] * len(hosts) if bits is None else list(bits)
+    found = [
+        Own.of(view, torch.from_numpy(held), bits=its) for held, its in zip(hosts, few, strict=True)
+    ]
+    if all(own.is_whole for own in found):
+        return found
+    others = stand_ins(view, profile)
+    return [own if own.is_whole else replace(own, stands_in=others) for own in found]
 
 
 def home_layer(

@@ -35,6 +35,7 @@ _MANY, _PAIR, _ONE, _Q8_ROWS = (
     (2, 4, 8, 6) if get_host_cpu_features().get("avx512f") else (1, 2, 4, 3)
 )
 _Q8 = int(Format.Q8)
+_Q8_SCALE, _FEW_SCALE = Format.Q8.scale_bytes, Format.Q4.scale_bytes
 
 
 @njit(nogil=True, error_model="numpy", cache=True)
@@ -43,7 +44,7 @@ def _run(form, many, size, w, s, o, k, first, last, x, xn, rows, g, gn, out, on)
     form, many, wn = literally(form), literally(many), k * size
     sn = 0
     if form >= _Q8:
-        sn = k // GROUP * LANES * (4 if form == _Q8 else 2)
+        sn = k // GROUP * LANES * (_Q8_SCALE if form == _Q8 else _FEW_SCALE)
     for start in range(0, rows, _BLOCK):
         r, stop = start, min(rows, start + _BLOCK)
         whole = start + (stop - start) // many * many
