@@ -370,8 +370,7 @@ def _integers(
 def round_lanes(typingctx, x, out, scales, groups):  # pyright: ignore
     """Floats as whole numbers of sixteen bits, group by group: x is out times the group's scale.
 
-    Addresses of floats, of int16 and of two floats for each of `groups` groups: all scales, then
-    the sums of what the whole numbers stand for.
+    Addresses of floats, of int16 and of a float for each of `groups` groups.
     """
 
     def generate(context, builder, signature, args):
@@ -389,14 +388,37 @@ def round_lanes(typingctx, x, out, scales, groups):  # pyright: ignore
             is_zero = b.fcmp_ordered("==", largest, ir.Constant(_F32, 0.0))
             over = b.fdiv(ir.Constant(_F32, 32767.0), largest)
             factor = emit.everywhere(b.select(is_zero, ir.Constant(_F32, 0.0), over))
-            total = _all(_INTS, 0)
             for i, value in enumerate(values):
                 # Adding 1.5 * 2^23 rounds to the nearest integer, which its low bits then are.
                 rounded = b.fadd(b.fmul(value, factor), _all(_WIDE, 12582912.0))
                 whole = b.trunc(b.bitcast(rounded, _INTS), ir.VectorType(_I16, LANES))
-                total = b.add(total, b.sext(whole, _INTS))
                 to = emit.add(emit.times(group, 2 * LANES * 2), i * LANES * 2)
                 emit.store(whole, emit.add(out, to))
+            return []
+
+        emit.loop(groups, [], body)
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 4), generate
+
+
+@intrinsic
+def sum_lanes(typingctx, whole, scales, groups):  # pyright: ignore
+    """What the whole numbers of `round_lanes` stand for, added up group by group, into the floats
+    behind the scales. Addresses of int16 and of two floats for each of `groups` groups."""
+
+    def generate(context, builder, signature, args):
+        whole, scales, groups = args
+        emit, b = _Emit(builder), builder
+        shorts = ir.VectorType(_I16, LANES)
+
+        def body(group: Any, carried: list[Any]) -> list[Any]:
+            there = emit.add(whole, emit.times(group, 2 * LANES * 2))
+            total = _all(_INTS, 0)
+            for i in range(2):
+                values = emit.load(emit.add(there, i * LANES * 2), shorts, 2)
+                total = b.add(total, b.sext(values, _INTS))
+            scale = emit.load(emit.add(scales, emit.times(group, 4)), _F32, 4)
             added = b.fmul(b.sitofp(emit.halved(total, b.add), _F32), scale)
             emit.store(added, emit.add(scales, emit.times(b.add(groups, group), 4)))
             return []
@@ -404,7 +426,7 @@ def round_lanes(typingctx, x, out, scales, groups):  # pyright: ignore
         emit.loop(groups, [], body)
         return context.get_dummy_value()
 
-    return types.void(*[types.int64] * 4), generate
+    return types.void(*[types.int64] * 3), generate
 
 
 def make_dots(rows: int, columns: int) -> Any:

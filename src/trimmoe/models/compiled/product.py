@@ -17,7 +17,7 @@ from numba import cfunc, njit, prange, types
 from numba.misc.special import literally
 
 from trimmoe.core.precision import GROUP
-from trimmoe.models.compiled.lanes import LANES, Format, intrinsic, round_lanes, tile
+from trimmoe.models.compiled.lanes import LANES, Format, intrinsic, round_lanes, sum_lanes, tile
 
 RUN, DATA, SCALES, OFFSETS, FORMAT, OUT, IN = range(7)
 """Columns of a matrix: addresses of its product and its parts, its `Format`, its rows, and its
@@ -159,7 +159,7 @@ def product(matrix, x, rows, out, threads):
     x_at, x_next = np.int64(x.ctypes.data), x.shape[1] * 4
     whole = np.zeros((1, 1), dtype=np.int16)
     if matrix[FORMAT] >= _Q8:
-        whole, groups = _rounded(x, rows, matrix[IN])
+        whole, groups = _rounded(x, rows, matrix[IN], matrix[FORMAT] > _Q8)
         x_at, x_next = np.int64(whole.ctypes.data), whole.shape[1] * 2
     g_at, g_next = np.int64(groups.ctypes.data), groups.shape[1] * 4
     out_at, out_next = np.int64(out.ctypes.data), out.shape[1] * 4
@@ -176,9 +176,9 @@ def product(matrix, x, rows, out, threads):
 
 
 @njit(nogil=True, error_model="numpy", cache=True)
-def _rounded(x, rows, k):
-    """Rows as whole numbers [rows, K], and of each the scales of its groups and then their sums,
-    [rows, 2 * K / GROUP]."""
+def _rounded(x, rows, k, with_sums):
+    """Rows as whole numbers [rows, K], and of each the scales of its groups and then, where weights
+    have offsets, their sums, [rows, 2 * K / GROUP]."""
     whole = np.empty((rows, k), dtype=np.int16)
     scales = np.empty((rows, 2 * (k // GROUP)), dtype=np.float32)
     for r in range(rows):
@@ -186,4 +186,6 @@ def _rounded(x, rows, k):
         whole_at = np.int64(whole.ctypes.data) + r * k * 2
         scales_at = np.int64(scales.ctypes.data) + r * scales.shape[1] * 4
         round_lanes(x_at, whole_at, scales_at, k // GROUP)
+        if with_sums:
+            sum_lanes(whole_at, scales_at, k // GROUP)
     return whole, scales
