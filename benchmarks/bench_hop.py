@@ -37,6 +37,7 @@ from trimmoe.runtime.wire.base import Carrier
 from trimmoe.runtime.wire.codec import encode
 from trimmoe.runtime.wire.emulation import EmulatedCarrier, EmulatedLink
 from trimmoe.runtime.wire.keys import keyring_from_token
+from trimmoe.runtime.wire.sockets import SocketCarrier
 from trimmoe.runtime.wire.transport import LinkTransport
 from trimmoe.runtime.wire.zmq_transport import ZmqCarrier
 
@@ -142,8 +143,9 @@ def _run(sender: Callable[..., Any], *arguments: object) -> None:
 def _transport(name: str, link: str, emulated: bool) -> LinkTransport:
     keyring = keyring_from_token(TOKEN, name, NAMES) if link == "curve" else None
     # The folder is gone with the machine's other temporary files.
-    bind = f"ipc://{tempfile.mkdtemp()}/link" if link == "socket" else "tcp://127.0.0.1:0"
-    carrier: Carrier = ZmqCarrier(name, bind, keyring=keyring)
+    carrier: Carrier = ZmqCarrier(name, keyring=keyring)
+    if link == "socket":
+        carrier = SocketCarrier(name, f"unix://{tempfile.mkdtemp()}/link")
     if emulated:
         carrier = EmulatedCarrier(carrier, dict.fromkeys(set(NAMES) - {name}, LINK))
     return LinkTransport(carrier, (Hop,))

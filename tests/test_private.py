@@ -25,7 +25,7 @@ from trimmoe.runtime.launch.folder import RunFolder
 from trimmoe.runtime.launch.member import kept
 from trimmoe.runtime.launch.openings import Opening, told
 from trimmoe.runtime.wire.keys import SHORTEST_TOKEN
-from trimmoe.runtime.wire.zmq_transport import ZmqCarrier
+from trimmoe.runtime.wire.sockets import SocketCarrier
 
 NOBODY = 65534
 as_root = pytest.mark.skipif(os.getuid() != 0, reason="only root can give files away")
@@ -151,7 +151,7 @@ def test_nobody_is_asked_in_a_folder_that_others_can_enter(tmp_path: Path) -> No
 
 async def test_links_meet_in_a_private_folder_only(tmp_path: Path) -> None:
     tmp_path.chmod(0o711)
-    carrier = ZmqCarrier("a", f"ipc://{tmp_path}/0.link")
+    carrier = SocketCarrier("a", f"unix://{tmp_path}/0.link")
     with pytest.raises(UserError, match="only you can enter"):
         await carrier.start(lambda origin, frames: None, lambda reason: None)
     tmp_path.chmod(0o700)

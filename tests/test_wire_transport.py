@@ -26,7 +26,7 @@ from trimmoe.runtime.wire.transport import LinkTransport
 from wires import BRISK, NAMES, Cluster, Note, soon, texts, until
 
 
-@pytest.fixture(params=["memory", "plain", "curve"])
+@pytest.fixture(params=["memory", "socket", "plain", "curve"])
 async def cluster(request: pytest.FixtureRequest) -> AsyncIterator[Cluster]:
     made = Cluster(request.param)
     async with made.stack:
@@ -40,7 +40,7 @@ async def memory() -> AsyncIterator[Cluster]:
         yield made
 
 
-@pytest.fixture(params=["memory", "plain"])
+@pytest.fixture(params=["memory", "socket", "plain"])
 async def either(request: pytest.FixtureRequest) -> AsyncIterator[Cluster]:
     made = Cluster(request.param)
     async with made.stack:

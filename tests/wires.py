@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import tempfile
 import time
 from collections.abc import Awaitable, Callable, Iterable
 from contextlib import AsyncExitStack
@@ -14,6 +15,7 @@ from trimmoe.runtime.wire.base import Carrier, PeerChange, Transport
 from trimmoe.runtime.wire.keys import keyring_from_token
 from trimmoe.runtime.wire.link import LinkSettings
 from trimmoe.runtime.wire.memory import MemoryNetwork
+from trimmoe.runtime.wire.sockets import SocketCarrier
 from trimmoe.runtime.wire.transport import LinkTransport
 from trimmoe.runtime.wire.zmq_transport import ZmqCarrier
 
@@ -40,12 +42,22 @@ class Cluster:
         self.servers: dict[str, LinkTransport] = {}
         self.changes: dict[str, list[PeerChange]] = {}
         self.stack = AsyncExitStack()
+        self._folder: str | None = None
 
     def carrier(self, name: str, bind: str = "tcp://127.0.0.1:0") -> Carrier:
         if self.kind == "memory":
             return self.network.carrier(name)
+        if self.kind == "socket":
+            return SocketCarrier(name, bind if bind.startswith("unix") else self.socket(name))
         keyring = keyring_from_token(TOKEN, name, NAMES) if self.kind == "curve" else None
         return ZmqCarrier(name, bind, keyring=keyring)
+
+    def socket(self, name: str) -> str:
+        """Where a server on sockets listens."""
+        if self._folder is None:
+            # Not pytest's, whose paths are too long for sockets.
+            self._folder = self.stack.enter_context(tempfile.TemporaryDirectory())
+        return f"unix://{self._folder}/{name}"
 
     async def add(self, name: str, carrier: Carrier | None = None) -> LinkTransport:
         """Start a server and connect it with all others, both ways."""

@@ -41,7 +41,7 @@ class Endpoint:
     def wire_address(self) -> str:
         """Where peers connect to."""
         if self.link:
-            return f"ipc://{self.link}"
+            return f"unix://{self.link}"
         return f"tcp://{_bracketed(self.machine)}:{self.wire_port}"
 
 

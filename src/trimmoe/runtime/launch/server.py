@@ -36,6 +36,7 @@ from trimmoe.runtime.wire.base import Carrier
 from trimmoe.runtime.wire.codec import MessageTypes
 from trimmoe.runtime.wire.emulation import EmulatedCarrier, links_of
 from trimmoe.runtime.wire.keys import keyring_from_token
+from trimmoe.runtime.wire.sockets import SocketCarrier
 from trimmoe.runtime.wire.transport import LinkTransport
 from trimmoe.runtime.wire.zmq_transport import ZmqCarrier
 
@@ -264,7 +265,11 @@ def _carrier(spec: ServerSpec) -> Carrier:
     if spec.encrypt:
         names = (each.name for each in spec.endpoints)
         keyring = keyring_from_token(_token(), spec.name, names)
-    carrier = ZmqCarrier(endpoint.name, endpoint.wire_address, keyring=keyring)
+    carrier: Carrier
+    if endpoint.link:
+        carrier = SocketCarrier(endpoint.name, endpoint.wire_address)
+    else:
+        carrier = ZmqCarrier(endpoint.name, endpoint.wire_address, keyring=keyring)
     if not spec.emulate_links:
         return carrier
     return EmulatedCarrier(carrier, links_of(spec.plan.cluster, spec.name))

@@ -188,8 +188,9 @@ Dropped = Callable[[str], None]
 class Carrier(Protocol):
     """Moves frames between named servers, in order per link; may lose them when a link breaks.
 
-    What a transport is built on: sockets (`ZmqCarrier`), queues (`MemoryCarrier`), either of them
-    behind emulated links (`EmulatedCarrier`).
+    What a transport is built on: ZeroMQ between machines (`ZmqCarrier`), Unix sockets on one
+    (`SocketCarrier`), queues (`MemoryCarrier`), any of them behind emulated links
+    (`EmulatedCarrier`).
     """
 
     @property

@@ -14,7 +14,6 @@ import ipaddress
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from urllib.parse import urlsplit
 
 import zmq
@@ -23,7 +22,6 @@ from zmq.utils import z85
 from zmq.utils.monitor import parse_monitor_message
 
 from trimmoe.core.errors import UserError
-from trimmoe.core.private import require_private
 from trimmoe.runtime.wire.base import Arrived, Dropped, Frame
 from trimmoe.runtime.wire.keys import Keyring
 
@@ -54,9 +52,8 @@ class SocketSettings:
 class ZmqCarrier:
     """Frames over ZeroMQ sockets.
 
-    `bind` is `tcp://host:port`, port 0 for any free one, or `ipc://` and the path of a socket.
-    Raises `UserError` when started on, or connected to, an address beyond loopback with neither a
-    keyring nor `allow_plain`, or a socket in a folder that others can enter.
+    `bind` is `tcp://host:port`, port 0 for any free one. Raises `UserError` when started on, or
+    connected to, an address beyond loopback with neither a keyring nor `allow_plain`.
     """
 
     def __init__(
@@ -182,9 +179,6 @@ class ZmqCarrier:
 
     def _check_address(self, address: str) -> None:
         parts = urlsplit(address)
-        if parts.scheme == "ipc" and parts.path.startswith("/"):
-            require_private(Path(parts.path).parent)
-            return
         if parts.scheme != "tcp" or parts.hostname is None or parts.port is None:
             raise UserError(f"{address!r} is no address; write tcp://host:port.")
         if self._keyring is None and not self._allow_plain and not _is_loopback(parts.hostname):
