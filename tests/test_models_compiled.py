@@ -23,7 +23,7 @@ from trimmoe.models.compiled.product import product
 from trimmoe.models.compiled.view import CompiledView
 from trimmoe.models.exact import exact_logits, greedy
 from trimmoe.models.load import model_spec, open_model
-from trimmoe.models.quantise import Packed, pack, pack_bits, pack_joined
+from trimmoe.models.quantise import Packed, pack, pack_bits, pack_joined, placed
 
 QUANTISED = [Precision.INT8, Precision.INT4]
 ROWS = [[5, 9, 33, 2, 71], [8, 3], [64, 12, 12, 90, 4, 7, 41]]
@@ -48,7 +48,8 @@ def _times(matrix: Packed, x: np.ndarray, threads: int = 1) -> np.ndarray:
     rows = np.zeros((x.shape[0], matrix.padded_columns), dtype=np.float32)
     rows[:, : x.shape[1]] = x
     out = np.empty((x.shape[0], wide(matrix.shape[0])), dtype=np.float32)
-    product(record(matrix), rows, x.shape[0], out, threads)
+    (held,) = placed([matrix])
+    product(record(held), rows, x.shape[0], out, threads, 0)
     return out[:, : matrix.shape[0]]
 
 
@@ -111,11 +112,11 @@ lanes._PAIRS_AT_ONCE = ""
 from trimmoe.core.precision import GROUP, Precision
 from trimmoe.models.compiled.product import product
 from trimmoe.models.compiled.tables import record
-from trimmoe.models.quantise import pack
+from trimmoe.models.quantise import pack, placed
 weights, x = np.load(sys.argv[1]), np.load(sys.argv[2])
 out = np.empty((x.shape[0], weights.shape[0]), dtype=np.float32)
-matrix = pack(weights, Precision.INT8)
-product(record(matrix), x, x.shape[0], out, 1)
+(matrix,) = placed([pack(weights, Precision.INT8)])
+product(record(matrix), x, x.shape[0], out, 1, 0)
 np.save(sys.argv[3], out)
 """
 

@@ -9,7 +9,7 @@ same, bit for bit.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -22,6 +22,8 @@ from trimmoe.models.compiled.rounding import fit
 Floats = NDArray[np.float32]
 _FEW = {2: Format.Q2, 4: Format.Q4}
 """Formats with offsets, by their bits."""
+_LINE = 64
+"""Bytes of a cache line."""
 _NOTHING: Floats = np.empty((0, 0, LANES), np.float32)
 
 
@@ -76,6 +78,42 @@ class Packed:
     def restored(self) -> Floats:
         """What the matrix stands for, [J, K]."""
         return self.rows(np.arange(self.shape[0]))
+
+
+def placed(matrices: Sequence[Packed]) -> tuple[Packed, ...]:
+    """The same matrices one behind the other in memory, each panel by panel: its weights, then its
+    scales and offsets. So that what is read next lies next."""
+    whole = [
+        [part.reshape(len(part), -1).view(np.uint8) for part in parts if part.size]
+        for parts in ((each.data, each.scales, each.offsets) for each in matrices)
+    ]
+    sizes = [sum(part.shape[1] for part in parts) * len(parts[0]) for parts in whole]
+    room, at = _aligned(sum(sizes)), 0
+    those = []
+    for matrix, parts, size in zip(matrices, whole, sizes, strict=True):
+        panels = room[at : at + size].reshape(len(parts[0]), -1)
+        np.concatenate(parts, axis=1, out=panels)
+        those.append(_within(matrix, panels))
+        at += size
+    return tuple(those)
+
+
+def _within(matrix: Packed, panels: NDArray[np.uint8]) -> Packed:
+    """A matrix whose parts lie in these panels [P, bytes]."""
+    found, at = [], 0
+    for part in (matrix.data, matrix.scales, matrix.offsets):
+        size = part.nbytes // len(panels)
+        there = panels[:, at : at + size].view(part.dtype)
+        found.append(there.reshape(part.shape) if part.size else part)
+        at += size
+    data, scales, offsets = found
+    return replace(matrix, data=data, scales=scales, offsets=offsets)
+
+
+def _aligned(size: int) -> NDArray[np.uint8]:
+    """So many bytes from the beginning of a cache line on."""
+    room = np.empty(size + _LINE, dtype=np.uint8)
+    return room[-room.ctypes.data % _LINE :][:size]
 
 
 def pack(weights: Floats, precision: Precision) -> Packed:

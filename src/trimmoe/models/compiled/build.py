@@ -17,7 +17,7 @@ from trimmoe.models.compiled.lanes import LANES
 from trimmoe.models.compiled.tables import Tables
 from trimmoe.models.experts import ExpertStack, ExpertStacks
 from trimmoe.models.family import Geometry
-from trimmoe.models.quantise import Packed, pack_joined
+from trimmoe.models.quantise import Packed, pack_joined, placed
 
 Rotary = Callable[[Tensor], tuple[Tensor, Tensor]]
 _ROTARY = frozenset({"default", "linear", "llama3", "yarn"})
@@ -54,14 +54,14 @@ def can_compile(config: Any, dtype: torch.dtype, device: torch.device) -> bool:
 def parts_of(model: Any, loaded: tuple[frozenset[int], ...], precision: Precision) -> Parts:
     """The ends of a model."""
     embed, head = model.model.embed_tokens.weight, model.lm_head.weight
-    embeddings, rotary = _packed([embed], precision), model.model.rotary_emb
+    (embeddings,), rotary = placed([_packed([embed], precision)]), model.model.rotary_emb
     like = torch.empty(0)
     return Parts(
         loaded=loaded,
         precision=precision,
         has_shared=any(hasattr(each.mlp, "shared_expert") for each in model.model.layers),
         embeddings=embeddings,
-        head=embeddings if head is embed else _packed([head], precision),
+        head=embeddings if head is embed else placed([_packed([head], precision)])[0],
         last_norm=model.model.norm.weight.detach().float().numpy().copy(),
         rotary=lambda ids: rotary(like, position_ids=ids),
     )
@@ -110,7 +110,7 @@ def tables_of(
     for number, block in enumerate(geometry.moe_blocks):
         gate = model.model.layers[block].mlp.gate.weight
         # Routers stay as they are: what they say is what everything is decided by.
-        tables.matrix(block, step.ROUTER, _packed([gate], Precision.NONE))
+        tables.matrix(block, {step.ROUTER: _packed([gate], Precision.NONE)})
         if stacks.loaded[number]:
             _experts(tables, block, stacks[number], precision)
     return tables
@@ -125,9 +125,12 @@ def _attention(tables: Tables, block: int, layer: Any, precision: Precision) -> 
     attention = layer.self_attn
     query, key, value = attention.q_proj, attention.k_proj, attention.v_proj
     tables.vector(block, step.ATTENTION_NORM, layer.input_layernorm.weight)
-    tables.matrix(block, step.QUERY, _packed([query.weight], precision))
-    tables.matrix(block, step.KEY_VALUE, _packed([key.weight, value.weight], precision))
-    tables.matrix(block, step.OUTPUT, _packed([attention.o_proj.weight], precision))
+    matrices = {
+        step.QUERY: [query.weight],
+        step.KEY_VALUE: [key.weight, value.weight],
+        step.OUTPUT: [attention.o_proj.weight],
+    }
+    tables.matrix(block, {at: _packed(each, precision) for at, each in matrices.items()})
     biases = (step.QUERY_BIAS, query), (step.KEY_BIAS, key), (step.VALUE_BIAS, value)
     for column, part in biases:
         tables.vector(block, column, part.bias)
@@ -142,11 +145,11 @@ def _dense(tables: Tables, block: int, mlp: Any, precision: Precision) -> None:
     if shared is None:
         return
     both = [shared.gate_proj.weight, shared.up_proj.weight]
-    tables.matrix(block, step.SHARED_UP, _packed(both, precision))
-    tables.matrix(block, step.SHARED_DOWN, _packed([shared.down_proj.weight], precision))
+    matrices = {step.SHARED_UP: both, step.SHARED_DOWN: [shared.down_proj.weight]}
+    tables.matrix(block, {at: _packed(each, precision) for at, each in matrices.items()})
     if hasattr(mlp, "shared_expert_gate"):
         mix = [mlp.shared_expert_gate.weight]
-        tables.matrix(block, step.SHARED_MIX, _packed(mix, Precision.NONE))
+        tables.matrix(block, {step.SHARED_MIX: _packed(mix, Precision.NONE)})
 
 
 def _experts(tables: Tables, block: int, stack: ExpertStack, precision: Precision) -> None:

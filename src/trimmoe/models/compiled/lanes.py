@@ -27,6 +27,11 @@ LANES = 16
 _STRETCH = 512
 """Columns that are added up by themselves, where weights are not quantised."""
 _UNROLLED = 4
+_LINE = 64
+"""Bytes of a cache line."""
+_FETCHED = 0, 3, 1
+"""To be read, soon, and data."""
+_FETCHING_ROWS = 2
 
 
 class Format(IntEnum):
@@ -116,6 +121,12 @@ class _Emit:
         """Sixteen bfloat16 at an address as floats."""
         halves = self.builder.zext(self.load(address, ir.VectorType(_I16, LANES), 2), _INTS)
         return self.builder.bitcast(self.builder.shl(halves, _all(_INTS, 16)), _WIDE)
+
+    def fetch(self, address: Any) -> None:
+        """Have the cache line at an address brought near; nothing where there is none."""
+        kind = ir.FunctionType(ir.VoidType(), [_I8.as_pointer(), _I32, _I32, _I32])
+        how = (ir.Constant(_I32, each) for each in _FETCHED)
+        self._called("llvm.prefetch.p0", kind, [self.at(address, _I8), *how])
 
     def pair(self, address: Any) -> Any:
         """The two int16 at an address in all pairs of lanes."""
@@ -216,9 +227,21 @@ def _column(emit: _Emit, form: Format, address: Any) -> Any:
 class _Tile(_Emit):
     """A tile being written: R rows of states at `xs` times P panels at `ws`."""
 
-    def __init__(self, builder: Any, form: Format, xs: list[Any], ws: list[Any]) -> None:
+    def __init__(
+        self, builder: Any, form: Format, xs: list[Any], ws: list[Any], ahead: Any
+    ) -> None:
         super().__init__(builder)
-        self.form, self.xs, self.ws = form, xs, ws
+        self.form, self.xs, self.ws, self.ahead = form, xs, ws, ahead
+
+    def fetch_ahead(self, starts: list[Any], offset: Any, size: int) -> None:
+        """Have fetched what lies `ahead` of so many bytes from an offset on, of each panel, if few
+        rows leave time for it: more rows take longer to multiply than weights to come."""
+        if len(self.xs) > _FETCHING_ROWS:
+            return
+        for start in starts:
+            there = self.add(self.add(start, offset), self.ahead)
+            for line in range(0, size, _LINE):
+                self.fetch(self.add(there, line))
 
     def stretch(self, start: Any, columns: Any) -> list[Any]:
         """Sums over so many columns from `start` on, by row and panel."""
@@ -226,6 +249,8 @@ class _Tile(_Emit):
         def body(step: Any, sums: list[Any]) -> list[Any]:
             sums = list(sums)
             first = self.times(step, _UNROLLED)
+            offset = self.times(self.add(start, first), self.form.panel_bytes)
+            self.fetch_ahead(self.ws, offset, _UNROLLED * self.form.panel_bytes)
             for more in range(_UNROLLED):
                 self._one(start, self.add(first, more), sums)
             return sums
@@ -264,16 +289,17 @@ class _Tile(_Emit):
 
 @intrinsic
 def tile(
-    typingctx, form, rows, panels, w, w_next, s, o, s_next, x, x_next, k, g, g_next, out, out_next
+    typingctx, form, rows, panels, w, s, o, w_next, x, x_next, k, g, g_next, out, out_next, ahead
 ):  # pyright: ignore
     """out[r, 16 p + lane] = sum over k of x[r, k] * panel p [k, lane].
 
-    Arguments, int64: the format, how many rows and panels, all three literal; address of the first
-    panel and bytes between panels; of its scales, and its offsets, and bytes between those of
-    panels; of x's row 0 and bytes between rows; columns K, a multiple of `GROUP`; of what is known
-    of x's groups and bytes between rows; of out and bytes between its rows. Of quantised weights x
-    is int16, as `round_lanes` gives it, with the scales of its groups and, where weights have
-    offsets, behind all of those the sums of its groups.
+    Arguments, int64: the format, how many rows and panels, all three literal; addresses of the
+    first panel's weights, its scales and its offsets, and bytes between panels; of x's row 0 and
+    bytes between rows; columns K, a multiple of `GROUP`; of what is known of x's groups and bytes
+    between rows; of out and bytes between its rows; how many bytes `ahead` of what is read that
+    lies which is read later. Of quantised weights x is int16, as `round_lanes` gives it, with the
+    scales of its groups and, where weights have offsets, behind all of those the sums of its
+    groups.
     """
     if not all(isinstance(each, types.IntegerLiteral) for each in (form, rows, panels)):
         raise RequireLiteralValue("a tile's format and size")
@@ -288,20 +314,20 @@ def tile(
 
 def _tiled(
     emit: _Emit, form: Format, rows: int, panels: int,
-    w: Any, w_next: Any, s: Any, o: Any, s_next: Any, x: Any, x_next: Any, k: Any,
-    g: Any, g_next: Any, out: Any, out_next: Any,
+    w: Any, s: Any, o: Any, w_next: Any, x: Any, x_next: Any, k: Any,
+    g: Any, g_next: Any, out: Any, out_next: Any, ahead: Any,
 ) -> None:  # fmt: skip
     def spaced(first: Any, distance: Any, count: int) -> list[Any]:
         return [emit.add(first, emit.times(distance, i)) for i in range(count)]
 
     xs, ws = spaced(x, x_next, rows), spaced(w, w_next, panels)
-    tile, outs = _Tile(emit.builder, form, xs, ws), spaced(out, out_next, rows)
+    tile, outs = _Tile(emit.builder, form, xs, ws, ahead), spaced(out, out_next, rows)
     places = [emit.add(at, p * LANES * 4) for at in outs for p in range(panels)]
     if form in (Format.F32, Format.BF16):
         _stretched(tile, places, k)
         return
-    offsets = None if form is Format.Q8 else spaced(o, s_next, panels)
-    sums = _integers(tile, spaced(s, s_next, panels), offsets, spaced(g, g_next, rows), k)
+    offsets = None if form is Format.Q8 else spaced(o, w_next, panels)
+    sums = _integers(tile, spaced(s, w_next, panels), offsets, spaced(g, g_next, rows), k)
     for place, total in zip(places, sums, strict=True):
         emit.store(total, place)
 
@@ -340,6 +366,10 @@ def _integers(
     def body(group: Any, totals: list[Any]) -> list[Any]:
         totals = list(totals)
         sums: list[Any] = [_all(_INTS, 0)] * (len(tile.xs) * many)
+        stored = GROUP * tile.form.panel_bytes
+        tile.fetch_ahead(tile.ws, tile.times(group, stored), stored)
+        for each in (scales, offsets or []):
+            tile.fetch_ahead(each, tile.times(group, LANES * size), LANES * size)
         for number in range(tile.pairs_apart):
             columns = [tile.pairs(w, group, number) for w in tile.ws]
             for part in range(tile.form.per_byte):

@@ -19,44 +19,54 @@ from numba.misc.special import literally
 from trimmoe.core.precision import GROUP
 from trimmoe.models.compiled.lanes import LANES, Format, intrinsic, round_lanes, sum_lanes, tile
 
-RUN, DATA, SCALES, OFFSETS, FORMAT, OUT, IN = range(7)
-"""Columns of a matrix: addresses of its product and its parts, its `Format`, its rows, and its
-columns with padding."""
-RECORD = 7
+RUN, DATA, SCALES, OFFSETS, NEXT, END, FORMAT, OUT, IN = range(9)
+"""Columns of a matrix: addresses of its product and its first panel's parts, bytes between panels,
+the address where it ends together with the matrices that are read after it, its `Format`, its rows,
+and its columns with padding."""
+RECORD = 9
 _WORTH_THREADS = 1 << 17
 """Steps of sixteen products from which on starting threads pays."""
 _BLOCK = 48
 """Rows that stay in the cache while the weights go by."""
-_ARGUMENTS = 13
-# Panels of a tile of many rows, of two rows and of one, and how many are many for weights in eight
-# bits, which have two accumulators each: what a tile adds up must fit into the registers. Of those
-# there are thirty-two of a panel's width with AVX-512; elsewhere sixteen, and a panel takes two.
-_MANY, _PAIR, _ONE, _Q8_ROWS = (
-    (2, 4, 8, 6) if get_host_cpu_features().get("avx512f") else (1, 2, 4, 3)
-)
+_ARGUMENTS = 16
+# Panels of a tile of many rows, and how many are many for weights in eight bits, which have two
+# accumulators each: what a tile adds up must fit into the registers. Of those there are thirty-two
+# of a panel's width with AVX-512; elsewhere sixteen, and a panel takes two.
+_MANY, _Q8_ROWS = (2, 6) if get_host_cpu_features().get("avx512f") else (1, 3)
 _Q8 = int(Format.Q8)
-_Q8_SCALE, _FEW_SCALE = Format.Q8.scale_bytes, Format.Q4.scale_bytes
+# Weights of one row or two come from memory as fast as it gives them where few panels are read at
+# once, each from its beginning to its end, and what comes so many bytes later is fetched meanwhile:
+# far enough for memory to answer in time. Those of few bits take longer to unpack.
+_ONE, _TWO, _FAR = 1, 2, 8192
 
 
 @njit(nogil=True, error_model="numpy", cache=True)
-def _run(form, many, size, w, s, o, k, first, last, x, xn, rows, g, gn, out, on):
-    # Distances: wn from panel to panel, sn of their scales, xn, gn and on from row to row.
-    form, many, wn = literally(form), literally(many), k * size
-    sn = 0
-    if form >= _Q8:
-        sn = k // GROUP * LANES * (_Q8_SCALE if form == _Q8 else _FEW_SCALE)
+def _ahead(at, size, end, after):
+    """How far from `at` lies what is read after `size` bytes from there: right behind them, or, if
+    that is beyond `end`, at `after`, from its beginning on; 0 if nobody knows."""
+    beyond = at + size - end
+    if beyond < 0:
+        return size
+    return after + beyond - at if after != 0 else 0
+
+
+@njit(nogil=True, error_model="numpy", cache=True)
+def _run(form, many, one, w, s, o, wn, end, after, k, first, last, x, xn, rows, g, gn, out, on):
+    # Distances: wn from panel to panel, xn, gn and on from row to row.
+    form, many, one = literally(form), literally(many), literally(one)
+    far = (_FAR + wn - 1) // wn * wn
     for start in range(0, rows, _BLOCK):
         r, stop = start, min(rows, start + _BLOCK)
         whole = start + (stop - start) // many * many
         p = first
         while p < last and whole > start:
-            at, a, b = w + p * wn, s + p * sn, o + p * sn
+            at, a, b = w + p * wn, s + p * wn, o + p * wn
             for r in range(start, whole, many):
                 xr, gr, to = x + r * xn, g + r * gn, out + r * on + p * 64
                 if last - p >= _MANY:
-                    tile(form, many, _MANY, at, wn, a, b, sn, xr, xn, k, gr, gn, to, on)
+                    tile(form, many, _MANY, at, a, b, wn, xr, xn, k, gr, gn, to, on, 0)
                 else:
-                    tile(form, many, 1, at, wn, a, b, sn, xr, xn, k, gr, gn, to, on)
+                    tile(form, many, 1, at, a, b, wn, xr, xn, k, gr, gn, to, on, 0)
             p += _MANY
         r = whole
         while r < stop:
@@ -64,45 +74,39 @@ def _run(form, many, size, w, s, o, k, first, last, x, xn, rows, g, gn, out, on)
             xr, gr = x + r * xn, g + r * gn
             p = first
             while p < last:
-                at, a, b = w + p * wn, s + p * sn, o + p * sn
+                at, a, b = w + p * wn, s + p * wn, o + p * wn
                 to = out + r * on + p * 64
-                left = last - p
-                if pair and left >= _PAIR:
-                    tile(form, 2, _PAIR, at, wn, a, b, sn, xr, xn, k, gr, gn, to, on)
-                    p += _PAIR
-                elif pair:
-                    tile(form, 2, 1, at, wn, a, b, sn, xr, xn, k, gr, gn, to, on)
+                ahead = _ahead(at, far, end, after)
+                if pair:
+                    tile(form, 2, 1, at, a, b, wn, xr, xn, k, gr, gn, to, on, ahead)
                     p += 1
-                elif left >= _ONE:
-                    tile(form, 1, _ONE, at, wn, a, b, sn, xr, xn, k, gr, gn, to, on)
-                    p += _ONE
-                elif left >= 2:
-                    tile(form, 1, 2, at, wn, a, b, sn, xr, xn, k, gr, gn, to, on)
-                    p += 2
+                elif one > 1 and last - p >= one:
+                    tile(form, 1, one, at, a, b, wn, xr, xn, k, gr, gn, to, on, ahead)
+                    p += one
                 else:
-                    tile(form, 1, 1, at, wn, a, b, sn, xr, xn, k, gr, gn, to, on)
+                    tile(form, 1, 1, at, a, b, wn, xr, xn, k, gr, gn, to, on, ahead)
                     p += 1
             r += 2 if pair else 1
 
 
-def _f32(w, s, o, k, first, last, x, x_next, rows, g, g_next, out, out_next):
-    _run(0, 6, 64, w, s, o, k, first, last, x, x_next, rows, g, g_next, out, out_next)
+def _f32(w, s, o, wn, end, after, k, first, last, x, xn, rows, g, gn, out, on):
+    _run(0, 6, _ONE, w, s, o, wn, end, after, k, first, last, x, xn, rows, g, gn, out, on)
 
 
-def _bf16(w, s, o, k, first, last, x, x_next, rows, g, g_next, out, out_next):
-    _run(1, 6, 32, w, s, o, k, first, last, x, x_next, rows, g, g_next, out, out_next)
+def _bf16(w, s, o, wn, end, after, k, first, last, x, xn, rows, g, gn, out, on):
+    _run(1, 6, _ONE, w, s, o, wn, end, after, k, first, last, x, xn, rows, g, gn, out, on)
 
 
-def _q8(w, s, o, k, first, last, x, x_next, rows, g, g_next, out, out_next):
-    _run(2, _Q8_ROWS, 16, w, s, o, k, first, last, x, x_next, rows, g, g_next, out, out_next)
+def _q8(w, s, o, wn, end, after, k, first, last, x, xn, rows, g, gn, out, on):
+    _run(2, _Q8_ROWS, _ONE, w, s, o, wn, end, after, k, first, last, x, xn, rows, g, gn, out, on)
 
 
-def _q4(w, s, o, k, first, last, x, x_next, rows, g, g_next, out, out_next):
-    _run(3, _Q8_ROWS, 8, w, s, o, k, first, last, x, x_next, rows, g, g_next, out, out_next)
+def _q4(w, s, o, wn, end, after, k, first, last, x, xn, rows, g, gn, out, on):
+    _run(3, _Q8_ROWS, _TWO, w, s, o, wn, end, after, k, first, last, x, xn, rows, g, gn, out, on)
 
 
-def _q2(w, s, o, k, first, last, x, x_next, rows, g, g_next, out, out_next):
-    _run(4, _Q8_ROWS, 4, w, s, o, k, first, last, x, x_next, rows, g, g_next, out, out_next)
+def _q2(w, s, o, wn, end, after, k, first, last, x, xn, rows, g, gn, out, on):
+    _run(4, _Q8_ROWS, _TWO, w, s, o, wn, end, after, k, first, last, x, xn, rows, g, gn, out, on)
 
 
 _PRODUCTS = {
@@ -125,7 +129,10 @@ def product_of(form: Format) -> Any:
 
 
 @intrinsic
-def _call(typingctx, function, w, s, o, k, first, last, x, x_next, rows, g, g_next, out, out_next):  # pyright: ignore
+def _call(
+    typingctx, function, w, s, o, w_next, end, after, k, first, last, x, x_next, rows, g, g_next,
+    out, out_next,
+):  # fmt: skip  # pyright: ignore
     """Call a product by its address."""
 
     def generate(context, builder, signature, args):
@@ -142,16 +149,17 @@ def _shared(matrix, panels, threads, x, x_next, rows, g, g_next, out, out_next):
     for part in prange(threads):
         first, last = panels * part // threads, panels * (part + 1) // threads
         _call(
-            matrix[RUN], matrix[DATA], matrix[SCALES], matrix[OFFSETS], matrix[IN],
-            first, last, x, x_next, rows, g, g_next, out, out_next,
+            matrix[RUN], matrix[DATA], matrix[SCALES], matrix[OFFSETS], matrix[NEXT], matrix[END],
+            0, matrix[IN], first, last, x, x_next, rows, g, g_next, out, out_next,
         )  # fmt: skip
 
 
 @njit(nogil=True, error_model="numpy", cache=True)
-def product(matrix, x, rows, out, threads):
+def product(matrix, x, rows, out, threads, after):
     """out[r] = matrix @ x[r] for the first `rows` rows of x [n, >= K] and out [n, >= J].
 
-    `matrix` is a record. Rows of x have zeros behind their end up to the matrix's padded columns;
+    `matrix` is a record; `after` is the address of what is read once all is read that it ends
+    with, or 0. Rows of x have zeros behind their end up to the matrix's padded columns;
     rows of out have room for whole panels.
     """
     groups = np.zeros((1, 1), dtype=np.float32)
@@ -167,8 +175,8 @@ def product(matrix, x, rows, out, threads):
         _shared(matrix, panels, threads, x_at, x_next, rows, g_at, g_next, out_at, out_next)
     else:
         _call(
-            matrix[RUN], matrix[DATA], matrix[SCALES], matrix[OFFSETS], matrix[IN],
-            0, panels, x_at, x_next, rows, g_at, g_next, out_at, out_next,
+            matrix[RUN], matrix[DATA], matrix[SCALES], matrix[OFFSETS], matrix[NEXT], matrix[END],
+            after, matrix[IN], 0, panels, x_at, x_next, rows, g_at, g_next, out_at, out_next,
         )  # fmt: skip
     # Only their addresses went into the call: without a use after it they would be freed before.
     if whole.size < 0 or groups.size < 0:

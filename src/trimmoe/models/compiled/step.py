@@ -27,7 +27,7 @@ from trimmoe.models.compiled.attention import (
     write,
 )
 from trimmoe.models.compiled.lanes import LANES, exp_lanes
-from trimmoe.models.compiled.product import OUT, RECORD, product
+from trimmoe.models.compiled.product import DATA, OUT, RECORD, product
 
 __all__ = ["NORM_HEADS", "NORM_NONE", "NORM_WHOLE", "Shape", "norm", "slabs_of", "wide"]
 
@@ -49,7 +49,7 @@ EXPERT = 2 * RECORD
 
 @jit
 def _times(shape, block, column, x, rows, out):
-    product(block[column : column + RECORD], x, rows, out, shape.threads)
+    product(block[column : column + RECORD], x, rows, out, shape.threads, 0)
 
 
 @jit
@@ -116,7 +116,8 @@ def attend(shape, block, hidden, rotary, places, keys, values, aside):
     key, value = _keys_values(shape, block, normed, rotary, places[1])
     mixed = np.zeros_like(query)
     attention(shape, block[WINDOW], query, key, value, places, keys, values, aside, mixed)
-    _times(shape, block, OUTPUT, mixed, count, normed)
+    after = block[SHARED_UP + DATA]
+    product(block[OUTPUT : OUTPUT + RECORD], mixed, count, normed, shape.threads, after)
     for r in range(count):
         for i in range(shape.hidden):
             hidden[r, i] += normed[r, i]
@@ -189,13 +190,14 @@ def _gated(both, rows, size):
 
 
 @jit
-def dense(shape, block, normed, out):
-    """The shared expert of a block, or its whole MLP where nothing is routed: [n, wide(d)]."""
+def dense(shape, block, normed, after, out):
+    """The shared expert of a block, or its whole MLP where nothing is routed: [n, wide(d)]. What is
+    read `after` it is as in `routed`."""
     count, size = normed.shape[0], block[SHARED_UP + OUT] // 2
     both = np.empty((count, 2 * size), dtype=np.float32)
-    _times(shape, block, SHARED_UP, normed, count, both)
+    product(block[SHARED_UP : SHARED_UP + RECORD], normed, count, both, shape.threads, after)
     inner = _gated(both, count, size)
-    _times(shape, block, SHARED_DOWN, inner, count, out)
+    product(block[SHARED_DOWN : SHARED_DOWN + RECORD], inner, count, out, shape.threads, after)
     if block[SHARED_MIX + OUT] > 0:
         share = np.zeros((count, LANES), dtype=np.float32)
         _times(shape, block, SHARED_MIX, normed, count, share)
@@ -209,29 +211,40 @@ def dense(shape, block, normed, out):
 
 
 @jit
-def _most_of_one(shape, experts):
-    """Slots of the expert that has most of them."""
+def _slots_of(shape, experts):
+    """How many slots of `experts` [n, k] each expert has, [E]."""
     counts = np.zeros(shape.experts, dtype=np.int64)
     for r in range(experts.shape[0]):
         for j in range(experts.shape[1]):
             if experts[r, j] >= 0:
                 counts[experts[r, j]] += 1
-    return counts.max()
+    return counts
 
 
 @jit
-def routed(shape, weights, normed, experts, gates, out):
+def _following(counts, weights, expert, after):
+    """Where the first matrix of the next expert lies that has slots, or else `after`."""
+    for e in range(expert + 1, counts.shape[0]):
+        if counts[e] > 0:
+            return weights[e, UP + DATA]
+    return after
+
+
+@jit
+def routed(shape, weights, normed, experts, gates, after, out):
     """Add to `out`, float64 [n, wide(d)], gate times expert of `experts` [n, k], -1 for none.
 
-    `weights` [E, EXPERT] says where each expert's matrices are. Rows are grouped by expert. Addends
-    are in single precision, so that their order makes no difference (`models.sums`).
+    `weights` [E, EXPERT] says where each expert's matrices are, `after` what is read after them, 0
+    if nobody knows. Rows are grouped by expert. Addends are in single precision, so that their
+    order makes no difference (`models.sums`).
     """
     count, slots = experts.shape
     size = shape.routed
     each = np.empty((count * slots, normed.shape[1]), dtype=np.float32)
     rows = np.empty(count * slots, dtype=np.int64)
     # Not as many as there are rows: an expert may run in several slots of one.
-    most = _most_of_one(shape, experts)
+    counts = _slots_of(shape, experts)
+    most = counts.max()
     x = np.empty((most, normed.shape[1]), dtype=np.float32)
     both = np.empty((most, 2 * whole_panels(size)), dtype=np.float32)
     given = np.empty((most, normed.shape[1]), dtype=np.float32)
@@ -247,9 +260,10 @@ def routed(shape, weights, normed, experts, gates, out):
         for i in range(found):
             for c in range(x.shape[1]):
                 x[i, c] = normed[rows[i] // slots, c]
-        product(weights[e, UP : UP + RECORD], x, found, both, shape.threads)
+        following = _following(counts, weights, e, after)
+        product(weights[e, UP : UP + RECORD], x, found, both, shape.threads, following)
         inner = _gated(both, found, size)
-        product(weights[e, DOWN : DOWN + RECORD], inner, found, given, shape.threads)
+        product(weights[e, DOWN : DOWN + RECORD], inner, found, given, shape.threads, following)
         for i in range(found):
             for c in range(x.shape[1]):
                 each[rows[i], c] = given[i, c]
@@ -267,18 +281,19 @@ def dense_block(shape, block, hidden, rotary, places, keys, values, aside):
     attend(shape, block, hidden, rotary, places, keys, values, aside)
     normed, given = np.zeros_like(hidden), np.zeros_like(hidden)
     read(shape, block, hidden, normed)
-    dense(shape, block, normed, given)
+    dense(shape, block, normed, 0, given)
     for r in range(hidden.shape[0]):
         for i in range(shape.hidden):
             hidden[r, i] += given[r, i]
 
 
 @jit
-def gathered(shape, block, weights, hidden, normed, experts, gates, out):
+def gathered(shape, block, weights, hidden, normed, experts, gates, after, out):
     """Into `out`, float64 [n, wide], hidden and what a layer's experts give."""
     if block[SHARED_UP + OUT] > 0:
         shared = np.zeros_like(hidden)
-        dense(shape, block, normed, shared)
+        first = _following(_slots_of(shape, experts), weights, -1, after)
+        dense(shape, block, normed, first, shared)
         for r in range(hidden.shape[0]):
             for i in range(hidden.shape[1]):
                 out[r, i] = np.float32(hidden[r, i] + shared[r, i])
@@ -286,14 +301,15 @@ def gathered(shape, block, weights, hidden, normed, experts, gates, out):
         for r in range(hidden.shape[0]):
             for i in range(hidden.shape[1]):
                 out[r, i] = hidden[r, i]
-    routed(shape, weights, normed, experts, gates, out)
+    routed(shape, weights, normed, experts, gates, after, out)
 
 
 @jit
-def finish(shape, block, weights, hidden, normed, experts, gates):
-    """What a layer's experts give, added to hidden [n, wide] in place."""
+def finish(shape, block, weights, hidden, normed, experts, gates, after):
+    """What a layer's experts give, added to hidden [n, wide] in place; `after` is what is read
+    next."""
     total = np.empty(hidden.shape, dtype=np.float64)
-    gathered(shape, block, weights, hidden, normed, experts, gates, total)
+    gathered(shape, block, weights, hidden, normed, experts, gates, after, total)
     for r in range(hidden.shape[0]):
         for i in range(shape.hidden):
             hidden[r, i] = total[r, i]
@@ -335,7 +351,8 @@ def segment(
                 free = free and settled[b, experts[b, r, j]]
         if not free:
             return b
-        finish(shape, block, weights[b], hidden, normed, experts[b], gates)
+        after = blocks[b + 1, QUERY + DATA] if b + 1 < ends[1] else 0
+        finish(shape, block, weights[b], hidden, normed, experts[b], gates, after)
     return ends[1]
 
 
@@ -347,7 +364,7 @@ def _stood_in(shape, stands, rank, normed, experts, gates, held, out):
     """
     count = normed.shape[0]
     inner = np.empty((count, wide(shape.experts * rank)), dtype=np.float32)
-    product(stands[:RECORD], normed, count, inner, shape.threads)
+    product(stands[:RECORD], normed, count, inner, shape.threads, 0)
     kept = np.zeros_like(inner)
     for r in range(count):
         for j in range(experts.shape[1]):
@@ -355,7 +372,7 @@ def _stood_in(shape, stands, rank, normed, experts, gates, held, out):
             if not held[expert]:
                 for i in range(expert * rank, (expert + 1) * rank):
                     kept[r, i] = inner[r, i] * gates[r, j]
-    product(stands[RECORD:], kept, count, out, shape.threads)
+    product(stands[RECORD:], kept, count, out, shape.threads, 0)
 
 
 @jit
@@ -386,7 +403,8 @@ def home_segment(shape, blocks, ends, weights, held, stands, rank, hidden, rotar
                 is_held = held[b, experts[r, j]]
                 here[r, j] = experts[r, j] if is_held else -1
                 lacking = lacking or not is_held
-        finish(shape, block, weights[b], hidden, normed, here, gates)
+        after = blocks[b + 1, QUERY + DATA] if b + 1 < ends[1] else 0
+        finish(shape, block, weights[b], hidden, normed, here, gates, after)
         if lacking and rank > 0:
             _stood_in(shape, stands[b], rank, normed, experts, gates, held[b], rest)
             for r in range(count):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,8 +13,10 @@ from torch import Tensor
 from trimmoe.models.compiled import step
 from trimmoe.models.compiled.product import (
     DATA,
+    END,
     FORMAT,
     IN,
+    NEXT,
     OFFSETS,
     OUT,
     RECORD,
@@ -22,7 +24,7 @@ from trimmoe.models.compiled.product import (
     SCALES,
     product_of,
 )
-from trimmoe.models.quantise import Packed
+from trimmoe.models.quantise import Packed, placed
 
 
 @dataclass(kw_only=True)
@@ -63,28 +65,39 @@ class Tables:
             self.kept.append(array)
             self.blocks[block, column] = array.ctypes.data
 
-    def matrix(self, block: int, column: int, matrix: Packed) -> None:
-        """Note a matrix."""
-        self.kept.append(matrix)
-        self.blocks[block, column : column + RECORD] = record(matrix)
+    def matrix(self, block: int, matrices: Mapping[int, Packed]) -> None:
+        """Note matrices, by column, that are read one after the other."""
+        those = self._keep(*matrices.values())
+        for column, matrix in zip(matrices, those, strict=True):
+            self.blocks[block, column : column + RECORD] = record(matrix, those[-1])
 
     def expert(self, block: int, expert: int, up: Packed, down: Packed) -> None:
         """Note the matrices of an expert; those of its gate and up projection are one."""
+        up, down = self._keep(up, down)
         self.matrices[block, expert] = up, down
-        self.kept += [up, down]
-        self.experts[block, expert] = np.concatenate([record(up), record(down)])
+        self.experts[block, expert] = np.concatenate([record(up, down), record(down)])
 
     def copy(self, block: int, expert: int, bits: int, up: Packed, down: Packed) -> None:
         """Note a copy of an expert in so many bits."""
-        self.kept += [up, down]
-        self.copies[block, expert, bits] = np.concatenate([record(up), record(down)])
+        up, down = self._keep(up, down)
+        self.copies[block, expert, bits] = np.concatenate([record(up, down), record(down)])
+
+    def _keep(self, *matrices: Packed) -> tuple[Packed, ...]:
+        those = placed(matrices)
+        self.kept += those
+        return those
 
 
-def record(matrix: Packed) -> NDArray[np.int64]:
-    """A matrix as `product` reads it; whoever asks keeps what it points to."""
+def record(matrix: Packed, last: Packed | None = None) -> NDArray[np.int64]:
+    """A matrix as `product` reads it, in whose room the `last` one lies behind it that is read
+    after it; whoever asks keeps what it points to."""
     columns = np.zeros(RECORD, dtype=np.int64)
     arrays = matrix.data, matrix.scales, matrix.offsets
     columns[[DATA, SCALES, OFFSETS]] = [array.ctypes.data for array in arrays]
+    last = last or matrix
+    columns[NEXT] = matrix.nbytes // len(matrix.data)
+    assert len(matrix.data) == 1 or matrix.data.strides[0] == columns[NEXT], "not `placed`"
+    columns[END] = last.data.ctypes.data + last.nbytes
     columns[FORMAT], columns[OUT] = matrix.form, matrix.shape[0]
     columns[RUN] = product_of(matrix.form).address
     columns[IN] = matrix.padded_columns

@@ -157,7 +157,7 @@ class CompiledView(MoEView):
         block, shape = self._tables.blocks[self._tables.block_of[layer]], self._tables.shape
         rows = self._read(layer, hidden, normed)
         given = np.zeros_like(rows)
-        step.dense(shape, block, rows, given)
+        step.dense(shape, block, rows, 0, given)
         return self._narrowed(given)
 
     def experts(
@@ -173,7 +173,7 @@ class CompiledView(MoEView):
         given = np.zeros(rows.shape, dtype=np.float64)
         chosen, weights = self._slots(layer, experts.numpy(), gates)
         shape, _, here = self._stack(layer)
-        step.routed(shape, here, rows, chosen, weights, given)
+        step.routed(shape, here, rows, chosen, weights, 0, given)
         return self._narrowed(given)
 
     def give(
@@ -187,7 +187,7 @@ class CompiledView(MoEView):
     ) -> Tensor:
         rows, read = _widened(hidden), self._read(layer, hidden, normed)
         chosen, weights = self._slots(layer, experts, gates)
-        step.finish(*self._stack(layer), rows, read, chosen, weights)
+        step.finish(*self._stack(layer), rows, read, chosen, weights, 0)
         return self._narrowed(rows)
 
     def gathered(
@@ -202,7 +202,7 @@ class CompiledView(MoEView):
         rows, read = _widened(hidden), self._read(layer, hidden, normed)
         chosen, weights = self._slots(layer, experts, gates)
         total = np.empty(rows.shape, dtype=np.float64)
-        step.gathered(*self._stack(layer), rows, read, chosen, weights, total)
+        step.gathered(*self._stack(layer), rows, read, chosen, weights, 0, total)
         return self._narrowed(total)
 
     def head(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
@@ -214,7 +214,7 @@ class CompiledView(MoEView):
         rows = _widened(self._normed_last(hidden))
         vocabulary = self.spec.vocab_size
         out = np.empty((rows.shape[0], step.wide(vocabulary)), dtype=np.float32)
-        product(self._head_record, rows, rows.shape[0], out, self._tables.shape.threads)
+        product(self._head_record, rows, rows.shape[0], out, self._tables.shape.threads, 0)
         return torch.from_numpy(out)[:, :vocabulary]
 
     def propagate(self, layer: int, hidden: Tensor, batch: TokenBatch, cache: KVCache) -> None:
