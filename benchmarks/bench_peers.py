@@ -38,6 +38,7 @@ PROMPTS = (
 )
 ONE_WAY_MS = (0.5, 3.0, 3.0)
 """From the first server of clusters/local4.yaml to the others."""
+_WARM_UPS, _STEADY = 10, 0.05
 LONG_PROMPT = ("word " * 1023).strip()
 
 
@@ -202,12 +203,25 @@ def _theirs(case: Case, arguments: argparse.Namespace, folder: Path) -> Iterator
             yield Client(f"http://127.0.0.1:{port}/v1", "any")
 
 
+async def _warm_up(client: Client, case: Case) -> None:
+    """Have done what is done once, and wait for what goes on in the background after a start: until
+    two rounds in a row take as long."""
+    before = 0.0
+    for _ in range(_WARM_UPS):
+        said = Measured()
+        await _round(client, case, 16, said)
+        now = statistics.fmean(said.token_ms or said.per_s)
+        if abs(now - before) < _STEADY * before:
+            return
+        before = now
+
+
 async def _measure(
     case: Case, clients: tuple[Client, Client], arguments: argparse.Namespace
 ) -> tuple[Measured, Measured]:
     sides = Measured(), Measured()
     for client in clients:
-        await _round(client, case, 8, Measured())  # What is done once is done before.
+        await _warm_up(client, case)
     for number in range(arguments.rounds):
         # Each begins in turn.
         for side in (0, 1) if number % 2 == 0 else (1, 0):
