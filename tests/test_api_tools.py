@@ -253,8 +253,7 @@ def goes_through(service: Scripted, grammar: str, text: str) -> bool:
     [
         ("{{ messages }}", "knows no tools"),
         ("{{ tools }} <function=f>", "Hermes and Qwen"),
-        ('{{ tools }} <tool_call><function=f> "arguments"', "Hermes and Qwen"),
-        ("{{ tools }} <tool_call>f<arg_key>", "Hermes and Qwen"),
+        ("{{ tools }} <tool_call>f</tool_call>", "Hermes and Qwen"),
     ],
 )
 def test_templates_of_other_forms_are_refused(template: str, says: str) -> None:

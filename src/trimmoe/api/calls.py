@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 from uuid import uuid4
 
-from trimmoe.api.tools import CLOSE, OPEN
-
+OPEN, CLOSE = "<tool_call>", "</tool_call>"
+"""Of a call, as Hermes and Qwen write."""
 _BEGINS = re.compile(r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"arguments"\s*:\s*(?=\{)')
 
 
@@ -28,7 +28,7 @@ class CallPart:
 
 
 @dataclass(eq=False, slots=True)
-class _Value:
+class JsonValue:
     """A JSON object that comes in pieces."""
 
     depth: int = 0
@@ -62,10 +62,13 @@ class CallReader:
     What is no call after all is text.
     """
 
+    marks = (OPEN, CLOSE)
+    """Tokens that are shown in the text though they may be special."""
+
     def __init__(self, *, parallel: bool = True) -> None:
         self._parallel = parallel
         self._held = ""
-        self._value: _Value | None = None
+        self._value: JsonValue | None = None
         """The arguments under way."""
         self._inside = False
         self._named = False
@@ -80,11 +83,11 @@ class CallReader:
     def push(self, text: str) -> tuple[str, tuple[CallPart, ...]]:
         """The text and the calls that may be shown now."""
         self._held += text
-        return _sorted(self._read())
+        return parted(self._read())
 
     def flush(self) -> tuple[str, tuple[CallPart, ...]]:
         """What was held back, when no more text comes."""
-        text, parts = _sorted(self._read())
+        text, parts = parted(self._read())
         held, self._held = self._held, ""
         if self.done or (self.count and not held.strip()):
             held = ""
@@ -108,7 +111,7 @@ class CallReader:
                     return
             elif not self._named and (begun := _BEGINS.match(self._held)):
                 yield self._new(json.loads(begun[1]), "")
-                self._held, self._value = self._held[begun.end() :], _Value()
+                self._held, self._value = self._held[begun.end() :], JsonValue()
             elif (at := self._held.find(CLOSE)) >= 0:
                 yield from self._close(at)
             else:
@@ -121,7 +124,7 @@ class CallReader:
             self._inside, self._named = True, False
         else:
             # White space before a call goes with it.
-            keep = _possible_start(self._held)
+            keep = longest_start(self._held, OPEN)
             plain = self._held[: len(self._held) - keep].rstrip()
             before, self._held = plain, self._held[len(plain) :]
         if before:
@@ -156,8 +159,8 @@ class CallReader:
 
     def _new(self, name: str, arguments: str) -> CallPart:
         self._named, self.count = True, self.count + 1
-        made = f"call_{uuid4().hex[:24]}"
-        return CallPart(index=self.count - 1, id=made, name=name, arguments=arguments)
+        at = self.count - 1
+        return CallPart(index=at, id=new_id(name, at), name=name, arguments=arguments)
 
 
 def joined(parts: Sequence[CallPart]) -> tuple[CallPart, ...]:
@@ -171,15 +174,21 @@ def joined(parts: Sequence[CallPart]) -> tuple[CallPart, ...]:
     return tuple(whole.values())
 
 
-def _possible_start(text: str) -> int:
-    """Length of the longest end of a text with which `OPEN` begins."""
-    for length in range(min(len(OPEN) - 1, len(text)), 0, -1):
-        if OPEN.startswith(text[-length:]):
+def longest_start(text: str, mark: str) -> int:
+    """Length of the longest end of a text with which `mark` begins, not all of it."""
+    for length in range(min(len(mark) - 1, len(text)), 0, -1):
+        if mark.startswith(text[-length:]):
             return length
     return 0
 
 
-def _sorted(read: Iterator[str | CallPart]) -> tuple[str, tuple[CallPart, ...]]:
+def new_id(_name: str, _at: int) -> str:
+    """Of a call."""
+    return f"call_{uuid4().hex[:24]}"
+
+
+def parted(read: Iterator[str | CallPart]) -> tuple[str, tuple[CallPart, ...]]:
+    """What was read, its text apart from its calls."""
     text, parts = "", list[CallPart]()
     for one in read:
         if isinstance(one, str):

@@ -11,7 +11,8 @@ from uuid import uuid4
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from trimmoe.api.calls import CallPart, CallReader
+from trimmoe.api.call_readers import Reader
+from trimmoe.api.calls import CallPart
 from trimmoe.api.context import Context, Serving
 from trimmoe.api.generation import Piece
 from trimmoe.api.openapi import generation_responses
@@ -81,12 +82,12 @@ async def _grammar(body: ChatRequest, offer: Offer | None, context: Context) -> 
     return grammar
 
 
-def reader_of(offer: Offer | None) -> Callable[[], CallReader | None]:
+def reader_of(offer: Offer | None) -> Callable[[], Reader | None]:
     """What makes a reader of calls for each answer, if tools are offered."""
     if offer is None:
         return lambda: None
-    parallel = offer.parallel
-    return lambda: CallReader(parallel=parallel)
+    form, parallel = offer.form, offer.parallel
+    return lambda: form.reader(parallel)
 
 
 def turn_of(message: Message) -> dict[str, Any]:

@@ -8,12 +8,12 @@ from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass
 from typing import Literal
 
-from trimmoe.api.calls import CallPart, CallReader, joined
+from trimmoe.api.call_readers import Reader
+from trimmoe.api.calls import CallPart, joined
 from trimmoe.api.detokenise import StopStrings
 from trimmoe.api.metrics import ApiMetrics, Measured
 from trimmoe.api.responses import LedgerUsage, PromptTokensDetails, Usage
 from trimmoe.api.text import TextCodec
-from trimmoe.api.tools import CLOSE, OPEN
 from trimmoe.core.ledger import Kind, Ledger
 from trimmoe.runtime.service import (
     FinishReason,
@@ -49,7 +49,7 @@ class Answer:
         codec: TextCodec,
         request: GenerationRequest,
         stop: Sequence[str],
-        calls: CallReader | None = None,
+        calls: Reader | None = None,
     ) -> None:
         """`calls` reads those of tools out of the text. Raises `ServiceError` if the service
         refuses at once."""
@@ -58,7 +58,7 @@ class Answer:
         """Tokens of the answer, with those made elsewhere, and of the prompt that were kept."""
         self.ledger: Ledger | None = None
         self._calls = calls
-        self._text = codec.stream(() if calls is None else (OPEN, CLOSE))
+        self._text = codec.stream(() if calls is None else calls.marks)
         self._stops = StopStrings(stop)
         self._over: EndReason | None = self._replayed()
         self._metrics = metrics
@@ -152,7 +152,7 @@ async def submit_all(
     codec: TextCodec,
     requests: Sequence[GenerationRequest],
     stop: Sequence[str],
-    reader: Callable[[], CallReader | None] = lambda: None,
+    reader: Callable[[], Reader | None] = lambda: None,
 ) -> list[Answer]:
     """Submit all requests or none; `reader` makes what reads calls out of an answer."""
     answers: list[Answer] = []

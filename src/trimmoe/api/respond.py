@@ -12,7 +12,7 @@ from fastapi import Request
 from pydantic import BaseModel
 from starlette.responses import JSONResponse, Response
 
-from trimmoe.api.calls import CallReader
+from trimmoe.api.call_readers import Reader
 from trimmoe.api.context import Context
 from trimmoe.api.errors import ApiError
 from trimmoe.api.generation import Answer, Piece, collect, submit_all, usage
@@ -193,7 +193,7 @@ async def respond(
     body: Sampled,
     requests: Sequence[GenerationRequest],
     form: Form,
-    reader: Callable[[], CallReader | None] = lambda: None,
+    reader: Callable[[], Reader | None] = lambda: None,
 ) -> Response:
     """Generate and answer; a client that hangs up cancels the generation. `reader` makes what
     reads calls of tools out of an answer."""

@@ -1,12 +1,12 @@
-"""Tools that a model may call: what requests say of them, and the form that calls have.
+"""Tools that a model may call: what requests say of them, and what answers are held to.
 
-One form is read and written, that of Hermes and Qwen: `<tool_call>`, a JSON object with `name` and
-`arguments`, `</tool_call>`. The model's own chat template has to ask for it.
+The form of calls is the one that the model's own chat template asks for (`tool_forms`).
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -15,11 +15,8 @@ from trimmoe.api.errors import ApiError
 from trimmoe.api.requests import ChatRequest, NamedTool, Tool
 from trimmoe.api.structure import asked_grammar, asked_schema
 from trimmoe.api.text import TextCodec
+from trimmoe.api.tool_forms import FORMS, ToolForm, Written, form_of
 from trimmoe.runtime.guides import lark_grammar, quoted, spaced
-
-OPEN, CLOSE = "<tool_call>", "</tool_call>"
-_OTHER_FORMS = ("<function=", "<arg_key>")
-"""What templates ask for inside of `OPEN` instead of JSON."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,6 +28,8 @@ class Offer:
     """Whether nothing but calls will do."""
     parallel: bool
     """Whether there may be several."""
+    form: ToolForm
+    """How the model writes calls."""
 
     def described(self) -> list[dict[str, Any]]:
         """As chat templates read them."""
@@ -42,21 +41,56 @@ class Offer:
         strict = any(tool.function.strict for tool in self.tools)
         if not (self.forced or strict or schema is not None):
             return ""
-        mark = {tag: _mark(codec, tag) for tag in (OPEN, CLOSE)}
-        lines = [
-            f'body: "\\n" ({_any_of("one", len(self.tools))}) "\\n" {mark[CLOSE]}',
-            *(_one(at, tool) for at, tool in enumerate(self.tools)),
-        ]
-        more = f'("\\n" {mark[OPEN]} body)*' if self.parallel else ""
-        calls = f"{mark[OPEN]} body {more}"
+        written = self.form.written
+        if written is None:
+            raise ApiError(
+                400,
+                f"Calls in the form of {self.form.name} are read here, but answers cannot be held "
+                'to it; leave `tool_choice` at "auto" and `strict` and `response_format` out.',
+                param="tools",
+            )
+        lines = self._body(codec, written)
+        opening = _literal(codec, self.form, written.opening)
+        again = _literal(codec, self.form, written.between)
+        repeats = self.parallel and bool(written.opening) and written.opening in written.between
+        more = f"({again} any)*" if repeats else ""
+        lines.insert(0, f"calls: {opening} body {more}")
         if self.forced:
-            lines.insert(0, f"start: {calls}")
+            lines.insert(0, "start: calls")
         elif schema is not None:
             answer = json.dumps(spaced(dict(schema)))
-            lines[:0] = [f"start: {calls} | answer", f"answer: %json {answer}"]
+            lines[:0] = ["start: calls | answer", f"answer: %json {answer}"]
+        elif written.opening:
+            del lines[0]
+            lines[:0] = _free(codec, written.opening, opening)
         else:
-            lines[:0] = _free(codec, mark[OPEN])
+            lines[:0] = ["start: calls | other", "other: OTHER?", r"OTHER: /[^\s{](.|\n)*/"]
         return lark_grammar("\n".join(lines))
+
+    def _body(self, codec: TextCodec, written: Written) -> list[str]:
+        """Rules of everything behind the opening, and of every call."""
+
+        def told(text: str) -> str:
+            return _literal(codec, self.form, text)
+
+        again = self.parallel and (not written.opening or written.opening not in written.between)
+        more = f"({told(written.between)} any)*" if again else ""
+        return [
+            f"body: {told(written.start)} any {more} {told(written.close)}",
+            "any: " + " | ".join(f"one_{at}" for at in range(len(self.tools))),
+            *(self._one(codec, written, at, tool) for at, tool in enumerate(self.tools)),
+        ]
+
+    def _one(self, codec: TextCodec, written: Written, at: int, tool: Tool) -> str:
+        """The rules of a call of one tool."""
+        options: dict[str, Any] = {} if tool.function.strict else {"lenient": True}
+        schema = spaced(tool.function.parameters or {"type": "object"})
+        schema["x-guidance"] = schema["x-guidance"] | options
+        name = tool.function.name
+        in_json = '"{name}"' in written.head
+        head = written.head.replace('"{name}"' if in_json else "{name}", _name(name, in_json))
+        begin, end = (_literal(codec, self.form, text) for text in (head, written.tail))
+        return f"one_{at}: {begin} args_{at} {end}\nargs_{at}: %json {json.dumps(schema)}"
 
 
 def offered(body: ChatRequest, codec: TextCodec) -> Offer | None:
@@ -74,8 +108,8 @@ def offered(body: ChatRequest, codec: TextCodec) -> Offer | None:
                 f"`tool_choice` names `{name}`, which is not among `tools`; add it.",
                 param="tool_choice",
             )
-    _check_template(codec.chat_template(tools=True))
     return Offer(
+        form=_form(codec.chat_template(tools=True)),
         tools=tools,
         forced=choice == "required" or isinstance(choice, NamedTool),
         parallel=body.parallel_tool_calls is not False and not isinstance(choice, NamedTool),
@@ -93,43 +127,40 @@ def offer_grammar(body: ChatRequest, offer: Offer, codec: TextCodec) -> tuple[st
     return offer.grammar(codec, asked_schema(body)), "tools"
 
 
-def _check_template(template: str) -> None:
+def _form(template: str) -> ToolForm:
     if "tools" not in template:
         raise ApiError(
             400, "The model's chat template knows no tools; leave out `tools`.", param="tools"
         )
-    json_inside = '"arguments"' in template.replace('\\"', '"')
-    if OPEN not in template or not json_inside or any(each in template for each in _OTHER_FORMS):
+    form = form_of(template)
+    if form is None:
+        known = ", ".join(each.name for each in FORMS)
         raise ApiError(
             400,
-            f"This model does not write its calls as JSON in {OPEN}, the one form that is read "
-            "here (that of Hermes and Qwen); leave out `tools`.",
+            f"The model's chat template asks for calls in none of the forms that are read here "
+            f"({known}); leave out `tools`.",
             param="tools",
         )
+    return form
 
 
-def _one(at: int, tool: Tool) -> str:
-    """The rule of a call of one tool."""
-    options: dict[str, Any] = {} if tool.function.strict else {"lenient": True}
-    schema = spaced(tool.function.parameters or {"type": "object"})
-    schema["x-guidance"] = schema["x-guidance"] | options
-    begin = quoted(f'{{"name": {json.dumps(tool.function.name)}, "arguments": ')
-    return f'one_{at}: {begin} args_{at} "}}"\nargs_{at}: %json {json.dumps(schema)}'
+def _name(name: str, in_json: bool) -> str:
+    return json.dumps(name) if in_json else name
 
 
-def _any_of(rule: str, count: int) -> str:
-    return " | ".join(f"{rule}_{at}" for at in range(count))
-
-
-def _free(codec: TextCodec, opening: str) -> list[str]:
+def _free(codec: TextCodec, opening: str, mark: str) -> list[str]:
     """Rules of any text with calls in it."""
-    if codec.token_of(OPEN) is not None:
-        head = f"head: TEXT {opening}"
-    else:
-        head = f"head[lazy]: TEXT {opening}"
+    lazy = "" if codec.token_of(opening) is not None else "[lazy]"
+    head = f"head{lazy}: TEXT {mark}"
     return ["start: (head body)* end", "end: TEXT", head, r"TEXT: /(.|\n)*/"]
 
 
-def _mark(codec: TextCodec, tag: str) -> str:
-    """A tag as a grammar has it: a token of its own or text."""
-    return quoted(tag) if codec.token_of(tag) is None else tag
+def _literal(codec: TextCodec, form: ToolForm, text: str) -> str:
+    """A text as a grammar has it: marks that are tokens of their own as those."""
+    marks = [mark for mark in form.marks if codec.token_of(mark) is not None]
+    if not marks:
+        return quoted(text) if text else ""
+    parts = re.split("(" + "|".join(re.escape(mark) for mark in marks) + ")", text)
+    return " ".join(
+        f"<[{codec.token_of(part)}]>" if part in marks else quoted(part) for part in parts if part
+    )

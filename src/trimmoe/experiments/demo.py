@@ -101,5 +101,9 @@ def demo_table(found: Sequence[Shown]) -> Table:
             f"{answer.ledger.get('bytes', 0) / count / 1e3:.1f}",
             "yes" if answer.text == found[0].answer.text else "no",
         )
-    table.caption = "hops and kB per token; links of local4, four processes of this machine"
+    # Of one length, or their speeds would not compare.
+    table.caption = (
+        "hops and kB per token; links of local4, four processes of this machine; all answers are "
+        "of one length, past where the model would have ended them"
+    )
     return table
