@@ -15,14 +15,13 @@ from launching import SERVERS, write_files
 from nodes import answers, read, request, running, tokens_of, world
 from serving import Tiny
 from synthetic import random_plan
+from timed import timed_machines
 from trimmoe.core.errors import UserError
 from trimmoe.core.machines import (
     BATCHES,
     SLOWEST_FACTOR,
-    Machines,
     Work,
     load_machines,
-    machines_header,
     plausible,
 )
 from trimmoe.core.plan import load_plan
@@ -36,38 +35,6 @@ from trimmoe.runtime.launch.artifacts import Artifacts, prepare
 from trimmoe.runtime.launch.config import ServeConfig
 from trimmoe.runtime.probe import LinkReport, MachineReport
 from wires import soon
-
-
-def _machines(
-    cluster: ClusterSpec, model: ModelSpec, *, hop_s: float = 0.0, token_s: float = 0.0
-) -> Machines:
-    """Server m takes (m + 1) ms for a layer, a tenth for an expert, three times it for the head and
-    twenty times it to guess; every further row a quarter more."""
-    count = cluster.server_count
-    one_s = np.outer(1e-3 * (1 + np.arange(count)), [1.0, 0.1, 3.0, 20.0])
-    work_s = one_s[:, :, None] * (0.75 + 0.25 * np.array(BATCHES))
-    return Machines(
-        header=machines_header(
-            cluster, Precision.NONE, settings={}, input_hashes={"model": model.model_hash}
-        ),
-        cluster_name=cluster.name,
-        server_names=cluster.server_names,
-        model_hash=model.model_hash,
-        precision=Precision.NONE,
-        batches=np.array(BATCHES),
-        work_s=work_s,
-        low_s=0.9 * work_s,
-        high_s=1.1 * work_s,
-        together=np.ones(count),
-        machine=np.arange(count),
-        free_bytes=np.full(count, 1 << 30),
-        delay_s=cluster.delay_s,
-        bandwidth_bytes_per_s=cluster.bandwidth_bytes_per_s,
-        jitter_s=np.zeros((count, count)),
-        software_s=np.ones(count),
-        hop_s=np.full(count, hop_s),
-        token_s=np.full(count, token_s),
-    )
 
 
 @pytest.fixture
@@ -86,7 +53,7 @@ def model(rng: np.random.Generator) -> ModelSpec:
 
 
 def test_they_are_kept_as_they_are(cluster: ClusterSpec, model: ModelSpec, tmp_path: Path) -> None:
-    made = _machines(cluster, model, hop_s=1e-3)
+    made = timed_machines(cluster, model, hop_s=1e-3)
     made.save(tmp_path / "machines.trim")
     kept = load_machines(tmp_path / "machines.trim")
     assert kept.hash == made.hash
@@ -96,7 +63,7 @@ def test_they_are_kept_as_they_are(cluster: ClusterSpec, model: ModelSpec, tmp_p
 def test_a_token_costs_what_was_measured(cluster: ClusterSpec, model: ModelSpec) -> None:
     """By hand: a layer as its share of all, experts likewise, the head once, software at each end
     and for each message."""
-    measured = _machines(cluster, model, hop_s=2e-3, token_s=5e-3)
+    measured = timed_machines(cluster, model, hop_s=2e-3, token_s=5e-3)
     cost = cost_model(model, measured.applied(cluster, model, Precision.NONE))
     layer = model.layer_dense_flops / model.layer_dense_flops.mean()
     assert cost.dense_s[2, 1] == pytest.approx(3e-3 * layer[1])
@@ -113,7 +80,7 @@ def test_a_token_costs_what_was_measured(cluster: ClusterSpec, model: ModelSpec)
 
 def test_the_letter_knows_flops_only(cluster: ClusterSpec, model: ModelSpec) -> None:
     """(15) under `migrate`, whatever was measured but the relation of speeds."""
-    measured = _machines(cluster, model, hop_s=2e-3).applied(cluster, model, Precision.NONE)
+    measured = timed_machines(cluster, model, hop_s=2e-3).applied(cluster, model, Precision.NONE)
     cost = cost_model(model, measured, Accounting.MIGRATE)
     assert (cost.dense_s == 0).all()
     assert np.allclose(cost.expert_s * measured.flops_per_s[:, None, None], model.expert_flops)
@@ -121,7 +88,7 @@ def test_the_letter_knows_flops_only(cluster: ClusterSpec, model: ModelSpec) -> 
 
 
 def test_batches_follow_a_line(cluster: ClusterSpec, model: ModelSpec) -> None:
-    measured = _machines(cluster, model)
+    measured = timed_machines(cluster, model)
     once_s, row_s = measured.law()
     assert np.allclose(once_s[:, Work.DENSE], [0.75e-3, 1.5e-3, 2.25e-3])
     assert np.allclose(row_s[:, Work.HEAD], [0.75e-3, 1.5e-3, 2.25e-3])
@@ -134,7 +101,7 @@ def test_links_are_what_was_measured_unless_that_is_what_was_said(
     delay_s = cluster.delay_s * 1.1
     delay_s[0, 1] = 3 * cluster.delay_s[0, 1] + 0.01
     delay_s[1, 0] = np.nan
-    made = replace(_machines(cluster, model), delay_s=delay_s)
+    made = replace(timed_machines(cluster, model), delay_s=delay_s)
     applied = made.applied(cluster, model, Precision.NONE)
     expected = cluster.delay_s.copy()
     expected[0, 1] = delay_s[0, 1]
@@ -142,7 +109,7 @@ def test_links_are_what_was_measured_unless_that_is_what_was_said(
 
 
 def test_others_are_refused_in_a_sentence(cluster: ClusterSpec, model: ModelSpec) -> None:
-    made = _machines(cluster, model)
+    made = timed_machines(cluster, model)
     with pytest.raises(UserError, match="run `trimmoe probe` with this cluster file"):
         made.applied(replace(cluster, server_names=("x", "y", "z")), model, Precision.NONE)
     with pytest.raises(UserError, match="another model or precision"):
@@ -152,7 +119,7 @@ def test_others_are_refused_in_a_sentence(cluster: ClusterSpec, model: ModelSpec
 def test_plans_keep_what_was_measured(
     cluster: ClusterSpec, model: ModelSpec, rng: np.random.Generator, tmp_path: Path
 ) -> None:
-    measured = _machines(cluster, model, hop_s=1e-3).applied(cluster, model, Precision.NONE)
+    measured = timed_machines(cluster, model, hop_s=1e-3).applied(cluster, model, Precision.NONE)
     plan = random_plan(rng, model, measured)
     plan.save(tmp_path / "plan.trim")
     kept = load_plan(tmp_path / "plan.trim")
@@ -192,9 +159,9 @@ def test_what_software_costs_is_found_in_the_clock(
     routes = np.array([[0] * 6, [0, 1] * 3, [2, 3, 0, 1, 2, 3], [3] * 6])
     plan = replace(plan, hosts=np.ones_like(plan.hosts), routes=routes)
     artifacts = Artifacts(profile=profile, plan=plan, model=model)
-    known = _machines(cluster, model, hop_s=hop_ms * 1e-3, token_s=token_ms * 1e-3)
+    known = timed_machines(cluster, model, hop_s=hop_ms * 1e-3, token_s=token_ms * 1e-3)
     clock_s = measuring.exact_s(known, artifacts)
-    found = measuring.with_overheads(_machines(cluster, model), artifacts, clock_s)
+    found = measuring.with_overheads(timed_machines(cluster, model), artifacts, clock_s)
     assert found.hop_s * 1e3 == pytest.approx([hop_ms] * 4, abs=0.1)
     assert found.token_s * 1e3 == pytest.approx([token_ms] * 4, abs=0.2)
 
@@ -208,7 +175,7 @@ def test_software_is_slower_on_slow_servers(rng: np.random.Generator) -> None:
     plan = replace(plan, hosts=np.ones_like(plan.hosts), routes=routes)
     artifacts = Artifacts(profile=profile, plan=plan, model=model)
     slower = np.array([1.0, 1.0, 2.0, 1.0])
-    bare = replace(_machines(cluster, model), software_s=slower)
+    bare = replace(timed_machines(cluster, model), software_s=slower)
     known = replace(bare, hop_s=1.5e-3 * slower, token_s=1.5e-3 * slower)
     found = measuring.with_overheads(bare, artifacts, measuring.exact_s(known, artifacts))
     assert found.hop_s == pytest.approx(known.hop_s, rel=0.05)

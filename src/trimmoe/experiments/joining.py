@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 from rich.console import Console
 
 from trimmoe.core.plan import Plan
 from trimmoe.core.specs import ClusterSpec
+from trimmoe.experiments.drifting import Drift
 from trimmoe.experiments.explain import explain_plan
 from trimmoe.experiments.measuring import measured
 from trimmoe.experiments.sample_text import sample_text
@@ -21,6 +23,7 @@ from trimmoe.runtime.launch.artifacts import Artifacts, model_spec_of, profile_o
 from trimmoe.runtime.launch.config import ServeConfig
 from trimmoe.runtime.launch.deployment import Hello
 from trimmoe.runtime.launch.head import ServerView
+from trimmoe.runtime.launch.lookout import Glance
 
 Say = Callable[[str], None]
 _MEMORY_SHARE = 0.7
@@ -39,6 +42,7 @@ class JoinedPlanner:
         """Calibrates if need be. Raises `UserError`."""
         self._config, self._say, self._console = config, say, console
         self._model = model_spec_of(config)
+        self._drift: Drift | None = None
         self._profile = profile_of(config, self._model, lambda: sample_text("calibration"), say)
 
     def nominal(self, joined: Mapping[str, Hello]) -> Artifacts:
@@ -52,8 +56,28 @@ class JoinedPlanner:
         machines = measured(self._exact, now, where, servers)
         cluster = machines.applied(now.plan.cluster, self._model, self._config.quantise)
         made = self._artifacts(cluster)
+        self._drift = Drift(
+            profile=self._profile,
+            model=self._model,
+            precision=self._config.quantise,
+            nominal=now.plan.cluster,
+            machines=machines,
+        )
         explain_plan(made.plan, made.profile, made.model, self._console, lambda: True)
         return made
+
+    def drifted(self, now: Artifacts, told: Sequence[Glance], moving_s: float) -> Artifacts | None:
+        """A plan that is better by more than moving to it costs, since machines have changed; None
+        while there is none. Raises `UserError`."""
+        if self._drift is None:
+            return None
+        made = self._drift.look(now.plan, told, moving_s, self._planned)
+        return None if made is None else replace(now, plan=made)
+
+    @property
+    def wavers(self) -> bool:
+        """Whether another look soon would settle it."""
+        return self._drift is not None and self._drift.wavers
 
     @property
     def _exact(self) -> ServeConfig:

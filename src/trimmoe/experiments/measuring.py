@@ -27,7 +27,7 @@ from trimmoe.runtime.launch.addresses import Endpoint
 from trimmoe.runtime.launch.artifacts import Artifacts
 from trimmoe.runtime.launch.config import ServeConfig
 from trimmoe.runtime.launch.model import served_name
-from trimmoe.runtime.probe import MachineReport
+from trimmoe.runtime.probe import LinkReport, MachineReport
 
 PATIENCE_S = 120.0
 """For one server to time itself."""
@@ -120,18 +120,9 @@ def machines_of(
         if one is not None and known[at]:
             longer = float(np.median(one.work_s[1] / work_s[at]))
             ratio[at] = max(longer, 1.0) if np.isfinite(longer) else 1.0
-    links = np.full((3, count, count), np.nan)
-    index = {name: at for at, name in enumerate(cluster.server_names)}
-    for at, one in enumerate(alone):
-        for link in () if one is None else one.links:
-            values = (link.delay_s, link.bandwidth_bytes_per_s, link.jitter_s)
-            links[:, at, index[link.peer]] = [
-                value if value is not None and 0.0 <= value < np.inf else np.nan for value in values
-            ]
-    delay_s, bandwidth, jitter_s = links
-    np.fill_diagonal(delay_s, 0.0)
-    np.fill_diagonal(bandwidth, np.inf)
-    np.fill_diagonal(jitter_s, 0.0)
+    delay_s, bandwidth, jitter_s = links_of(
+        cluster.server_names, [() if one is None else one.links for one in alone]
+    )
     return Machines(
         header=machines_header(
             cluster,
@@ -166,6 +157,24 @@ def machines_of(
         hop_s=np.zeros(count),
         token_s=np.zeros(count),
     )
+
+
+def links_of(names: Sequence[str], told: Sequence[Sequence[LinkReport]]) -> FloatArray:
+    """Delay, bandwidth and jitter of the links that servers told of, NaN where nobody said anything
+    that makes sense, [3, M, M]."""
+    links = np.full((3, len(names), len(names)), np.nan)
+    index = {name: at for at, name in enumerate(names)}
+    for at, mine in enumerate(told):
+        for link in mine:
+            if (to := index.get(link.peer, at)) == at:
+                continue
+            values = (link.delay_s, link.bandwidth_bytes_per_s, link.jitter_s)
+            links[:, at, to] = [
+                value if value is not None and 0.0 <= value < np.inf else np.nan for value in values
+            ]
+    for part, own in zip(links, (0.0, np.inf, 0.0), strict=True):
+        np.fill_diagonal(part, own)
+    return links
 
 
 def _numbered(names: Sequence[str | None]) -> IntArray:

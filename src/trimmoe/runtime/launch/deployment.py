@@ -41,6 +41,9 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     error: str = ""
     healthy: bool = False
     reason: str = ""
+    under_way: int = 0
+    """Requests that are answered or wait."""
+    links: tuple[LinkReport, ...] = ()
 
     @staticmethod
     def of(deployment: str, name: str, status: ServerStatus) -> Report:
@@ -52,6 +55,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
             error=status.error,
             healthy=status.healthy,
             reason=status.reason,
+            under_way=status.running + status.waiting,
+            links=status.links,
         )
 
     @staticmethod
@@ -73,6 +78,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
             error=self.error,
             healthy=self.healthy,
             reason=self.reason,
+            running=self.under_way,
+            links=self.links,
         )
 
 

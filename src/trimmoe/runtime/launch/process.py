@@ -25,7 +25,7 @@ from trimmoe.core.errors import UserError
 from trimmoe.models.embedded.materialise import default_cache_dir
 from trimmoe.runtime.launch.server import Orders, ServerSpec, Started, run_server
 from trimmoe.runtime.launch.status import Phase, ServerStatus
-from trimmoe.runtime.probe import MachineReport
+from trimmoe.runtime.probe import MachineReport, link_reports
 
 _log = logging.getLogger(__name__)
 
@@ -70,6 +70,7 @@ class ServerProcess:
             expert_bytes=started.bytes_read.experts,
             warning=" ".join(started.transport.strangers().values()),
             version=trimmoe.__version__,
+            links=link_reports(started.transport.link_estimates().values()),
         )
 
     def measure(self) -> MachineReport:

@@ -6,6 +6,8 @@ from dataclasses import dataclass, fields
 from enum import StrEnum
 from typing import Any
 
+from trimmoe.runtime.probe import LinkReport
+
 
 class Phase(StrEnum):
     """How far a server process is."""
@@ -44,6 +46,8 @@ class ServerStatus:
     """What the operator should know, though it serves."""
     version: str = ""
     """Of its TrimMoE."""
+    links: tuple[LinkReport, ...] = ()
+    """What its messages have shown of its links."""
 
     def __getstate__(self) -> dict[str, Any]:
         return {each.name: getattr(self, each.name) for each in fields(self)}

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from trimmoe.core.errors import UserError
@@ -13,6 +15,7 @@ from trimmoe.runtime.launch.config import ServeConfig
 from trimmoe.runtime.launch.deployment import Hello
 from trimmoe.runtime.launch.head import Head, ServerView
 from trimmoe.runtime.launch.local import Say, announce
+from trimmoe.runtime.launch.lookout import Judge, Lookout
 from trimmoe.runtime.launch.machine import Assemble
 from trimmoe.runtime.launch.member import kept, kept_at
 from trimmoe.runtime.launch.members import Members
@@ -25,7 +28,7 @@ _ANY = ("any",)
 """In place of names that are not known yet."""
 
 
-class Planner(Protocol):
+class Planner(Judge, Protocol):
     """Makes plans for whoever has joined."""
 
     def nominal(self, joined: Mapping[str, Hello]) -> Artifacts:
@@ -40,6 +43,17 @@ class Planner(Protocol):
         ...
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Served:
+    """What is served, by what was measured."""
+
+    artifacts: Artifacts
+    machines: dict[str, str]
+    """The address of each server's machine."""
+    moving_s: float
+    """How long it took to move there."""
+
+
 def serve_whoever_joins(
     config: ServeConfig,
     planner: Planner,
@@ -51,19 +65,27 @@ def serve_whoever_joins(
     replan: bool,
 ) -> None:
     """Wait until `count` servers are there, plan for them and serve; with `replan`, move to another
-    plan when further ones join or some stay away. Until Ctrl-C or SIGTERM. Raises `UserError`."""
+    plan when further ones join, some stay away, or machines are no more what they were. Until
+    Ctrl-C or SIGTERM. Raises `UserError`."""
     title = assemble(config).policy.name
     with leading(config, assemble, say, options, _ANY) as (head, members, stop):
         at = f"{options.address}:{options.port}"
         say(f"Waiting at {at} until {count} servers are there ...")
         known: tuple[str, ...] = ()
+        served: Served | None = None
+        lookout: Lookout | None = None
         while not stop.is_set():
             found = _roll(members, options, known)
             if len(found) < count:
                 stop.wait(_LOOK_S)
                 continue
+            drifted = None if lookout is None or found != known else lookout.found
             try:
-                _serve_with(config, title, head, planner, members, options, found, say)
+                if served is not None and drifted is not None:
+                    say("Moving to a plan that is better by what was measured meanwhile.")
+                    served = _moved(head, drifted, served.machines) or served
+                else:
+                    served = _serve_with(config, title, head, planner, members, options, found, say)
             except UserError as error:
                 if head.current is None:
                     raise
@@ -71,8 +93,10 @@ def serve_whoever_joins(
             known = found
             leaving = threading.Event()
             stop.also(leaving)
+            lookout = None
             if replan:
                 _Watch(members, options, known, leaving)
+                lookout = _looking_out(head, planner, served, leaving, say)
             head.watch(leaving)
 
 
@@ -85,8 +109,9 @@ def _serve_with(
     options: HeadOptions,
     names: tuple[str, ...],
     say: Say,
-) -> None:
-    """Serve with those; what was served before a head was lost is served on."""
+) -> Served | None:
+    """Serve with those; what was served before a head was lost is served on. None where it is not
+    known what was measured, or told to stop."""
     joined = [hello_of(members, options, name) for name in names]
     machines = {name: each.address for name, each in zip(names, joined, strict=True)}
     before = kept(kept_at("head", _ANY)) if head.current is None else None
@@ -94,17 +119,40 @@ def _serve_with(
         say("Serving what was served before.")
         if head.take_up(before):
             announce(config, head.endpoints(), title, say)
-        return
+        return None
     nominal = planner.nominal(dict(zip(names, joined, strict=True)))
     first = head.current is None
     if not head.move(nominal, machines):
-        return
+        return None
     if first:
         announce(config, head.endpoints(), title, say)
     assert head.current is not None
     views = [head.view(head.current.identity, name) for name in names]
-    if head.move(planner.measured(nominal, head.endpoints(), views), machines):
+    served = _moved(head, planner.measured(nominal, head.endpoints(), views), machines)
+    if served is not None:
         say(f"Serving by what was measured of {', '.join(names)}.")
+    return served
+
+
+def _moved(head: Head, artifacts: Artifacts, machines: dict[str, str]) -> Served | None:
+    """What is served then; None if told to stop. Raises `UserError`."""
+    began_s = time.monotonic()
+    if not head.move(artifacts, machines):
+        return None
+    moving_s = time.monotonic() - began_s
+    return Served(artifacts=artifacts, machines=machines, moving_s=moving_s)
+
+
+def _looking_out(
+    head: Head, planner: Planner, served: Served | None, leaving: threading.Event, say: Say
+) -> Lookout | None:
+    """Begin to look for drift where it is known what it was measured against."""
+    if served is None or head.current is None:
+        return None
+    views = [head.view(head.current.identity, name) for name in served.machines]
+    lookout = Lookout(views, planner, served.artifacts, served.moving_s, leaving, say)
+    lookout.begin()
+    return lookout
 
 
 def _roll(members: Members, options: HeadOptions, known: tuple[str, ...]) -> tuple[str, ...]:
