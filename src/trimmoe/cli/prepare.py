@@ -304,6 +304,8 @@ def probe(
         "emulate_links": emulate_links, "emulate_machines": emulate_machines,
     }  # fmt: skip
     found = probing.probe(serve_config(None, given), say)
+    if found is None:
+        raise UserError("Nothing was measured, since the servers were stopped; try again.")
     found.save(output)
     for table in probing.machines_tables(found):
         console.print(table)

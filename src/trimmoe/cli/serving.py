@@ -280,7 +280,10 @@ def serve(
     ] = None,
     replan: Annotated[
         bool,
-        typer.Option("--replan/--no-replan", help="With --servers: plan anew when others join."),
+        typer.Option(
+            "--replan/--no-replan",
+            help="With --servers: plan anew when others join, or machines drift.",
+        ),
     ] = True,
     address: Annotated[
         str | None, typer.Option(help="With --head: this machine's address for the others.")
@@ -292,11 +295,16 @@ def serve(
     token_file: Annotated[
         Path | None, typer.Option(help="Holds the cluster token; default: $TRIMMOE_TOKEN.")
     ] = None,
+    probe: Annotated[
+        bool,
+        typer.Option("--probe/--no-probe", help="On one machine: measure it if nobody has lately."),
+    ] = True,
     check: Annotated[
         bool, typer.Option("--check", help="Only say what would be listened at, and for whom.")
     ] = False,
 ) -> None:
     """Serve a model on a cluster, one process per server; calibrates and plans if need be."""
+    from trimmoe.experiments import self_measuring
     from trimmoe.experiments import serve_cluster as launcher
     from trimmoe.runtime.launch.config import serve_config
     from trimmoe.runtime.launch.openings import told
@@ -346,4 +354,4 @@ def serve(
     elif check:
         say("\n".join(told(launcher.openings_here(chosen))))
     else:
-        launcher.serve_here(chosen, say)
+        self_measuring.serve_measured(chosen, say, measure=probe)

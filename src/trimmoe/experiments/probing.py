@@ -8,7 +8,6 @@ from rich import box
 from rich.markup import escape
 from rich.table import Table
 
-from trimmoe.core.errors import UserError
 from trimmoe.core.machines import BATCHES, Machines, Work
 from trimmoe.experiments.measuring import measured
 from trimmoe.experiments.serve_cluster import Say, artifacts_of, pieces_of
@@ -21,8 +20,9 @@ from trimmoe.runtime.launch.processes import ProcessHandle
 _MS = 1e3
 
 
-def probe(config: ServeConfig, say: Say) -> Machines:
-    """Measure the cluster that `config` describes, on this machine. Raises `UserError`."""
+def probe(config: ServeConfig, say: Say) -> Machines | None:
+    """Measure the cluster that `config` describes, on this machine; None if told to stop. Raises
+    `UserError`."""
     # Exact answers take what is measured and nothing else.
     config = config.model_copy(update={"policy": "exact", "method": None, "budget": None})
     require_startable(config, cluster_of(config).server_names)
@@ -34,9 +34,7 @@ def probe(config: ServeConfig, say: Say) -> Machines:
         found.append(measured(config, artifacts, where, handles))
 
     serve_local(config, artifacts, pieces_of(config), say, meanwhile=meanwhile)
-    if not found:
-        raise UserError("Nothing was measured, since the servers were stopped; try again.")
-    return found[0]
+    return found[0] if found else None
 
 
 def machines_tables(machines: Machines) -> list[Table]:
