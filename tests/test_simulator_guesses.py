@@ -96,6 +96,24 @@ def test_the_token_after_a_right_guess_follows_one_guess_behind() -> None:
     assert sample.after.served[1:, DENSE, 1].tolist() == [2, 2, 2]
 
 
+@pytest.mark.parametrize(("streams", "drafts"), [(1.5, 1), (0.5, 0)])
+def test_auto_guesses_while_fewer_answers_are_under_way_than_are_worth_it(
+    streams: float, drafts: int
+) -> None:
+    """One answer, where guesses pay for fewer than so many."""
+    one = foreseen(guessing(stages(OWN_SERVERS, WAY_S), 1, 1.0), [RIGHT, UNSURE])
+    engine = one.engine
+    unbounded = replace(engine, settings=replace(engine.settings, guess_below=1.0))
+    below = streams / unbounded.guess_rules.streams[0]
+    auto = replace(engine, settings=replace(engine.settings, guess_below=below))
+    assert auto.guess_rules.streams[0] == pytest.approx(streams)
+    one = replace(one, engine=auto)
+    sample = answered(one, np.zeros_like(one.trace.confidence), [2])
+    assert sample.drafts == drafts
+    last_s = WHOLE_S + 1 if drafts else 2 * WHOLE_S
+    assert finished_s(sample, 0) == [WHOLE_S, last_s]
+
+
 def test_a_token_that_follows_too_closely_enters_a_layer_after_the_one_before() -> None:
     """b sets out at 0.75 and waits for the first server, which has a until 1."""
     assert finished_s(played([RIGHT, UNSURE], 1, guess_s=0.75, way_s=0.0), 0) == [3.0, 4.0]

@@ -99,6 +99,10 @@ class GuessRules:
             return np.full(self.routes.shape[0], np.inf)
         return below / stream_share(self.cost, self.routes, self.top_k, self._whole_s)
 
+    def thresholds_among(self, streams: int) -> FloatArray:
+        """`thresholds` while so many answers are under way, [R]."""
+        return np.where(streams < self.streams, self.thresholds, np.inf)
+
     @cached_property
     def _whole_s(self) -> FloatArray:
         """What a token takes at full depth and on its way to and from its user, without load, [R];

@@ -50,6 +50,8 @@ class Ahead:
     seed: int
     budget: float
     confidence: float
+    streams: int | None = None
+    """Requests that are always under way; None: those whose accounts are open."""
     settled: list[EngineState] = field(init=False)
     """By access server."""
     ahead: list[EngineState] = field(init=False)
@@ -115,7 +117,9 @@ class Ahead:
 
     def _guesses(self, tokens: IntArray, access: IntArray) -> tuple[BoolArray, BoolArray]:
         """Whether what `tokens` predict is guessed, and rightly, [n] each."""
-        return self.feed.guesses(tokens, access, self.engine.guess_rules.thresholds[access])
+        streams = len(self._access) if self.streams is None else self.streams
+        rules = self.engine.guess_rules
+        return self.feed.guesses(tokens, access, rules.thresholds_among(streams)[access])
 
     def prefill(self, requests: IntArray, access: IntArray, tokens: IntArray) -> Itinerary:
         """Prompt tokens [n], which run exactly: without budget, without exit."""

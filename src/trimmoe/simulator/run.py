@@ -148,6 +148,7 @@ class _Run:
             seed=seed,
             budget=settings.budget,
             confidence=settings.confidence,
+            streams=load.concurrency,
         )
         self.source = Source(
             load,
