@@ -11,6 +11,7 @@ from launching import write_files
 from trimmoe.core.errors import UserError
 from trimmoe.core.specs import Speeds
 from trimmoe.experiments import plan_vs_real as experiment
+from trimmoe.experiments.plan_matrix import choices, choices_table, goals_table, held
 from trimmoe.experiments.plan_vs_real import Asked, plan_vs_real_table, ranks_alike
 from trimmoe.experiments.serve_bench import Sent
 from trimmoe.runtime.launch.artifacts import Artifacts, prepare
@@ -24,6 +25,7 @@ def _row(method: str, streams: int, measured_ms: float, simulated_ms: float) -> 
         "measured_mean_ms": measured_ms,
         "measured_error_ms": 0.5,
         "measured_p99_ms": 2 * measured_ms,
+        "measured_tokens_per_s": streams * 1e3 / measured_ms,
         "simulated_mean_ms": simulated_ms,
         "simulated_p99_ms": 2 * simulated_ms,
         "mean_ratio": simulated_ms / measured_ms,
@@ -69,6 +71,23 @@ def test_expectations_hold_within_what_is_allowed(
     failed = [*sent, Sent(error="gone")]
     with pytest.raises(UserError, match="failed on real servers: gone"):
         experiment._row("exact", 1, failed, ServeConfig(), artifacts, None, asked)  # type: ignore[arg-type]
+
+
+def test_auto_is_held_against_the_best_in_latency_alone_and_in_throughput_together() -> None:
+    alone = [_row("exact", 1, 20.0, 20.0), _row("speculative", 1, 10.0, 10.0)]
+    many = [_row("exact", 8, 40.0, 40.0), _row("speculative", 8, 60.0, 60.0)]
+    auto = [_row("auto", 1, 10.4, 10.4), _row("auto", 8, 43.0, 43.0)]
+    first, second = choices({"a": [*alone, *many, *auto], "b": alone})
+    assert (first.best, first.holds) == ("speculative", True)
+    assert first.slower == pytest.approx(0.04)
+    assert (second.best, second.holds) == ("exact", False)
+    assert choices_table([first, second]).row_count == 2
+
+
+def test_a_cluster_keeps_its_promises_where_means_and_tails_are_near() -> None:
+    rows = [_row("exact", 1, 10.0, 11.0), _row("exact", 8, 10.0, 12.0), _row("auto", 8, 10.0, 13.0)]
+    assert held(rows) == (1, 2)
+    assert goals_table({"a": rows}).row_count == 1
 
 
 def test_nothing_is_promised_of_machines_that_nobody_measured(artifacts: Artifacts) -> None:

@@ -13,6 +13,7 @@ import typer
 from trimmoe.core.errors import UserError
 from trimmoe.core.precision import Precision
 from trimmoe.experiments.figures.commands import all_figures, claims, figure
+from trimmoe.experiments.matrix_commands import plan_matrix
 
 app = typer.Typer(
     help="Experiments: what each reading, policy and baseline is worth.", no_args_is_help=True
@@ -20,6 +21,7 @@ app = typer.Typer(
 app.command("figure")(figure)
 app.command("all")(all_figures)
 app.command("claims")(claims)
+app.command("plan-matrix")(plan_matrix)
 
 ProfileOption = Annotated[Path, typer.Option("--profile", help="Made by `trimmoe calibrate`.")]
 PlanOption = Annotated[Path, typer.Option("--plan", help="Made by `trimmoe plan`.")]

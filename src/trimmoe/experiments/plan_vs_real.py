@@ -144,6 +144,7 @@ def _row(
         "streams": streams,
         "measured_mean_ms": float(paces_ms.mean()),
         "measured_p99_ms": float(np.quantile(gaps_ms, 0.99)),
+        "measured_tokens_per_s": _tokens_per_s(streams, sent),
         "measured_error_ms": float(paces_ms.std(ddof=1) / np.sqrt(paces_ms.size)),
         "simulated_mean_ms": float(simulated_ms.mean()),
         "simulated_p99_ms": float(np.quantile(simulated_ms, 0.99)),
@@ -160,6 +161,11 @@ def _row(
         "p99_ratio": tail,
         "holds": abs(mean - 1) <= MEAN_WITHIN and abs(tail - 1) <= TAIL_WITHIN,
     }
+
+
+def _tokens_per_s(streams: int, sent: Sequence[Sent]) -> float:
+    """Of all streams together, prompts included, while each has a request under way."""
+    return streams * sum(one.output_tokens for one in sent) / sum(one.e2el_s for one in sent)
 
 
 def _simulated_ms(
@@ -206,7 +212,10 @@ def plan_vs_real_table(content: dict[str, Any]) -> Table:
         box=box.SIMPLE_HEAD,
     )
     table.add_column("method", no_wrap=True)
-    for heading in ("streams", "measured", "p99", "simulated", "p99", "ratio", "p99 ratio", ""):
+    headings = (
+        "streams", "measured", "p99", "tok/s", "simulated", "p99", "ratio", "p99 ratio", "",
+    )  # fmt: skip
+    for heading in headings:
         table.add_column(heading, justify="right")
     for row in content["rows"]:
         cells = [
@@ -217,7 +226,9 @@ def plan_vs_real_table(content: dict[str, Any]) -> Table:
         table.add_row(
             row["method"],
             str(row["streams"]),
-            *(f"{cell:.1f}" for cell in cells),
+            *(f"{cell:.1f}" for cell in cells[:2]),
+            f"{row['measured_tokens_per_s']:.0f}",
+            *(f"{cell:.1f}" for cell in cells[2:]),
             f"{row['mean_ratio']:.2f}",
             f"{row['p99_ratio']:.2f}",
             "holds" if row["holds"] else "off",
