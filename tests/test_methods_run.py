@@ -325,8 +325,7 @@ def test_no_command_offers_methods_unnoticed() -> None:
         for name, command in commands(typer.main.get_command(cli.app))
         if {"method", "policy"} & {parameter.name for parameter in command.params}
     }
-    # `bench methods`, `plan-vs-real` and `plan-matrix` start `serve --method` for each, `chaos` starts
-    # `serve`.
+    # `bench methods` and those of plans start `serve --method` for each, `chaos` starts `serve`.
     assert offering == {*UP_TO, "serve", "methods", "plan-vs-real", "plan-matrix", "chaos"}
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -104,7 +105,8 @@ def test_damaged_figures_are_measured_again(world: _World) -> None:
 
 
 def test_a_plan_or_figures_that_are_given_are_not_doubted(world: _World) -> None:
-    for given in ({"plan": Path("p")}, {"machines": Path("m")}, {"method": "exact"}):
+    many: list[dict[str, Any]] = [{"plan": Path("p")}, {"machines": Path("m")}, {"method": "exact"}]
+    for given in many:
         found = world.found(**given)
         assert found == world.config.model_copy(update=given)
     assert world.probed == 0
