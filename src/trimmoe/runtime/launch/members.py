@@ -159,8 +159,9 @@ class Members:
         try:
             socket.bind(address)
         except zmq.ZMQError as error:
-            socket.close()
+            socket.close(linger=0)
             self._authenticator.stop()
+            self._context.term()
             raise UserError(
                 f"The head cannot listen at {address.removeprefix('tcp://')} ({error.strerror}); "
                 "free the port or choose another --head-port, and check --address."
