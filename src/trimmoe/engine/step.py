@@ -203,7 +203,7 @@ class Engine:
             server=first,
             allowance=balance + np.array([account.budget for account in accounts]),
             confidence_needed=needed,
-            loss_weight=self._weights(state, route, access),
+            loss_weight=self.weights(state, route, access),
             exit_loss=self.exits.charge(needed),
             start_s=self.cost.token_transfer_s[access, first],
             layer_count=self.cost.layer_count,
@@ -214,7 +214,7 @@ class Engine:
         attend = Attend(wave=event.wave, layer=0, rows=wave.alive, server=wave.server)
         return state.with_wave(event.wave, wave), (attend,)
 
-    def _weights(self, state: EngineState, route: IntArray, access: IntArray) -> FloatArray:
+    def weights(self, state: EngineState, route: IntArray, access: IntArray) -> FloatArray:
         """omega_D of arriving tokens, [n], for delays over `reference_s`."""
         weights = state.feedback.weights_of(route)
         if self.user_reference_s is None:

@@ -148,6 +148,10 @@ class PolicySettings:
     workload_limit: bool = False
     """Whether a server that was assigned more work in a scheduling slot than it can do in one (20,
     c.11) leaves the feasible set for the next, but for experts that no other server holds."""
+    prompts_trimmed: bool = False
+    """Whether tokens of a prompt are decided upon too, as all tokens of a request in the paper:
+    each may spend what a generated one is credited, and what it leaves is lost. They never exit,
+    since nobody waits for what they predict. Off, prompts run exactly."""
     hazards: bool = True
     """Whether the look-ahead weighs exits by their measured chance; off, a token exits exactly at
     its predicted layer, as in the paper."""

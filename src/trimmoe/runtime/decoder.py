@@ -64,6 +64,10 @@ class Decoder(Protocol):
         """Tokens of an open sequence's prompt that were not read again."""
         ...
 
+    def spent(self, sequence: int) -> Ledger | None:
+        """What the prompt of an open sequence spent; None where it was read exactly."""
+        ...
+
     def scores(self, request: GenerationRequest) -> tuple[Score, ...]:
         """What the model thinks of a prompt's tokens, if a request asks for it."""
         ...
@@ -130,6 +134,9 @@ class PlannedDecoder:
 
     def kept(self, sequence: int) -> int:
         return self._driver.kept(sequence)
+
+    def spent(self, sequence: int) -> Ledger | None:
+        return self._driver.spent(sequence)
 
     def scores(self, request: GenerationRequest) -> tuple[Score, ...]:
         return _scores(self._driver.view, request)
@@ -210,6 +217,9 @@ class ExactDecoder:
 
     def kept(self, sequence: int) -> int:
         return self._places[sequence].start
+
+    def spent(self, sequence: int) -> Ledger | None:
+        return None
 
     def scores(self, request: GenerationRequest) -> tuple[Score, ...]:
         return _scores(self._view, request)

@@ -41,6 +41,7 @@ from trimmoe.runtime.execution import Execution, Running
 from trimmoe.runtime.guesser import Guesser
 from trimmoe.runtime.places import Places
 from trimmoe.runtime.prefixes import is_exact
+from trimmoe.runtime.reading import read_trimmed
 
 WAVE = 0
 """This driver runs one wave at a time."""
@@ -95,6 +96,9 @@ class LocalDriver:
             caches.append(self.guesser.cache)
         # What is read by an encoder is not in these caches.
         retain = prefix_cache and view.rewinds and not isinstance(view, EncoderDecoderView)
+        # What was trimmed is no matter of its tokens alone.
+        retain = retain and not engine.settings.prompts_trimmed
+        self._spent: dict[int, Ledger] = {}
         self._places = Places(*caches, retain=retain)
         self._draws = np.random.default_rng(seed)
 
@@ -108,7 +112,8 @@ class LocalDriver:
         confidence: float,
         answered: Sequence[int] = (),
     ) -> Tensor:
-        """Admit a sequence and run its prompt exactly; logits [V] after the prompt.
+        """Admit a sequence and run its prompt, exactly unless the policy trims prompts; logits [V]
+        after it.
 
         `answered` is what there is of its answer, which runs exactly likewise. Where there is an
         encoder, the prompt is its input and decoding starts from nothing but that.
@@ -153,16 +158,51 @@ class LocalDriver:
         if self.guesser is not None:
             self.guesser.read(dict(zip(sequences, unread, strict=True)))
         positions = [range(at.start, len(at.tokens)) for at in places]
-        batch = self.view.batch(cache, [at.slot for at in places], positions)
-        hidden = self.view.embed(batch.pad(unread), batch)
-        last = batch.last(batch.unpack(full_depth(self.view, hidden, batch, cache)))
+        if self._trims([opened for opened, _ in admitted]):
+            last = self._trimmed(admitted, [at.slot for at in places], unread)
+        else:
+            batch = self.view.batch(cache, [at.slot for at in places], positions)
+            hidden = self.view.embed(batch.pad(unread), batch)
+            last = batch.last(batch.unpack(full_depth(self.view, hidden, batch, cache)))
         for opened, _ in admitted:
             self._places.has_read(opened.sequence)
             self._tell(opened)
         return list(self.view.logits(last))
 
+    def _trims(self, opened: Sequence[SequenceOpened]) -> bool:
+        """Whether any of these has a prompt that may be trimmed; an encoder reads them exactly."""
+        trims = self.engine.settings.prompts_trimmed and any(one.budget > 0 for one in opened)
+        return trims and not isinstance(self.view, EncoderDecoderView)
+
+    def _trimmed(
+        self,
+        admitted: Sequence[tuple[SequenceOpened, Sequence[int]]],
+        slots: Sequence[int],
+        tokens: Sequence[Sequence[int]],
+    ) -> Tensor:
+        """States [S, d] after sequences that are read under the policy; what there is of their
+        answers has spent its credit before."""
+        opened = [one for one, _ in admitted]
+        last, ledgers = read_trimmed(
+            self.execution,
+            self.engine,
+            self.state.feedback,
+            opened,
+            slots=slots,
+            tokens=tokens,
+            trimmed=[len(prompt) for _, prompt in admitted],
+        )
+        self._spent |= {one.sequence: each for one, each in zip(opened, ledgers, strict=True)}
+        return last
+
+    def spent(self, sequence: int) -> Ledger | None:
+        """What the prompt of an open sequence spent of its budget, a ledger of no generated token;
+        None where it ran exactly."""
+        return self._spent.get(sequence)
+
     def close(self, sequence: int) -> None:
         """End a sequence and free its cache."""
+        self._spent.pop(sequence, None)
         if self.guesser is not None:
             self.guesser.close(sequence)
         self._places.close(sequence)

@@ -207,7 +207,7 @@ class LocalService:
         job.cached = self._decoder.kept(job.sequence)
         self._queried += len(job.request.ids)
         self._hit += job.cached
-        self._deliver([(job, self._next(job, logits, None))])
+        self._deliver([(job, self._next(job, logits, self._decoder.spent(job.sequence)))])
 
     def _decode(self) -> None:
         running = [job for job in self._shared.running.values() if not job.cancelled]

@@ -28,6 +28,7 @@ from trimmoe.core.events import (
 )
 from trimmoe.core.specs import BoolArray, FloatArray, IntArray
 from trimmoe.core.wave import Wave, join_waves
+from trimmoe.engine.prompts import NO_EXIT
 from trimmoe.engine.state import EngineState
 from trimmoe.engine.step import Engine
 from trimmoe.policy.trim import rounded_weight
@@ -36,8 +37,6 @@ from trimmoe.simulator.journey import TRAVELLING, Itinerary, travel
 from trimmoe.simulator.world import NONE, RIGHT, UNSURE, WRONG
 
 ENTERING = 0
-_NEVER = 2.0
-"""A confidence that no exit meets."""
 
 
 @dataclass(kw_only=True)
@@ -122,10 +121,14 @@ class Ahead:
         return self.feed.guesses(tokens, access, rules.thresholds_among(streams)[access])
 
     def prefill(self, requests: IntArray, access: IntArray, tokens: IntArray) -> Itinerary:
-        """Prompt tokens [n], which run exactly: without budget, without exit."""
+        """Prompt tokens [n], which run exactly, without budget, unless the policy trims them: then
+        each has that of a generated one, and what it leaves is lost. None exits."""
+        budget = self.budget if self.engine.settings.prompts_trimmed else 0.0
         state = EngineState(feedback=self.engine.start().feedback)
         for request, server in dict(zip(requests.tolist(), access.tolist(), strict=True)).items():
-            opened = SequenceOpened(sequence=request, access=server, budget=0.0, confidence=_NEVER)
+            opened = SequenceOpened(
+                sequence=request, access=server, budget=budget, confidence=NO_EXIT
+            )
             state, _ = self.engine.step(state, opened)
         draws, nothing = np.ones(tokens.size), np.zeros(tokens.size, dtype=bool)
         wave = self._departed(state, tuple(requests.tolist()), draws, nothing)

@@ -253,6 +253,12 @@ class Node:
             links=link_reports(self._transport.link_estimates().values()),
         )
 
+    @property
+    def _remembers(self) -> bool:
+        """Whether what was read is kept: what was trimmed is no matter of its tokens alone."""
+        trims = self.planner.settings.prompts_trimmed
+        return self.settings.prefix_cache and self._view.rewinds and not trims
+
     def _backroom(self) -> Backroom:
         settings, worker = self.settings, self.executor
         return Backroom(
@@ -267,7 +273,7 @@ class Node:
             open_account=worker.open,
             begin_anew=worker.begin_anew,
             close_account=worker.close,
-            prefix_cache=settings.prefix_cache and self._view.rewinds,
+            prefix_cache=self._remembers,
             retire=worker.retire,
             adopt=self._adopt,
             settle=worker.settle,

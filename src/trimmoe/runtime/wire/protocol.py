@@ -30,7 +30,7 @@ class Version(NamedTuple):
         return f"{self.major}.{self.minor}"
 
 
-WIRE_VERSION = Version(2, 0)
+WIRE_VERSION = Version(2, 1)
 """What this software speaks."""
 ENVELOPE_BYTES = 512
 """Longer first frames are refused unread."""

@@ -1,4 +1,4 @@
-"""Work without decisions: prompts, and experts for others."""
+"""Work for which the engine keeps no books: prompts, and experts for others."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trimmoe.core.specs import BoolArray
-from trimmoe.models.base import DROPPED
+from trimmoe.core.specs import BoolArray, IntArray
+from trimmoe.engine.prompts import decided
+from trimmoe.models.base import DROPPED, Routing
 from trimmoe.runtime.node.compute.completion import to_users, token_of
 from trimmoe.runtime.node.compute.executor import Executor
 from trimmoe.runtime.node.compute.shipping import Cargo, Split, dispatched, onward, room
@@ -24,7 +25,8 @@ from trimmoe.runtime.scores import scored
 
 
 def pass_layer(worker: Executor, passage: Passage, layer: int, unit: Unit) -> Outcome:
-    """One chunk through a layer, every expert exact, at the hosts of least delay.
+    """One chunk through a layer, every expert exact, at the hosts of least delay, unless the policy
+    trims prompts.
 
     Stand-ins run for experts without a live host, where the request's budget allows them: a token
     of the prompt is credited what a generated one is, and what it does not spend lapses.
@@ -42,19 +44,15 @@ def pass_layer(worker: Executor, passage: Passage, layer: int, unit: Unit) -> Ou
     routing = view.route(layer, attended)
     worker.pace.dense(layer, unit.count)
     destination = unit.seat.route[min(layer + 1, len(unit.seat.route) - 1)]
-    experts = routing.experts.cpu().numpy()
-    if passage.orphans[layer][experts].any():
-        classes = worker.observer.steadiness(layer, attended)
-        spent = np.zeros(unit.count) if unit.spent is None else unit.spent
-        found = passage.stood_in(layer, experts, classes, unit.seat.budget - spent)
-        if found is None:
-            outcome.stranded.append(unit)
-            return outcome
-        experts, loss = found
-        unit.spent = spent + loss
+    choose = _decided if unit.start < unit.seat.trimmed else _nearest
+    chosen = choose(worker, passage, layer, unit, attended, routing, destination)
+    if chosen is None:
+        outcome.stranded.append(unit)
+        return outcome
+    experts, server = chosen
     split = Split.of(
         experts,
-        passage.server[layer, here, destination][experts],
+        server,
         np.full(unit.count, destination),
         here=here,
         server_count=passage.server.shape[1],
@@ -82,6 +80,58 @@ def pass_layer(worker: Executor, passage: Passage, layer: int, unit: Unit) -> Ou
         unit.hidden, unit.parts, unit.layer = output.to(view.dtype), (), layer + 1
         outcome.ready.append(unit)
     return outcome
+
+
+def _nearest(
+    worker: Executor,
+    passage: Passage,
+    layer: int,
+    unit: Unit,
+    attended: Tensor,
+    routing: Routing,
+    destination: int,
+) -> tuple[IntArray, IntArray] | None:
+    """What runs for the rows of a chunk, [n, k], and on which servers: all that is activated, or
+    stand-ins for what nobody holds; None if there are none within the budget."""
+    experts = routing.experts.cpu().numpy()
+    if passage.orphans[layer][experts].any():
+        classes = worker.observer.steadiness(layer, attended)
+        spent = np.zeros(unit.count) if unit.spent is None else unit.spent
+        found = passage.stood_in(layer, experts, classes, unit.seat.budget - spent)
+        if found is None:
+            return None
+        experts, loss = found
+        unit.spent = spent + loss
+    return experts, passage.server[layer, worker.server, destination][experts]
+
+
+def _decided(
+    worker: Executor,
+    passage: Passage,
+    layer: int,
+    unit: Unit,
+    attended: Tensor,
+    routing: Routing,
+    destination: int,
+) -> tuple[IntArray, IntArray] | None:
+    """The same as the policy has it; rows that are none of the prompt's spend nothing."""
+    seat, spent = unit.seat, np.zeros(unit.count) if unit.spent is None else unit.spent
+    inside = np.array(unit.positions) < seat.trimmed
+    decision = decided(
+        worker.engine,
+        worker.state,
+        layer=layer,
+        route=worker.route_rows[seat.route],
+        access=seat.access,
+        server=worker.server,
+        routed=worker.observer.routed(0, layer, attended, routing),
+        allowance=np.where(inside, np.maximum(seat.budget - spent, 0.0), 0.0),
+    )
+    if not np.isfinite(decision.delay_s).all():
+        return None
+    if decision.loss.any() or unit.spent is not None:
+        unit.spent = spent + decision.loss
+    return decision.slot_expert, decision.slot_server
 
 
 def end_chunk(worker: Executor, unit: Unit) -> Outcome:

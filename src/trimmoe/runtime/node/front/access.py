@@ -276,9 +276,15 @@ class Desk:
             waits=waits,
             seen=pack_seen(job.request, job.tokens),
             prefix=prefix,
+            trimmed=self._trimmed(job, budget),
         )
         self._post(server, reserve)
         return grant
+
+    def _trimmed(self, job: Job, budget: float) -> int:
+        """Tokens of what is read that may spend the budget; the answer's have done so before."""
+        trims = self._room.planner.settings.prompts_trimmed and budget > 0
+        return len(job.request.prompt_ids) if trims else 0
 
     def _send_off(self, job: Job, attempt: Attempt) -> None:
         """The prompt, with what was made of the answer, enters the route: what is not there yet."""

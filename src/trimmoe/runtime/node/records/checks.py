@@ -105,6 +105,7 @@ def _makes_sense(
             good = good and can_sample(message.sampling, message.seen) and _is_prefix(message)
             good = good and can_draw(message.sampling, vocab_size) and message.budget >= 0.0
             good = good and (message.seen is None or _is_seen(geometry, message.seen))
+            good = good and 0 <= message.trimmed <= positions
         case Granted():
             good = 0 <= message.kept <= positions
         case Withdraw():

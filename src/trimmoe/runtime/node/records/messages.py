@@ -90,6 +90,8 @@ class Reserve(Message, frozen=True, tag="reserve"):
     """What the sequence begins with, where draws look back."""
     prefix: Prefix | None = None
     """Whose states it may begin with."""
+    trimmed: int = 0
+    """Tokens that it begins with which may be decided upon; those after them are read exactly."""
 
 
 class Granted(Message, frozen=True, tag="granted"):

@@ -75,8 +75,10 @@ class Seat:
     before was confirmed."""
     parked: dict[int, list[Any]] = field(default_factory=dict)
     """Units that came to a layer before the states they attend to."""
+    trimmed: int = 0
+    """Tokens of the prompt that are decided upon, from its first one on."""
     charged_tokens: int = 0
-    """Of the prompt, that stand-ins ran for; counted after the last layer."""
+    """Of the prompt, that stand-ins ran for or that were trimmed; counted after the last layer."""
     charged_loss: float = 0.0
     dispatched: dict[int, int] = field(default_factory=dict)
     """Last position of which slots were sent to a server."""
@@ -262,6 +264,7 @@ class Seats:
             budget=asked.budget,
             written={layer: Written(length=kept) for layer in layers},
             kept=kept,
+            trimmed=asked.trimmed,
         )
 
 
