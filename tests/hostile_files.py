@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from hostile import Mutator
-from test_machines import _machines
+from timed import timed_machines
 from trimmoe.core.machines import load_machines
 from trimmoe.core.plan import load_plan
 from trimmoe.core.profile import load_profile
@@ -33,7 +33,7 @@ class Sample:
 def artifacts(folder: Path) -> dict[str, Sample]:
     """One of each kind, of a small world."""
     made = small_world(3, layers=3, experts=4, servers=2, sequences=2, length=3)
-    machines = _machines(made.plan.cluster, made.model)
+    machines = timed_machines(made.plan.cluster, made.model)
     found: dict[str, Sample] = {}
     for name, artifact, load in (
         ("profile", made.profile, load_profile),

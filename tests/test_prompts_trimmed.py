@@ -77,14 +77,12 @@ def test_prompts_spend_their_budget_and_no_more(tiny: Tiny, accounting: Accounti
     )
 
 
-@pytest.mark.parametrize(
-    ("changes", "budget"), [({"prompts_trimmed": False}, BUDGET), ({}, 0.0)], ids=["off", "none"]
-)
+@pytest.mark.parametrize(("trimmed", "budget"), [(False, BUDGET), (True, 0.0)], ids=["off", "none"])
 def test_prompts_are_exact_unless_asked_or_without_a_budget(
-    tiny: Tiny, changes: dict[str, bool], budget: float
+    tiny: Tiny, trimmed: bool, budget: float
 ) -> None:
     profile, plan = world(tiny, servers=3)
-    one = driver(tiny.view, profile, plan, letter(**changes))
+    one = driver(tiny.view, profile, plan, letter(prompts_trimmed=trimmed))
     logits = opened(one, budget=budget)
     for ours, theirs in zip(logits, exact_logits(tiny.view, PROMPTS), strict=True):
         torch.testing.assert_close(ours, theirs[-1], atol=1e-5, rtol=1e-4)
