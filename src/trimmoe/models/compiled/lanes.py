@@ -31,7 +31,7 @@ _LINE = 64
 """Bytes of a cache line."""
 _FETCHED = 0, 3, 1
 """To be read, soon, and data."""
-_FETCHING_ROWS = 2
+_FETCHING_ROWS = 4
 
 
 class Format(IntEnum):

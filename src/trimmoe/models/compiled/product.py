@@ -34,10 +34,12 @@ _ARGUMENTS = 16
 # of a panel's width with AVX-512; elsewhere sixteen, and a panel takes two.
 _MANY, _Q8_ROWS = (2, 6) if get_host_cpu_features().get("avx512f") else (1, 3)
 _Q8 = int(Format.Q8)
-# Weights of one row or two come from memory as fast as it gives them where few panels are read at
-# once, each from its beginning to its end, and what comes so many bytes later is fetched meanwhile:
-# far enough for memory to answer in time. Those of few bits take longer to unpack.
-_ONE, _TWO, _FAR = 1, 2, 8192
+# Weights come from memory as fast as it gives them where they are read from one end to the other, a
+# panel at a time for all rows, and what comes so many bytes later is fetched meanwhile: far enough
+# for memory to answer in time. That pays for so many rows, for more of them in whole numbers, with
+# so few in a tile. Unpacking few bits for one row takes as long as fetching two panels.
+_FAR, _SOME, _SOME_WHOLE, _FEW = 8192, 8, 32, 4
+_ONE, _TWO = 1, 2
 
 
 @njit(nogil=True, error_model="numpy", cache=True)
@@ -54,10 +56,10 @@ def _ahead(at, size, end, after):
 def _run(form, many, one, w, s, o, wn, end, after, k, first, last, x, xn, rows, g, gn, out, on):
     # Distances: wn from panel to panel, xn, gn and on from row to row.
     form, many, one = literally(form), literally(many), literally(one)
-    far = (_FAR + wn - 1) // wn * wn
+    far, some = (_FAR + wn - 1) // wn * wn, _SOME if form < _Q8 else _SOME_WHOLE
     for start in range(0, rows, _BLOCK):
-        r, stop = start, min(rows, start + _BLOCK)
-        whole = start + (stop - start) // many * many
+        stop = min(rows, start + _BLOCK)
+        whole = start + (stop - start) // many * many if stop - start > some else start
         p = first
         while p < last and whole > start:
             at, a, b = w + p * wn, s + p * wn, o + p * wn
@@ -68,25 +70,26 @@ def _run(form, many, one, w, s, o, wn, end, after, k, first, last, x, xn, rows, 
                 else:
                     tile(form, many, 1, at, a, b, wn, xr, xn, k, gr, gn, to, on, 0)
             p += _MANY
-        r = whole
-        while r < stop:
-            pair = stop - r >= 2
-            xr, gr = x + r * xn, g + r * gn
-            p = first
-            while p < last:
-                at, a, b = w + p * wn, s + p * wn, o + p * wn
-                to = out + r * on + p * 64
-                ahead = _ahead(at, far, end, after)
-                if pair:
-                    tile(form, 2, 1, at, a, b, wn, xr, xn, k, gr, gn, to, on, ahead)
-                    p += 1
-                elif one > 1 and last - p >= one:
-                    tile(form, 1, one, at, a, b, wn, xr, xn, k, gr, gn, to, on, ahead)
-                    p += one
+        p = first
+        while p < last and whole < stop:
+            at, a, b = w + p * wn, s + p * wn, o + p * wn
+            to, ahead = out + p * 64, _ahead(at, far, end, after)
+            if one > 1 and stop - whole == 1 and last - p >= one:
+                xr, gr, to = x + whole * xn, g + whole * gn, to + whole * on
+                tile(form, 1, one, at, a, b, wn, xr, xn, k, gr, gn, to, on, ahead)
+                p += one
+                continue
+            for r in range(whole, stop, _FEW):
+                few, xr, gr, tr = stop - r, x + r * xn, g + r * gn, to + r * on
+                if few >= _FEW:
+                    tile(form, _FEW, 1, at, a, b, wn, xr, xn, k, gr, gn, tr, on, ahead)
+                elif few == 3:
+                    tile(form, 3, 1, at, a, b, wn, xr, xn, k, gr, gn, tr, on, ahead)
+                elif few == 2:
+                    tile(form, 2, 1, at, a, b, wn, xr, xn, k, gr, gn, tr, on, ahead)
                 else:
-                    tile(form, 1, 1, at, a, b, wn, xr, xn, k, gr, gn, to, on, ahead)
-                    p += 1
-            r += 2 if pair else 1
+                    tile(form, 1, 1, at, a, b, wn, xr, xn, k, gr, gn, tr, on, ahead)
+            p += 1
 
 
 def _f32(w, s, o, wn, end, after, k, first, last, x, xn, rows, g, gn, out, on):
