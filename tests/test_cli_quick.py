@@ -37,5 +37,11 @@ except SystemExit as left:
     assert imported(code) == "[]"
 
 
+def test_servers_start_without_what_only_planners_need() -> None:
+    """Every server of a cluster would take these tenths of a second."""
+    code = "import sys, trimmoe.runtime.launch.nodes; print('scipy.optimize' in sys.modules)"
+    assert imported(code) == "False"
+
+
 def test_types_are_told_to_checkers() -> None:
     assert (files("trimmoe") / "py.typed").is_file()

@@ -8,7 +8,6 @@ from enum import IntEnum
 from pathlib import Path
 
 import numpy as np
-from scipy.optimize import nnls
 
 from trimmoe.core.artifact import (
     Header,
@@ -245,6 +244,9 @@ def plausible(measured: FloatArray, known: BoolArray) -> FloatArray:
 
 def _line(rows: IntArray, seconds: FloatArray) -> tuple[float, float]:
     """Intercept and slope, neither negative, of least relative error."""
+    # Every server imports this module, and only a planner fits lines.
+    from scipy.optimize import nnls
+
     terms = np.stack([1.0 / seconds, rows / seconds], axis=1)
     (once_s, row_s), _ = nnls(terms, np.ones(rows.size))
     return float(once_s), float(row_s)
