@@ -124,6 +124,7 @@ class _ServiceCollector:
             ("num_requests_running", "Requests being answered.", stats.running),
             ("num_requests_waiting", "Requests waiting for room.", stats.waiting),
             ("kv_cache_usage_perc", "Share of the KV cache taken, 0..1.", stats.kv_cache_usage),
+            ("servers_left_out", "Servers not asked any more: wrong results.", stats.left_out),
         ):
             yield _family(GaugeMetricFamily, name, text, ("model_name",), [((model,), value)])
         for name, text, value in (
@@ -133,6 +134,8 @@ class _ServiceCollector:
             ("guesses_right", "Of these, what full depth confirmed.", stats.right_guesses),
             ("prefix_cache_queries", "Prompt tokens looked for.", stats.prefix_queries),
             ("prefix_cache_hits", "Of these, tokens not read again.", stats.prefix_hits),
+            ("results_verified", "Experts' results computed twice.", stats.verified),
+            ("results_wrong", "Of these, results that differed.", stats.wrong_results),
         ):
             yield _family(CounterMetricFamily, name, text, ("model_name",), [((model,), value)])
         yield from _links(stats)

@@ -262,6 +262,10 @@ def serve(
             help="Keep what was read for requests that begin alike; default: yes.",
         ),
     ] = None,
+    verify_share: Annotated[
+        float | None,
+        typer.Option(help="Share of other servers' results computed twice; default 0."),
+    ] = None,
     page: Annotated[
         bool | None,
         typer.Option("--page/--no-page", help="A page at `/` of each server; default: yes."),
@@ -335,7 +339,7 @@ def serve(
         "emulate_links": emulate_links, "emulate_machines": emulate_machines,
         "quantise": quantise, "threads": threads, "device": device,
         "patience": patience, "spare": spare,
-        "prefix_cache": prefix_cache, "page": page,
+        "prefix_cache": prefix_cache, "page": page, "verify_share": verify_share,
         "tls_certificate": tls_certificate, "tls_key": tls_key,
     }  # fmt: skip
     chosen = serve_config(config, given, default_cluster=_default_cluster, open_to_all=head)

@@ -31,6 +31,8 @@ class State(StrEnum):
     """Its process can be reached and has said nothing of itself yet: it starts, mostly again."""
     LOST = "lost"
     """It cannot be reached."""
+    LEFT_OUT = "left-out"
+    """It gave wrong results and is not asked any more."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -208,6 +208,12 @@ class ServiceStats:
     """Tokens of prompts that were looked for among what had been read."""
     prefix_hits: int = 0
     """Those of them that were not read again."""
+    verified: int = 0
+    """Results of other servers' experts that were compared with a second computation."""
+    wrong_results: int = 0
+    """Those of them that differed."""
+    left_out: int = 0
+    """Servers that are not asked any more for that."""
 
 
 class InferenceService(Protocol):

@@ -91,7 +91,7 @@ const Bar = ({ label, share, shown, warmth = "cool" }) => html`
   </div>
 `;
 
-const STATES = { up: "up", starting: "restarting", lost: "lost" };
+const STATES = { up: "up", starting: "restarting", lost: "lost", "left-out": "left out" };
 
 const Card = ({ held, server, own }) => {
   const up = server.state === "up";

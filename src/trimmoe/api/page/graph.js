@@ -30,10 +30,11 @@ const arc = (share) => `${(2 * Math.PI * RING * Math.min(1, share)).toFixed(1)} 
 
 const Server = ({ held, server, at, own, spot, tokens }) => {
   const up = server.state === "up";
-  const inside = up ? percent(server.busy) : server.state;
+  const state = server.state.replace("-", " ");
+  const inside = up ? percent(server.busy) : state;
   return html`
     <g class="server ${server.state}" transform="translate(${spot.x} ${spot.y})">
-      <title>${held.name}: ${up ? `${percent(server.busy)} busy, work waits ${seconds(server.waiting_s)}` : server.state}</title>
+      <title>${held.name}: ${up ? `${percent(server.busy)} busy, work waits ${seconds(server.waiting_s)}` : state}</title>
       ${own && html`<circle class="own" r=${RING + 7} />`}
       <circle class="track" r=${RING} />
       <circle class="busy ${up && server.busy >= 0.01 ? warmth(server.waiting_s) : ""}" r=${RING} stroke-dasharray=${arc(up ? server.busy : 0)} transform="rotate(-90)" />
@@ -81,7 +82,7 @@ function Graph({ layout, now, rates, tokens }) {
   const spots = servers.map((_, at) => place(at, servers.length));
   const pairs = now.links.filter((link) => link.source < link.destination);
   const back = new Map(now.links.map((link) => [`${link.source},${link.destination}`, link]));
-  const told = servers.map((held, at) => `${held.name} ${now.servers[at].state}`).join(", ");
+  const told = servers.map((held, at) => `${held.name} ${now.servers[at].state.replace("-", " ")}`).join(", ");
   return html`
     <svg class="graph" viewBox="0 0 ${WIDE} ${highOf(servers.length)}" role="img" aria-label="Servers and links: ${told}">
       ${pairs.map((link) => {

@@ -79,6 +79,8 @@ class ServeConfig(BaseModel):
     """Sequences a server admits at once; each may fill the model's context."""
     prefix_cache: bool = True
     """Whether what was read of prompts and answers is kept for requests that begin alike."""
+    verify_share: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] = 0.0
+    """Of the results of experts on other servers, what is computed a second time and compared."""
     max_waiting: Annotated[int, Field(ge=0)] = 64
     """Requests that may wait for a slot before a server refuses more."""
     device: Annotated[str, Field(pattern=f"^({DEVICE})$")] | None = None

@@ -127,6 +127,7 @@ def server_spec(
         max_waiting=config.max_waiting,
         patience_s=config.patience,
         prefix_cache=config.prefix_cache,
+        verify_share=config.verify_share,
         quantise=config.quantise,
         threads=config.threads,
         emulate_links=emulate if links is None else links,

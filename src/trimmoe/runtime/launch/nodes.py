@@ -25,6 +25,7 @@ def make_node(parts: NodeParts) -> RunningNode:
             max_waiting=spec.max_waiting,
             patience_s=spec.patience_s,
             prefix_cache=spec.prefix_cache,
+            verify_share=spec.verify_share,
             slowdown=spec.slowdown if spec.emulate_machines else 1.0,
             threads=spec.thread_count,
             machine=spec.machine,

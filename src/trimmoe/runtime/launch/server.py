@@ -115,6 +115,7 @@ class ServerSpec:
     """Makes the ASGI app that starts and closes the service with itself."""
     node: NodeFactory
     prefix_cache: bool = True
+    verify_share: float = 0.0
     tls: Tls | None = None
     """What HTTP is served with; None: plain."""
     version: str = trimmoe.__version__

@@ -48,9 +48,9 @@ class Mail:
         else:
             self._send(parcel)
 
-    def tell_lost(self, sequence: int, position: int) -> None:
-        """What was under way for a position of a sequence may be lost."""
-        self.post(Parcel(to=access_of(sequence), message=Lost(sequence, position)))
+    def tell_lost(self, sequence: int, position: int, disputed: bool = False) -> None:
+        """What was under way for a position of a sequence may be lost; `disputed` as in `Lost`."""
+        self.post(Parcel(to=access_of(sequence), message=Lost(sequence, position, disputed)))
 
     def returned_to(self, server: int) -> set[tuple[int, int]]:
         """(sequence, start) of units whose partial sums went there of late, and forget them.

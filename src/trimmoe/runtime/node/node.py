@@ -12,18 +12,24 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+
+import numpy as np
 
 from trimmoe.core.errors import UserError
 from trimmoe.core.plan import Plan
 from trimmoe.core.profile import Profile
+from trimmoe.core.specs import BoolArray
 from trimmoe.engine.guesses import guess_times_s
 from trimmoe.models.base import EncoderDecoderView, MoEView
+from trimmoe.placement.live import live_hosts
 from trimmoe.policy.build import PolicyMaker
 from trimmoe.policy.settings import PolicySettings
 from trimmoe.runtime.guides import guides_of
 from trimmoe.runtime.node.compute.completion import withdrawn
 from trimmoe.runtime.node.compute.executor import Executor
 from trimmoe.runtime.node.compute.pace import EmulatedPace, Pace
+from trimmoe.runtime.node.compute.verifying import Verifier
 from trimmoe.runtime.node.front.access import Backroom, Desk
 from trimmoe.runtime.node.front.entrance import Entrance
 from trimmoe.runtime.node.front.jobs import Begun
@@ -49,6 +55,7 @@ from trimmoe.runtime.node.schedule.scheduler import Scheduler
 from trimmoe.runtime.node.settings import NodeSettings
 from trimmoe.runtime.node.switchboard import Switchboard
 from trimmoe.runtime.node.watch.deployments import Basis, Built
+from trimmoe.runtime.node.watch.jury import Jury
 from trimmoe.runtime.node.watch.planner import Planner
 from trimmoe.runtime.node.watch.reports import NodeSnapshot, Reporter
 from trimmoe.runtime.picture import layout_of
@@ -69,6 +76,7 @@ from trimmoe.runtime.wire.base import (
     Transport,
     TransportClosed,
 )
+from trimmoe.runtime.wire.protocol import VERIFIES_SINCE
 
 _log = logging.getLogger(__name__)
 
@@ -120,6 +128,15 @@ class Node:
             self._names,
             server=settings.server,
             deliver=lambda parcel: self._deliver(parcel.to, parcel),
+        )
+        self.jury = Jury(
+            self._names,
+            plan.hosts,
+            dtype=view.dtype,
+            server=settings.server,
+            lost=self._lost,
+            leave_out=self._leave_out,
+            undecided=self._undecided,
         )
         self._failure = "The server is starting."
         self.malformed: Counter[str] = Counter()
@@ -174,6 +191,7 @@ class Node:
             server=settings.server,
             chunk=settings.prefill_chunk,
             withdrawn=self._withdrawn,
+            judge=self.jury.judge,
         )
         self.entrance = Entrance(self.planner, seats, self.mail.post)
         self.desk = Desk(
@@ -304,9 +322,28 @@ class Node:
                 seed=self.settings.seed,
                 pace=self._pace(),
                 log_events=self.settings.log_events,
+                verifier=Verifier(
+                    self.settings.verify_share, self._hosts(built), self._verifying()
+                ),
             )
         else:
-            self.pump.control(lambda: self.executor.swap(built.engine))
+            self.pump.control(lambda: self._swap(built))
+
+    def _swap(self, built: Built) -> None:
+        self.executor.swap(built.engine)
+        self.executor.verifier.hosts = self._hosts(built)
+
+    def _hosts(self, built: Built) -> BoolArray:
+        return live_hosts(self._basis.plan.hosts, built.conditions.lost)
+
+    def _verifying(self) -> BoolArray:
+        """Servers that can be asked to verify, [M]: those that know what that is."""
+        able = np.zeros(len(self._names), dtype=bool)
+        able[self.settings.server] = True
+        for peer in self._transport.peers_up() & self._index.keys():
+            version = self._transport.version_of(peer)
+            able[self._index[peer]] = version is not None and version >= VERIFIES_SINCE
+        return able
 
     def _pace(self) -> Pace:
         share = self.settings.batch_share
@@ -387,10 +424,30 @@ class Node:
 
     def _lost(self) -> frozenset[int]:
         up = {self._index[peer] for peer in self._transport.peers_up() if peer in self._index}
-        return frozenset(range(len(self._names))) - up - {self.settings.server}
+        others = frozenset(range(len(self._names))) - {self.settings.server}
+        return (others - up) | self.jury.left_out
+
+    def _leave_out(self, server: int) -> None:
+        """A server gave wrong results: it is as if it were lost."""
+
+        def leave() -> None:
+            self.planner.want_lost(self._lost())
+            self.switchboard.peer_down(server)
+            self._tell_weather()
+
+        # Not at once: whoever found out is in the middle of something.
+        asyncio.get_running_loop().call_soon(leave)
+
+    def _undecided(self, unit: Unit) -> None:
+        name = unit.name
+        loop, tell = asyncio.get_running_loop(), self.mail.tell_lost
+        loop.call_soon(partial(tell, name.sequence, name.start, disputed=True))
 
     def _peer_changed(self, change: PeerChange) -> None:
         self.planner.want_lost(self._lost())
+        if hasattr(self, "executor"):
+            # Whole, so that the worker sees the one or the other.
+            self.executor.verifier.knows = self._verifying()
         if hasattr(self, "desk"):
             if isinstance(change, PeerDown):
                 self.switchboard.peer_down(self._index[change.peer])

@@ -53,6 +53,8 @@ def picture_of(node: Node) -> Picture:
 
 
 def _state(node: Node, server: int) -> State:
+    if server in node.jury.left_out:
+        return State.LEFT_OUT
     if server in node.planner.lost:
         return State.LOST
     return State.STARTING if node.planner.weather_of(server) is None else State.UP
@@ -78,7 +80,7 @@ def _server(state: State, weather: Weather | None) -> ServerPicture:
 def _link(node: Node, source: int, destination: int, states: list[State]) -> LinkPicture:
     weather = node.planner.weather_of(source)
     vitals = None if weather is None else weather.vitals
-    up = State.LOST not in (states[source], states[destination])
+    up = not {State.LOST, State.LEFT_OUT} & {states[source], states[destination]}
     return LinkPicture(
         source=source,
         destination=destination,

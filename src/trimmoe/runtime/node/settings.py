@@ -45,8 +45,10 @@ class NodeSettings:
     again, it is begun anew."""
     prefix_cache: bool = True
     """Whether what was read of prompts and answers is kept for those that begin alike."""
+    verify_share: float = 0.0
+    """Of the results of experts on other servers, what is computed a second time and compared."""
     seed: int = 0
-    """Of the draws that choose which exits are audited."""
+    """Of the draws that choose which exits are audited, and which results are verified."""
     log_events: bool = False
     """Keep every event of the engine with its commands, and every batch; memory grows."""
 
@@ -54,4 +56,5 @@ class NodeSettings:
         assert min(self.kv_slots, self.max_batch, self.prefill_chunk) > 0
         assert self.max_waiting >= 0
         assert self.slowdown >= 1.0
+        assert 0.0 <= self.verify_share <= 1.0
         assert self.batch_share is None or (0.0 <= self.batch_share <= 1.0 == self.slowdown)

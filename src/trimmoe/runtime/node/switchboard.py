@@ -74,8 +74,8 @@ class Switchboard:
                 self.desk.answers.received(sender, tokens)
             case Followed(after=after):
                 self.desk.answers.followed(sender, after)
-            case Lost(sequence=sequence, position=position):
-                self.desk.lost(sequence, position)
+            case Lost(sequence=sequence, position=position, disputed=disputed):
+                self.desk.lost(sequence, position, disputed)
             case Stranded(sequence=sequence, start=start, epoch=epoch):
                 self.desk.stranded(sequence, start, epoch)
             case Ask(sequence=sequence):

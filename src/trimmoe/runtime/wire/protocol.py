@@ -30,8 +30,13 @@ class Version(NamedTuple):
         return f"{self.major}.{self.minor}"
 
 
-WIRE_VERSION = Version(2, 1)
+WIRE_VERSION = Version(2, 2)
 """What this software speaks."""
+# 2.1 brought `trimmed` of `Reserve`, 2.2 what results are verified by (`checks`, `checked`) and
+# `disputed` of `Lost`.
+VERIFIES_SINCE = Version(2, 2)
+"""Servers that speak an older one pass over what a second computation is for, and would take it for
+a first one."""
 ENVELOPE_BYTES = 512
 """Longer first frames are refused unread."""
 

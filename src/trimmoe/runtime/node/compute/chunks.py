@@ -68,6 +68,7 @@ def pass_layer(worker: Executor, passage: Passage, layer: int, unit: Unit) -> Ou
     )
     rows, leaves = np.arange(unit.count), bool(split.leaves.any())
     if leaves:
+        worker.verifier.choose(cargo, split, rows)
         worker.emit(dispatched(cargo, split, rows), outcome)
     at = split.at(here)
     give = view.gathered_part if leaves else view.gathered
@@ -204,6 +205,7 @@ def _returned(
             decoding=item.decoding,
             raw=item.raw,
             wide=np.flatnonzero(wide[its]).tolist(),
+            checks=item.checks,
         )
         parcels.append(Parcel(to=destination, message=message, tensors=(narrow, *sums)))
     return parcels

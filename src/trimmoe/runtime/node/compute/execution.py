@@ -65,6 +65,7 @@ def run_and_ship(
     light, rest = np.flatnonzero(leaves & ~works), np.flatnonzero(works | ~leaves)
     # Of raw rows the shared expert runs where they gather.
     run(light[~split.raw[light]])
+    worker.verifier.choose(cargo, split, np.flatnonzero(leaves))
     parcels = dispatched(cargo, split, np.flatnonzero(leaves)) + ship(light)
     if not rest.size:
         outcome.parcels += parcels

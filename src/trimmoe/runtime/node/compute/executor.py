@@ -45,6 +45,7 @@ from trimmoe.runtime.node.compute.pace import Pace
 from trimmoe.runtime.node.compute.segments import Segments
 from trimmoe.runtime.node.compute.shipping import Cargo, Split
 from trimmoe.runtime.node.compute.states import entering, leaving, states_of
+from trimmoe.runtime.node.compute.verifying import Verifier
 from trimmoe.runtime.node.records.messages import Parcel, Start
 from trimmoe.runtime.node.records.outcome import Arrival, LogEntry, Outcome
 from trimmoe.runtime.node.records.rows import Rows
@@ -68,7 +69,9 @@ class Executor:
         seed: int = 0,
         pace: Pace | None = None,
         log_events: bool = False,
+        verifier: Verifier | None = None,
     ) -> None:
+        self.verifier = verifier or Verifier.idle()
         self.view, self.server = view, server
         self.pace = pace or Pace()
         self.send: Callable[[list[Parcel]], None] | None = None

@@ -8,7 +8,7 @@ runs slots itself and nothing ran here, dispatch and residual are the same vecto
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -19,7 +19,7 @@ from trimmoe.core.specs import BoolArray, IntArray
 from trimmoe.core.wave import Wave
 from trimmoe.models.base import DROPPED, MoEView
 from trimmoe.models.sums import sums_in
-from trimmoe.runtime.node.records.messages import Dispatch, Onward, Parcel
+from trimmoe.runtime.node.records.messages import NOBODY, Dispatch, Onward, Parcel
 from trimmoe.runtime.node.records.rows import Rows
 from trimmoe.runtime.node.records.sums import parted
 from trimmoe.runtime.node.records.units import Unit, epochs_of, tokens_of
@@ -94,6 +94,8 @@ class Cargo:
     its first columns, not rounded yet (`models.sums`); of raw rows nothing."""
     gates: Tensor
     """float32 [n, k]."""
+    checks: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
+    """By row: servers whose results are compared, each with who computes them a second time."""
 
     @staticmethod
     def of_tokens(
@@ -147,7 +149,17 @@ def dispatched(cargo: Cargo, split: Split, leaving: IntArray) -> list[Parcel]:
     raw = split.raw[leaving]
     used[raw, split.destination[leaving][raw]] = False
     servers = np.flatnonzero(used.any(0)).tolist()
-    return [_dispatch(cargo, split, to, leaving[used[:, to]]) for to in servers]
+    parcels = [_dispatch(cargo, split, to, leaving[used[:, to]]) for to in servers]
+    if not cargo.checks:
+        return parcels
+    seconds: dict[tuple[int, int], list[int]] = {}
+    for row in leaving.tolist():
+        for check in cargo.checks.get(row, ()):
+            seconds.setdefault(check, []).append(row)
+    return parcels + [
+        _dispatch(cargo, split, to, np.array(rows), checks=server)
+        for (server, to), rows in seconds.items()
+    ]
 
 
 def onward(
@@ -167,7 +179,10 @@ def onward(
     return parcels
 
 
-def _dispatch(cargo: Cargo, split: Split, server: int, which: IntArray) -> Parcel:
+def _dispatch(
+    cargo: Cargo, split: Split, server: int, which: IntArray, *, checks: int = NOBODY
+) -> Parcel:
+    """`checks`: the server whose slots these are, if this one computes them a second time."""
     rows, (units, counts) = torch.from_numpy(which), cargo.of(which)
     for one in units:
         one.seat.dispatched[server] = one.start
@@ -179,10 +194,11 @@ def _dispatch(cargo: Cargo, split: Split, server: int, which: IntArray) -> Parce
             rows=cargo.rows(which, units, counts),
             destinations=split.destination[which][first].tolist(),
             decoding=cargo.units[0].decoding,
+            checks=checks,
         ),
         tensors=(
             cargo.attended[rows],
-            torch.from_numpy(split.at(server)[which]).int(),
+            torch.from_numpy(split.at(server if checks == NOBODY else checks)[which]).int(),
             cargo.gates[rows],
         ),
     )
@@ -223,7 +239,19 @@ def _onward(
             spent=[] if units[0].spent is None else units[0].spent.tolist(),
             entering=entering,
             wide=np.flatnonzero(wide).tolist(),
+            checked=_checked(cargo, which, counts),
         ),
         tensors=(hidden, *sums, *slots),
         wave=wave,
     )
+
+
+def _checked(cargo: Cargo, which: IntArray, counts: IntArray) -> list[list[tuple[int, int]]]:
+    """As in `Onward`, of rows of units of which there are so many each."""
+    if not cargo.checks or not any(row in cargo.checks for row in which.tolist()):
+        return []
+    by_unit = np.split(which, np.cumsum(counts)[:-1])
+    return [
+        sorted({check for row in rows.tolist() for check in cargo.checks.get(row, ())})
+        for rows in by_unit
+    ]

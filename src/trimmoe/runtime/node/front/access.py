@@ -47,16 +47,22 @@ _log = logging.getLogger(__name__)
 RETRY_AFTER_S = 1.0
 MOST_RESTARTS = 12
 """Attempts in a row without a new token, after which a request is given up."""
-STALL_COUNTS = 4
-"""A stall takes so long that it counts as so many."""
+STALL_COUNTS, DISPUTE_COUNTS = 4, 4
+"""A stall takes so long that it counts as so many; who disputes once is left out, or does it again.
+"""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.02, 1.0
 STRANDED = (
     "An expert that this request needs is on a server that cannot be reached, and no substitute "
     "is within its quality budget; try again when the server is back."
 )
 GIVEN_UP = "Servers were lost again and again while this request was answered; try again shortly."
+UNDECIDED = (
+    "Servers gave different results for this request, and none is left to tell which are right; "
+    "have the cluster's operator look at their logs."
+)
 STOPPING = "The server is stopping."
-LOST, STALLED = "lost", "stalled"
+LOST, STALLED, DISPUTED = "lost", "stalled", "disputed"
+COUNTS = {STALLED: STALL_COUNTS, DISPUTED: DISPUTE_COUNTS}
 
 
 class Desk:
@@ -151,11 +157,12 @@ class Desk:
             self.stalls += 1
             attempt.fail(STALLED)
 
-    def lost(self, sequence: int, position: int) -> None:
-        """Work for a position may be lost; old news if that token has come."""
+    def lost(self, sequence: int, position: int, disputed: bool = False) -> None:
+        """Work for a position may be lost; old news if that token has come. `disputed` as in
+        `Lost`."""
         attempt = self._attempt(sequence)
         if attempt and (position == ANY_POSITION or position >= attempt.fed):
-            attempt.fail(LOST)
+            attempt.fail(DISPUTED if disputed else LOST)
 
     def stranded(self, sequence: int, start: int, epoch: int) -> None:
         """An expert has no host for what is at a position of a sequence; old news if that was
@@ -198,13 +205,13 @@ class Desk:
             if len(job.tokens) > made:
                 made, restarts, help_until_s = len(job.tokens), 0, math.inf
             elif trouble != NO_EXPERT or not planner.lost:
-                restarts += STALL_COUNTS if trouble == STALLED else 1
+                restarts += COUNTS.get(trouble, 1)
             if trouble == NO_EXPERT:
                 help_until_s = min(help_until_s, loop.time() + self._room.patience_s)
                 if not await self._help_comes(help_until_s - loop.time()):
                     self._end(job, Unavailable(STRANDED))
             if restarts > MOST_RESTARTS:
-                self._end(job, Unavailable(GIVEN_UP))
+                self._end(job, Unavailable(UNDECIDED if trouble == DISPUTED else GIVEN_UP))
             await asyncio.sleep(min(FIRST_PAUSE_S * 2**restarts, LONGEST_PAUSE_S))
 
     async def _help_comes(self, patience_s: float) -> bool:

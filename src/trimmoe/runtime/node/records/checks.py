@@ -16,6 +16,7 @@ from torch import Tensor
 from trimmoe.models.base import Widths
 from trimmoe.runtime.node.records.messages import (
     NO_TOKEN,
+    NOBODY,
     Dispatch,
     Followed,
     Granted,
@@ -211,6 +212,11 @@ def _are_rows(
         slots = total
         if len(message.destinations) != units or not geometry.is_server(*message.destinations):
             return False
+        if not _is_checked(geometry, message.checks):
+            return False
+    elif isinstance(message, Partial):
+        if not _is_checked(geometry, message.checks) or (message.raw and message.checks != NOBODY):
+            return False
     elif isinstance(message, Onward):
         slots = len(message.raw)
         if not _is_onward(geometry, message):
@@ -240,6 +246,14 @@ def _is_onward(geometry: Geometry, message: Onward) -> bool:
         len(message.awaited) == len(message.probes) == units
         and all(geometry.is_server(*servers) for servers in message.awaited)
         and all_below(message.probes, geometry.vocab_size, NO_TOKEN)
+        and len(message.checked) in (0, units)
+        and all(
+            geometry.is_server(first, second) and first in awaited
+            for awaited, checks in zip(
+                message.awaited, message.checked or [[]] * units, strict=True
+            )
+            for first, second in checks
+        )
         and _are_chosen(raw, message.rows.total)
         and not set(raw).intersection(message.wide)
         and not message.rows.offsets
@@ -248,6 +262,10 @@ def _is_onward(geometry: Geometry, message: Onward) -> bool:
         and (not message.decoding or set(message.rows.counts) == {1})
         and (not message.entering or message.layer + 1 < geometry.layer_count)
     )
+
+
+def _is_checked(geometry: Geometry, server: int) -> bool:
+    return server == NOBODY or geometry.is_server(server)
 
 
 def _are_chosen(rows: Sequence[int], total: int) -> bool:

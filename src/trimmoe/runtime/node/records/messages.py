@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 ANY_POSITION = -1
+NOBODY = -1
 NO_TOKEN = -1
 NO_KIND = 255
 _ACCESS_SHIFT = 48
@@ -158,6 +159,8 @@ class Dispatch(Message, frozen=True, tag="dispatch"):
     destinations: list[int]
     """Where each unit gathers."""
     decoding: bool
+    checks: int = NOBODY
+    """The server whose result this is to be compared with, if that is all it is for."""
 
 
 class Partial(Message, frozen=True, tag="partial"):
@@ -172,6 +175,8 @@ class Partial(Message, frozen=True, tag="partial"):
     place of what came."""
     wide: list[int] = []
     """Rows, ascending, for which several slots ran."""
+    checks: int = NOBODY
+    """As of the dispatch."""
 
 
 class Onward(Message, frozen=True, tag="onward"):
@@ -202,6 +207,9 @@ class Onward(Message, frozen=True, tag="onward"):
     the next layer."""
     wide: list[int] = []
     """Rows, ascending, for which slots ran that others are to be added to."""
+    checked: list[list[tuple[int, int]]] = []
+    """By unit: servers awaited whose results are compared, each with who computes them a second
+    time; empty if none are."""
 
 
 class Propagate(Message, frozen=True, tag="propagate"):
@@ -313,6 +321,8 @@ class Lost(Message, frozen=True, tag="lost"):
     sequence: int
     position: int
     """ANY_POSITION: cached states may be lost too."""
+    disputed: bool = False
+    """Whether it was given up because servers gave different results."""
 
 
 class Stranded(Message, frozen=True, tag="stranded"):

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from trimmoe.runtime.node.records.messages import NOBODY
 from trimmoe.runtime.node.records.rows import Rows
 
 if TYPE_CHECKING:
@@ -28,6 +29,8 @@ class Slots:
     raw: bool
     """Whether the rows came raw: the shared expert is run too."""
     decoding: bool
+    checks: int = NOBODY
+    """As of the dispatch."""
 
     @property
     def sequences(self) -> Sequence[int]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -129,12 +129,23 @@ class _Gathering:
     unit: Unit | None = None
     awaited: set[int] = field(default_factory=set)
     arrived: dict[int, Part] = field(default_factory=dict)
+    checks: frozenset[Check] = frozenset()
+    seconds: dict[Check, Part] = field(default_factory=dict)
+    """What was computed a second time."""
 
     @property
     def complete(self) -> bool:
-        return self.unit is not None and self.awaited <= self.arrived.keys()
+        return (
+            self.unit is not None
+            and self.awaited <= self.arrived.keys()
+            and self.checks <= self.seconds.keys()
+        )
 
 
+Check = tuple[int, int]
+"""Who was asked, and who was asked a second time."""
+Judge = Callable[["Unit", Mapping[int, Part], Mapping[Check, Part]], "dict[int, Part] | None"]
+"""Gives a unit's parts with right ones in place of wrong ones; None if those are not known."""
 Key = tuple[UnitName, int]
 """A unit and a layer."""
 
@@ -142,17 +153,21 @@ Key = tuple[UnitName, int]
 class Gather:
     """Units whose partial sums are still to come."""
 
-    def __init__(self) -> None:
+    def __init__(self, judge: Judge) -> None:
         self._under_way: dict[Key, _Gathering] = {}
+        self._judge = judge
 
     def __len__(self) -> int:
         return len(self._under_way)
 
-    def expect(self, unit: Unit, awaited: Iterable[int]) -> Unit | None:
+    def expect(
+        self, unit: Unit, awaited: Iterable[int], checks: Iterable[Check] = ()
+    ) -> Unit | None:
         """The unit came; it is given back once nothing is awaited any more."""
         key = (unit.name, unit.layer)
         gathering = self._under_way.setdefault(key, _Gathering(seat=unit.seat))
         gathering.unit, gathering.awaited = unit, set(awaited)
+        gathering.checks = frozenset((first, second) for first, second in checks)
         return self._done(key, gathering)
 
     def add(self, seat: Seat, name: UnitName, layer: int, server: int, part: Part) -> Unit | None:
@@ -160,6 +175,15 @@ class Gather:
         key = (name, layer)
         gathering = self._under_way.setdefault(key, _Gathering(seat=seat))
         gathering.arrived[server] = part
+        return self._done(key, gathering)
+
+    def add_second(
+        self, seat: Seat, name: UnitName, layer: int, check: Check, part: Part
+    ) -> Unit | None:
+        """Likewise, of what was computed a second time."""
+        key = (name, layer)
+        gathering = self._under_way.setdefault(key, _Gathering(seat=seat))
+        gathering.seconds[check] = part
         return self._done(key, gathering)
 
     def drop(self, sequences: Iterable[int]) -> None:
@@ -172,7 +196,8 @@ class Gather:
         return [
             (name.sequence, name.start)
             for (name, _), gathering in self._under_way.items()
-            if server in gathering.awaited and server not in gathering.arrived
+            if (server in gathering.awaited and server not in gathering.arrived)
+            or any(by == server for _, by in gathering.checks - gathering.seconds.keys())
         ]
 
     def _done(self, key: Key, gathering: _Gathering) -> Unit | None:
@@ -183,10 +208,16 @@ class Gather:
         assert unit is not None
         # What replaces states comes first; else the order makes no difference (`models.sums`). Of
         # those alone that were asked.
-        parts = tuple(gathering.arrived[server] for server in sorted(gathering.awaited))
-        if not all(part.fits(unit.count) for part in parts):
+        came = {server: gathering.arrived[server] for server in sorted(gathering.awaited)}
+        seconds = {check: gathering.seconds[check] for check in sorted(gathering.checks)}
+        if not all(part.fits(unit.count) for part in (*came.values(), *seconds.values())):
             raise MalformedPassengers("a partial sum of other rows")
-        unit.parts = parts
+        if seconds:
+            judged = self._judge(unit, came, seconds)
+            if judged is None:
+                return None
+            came = judged
+        unit.parts = tuple(came.values())
         return unit
 
 

@@ -10,6 +10,7 @@ import numpy as np
 from trimmoe.core.wave import Wave
 from trimmoe.runtime.node.records.checks import Geometry
 from trimmoe.runtime.node.records.messages import (
+    NOBODY,
     Dispatch,
     Message,
     Onward,
@@ -25,7 +26,7 @@ from trimmoe.runtime.node.records.rows import Rows
 from trimmoe.runtime.node.records.sequences import Seat, Seats
 from trimmoe.runtime.node.records.slots import Slots
 from trimmoe.runtime.node.records.sums import joined
-from trimmoe.runtime.node.records.units import OWN_RAW, Gather, Own, Part, Unit
+from trimmoe.runtime.node.records.units import OWN_RAW, Gather, Judge, Own, Part, Unit
 from trimmoe.runtime.node.records.work import Step, Work
 from trimmoe.runtime.node.schedule.scheduler import Scheduler
 
@@ -49,10 +50,11 @@ class Floor:
         server: int,
         chunk: int,
         withdrawn: Callable[[Sequence[Unit]], None],
+        judge: Judge,
     ) -> None:
         self._withdrawn = withdrawn
         self.seats, self.scheduler = seats, scheduler
-        self.gather = Gather()
+        self.gather = Gather(judge)
         self._geometry, self._server, self._chunk = geometry, server, chunk
         self._take: dict[type, Callable[..., None]] = {
             Prompt: self._prompt,
@@ -219,6 +221,7 @@ class Floor:
                 gates=gates,
                 raw=False,
                 decoding=message.decoding,
+                checks=message.checks,
             ),
         )
 
@@ -238,7 +241,12 @@ class Floor:
                 part = Part(
                     offsets=tuple(rows.offsets[where]), states=states[where], replaces=message.raw
                 )
-                self._gathered(self.gather.add(seat, name, message.layer, server, part))
+                if message.checks == NOBODY:
+                    done = self.gather.add(seat, name, message.layer, server, part)
+                else:
+                    check = (message.checks, sender)
+                    done = self.gather.add_second(seat, name, message.layer, check, part)
+                self._gathered(done)
 
     def _onward(
         self, sender: int, message: Onward, tensors: tuple[Tensor, ...], wave: Wave | None
@@ -273,6 +281,7 @@ class Floor:
             )
             mine = [row for row in range(where.start, where.stop) if row in raw]
             awaited = message.awaited[index]
+            checks = message.checked[index] if message.checked else ()
             if mine and message.entering and not awaited:
                 # Nobody else is waited for: it runs its slots on its way into the next layer.
                 at = slice(raw[mine[0]], raw[mine[0]] + 1)
@@ -281,7 +290,7 @@ class Floor:
                 continue
             owed += mine
             own = {OWN_RAW} if mine else set()
-            self._gathered(self.gather.expect(unit, own.union(awaited)))
+            self._gathered(self.gather.expect(unit, own.union(awaited), checks))
         if owed:
             at = [raw[row] for row in owed]
             owing = (each[at] for each in slots)

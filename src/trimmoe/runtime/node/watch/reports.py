@@ -156,6 +156,9 @@ class Reporter:
             right_guesses=node.desk.answers.guessing.right,
             prefix_queries=node.desk.memory.asked,
             prefix_hits=node.desk.memory.tokens,
+            verified=node.jury.verified,
+            wrong_results=node.jury.wrong,
+            left_out=len(node.jury.left_out),
         )
 
     def snapshot(self, node: Node) -> NodeSnapshot:
