@@ -98,7 +98,8 @@ class GeneralFamily:
         compiled: bool,
         stand_ins: IntArray | None,
     ) -> MoEView:
-        refuse_quantised(spec.name, precision)
+        if streamed or dtype is not torch.float32 or device.type != "cpu":
+            refuse_quantised(spec.name, precision)
         skeleton = build(config, self._model_type, dtype)
         stored = Stored(skeleton, checkpoint)
         fill(skeleton, stored, device)
@@ -116,8 +117,12 @@ class GeneralFamily:
             read=read,
             dtype=dtype,
             device=device,
+            precision=precision,
         )
-        return GeneralView(_apart(skeleton, device), stacks, spec, dtype, device, read)
+        parts = _apart(skeleton, device)
+        if precision is not Precision.NONE:
+            _pack(skeleton, parts, precision)
+        return GeneralView(parts, stacks, spec, dtype, device, read)
 
     def _skeleton(self, config: Any) -> Skeleton:
         if self._built is None or self._built[0] is not config:
@@ -159,6 +164,20 @@ def _apart(skeleton: Skeleton, device: torch.device) -> Parts:
         recurrent=recurrent,
         continues=not recurrent or _continue(layers, running, width, device),
     )
+
+
+def _pack(skeleton: Skeleton, parts: Parts, precision: Precision) -> None:
+    """Hold the dense part in few bits."""
+    # The compiled blocks take long to import.
+    from trimmoe.models.general.packed import pack_embeddings, pack_layers
+
+    model = skeleton.model
+    head, table = model.get_output_embeddings(), model.get_input_embeddings()
+    shares = head.weight is table.weight
+    held = parts.ending.pack(precision)
+    head.weight = None
+    pack_embeddings(model, skeleton.decoder, held if shares else None, precision)
+    pack_layers(parts.layers, precision)
 
 
 def _continue(layers: Sequence[Any], running: Running, width: int, device: torch.device) -> bool:

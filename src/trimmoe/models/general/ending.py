@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -12,6 +12,10 @@ from trimmoe.core.errors import UserError
 from trimmoe.models.general.attention import Positions, at
 from trimmoe.models.general.passing import Passing
 from trimmoe.models.general.running import Running
+
+if TYPE_CHECKING:
+    from trimmoe.core.precision import Precision
+    from trimmoe.models.general.packed import Held
 
 _CLOSE = 1e-3
 _SCALES = ("logits_scaling", "logit_scale", "final_logit_softcapping", "lm_head_multiplier")
@@ -30,7 +34,8 @@ class Ending:
         states = torch.randn(1, rows, width, generator=generator).to(like)
         self._norm = _last_norm(decoder, running, through, positions, states)
         head = model.get_output_embeddings()
-        self._weight: Tensor = head.weight
+        self._weight: Tensor | None = head.weight
+        self._held: Held | None = None
         self._ones = head.bias is not None
         if self._ones:
             # One more column, that meets a one.
@@ -51,13 +56,37 @@ class Ending:
     def multiplied(self, states: Tensor) -> tuple[Tensor, Tensor]:
         """What the head multiplies: normed states [n, d] and its rows [V, d]; one more column if
         it adds a bias."""
+        return self._read(states), self._rows()
+
+    def _rows(self) -> Tensor:
+        """The head's rows; of one that is packed what they stand for, worked out when asked."""
+        if self._held is not None and self._weight is None:
+            self._weight = torch.from_numpy(self._held.packed.restored)
+        assert self._weight is not None
+        return self._weight
+
+    def logits(self, states: Tensor) -> Tensor:
+        """Of states [n, d] that leave the last layer: [n, V]."""
+        read = self._read(states)
+        held = self._held
+        return self.capped(F.linear(read, self._rows()) if held is None else held.times(read))
+
+    def pack(self, precision: Precision) -> Held:
+        """Hold the head in few bits."""
+        from trimmoe.models.general.packed import Held
+
+        self._held, self._weight = Held(self._rows(), precision), None
+        return self._held
+
+    def _read(self, states: Tensor) -> Tensor:
+        """What the head multiplies, [n, d] or [n, d + 1]."""
         normed = self._norm(states)
         if self._scale != 1.0:
             normed = normed * self._scale
         if self._ones:
             ones = torch.full_like(normed[:, :1], self._scale)
             normed = torch.cat([normed, ones], 1)
-        return normed, self._weight
+        return normed
 
     def capped(self, logits: Tensor) -> Tensor:
         """Logits as the model gives them."""
@@ -76,7 +105,7 @@ class Ending:
     ) -> Tensor:
         """The model's own logits of these states, [n, V]."""
         if self._ones:
-            head.weight = torch.nn.Parameter(self._weight[:, :-1], requires_grad=False)
+            head.weight = torch.nn.Parameter(self._rows()[:, :-1], requires_grad=False)
         running.notes.given = states
         try:
             with at(positions):

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from trimmoe.core.precision import Precision
 from trimmoe.models.base import BytesRead
 from trimmoe.models.checkpoint import Checkpoint
 from trimmoe.models.experts import ExpertStack, ExpertStacks
@@ -71,6 +72,7 @@ def stacks_of(
     read: BytesRead,
     dtype: torch.dtype,
     device: torch.device,
+    precision: Precision,
 ) -> ExpertStacks:
     """The chosen experts of every MoE layer; `read` counts their bytes."""
     blocks = skeleton.moe_blocks
@@ -83,7 +85,7 @@ def stacks_of(
         parts = stored.experts(blocks[layer], ids)
         read.experts += checkpoint.bytes_read - before
         parts = {name: part.to(device, dtype) for name, part in parts.items()}
-        return _stack(layer, ids, parts, holders[layer])
+        return _stack(layer, ids, parts, holders[layer], precision)
 
     def stream_layer(layer: int) -> ExpertStack:
         # The files are closed in between: what they map would count as memory. Weights made in
@@ -98,23 +100,35 @@ def stacks_of(
     return ExpertStacks(loaded, stream_layer if streamed else read_layer, streamed=streamed)
 
 
-def _stack(layer: int, ids: Sequence[int], parts: dict[str, Tensor], holder: Any) -> ExpertStack:
+def _stack(
+    layer: int,
+    ids: Sequence[int],
+    parts: dict[str, Tensor],
+    holder: Any,
+    precision: Precision,
+) -> ExpertStack:
     """Parameters as transformers stacks them, as an `ExpertStack` has them."""
     first = "gate_up_proj" if holder.has_gate else "up_proj"
     up, down = parts[first], parts["down_proj"]
     if holder.is_transposed:
         up, down = up.transpose(1, 2), down.transpose(1, 2)
-    return ExpertStack(
-        layer=layer,
-        ids=ids,
-        up=up.contiguous(),
-        down=down.contiguous(),
-        activation=_activation(holder),
-        up_bias=parts.get(f"{first}_bias"),
-        down_bias=parts.get("down_proj_bias"),
-        whole=True,
-        weighs_input=getattr(holder, "weighs_input", False),
-    )
+    rest: dict[str, Any] = {
+        "layer": layer,
+        "ids": ids,
+        "up": up.contiguous(),
+        "down": down.contiguous(),
+        "activation": _activation(holder),
+        "up_bias": parts.get(f"{first}_bias"),
+        "down_bias": parts.get("down_proj_bias"),
+        "whole": True,
+        "weighs_input": getattr(holder, "weighs_input", False),
+    }
+    if precision is Precision.NONE:
+        return ExpertStack(**rest)
+    # The compiled blocks take long to import.
+    from trimmoe.models.general.packed_experts import packed_stack
+
+    return packed_stack(precision=precision, **rest)
 
 
 def _activation(holder: nn.Module) -> Callable[[Tensor], Tensor]:

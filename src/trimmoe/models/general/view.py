@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from trimmoe.core.specs import IntArray, ModelSpec
@@ -248,7 +247,7 @@ class GeneralView(MoEView):
         return self._parts.ending.multiplied(hidden)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        return self._parts.ending.capped(F.linear(*self.head(hidden)))
+        return self._parts.ending.logits(hidden)
 
     def _attend(
         self, layer: int, hidden: Tensor, calls: Sequence[Call], through: Passing
