@@ -20,11 +20,6 @@ from trimmoe.models.experts import Activation, ExpertStack
 from trimmoe.models.general.packed import Held
 from trimmoe.models.quantise import pack, pack_joined
 
-_WHOLE_LANES = 64
-"""A multiple of what torch computes at a time of both halves of a row."""
-_AT_ONCE = 1 << 14
-"""Numbers that torch does not deal out among threads."""
-
 
 class PackedStack(ExpertStack):
     """Experts with any activation and biases."""
@@ -42,12 +37,8 @@ class PackedStack(ExpertStack):
         return _biased(self._held_downs[index].times(inner), self._down_biases[index])
 
     def _act(self, inner: Tensor) -> Tensor:
-        # What is left over of whole vectors torch computes by other functions, with other bits.
-        width = inner.shape[1]
-        rows = max(1, _AT_ONCE // width) if width % _WHOLE_LANES == 0 else 1
-        if len(inner) <= rows:
-            return super()._act(inner)
-        return torch.cat([super(PackedStack, self)._act(part) for part in inner.split(rows)])
+        # One by one: torch computes numbers with other bits at other places of a tensor.
+        return torch.cat([super(PackedStack, self)._act(row) for row in inner.split(1)])
 
 
 class GatedStack(ExpertStack):
