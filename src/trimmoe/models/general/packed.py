@@ -21,14 +21,14 @@ from trimmoe.models.compiled.lanes import LANES
 from trimmoe.models.compiled.product import product
 from trimmoe.models.compiled.tables import record
 from trimmoe.models.general.ports import ReaderPort, RouterPort
-from trimmoe.models.quantise import Packed, pack
+from trimmoe.models.quantise import pack, placed
 
 
 class Held:
     """A matrix [J, K] that rows are multiplied with."""
 
     def __init__(self, weight: Tensor, precision: Precision) -> None:
-        self.packed: Packed = pack(weight.detach().float().numpy(), precision)
+        (self.packed,) = placed([pack(weight.detach().float().numpy(), precision)])
         self._record = record(self.packed)
 
     def times(self, rows: Tensor) -> Tensor:
@@ -37,7 +37,7 @@ class Held:
         x = np.zeros((count, self.packed.padded_columns), dtype=np.float32)
         x[:, :long] = rows.detach().numpy()
         out = np.empty((count, high + -high % LANES), dtype=np.float32)
-        product(self._record, x, count, out, torch.get_num_threads())
+        product(self._record, x, count, out, torch.get_num_threads(), 0)
         return torch.from_numpy(out)[:, :high].contiguous()
 
 

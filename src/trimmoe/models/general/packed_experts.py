@@ -18,7 +18,7 @@ from trimmoe.models.compiled import step
 from trimmoe.models.compiled.tables import record
 from trimmoe.models.experts import Activation, ExpertStack
 from trimmoe.models.general.packed import Held
-from trimmoe.models.quantise import pack, pack_joined
+from trimmoe.models.quantise import pack, pack_joined, placed
 
 
 class PackedStack(ExpertStack):
@@ -52,12 +52,10 @@ class GatedStack(ExpertStack):
         self._weights = np.zeros((max(self.order) + 1, step.EXPERT), dtype=np.int64)
         for at, expert in enumerate(self.order):
             halves = [half.detach().float().numpy() for half in up[at].chunk(2)]
-            both = (
-                pack_joined(halves, precision),
-                pack(down[at].detach().float().numpy(), precision),
-            )
+            last = pack(down[at].detach().float().numpy(), precision)
+            both = placed([pack_joined(halves, precision), last])
             self._kept.append(both)
-            self._weights[expert] = np.concatenate([record(one) for one in both])
+            self._weights[expert] = np.concatenate([record(one, both[-1]) for one in both])
         self._shape = step.Shape(
             hidden=hidden,
             heads=1,
@@ -86,6 +84,7 @@ class GatedStack(ExpertStack):
             rows,
             np.ascontiguousarray(experts.numpy(), dtype=np.int64),
             np.ascontiguousarray(gates.detach().numpy(), dtype=np.float32),
+            0,
             given,
         )
         return torch.from_numpy(given)[:, :size]
