@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from trimmoe.core.errors import UserError
 from trimmoe.core.precision import Precision
 from trimmoe.models.base import ExpertNotLoaded
 from trimmoe.models.exact import exact_logits, greedy
-from trimmoe.models.general.packed import PackedLinear
+from trimmoe.models.general.packed import PackedEmbedding, PackedLinear
 from trimmoe.models.general.packed_experts import GatedStack, PackedStack
 from trimmoe.models.general.view import GeneralView
 from trimmoe.models.load import open_model
@@ -20,10 +21,13 @@ from zoo import Specimen, prompts, specimen
 
 FAMILIES = [
     "gpt_oss",
-    "deepseek_v3",
-    *(pytest.param(one, marks=pytest.mark.slow) for one in ("nemotron_h", "jamba")),
+    *(
+        pytest.param(one, marks=pytest.mark.slow)
+        for one in ("deepseek_v3", "gemma4", "nemotron_h", "jamba")
+    ),
 ]
-"""Biases and transposed experts; compressed keys and groups; experts without a gate; states."""
+"""Biases and transposed experts; compressed keys and groups; a table that scales and that the head
+shares; experts without a gate; states."""
 
 
 @pytest.fixture(scope="module")
@@ -71,10 +75,36 @@ def _round_experts(module: torch.nn.Module, precision: Precision) -> None:
                 one.copy_(_restored(one, precision))
 
 
+def _share_packed(view: GeneralView) -> float:
+    """Of the dense part, by number; what the spec counts is all of it and nothing else."""
+    decoder, ending = view._running._decoder, view._parts.ending
+    modules = [
+        *decoder.modules(),
+        *(one for layer in view._parts.layers for one in layer.modules()),
+    ]
+    held = {
+        id(one.held): one.held for one in modules if isinstance(one, PackedLinear | PackedEmbedding)
+    }
+    if ending._held is not None:
+        held[id(ending._held)] = ending._held
+    packed = sum(math.prod(one.packed.shape) for one in held.values())
+    left = {
+        id(one): one.numel()
+        for module in modules
+        for one in module._parameters.values()
+        if one is not None
+    }
+    every = packed + sum(left.values())
+    # But for biases that routers choose by.
+    assert view.spec.dense_bytes == pytest.approx(Precision.INT4.size_bytes(every, 4), rel=2e-3)
+    return packed / every
+
+
 @pytest.mark.parametrize("it", FAMILIES, indirect=True)
 def test_tokens_are_those_of_transformers_with_the_same_weights(it: Specimen) -> None:
     view = _view(it, Precision.INT4)
     assert _round(it, view, Precision.INT4) >= len(view._parts.layers)
+    assert _share_packed(view) > 0.85
     asked = prompts(9, 14)
     assert greedy(view, asked, 8) == [it.generated(one, 8) for one in asked]
     with torch.no_grad():

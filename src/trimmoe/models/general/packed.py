@@ -50,6 +50,11 @@ class PackedLinear(nn.Module):
         self.bias = linear.bias
         self.held = Held(linear.weight, precision)
 
+    @property
+    def weight(self) -> Tensor:
+        """What the matrix stands for, [J, K]."""
+        return torch.from_numpy(self.held.packed.restored)
+
     def forward(self, input: Tensor) -> Tensor:
         given = self.held.times(input.reshape(-1, self.in_features))
         if self.bias is not None:
@@ -63,6 +68,12 @@ class PackedEmbedding(nn.Module):
     def __init__(self, held: Held, scale: Any, padding_idx: int | None) -> None:
         super().__init__()
         self.held, self._scale, self.padding_idx = held, scale, padding_idx
+
+    @property
+    def weight(self) -> Tensor:
+        """What the table stands for, [V, d]. A decoder that is handed states instead of tokens
+        would look their tokens up in it; ours never is."""
+        return torch.from_numpy(self.held.packed.restored)
 
     def forward(self, input: Tensor) -> Tensor:
         rows = self.held.packed.rows(input.reshape(-1).numpy())
@@ -98,17 +109,20 @@ def pack_embeddings(
         return
     for parent in decoder.modules():
         for name, child in list(parent._modules.items()):
-            if child is table and name not in _read_weights(type(parent)):
+            if child is table:
                 held = held or Held(table.weight, precision)
                 parent._modules[name] = PackedEmbedding(held, scale, table.padding_idx)
 
 
 @cache
 def _read_weights(kind: type) -> frozenset[str]:
-    """Children whose weights a module's own source reads."""
+    """Children whose weights a module's own source reads, but to hand them to a kernel that runs
+    on accelerators."""
     sources = (
         inspect.getsource(one) for one in kind.__mro__ if one.__module__.startswith("transformers.")
     )
     return frozenset(
-        name for source in sources for name in re.findall(r"self\.(\w+)\.weight", source)
+        name
+        for source in sources
+        for name in re.findall(r"(?<!_weight=)self\.(\w+)\.weight", source)
     )
