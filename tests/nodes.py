@@ -17,6 +17,7 @@ from tiny import LAYERS
 from trimmoe.core.events import Complete
 from trimmoe.core.ledger import Kind, Ledger
 from trimmoe.core.plan import Plan
+from trimmoe.core.precision import Precision
 from trimmoe.core.profile import Profile
 from trimmoe.core.specs import IntArray
 from trimmoe.models.base import MoEView
@@ -102,6 +103,7 @@ class Servers:
     policy: PolicySettings
     settings: dict[str, Any]
     sockets: bool = False
+    quantise: Precision = Precision.NONE
     network: MemoryNetwork = field(default_factory=MemoryNetwork)
     transports: dict[int, LinkTransport] = field(default_factory=dict)
     nodes: dict[int, Node] = field(default_factory=dict)
@@ -118,7 +120,7 @@ class Servers:
                 layer: np.flatnonzero(self.plan.hosts[server, layer]).tolist()
                 for layer in range(self.plan.hosts.shape[1])
             }
-            self.views[server] = open_model(self.tiny.folder, experts=held)
+            self.views[server] = open_model(self.tiny.folder, experts=held, quantise=self.quantise)
         return self.views[server]
 
     async def connect(self, server: int) -> LinkTransport:
@@ -183,6 +185,7 @@ async def running(
     policy: PolicySettings | None = None,
     sockets: bool = False,
     network: MemoryNetwork | None = None,
+    quantise: Precision = Precision.NONE,
     **settings: Any,
 ) -> AsyncGenerator[Servers]:
     """All servers of a plan, up and connected."""
@@ -195,6 +198,7 @@ async def running(
         settings=chosen,
         sockets=sockets,
         network=network or MemoryNetwork(),
+        quantise=quantise,
     )
     try:
         for server in range(len(servers.names)):

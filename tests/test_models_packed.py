@@ -5,9 +5,13 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
+from factories import random_cluster, random_profile
+from nodes import answers, guessing, request, running, tokens_of
+from synthetic import random_plan
 from trimmoe.core.errors import UserError
 from trimmoe.core.precision import Precision
 from trimmoe.models.base import ExpertNotLoaded
@@ -147,6 +151,29 @@ def test_only_what_is_held_whole_in_float32_is_packed(
 ) -> None:
     with pytest.raises(UserError, match="cannot be quantised here"):
         open_model(it.folder, quantise=Precision.INT8, **options)
+
+
+@pytest.mark.parametrize("it", ["deepseek_v3"], indirect=True)
+async def test_four_servers_give_the_tokens_of_one_process(it: Specimen) -> None:
+    """Each with few experts packed, with guesses; and not those of the whole numbers."""
+    whole = _view(it, Precision.INT4)
+    asked = prompts(9, 1, 14, 20)
+    rng = np.random.default_rng(2)
+    profile, cluster = random_profile(rng, whole.spec), random_cluster(rng, servers=4)
+    plan = random_plan(rng, whole.spec, cluster, density=0.3)
+    async with running(
+        it.tiny(),
+        profile=profile,
+        plan=plan,
+        policy=guessing(2),
+        prefill_chunk=6,
+        quantise=Precision.INT4,
+    ) as servers:
+        made = await answers(servers, [(at, request(one, 6)) for at, one in enumerate(asked)])
+        await servers.all_free()
+    tokens = [tokens_of(events) for events in made]
+    assert tokens == greedy(whole, asked, 6)
+    assert tokens != greedy(it.view, asked, 6)
 
 
 @pytest.mark.parametrize("width", [48, 128])
