@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 import checkpoints
+import zoo
 from factories import random_cluster, random_model_spec
 from public_configs import MIXTRAL_8X7B, QWEN15_MOE_A27B, SWITCH_BASE_8
 from trimmoe.cli import app
@@ -139,6 +140,32 @@ def test_the_command_says_what_to_expect_where_memory_has_a_speed(tmp_path: Path
     assert "tokens a second for one sequence" in told
     assert "nobody has run it" in told
     assert "has a gb_per_s" in shown("--dry-run", "--config", path, str(HOME))
+
+
+def test_what_serve_refuses_is_not_planned(tmp_path: Path) -> None:
+    """With the sentence that opening the model would end in."""
+    path = written(tmp_path, {"model_type": "dbrx"})
+    with pytest.raises(UserError) as served:
+        open_model(tmp_path)
+    done = CliRunner().invoke(app, ["plan", "--dry-run", "--config", str(path), str(HOME)])
+    assert isinstance(done.exception, UserError)
+    assert str(done.exception) == str(served.value)
+    assert "cannot serve this dbrx model: it joins norms and attention" in str(served.value)
+
+
+@pytest.mark.parametrize("family", ["gpt_oss", "mixtral"])
+def test_decoders_are_planned_in_few_bits_without_a_remark(tmp_path: Path, family: str) -> None:
+    zoo.config_of(family).save_pretrained(tmp_path)
+    arguments = ("--dry-run", "--config", str(tmp_path / "config.json"), str(HOME))
+    told = shown(*arguments, "--quantise", "int4")
+    assert "as int4 all of it takes" in told
+    assert "not served quantised" not in told
+
+
+def test_models_with_an_encoder_are_not_served_quantised(tmp_path: Path) -> None:
+    path = str(written(tmp_path, SWITCH_BASE_8))
+    told = shown("--dry-run", "--config", path, str(HOME), "--quantise", "int4")
+    assert "Models with an encoder are not served quantised so far." in told
 
 
 def test_the_command_says_what_is_short(tmp_path: Path) -> None:

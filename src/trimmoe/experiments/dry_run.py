@@ -13,12 +13,11 @@ from trimmoe.core.cluster_file import load_cluster
 from trimmoe.core.precision import Precision
 from trimmoe.core.specs import ClusterSpec
 from trimmoe.experiments.expectation import READ_SHARE, expected_decoding
-from trimmoe.models.from_config import ModelSizes, sizes_from_config
-from trimmoe.models.load import FAMILIES
+from trimmoe.models.from_config import ModelSizes, require_served, sizes_from_config
+from trimmoe.models.general.catalogue import ENCODER_DECODERS
 from trimmoe.placement.capacity import human_bytes
 from trimmoe.placement.dry_run import Fit, dry_run
 
-_QUANTISED = tuple(name for name in FAMILIES if name != "switch_transformers")
 RESERVED_TOKENS = 8192
 """Positions of KV cache that a server keeps room for in a dry run."""
 
@@ -26,7 +25,9 @@ RESERVED_TOKENS = 8192
 def print_dry_run(
     config: Path, cluster: Path, console: Console, precision: Precision = Precision.NONE
 ) -> None:
-    """Print sizes, fit and what to expect; raises `UserError` for a file that cannot be read."""
+    """Print sizes, fit and what to expect; raises `UserError` for a file that cannot be read, and
+    for a model that cannot be served."""
+    require_served(config)
     sizes, machines = sizes_from_config(config, precision), load_cluster(cluster)
     reserve = sizes.cache_bytes(RESERVED_TOKENS)
     fit = dry_run(
@@ -84,11 +85,8 @@ def _remarks(sizes: ModelSizes) -> list[str]:
         lines.append(f"On disk it is {escape(sizes.stored_as)}; it is decoded as it is read.")
     if sizes.precision is not Precision.NONE:
         lines.append("Only processors serve quantised weights (--quantise) so far.")
-        if sizes.spec.family not in _QUANTISED:
-            lines.append(
-                f"Models of the family {escape(sizes.spec.family)} are not served quantised so "
-                f"far; those of {', '.join(_QUANTISED)} are."
-            )
+        if sizes.spec.family in ENCODER_DECODERS:
+            lines.append("Models with an encoder are not served quantised so far.")
     elif sizes.dtype != "float32":
         lines.append(
             "On a CPU the default is float32, where everything takes twice this; "

@@ -27,7 +27,7 @@ _WIDTHS = {"float32": 4, "bfloat16": 2, "float16": 2}
 def print_families(console: Console, *, every: bool) -> None:
     """List all families that are served; `every`: those that are not too, with the reason."""
     served = {
-        **dict.fromkeys(FAST, "compiled, int8 and int4"),
+        **dict.fromkeys(FAST, "compiled"),
         **dict.fromkeys(SERVED, "its own modules"),
         **dict.fromkeys(TEXT_PARTS, "its own modules, text alone"),
         **dict.fromkeys(ENCODER_DECODERS, "its own modules, one process"),
@@ -42,6 +42,11 @@ def print_families(console: Console, *, every: bool) -> None:
     console.print(
         f"{len(served)} families have been shown to answer as transformers does, token for token. "
         "Others of transformers are tried by the same adapter.",
+        highlight=False,
+    )
+    console.print(
+        f"On processors all but {', '.join(ENCODER_DECODERS)} can be held in int8 and int4 "
+        "(--quantise).",
         highlight=False,
     )
     if not every:
@@ -79,7 +84,7 @@ def print_memory(config: Path, console: Console) -> None:
 
 def _forms(sizes: ModelSizes) -> list[str]:
     quantised = [one.value for one in (Precision.INT8, Precision.INT4)]
-    return ["float32", "bfloat16", *(quantised if sizes.spec.family in FAST else [])]
+    return ["float32", "bfloat16", *([] if sizes.spec.family in ENCODER_DECODERS else quantised)]
 
 
 def _in(sizes: ModelSizes, form: str) -> tuple[int, int, int]:

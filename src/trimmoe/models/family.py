@@ -114,7 +114,7 @@ class Family(Protocol):
 
 
 def refuse_quantised(name: str, precision: Precision) -> None:
-    """Raise UserError if weights are to be quantised of what is not compiled."""
+    """Raise UserError if weights are to be quantised of what cannot be held in few bits."""
     if precision is not Precision.NONE:
         raise UserError(
             f"{name} cannot be quantised here: only a decoder in float32 on a processor, held "
