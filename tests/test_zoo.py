@@ -174,7 +174,10 @@ async def test_servers_without_guesses_answer_as_one_process(it: Specimen) -> No
 
 @pytest.mark.parametrize(
     "it",
-    ["gemma4", *(pytest.param(one, marks=pytest.mark.slow) for one in ("nemotron_h", "gpt_oss"))],
+    [
+        one if one == "gemma4" else pytest.param(one, marks=pytest.mark.slow)
+        for one in REPRESENTATIVE
+    ],
     indirect=True,
 )
 def test_calibration_plan_and_budget(it: Specimen) -> None:
