@@ -338,9 +338,9 @@ class _Untold(Tiny):
         )
 
 
-def specimen(model_type: str, folder: Path) -> Specimen:
+def specimen(model_type: str, folder: Path, **more: Any) -> Specimen:
     """Written into `folder` and opened."""
-    write(model_type, folder)
+    write(model_type, folder, **more)
     reference = class_of(model_type).from_pretrained(folder, dtype=torch.float32).eval()
     if model_type == "llama4":
         # The whole of it looks for images where there is only text, and fails.

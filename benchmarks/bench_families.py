@@ -1,0 +1,162 @@
+"""Milliseconds per layer of one row's decode step, by our view and by transformers' own `forward`.
+
+    python benchmarks/bench_families.py [FAMILY ...] [--steps 40] [--threads 1] [--output FILE]
+
+One model of random weights for every family that runs by its own modules, all of them of the same
+widths where their configuration classes let them be. Both decode the same tokens in one process,
+step by step in turns; figures are medians over the steps, of whole steps over the number of
+layers, in processor time, which a machine's other work hardly changes. Weights are small, so that
+what is measured is mostly what it costs to run a layer at all.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+
+from trimmoe.core.errors import UserError
+from trimmoe.models.base import MoEView
+from trimmoe.models.exact import full_depth
+from trimmoe.models.general.catalogue import SERVED, TEXT_PARTS
+from zoo import TABLE, prompts, specimen
+
+HIDDEN, INNER, EXPERT = 512, 768, 256
+WIDTHS = {
+    "hidden_size": HIDDEN,
+    "d_model": HIDDEN,
+    "intermediate_size": INNER,
+    "ffn_hidden_size": INNER,
+    "intermediate_size_mlp": INNER,
+    "moe_intermediate_size": EXPERT,
+    "expert_ffn_hidden_size": EXPERT,
+    "shared_expert_intermediate_size": EXPERT,
+    "shared_intermediate_size": EXPERT,
+    "moe_shared_expert_intermediate_size": EXPERT,
+}
+PROMPT = 16
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Measured:
+    """Milliseconds per layer."""
+
+    family: str
+    ours: float
+    theirs: float
+
+    @property
+    def ratio(self) -> float:
+        return self.ours / self.theirs
+
+
+def main() -> None:
+    options = _options()
+    torch.set_num_threads(options.threads)
+    found: list[Measured] = []
+    for family in options.families or _families():
+        try:
+            found.append(measured(family, options.steps))
+        except (UserError, ValueError, RuntimeError, AttributeError) as error:
+            print(f"{family}: {str(error).splitlines()[0]}", flush=True)
+            continue
+        one = found[-1]
+        print(f"| {family} | {one.ours:.2f} | {one.theirs:.2f} | {one.ratio:.2f} |", flush=True)
+    ratios = sorted(one.ratio for one in found)
+    print(f"{len(found)} families: median {statistics.median(ratios):.2f}, most {ratios[-1]:.2f}")
+    if options.output:
+        told = [asdict(one) | {"ratio": one.ratio} for one in found]
+        options.output.write_text(json.dumps(told, indent=2) + "\n", encoding="utf-8")
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("families", nargs="*", metavar="FAMILY")
+    parser.add_argument("--steps", type=int, default=40, help="tokens to decode")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--output", type=Path, help="write the figures as JSON")
+    return parser.parse_args()
+
+
+def _families() -> list[str]:
+    """All that the general adapter serves, each once."""
+    return sorted({*SERVED, *(one for one in TEXT_PARTS if f"{one}_text" not in SERVED)})
+
+
+def _widths(family: str) -> dict[str, Any]:
+    """What the configuration class of a family, or of its part for text, has of `WIDTHS`."""
+    kind: Any = CONFIG_MAPPING[family]
+    text = kind().get_text_config()
+    fields = text.to_dict()
+    return {name: value for name, value in WIDTHS.items() if _is_number(fields.get(name))} | {
+        name: WIDTHS[name] for name in TABLE.get(text.model_type, {}) if name in WIDTHS
+    }
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int)
+
+
+@torch.inference_mode()
+def measured(family: str, steps: int) -> Measured:
+    """Both in turns. Raises `RuntimeError` if they do not say the same."""
+    with TemporaryDirectory() as folder, torch.inference_mode(False):
+        it = specimen(family, Path(folder), **_widths(family))
+    prompt = prompts(PROMPT)[0]
+    runs = {"ours": _ours(it.view), "theirs": _theirs(it.reference)}
+    last = {name: run(prompt) for name, run in runs.items()}
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    for _ in range(steps):
+        # The same tokens, so that the same experts are read.
+        token = last["theirs"]
+        for name, run in runs.items():
+            start = time.process_time()
+            last[name] = run([token])
+            times[name].append(time.process_time() - start)
+        if last["ours"] != last["theirs"]:
+            raise RuntimeError("other tokens than transformers")
+    layers = it.reference.config.get_text_config().num_hidden_layers
+    ours, theirs = (1e3 * statistics.median(times[one]) / layers for one in ("ours", "theirs"))
+    return Measured(family=family, ours=ours, theirs=theirs)
+
+
+def _ours(view: MoEView) -> Callable[[list[int]], int]:
+    """Takes tokens and gives the next one."""
+    cache, length = view.new_cache(slots=1), 0
+    slot = cache.alloc()
+
+    def run(ids: list[int]) -> int:
+        nonlocal length
+        batch = view.batch(cache, [slot], [range(length, length + len(ids))])
+        length += len(ids)
+        hidden = full_depth(view, view.embed(batch.pad([ids]), batch), batch, cache)
+        return int(view.logits(hidden[-1:]).argmax())
+
+    return run
+
+
+def _theirs(model: Any) -> Callable[[list[int]], int]:
+    kept: dict[str, Any] = {}
+
+    def run(ids: list[int]) -> int:
+        made = model(input_ids=torch.tensor([ids]), use_cache=True, **kept)
+        kept["past_key_values"] = made.past_key_values
+        return int(made.logits[0, -1].argmax())
+
+    return run
+
+
+if __name__ == "__main__":
+    main()
