@@ -43,9 +43,10 @@ def supervising(
 
 def stop_servers(folder: RunFolder, patience_s: float = _LEAVING_S) -> bool:
     """Have whoever supervises the folder end its servers; whether all are gone in time."""
-    ask(folder, "stop")
     end_s = time.monotonic() + patience_s
     while folder.alive() and time.monotonic() < end_s:
+        # Servers whose supervisor was killed a moment ago have none yet to be told.
+        ask(folder, "stop")
         time.sleep(_POLL_S)
     return not folder.alive()
 
