@@ -15,11 +15,40 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
 
+LONGEST = (
+    "test_launch_processes",
+    "test_launch_join",
+    "test_launch_headless",
+    "test_serve_e2e",
+    "test_demo",
+    "test_chaos",
+    "test_serve_ten",
+    "test_upgrade",
+    "test_calibrate_stand_ins",
+    "test_calibrate_model",
+    "test_zoo",
+    "test_docs",
+    "test_facade",
+    "test_serve_methods",
+    "test_simulator_validation",
+    "test_probe",
+    "test_simulator_trails",
+    "test_node_failures",
+    "test_simulator_queues",
+)
+"""Files that take tens of seconds, the longest first; those that are not here come later."""
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files with slow tests come first, lest one process is left with them when the other has
-    nothing to do any more."""
+    """Long files come first, then others with slow tests, lest one process is left with them when
+    the other has nothing to do any more."""
     slow = {item.path for item in items if item.get_closest_marker("slow")}
-    items.sort(key=lambda item: item.path not in slow)
+    order = {name: at for at, name in enumerate(LONGEST)}
+
+    def turn(item: pytest.Item) -> tuple[int, bool]:
+        return order.get(item.path.stem, len(order)), item.path not in slow
+
+    items.sort(key=turn)
 
 
 @pytest.fixture(scope="module")

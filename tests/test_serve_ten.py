@@ -1,4 +1,4 @@
-"""The embedded model on four and on ten server processes with real sockets: exact mode gives what
+"""The embedded model on ten server processes with real sockets: exact mode gives what
 transformers' `generate` gives, on whatever routes.
 
 Prompts and answers are short, for all these processes share the test machine's few cores.
@@ -35,7 +35,7 @@ from trimmoe.policy.settings import exact
 from trimmoe.runtime.launch.job import Pieces
 
 pytestmark = pytest.mark.slow
-REQUESTS = 32
+REQUESTS, SERVERS = 32, 10
 CLEAR = 1e-3
 """Logits of a token and its runner-up that are further apart mean the same token in any order of
 adding float32 numbers."""
@@ -110,11 +110,10 @@ def _plan(embedded: Embedded, servers: int, folder: Path) -> Plan:
     return replace(plan, hosts=hosts, routes=routes)
 
 
-@pytest.mark.parametrize("servers", [4, 10])
 def test_32_requests_at_once_get_what_transformers_generates(
-    embedded: Embedded, servers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    embedded: Embedded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plan = _plan(embedded, servers, tmp_path)
+    plan = _plan(embedded, SERVERS, tmp_path)
     monkeypatch.setenv("TRIMMOE_CACHE", str(tmp_path))
     pieces = Pieces(policy=exact(), app=partial(create_app))
     with forked(
