@@ -1,14 +1,25 @@
-"""Fetches the embedded model and compiles the kernels, before two test processes each would."""
+"""What two test processes would each do at once, done before: the embedded model, its plan and
+trace, and all that is compiled."""
 
 from __future__ import annotations
 
 import torch
 
+import trimmoe
 from trimmoe.models.compiled.lanes import Format
 from trimmoe.models.compiled.product import product_of
 from trimmoe.models.embedded import ensure_embedded_model
 from trimmoe.models.load import open_model
+from trimmoe.policy import settings
+from trimmoe.runtime.launch.artifacts import Artifacts
+from trimmoe.runtime.launch.kernels import compile_decisions
 
 for form in Format:
     product_of(form)
 open_model(ensure_embedded_model(), dtype=torch.float32)
+model = trimmoe.load("embedded")
+plan = model.plan("local4")
+artifacts = Artifacts(profile=plan.profile, plan=plan.placed, model=model.spec)
+for each in (settings.exact(), settings.trimmoe()):
+    compile_decisions(artifacts, each)
+trimmoe.simulate(plan, rate=5, duration_s=1, warm_up_s=1, trace=plan.record(tokens=256))
