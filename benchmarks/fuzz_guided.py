@@ -19,7 +19,7 @@ import tempfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-import atheris
+import atheris  # pyright: ignore[reportMissingModuleSource]
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
@@ -31,7 +31,9 @@ COMPILED = [
     if path.parent.name == "compiled" or "njit" in path.read_text() or "numba" in path.read_text()
 ]
 
-with atheris.instrument_imports(include=["trimmoe"], exclude=COMPILED):
+with atheris.instrument_imports(  # pyright: ignore[reportAttributeAccessIssue]
+    include=["trimmoe"], exclude=COMPILED
+):
     import hostile_files
     import hostile_wire
     from hostile import Mutator

@@ -367,11 +367,11 @@ def test_the_embedded_model_calibrates(texts: list[str]) -> None:
     path = ensure_embedded_model(progress=False)
     prose = Path(np.__file__).parent.joinpath("__init__.py").read_text(encoding="utf-8")
     settings = CalibrationSettings(
-        tokens=512,
-        window=128,
-        skip_samples=12,
-        drop_samples=12,
-        substitution_samples=12,
+        tokens=320,
+        window=64,
+        skip_samples=8,
+        drop_samples=4,
+        substitution_samples=4,
         exit_agreement=0.3,
     )
     view = open_model(path, hashed=True, dtype=torch.float32)
