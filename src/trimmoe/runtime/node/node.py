@@ -48,6 +48,7 @@ from trimmoe.runtime.node.records.outcome import Arrival
 from trimmoe.runtime.node.records.readings import Reading
 from trimmoe.runtime.node.records.sequences import Seats
 from trimmoe.runtime.node.records.units import Unit
+from trimmoe.runtime.node.records.verdict import rounding_of
 from trimmoe.runtime.node.records.work import Step
 from trimmoe.runtime.node.schedule.floor import Floor
 from trimmoe.runtime.node.schedule.pump import Hands, Pump
@@ -132,7 +133,7 @@ class Node:
         self.jury = Jury(
             self._names,
             plan.hosts,
-            dtype=view.dtype,
+            rounding=rounding_of(view.dtype),
             server=settings.server,
             lost=self._lost,
             leave_out=self._leave_out,

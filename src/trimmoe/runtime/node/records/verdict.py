@@ -12,6 +12,19 @@ from trimmoe.core.specs import FloatArray
 from trimmoe.runtime.node.records.passengers import MalformedPassengers
 from trimmoe.runtime.node.records.units import Check, Part
 
+_ULPS, _LEAST_ROUNDING = 4, 2.0**-12
+
+
+def rounding_of(dtype: torch.dtype) -> float:
+    """By what share of a row's largest number honest results of a model in this precision may
+    differ.
+
+    Other processors, accelerators and batches of other sizes add up in another order: in float32 by
+    our own loops never, in bfloat16 now and then, with differences far below this. What a server
+    may falsify without being noticed is that little.
+    """
+    return max(_LEAST_ROUNDING, _ULPS * torch.finfo(dtype).eps)
+
 
 @dataclass(kw_only=True, slots=True)
 class Verdict:

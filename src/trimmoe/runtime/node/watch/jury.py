@@ -5,38 +5,32 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 
-import torch
-
 from trimmoe.core.specs import BoolArray
 from trimmoe.placement.live import live_hosts
 from trimmoe.runtime.node.records.units import Check, Part, Unit
 from trimmoe.runtime.node.records.verdict import judged
 
 _log = logging.getLogger(__name__)
-ULPS, LEAST_ROUNDING = 4, 2.0**-12
-"""Other processors, accelerators and batches of other sizes add up in another order: in float32 by
-our own loops never, in bfloat16 now and then, with differences far below these. What a server may
-falsify without being noticed is that little."""
 
 
 class Jury:
     """Of one server. `hosts` [M, N, E] are the plan's; `lost` says who is lost anyway, `leave_out`
     is told of each server that is left out from now on, and `undecided` of units whose right states
-    nobody knows. The model's `dtype` says how far results may differ by rounding."""
+    nobody knows. By `rounding` honest results may differ (`verdict.rounding_of`)."""
 
     def __init__(
         self,
         names: Sequence[str],
         hosts: BoolArray,
         *,
-        dtype: torch.dtype,
+        rounding: float,
         server: int,
         lost: Callable[[], frozenset[int]],
         leave_out: Callable[[int], None],
         undecided: Callable[[Unit], None],
     ) -> None:
         self._names, self._hosts, self._server = names, hosts, server
-        self._rounding = max(LEAST_ROUNDING, ULPS * torch.finfo(dtype).eps)
+        self._rounding = rounding
         self._lost, self._leave_out, self._undecided = lost, leave_out, undecided
         self.left_out: set[int] = set()
         self._told: set[frozenset[int]] = set()
