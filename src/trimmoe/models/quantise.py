@@ -16,14 +16,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trimmoe.core.precision import GROUP, Precision
-from trimmoe.models.compiled.lanes import LANES, Format
+from trimmoe.models.compiled.lanes import LANES, LINE, Format
 from trimmoe.models.compiled.rounding import fit
 
 Floats = NDArray[np.float32]
 _FEW = {2: Format.Q2, 4: Format.Q4}
 """Formats with offsets, by their bits."""
-_LINE = 64
-"""Bytes of a cache line."""
 _NOTHING: Floats = np.empty((0, 0, LANES), np.float32)
 
 
@@ -112,8 +110,8 @@ def _within(matrix: Packed, panels: NDArray[np.uint8]) -> Packed:
 
 def _aligned(size: int) -> NDArray[np.uint8]:
     """So many bytes from the beginning of a cache line on."""
-    room = np.empty(size + _LINE, dtype=np.uint8)
-    return room[-room.ctypes.data % _LINE :][:size]
+    room = np.empty(size + LINE, dtype=np.uint8)
+    return room[-room.ctypes.data % LINE :][:size]
 
 
 def pack(weights: Floats, precision: Precision) -> Packed:

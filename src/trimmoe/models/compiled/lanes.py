@@ -27,7 +27,7 @@ LANES = 16
 _STRETCH = 512
 """Columns that are added up by themselves, where weights are not quantised."""
 _UNROLLED = 4
-_LINE = 64
+LINE = 64
 """Bytes of a cache line."""
 _FETCHED = 0, 3, 1
 """To be read, soon, and data."""
@@ -240,7 +240,7 @@ class _Tile(_Emit):
             return
         for start in starts:
             there = self.add(self.add(start, offset), self.ahead)
-            for line in range(0, size, _LINE):
+            for line in range(0, size, LINE):
                 self.fetch(self.add(there, line))
 
     def stretch(self, start: Any, columns: Any) -> list[Any]:

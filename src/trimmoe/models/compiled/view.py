@@ -116,7 +116,7 @@ class CompiledView(MoEView):
         return rows.unflatten(0, tuple(token_ids.shape))
 
     def attend(self, layer: int, hidden: Tensor, batch: TokenBatch, cache: KVCache) -> Tensor:
-        rows = _widened(batch.pack(hidden))
+        rows = widened(batch.pack(hidden))
         first, at = self._blocks_of(layer)
         self._attended(range(first, at + 1), rows, self._places(batch), cache)
         return batch.unpack(self._narrowed(rows))
@@ -124,24 +124,24 @@ class CompiledView(MoEView):
     def attend_whatif(
         self, layer: int, hidden: Tensor, positions: Tensor, slot: int, cache: KVCache
     ) -> Tensor:
-        rows, (first, at) = _widened(hidden), self._blocks_of(layer)
+        rows, (first, at) = widened(hidden), self._blocks_of(layer)
         self._attended(range(first, at + 1), rows, _beside(positions, slot), cache, aside=True)
         return self._narrowed(rows)
 
     def tail(self, hidden: Tensor, batch: TokenBatch, cache: KVCache) -> Tensor:
         if not self._last_blocks:
             return hidden
-        rows = _widened(batch.pack(hidden))
+        rows = widened(batch.pack(hidden))
         self._attended(self._last_blocks, rows, self._places(batch), cache)
         return batch.unpack(self._narrowed(rows))
 
     def tail_whatif(self, hidden: Tensor, positions: Tensor, slot: int, cache: KVCache) -> Tensor:
-        rows = _widened(hidden)
+        rows = widened(hidden)
         self._attended(self._last_blocks, rows, _beside(positions, slot), cache, aside=True)
         return self._narrowed(rows)
 
     def route(self, layer: int, hidden: Tensor, *, groups: Tensor | None = None) -> Routing:
-        rows = _widened(hidden)
+        rows = widened(hidden)
         block, shape = self._tables.blocks[self._tables.block_of[layer]], self._tables.shape
         found = _Found.of(shape, 0, rows.shape[0])
         step.read(shape, block, rows, found.normed)
@@ -185,7 +185,7 @@ class CompiledView(MoEView):
         *,
         normed: Tensor | None = None,
     ) -> Tensor:
-        rows, read = _widened(hidden), self._read(layer, hidden, normed)
+        rows, read = widened(hidden), self._read(layer, hidden, normed)
         chosen, weights = self._slots(layer, experts, gates)
         step.finish(*self._stack(layer), rows, read, chosen, weights, 0)
         return self._narrowed(rows)
@@ -199,7 +199,7 @@ class CompiledView(MoEView):
         *,
         normed: Tensor | None = None,
     ) -> Tensor:
-        rows, read = _widened(hidden), self._read(layer, hidden, normed)
+        rows, read = widened(hidden), self._read(layer, hidden, normed)
         chosen, weights = self._slots(layer, experts, gates)
         total = np.empty(rows.shape, dtype=np.float64)
         step.gathered(*self._stack(layer), rows, read, chosen, weights, 0, total)
@@ -211,7 +211,7 @@ class CompiledView(MoEView):
         return self._normed_last(hidden), self._restored
 
     def logits(self, hidden: Tensor) -> Tensor:
-        rows = _widened(self._normed_last(hidden))
+        rows = widened(self._normed_last(hidden))
         vocabulary = self.spec.vocab_size
         out = np.empty((rows.shape[0], step.wide(vocabulary)), dtype=np.float32)
         product(self._head_record, rows, rows.shape[0], out, self._tables.shape.threads, 0)
@@ -242,7 +242,7 @@ class CompiledView(MoEView):
         end = tables.block_of[last - 1] + 1
         found = _Found.of(tables.shape, tables.blocks.shape[0], count)
         by_block = self._by_block(settled)
-        rows, places = _widened(hidden), self._places(batch)
+        rows, places = widened(hidden), self._places(batch)
         stopped = step.segment(
             tables.shape,
             tables.blocks,
@@ -341,7 +341,7 @@ class CompiledView(MoEView):
     ) -> Tensor:
         """Rows [n, d] through the layers [first, last) with the experts `at_hand`, and `maps` in
         place of the others; without those they add nothing."""
-        tables, rows = self._tables, _widened(hidden)
+        tables, rows = self._tables, widened(hidden)
         maps = maps or self._no_maps
         begin, end = self._blocks_of(first)[0], tables.block_of[last - 1] + 1
         step.home_segment(
@@ -402,7 +402,7 @@ class CompiledView(MoEView):
             run(tables.shape, tables.blocks[at], rows, rotary, places, keys, values, aside)
 
     def _propagated(self, blocks: range, hidden: Tensor, batch: TokenBatch, cache: KVCache) -> None:
-        tables, rows = self._tables, _widened(batch.pack(hidden))
+        tables, rows = self._tables, widened(batch.pack(hidden))
         slabs = cache.addresses(blocks, batch.length)
         rotary, places = self._rotary_tables(batch.length), self._places(batch)
         for at in blocks:
@@ -412,9 +412,9 @@ class CompiledView(MoEView):
     def _read(self, layer: int, hidden: Tensor, normed: Tensor | None) -> Floats:
         """What the experts of a layer read, wide."""
         if normed is not None:
-            return _widened(normed)
+            return widened(normed)
         block = self._tables.blocks[self._tables.block_of[layer]]
-        rows = _widened(hidden)
+        rows = widened(hidden)
         out = np.zeros_like(rows)
         step.read(self._tables.shape, block, rows, out)
         return out
@@ -435,7 +435,7 @@ class CompiledView(MoEView):
         return chosen, np.ascontiguousarray(gates.numpy(), dtype=np.float32)
 
     def _normed_last(self, hidden: Tensor) -> Tensor:
-        rows = _widened(hidden)
+        rows = widened(hidden)
         out = np.zeros_like(rows)
         shape, norm = self._tables.shape, self._parts.last_norm
         step.norm(rows, norm.ctypes.data, shape.hidden, shape.epsilon, out)
@@ -498,7 +498,7 @@ def _beside(positions: Tensor, slot: int) -> tuple[IntArray, IntArray]:
     return np.full_like(where, slot), where
 
 
-def _widened(rows: Tensor) -> Floats:
+def widened(rows: Tensor) -> Floats:
     """A copy of [n, d] as wide rows."""
     given = rows.numpy()
     count, size = given.shape

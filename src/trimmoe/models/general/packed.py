@@ -20,6 +20,7 @@ from trimmoe.core.precision import Precision
 from trimmoe.models.compiled.lanes import LANES
 from trimmoe.models.compiled.product import product
 from trimmoe.models.compiled.tables import record
+from trimmoe.models.compiled.view import widened
 from trimmoe.models.general.ports import ReaderPort, RouterPort
 from trimmoe.models.quantise import pack, placed
 
@@ -33,11 +34,9 @@ class Held:
 
     def times(self, rows: Tensor) -> Tensor:
         """Rows [n, K] times the matrix, float32 [n, J]; a row is the same in any company."""
-        count, (high, long) = rows.shape[0], self.packed.shape
-        x = np.zeros((count, self.packed.padded_columns), dtype=np.float32)
-        x[:, :long] = rows.detach().numpy()
+        count, high = rows.shape[0], self.packed.shape[0]
         out = np.empty((count, high + -high % LANES), dtype=np.float32)
-        product(self._record, x, count, out, torch.get_num_threads(), 0)
+        product(self._record, widened(rows.detach()), count, out, torch.get_num_threads(), 0)
         return torch.from_numpy(out)[:, :high].contiguous()
 
 

@@ -16,6 +16,7 @@ from trimmoe.core.precision import Precision
 from trimmoe.models.base import DROPPED
 from trimmoe.models.compiled import step
 from trimmoe.models.compiled.tables import record
+from trimmoe.models.compiled.view import widened
 from trimmoe.models.experts import Activation, ExpertStack
 from trimmoe.models.general.packed import Held
 from trimmoe.models.quantise import pack, pack_joined, placed
@@ -74,9 +75,7 @@ class GatedStack(ExpertStack):
     def __call__(self, normed: Tensor, experts: Tensor, gates: Tensor) -> Tensor:
         for expert in set(experts.flatten().tolist()) - {DROPPED}:
             self._at(expert)
-        count, size = normed.shape
-        rows = np.zeros((count, step.wide(size)), dtype=np.float32)
-        rows[:, :size] = normed.detach().numpy()
+        rows = widened(normed.detach())
         given = np.zeros(rows.shape, dtype=np.float64)
         step.routed(
             self._shape._replace(threads=torch.get_num_threads()),
@@ -87,7 +86,7 @@ class GatedStack(ExpertStack):
             0,
             given,
         )
-        return torch.from_numpy(given)[:, :size]
+        return torch.from_numpy(given)[:, : normed.shape[1]]
 
 
 def packed_stack(
