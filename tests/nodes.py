@@ -72,7 +72,9 @@ def drafting(at: float, budget: float = 0.0) -> PolicySettings:
 
 def guessing(guesses: int, confidence: float = 0.0) -> PolicySettings:
     """So many guesses ahead, however improbable."""
-    return replace(PRESETS["speculative"](), guesses=guesses, guess_confidence=confidence)
+    return replace(
+        PRESETS["speculative"](), guesses=guesses, guess_confidence=confidence, guess_chance=0.0
+    )
 
 
 class UnevenNetwork(MemoryNetwork):

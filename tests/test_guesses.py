@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from trimmoe.core.ledger import Ledger
 from trimmoe.cost.model import Accounting, CostModel
-from trimmoe.engine.guesses import Lead, Passed, guess_times_s, stream_share
+from trimmoe.engine.guesses import Lead, Passed, guess_times_s, stream_share, window
 
 WHOLE_S, GUESS_S = 10.0, 1.0
 RIGHT, WRONG, NONE = (True, True), (True, False), (False, False)
@@ -82,6 +82,36 @@ def test_a_stream_takes_what_its_schedule_takes(
     assert all(one >= -1e-9 for one in taken)
     without_s = sum(whole_s for whole_s, _ in tokens)
     assert sum(taken) <= without_s + 1e-6 or not tokens
+
+
+def test_as_many_go_ahead_as_are_likely_to_be_right() -> None:
+    """0.9 to the sixth is 0.53, to the seventh 0.48."""
+    assert window(0.9, 0.5, 16) == 6
+    assert window(0.9, 0.5, 4) == 4
+    assert window(0.5, 0.5, 16) == 1
+    assert window(0.4, 0.5, 16) == 0
+    assert window(1.0, 0.5, 16) == 16
+    assert window(0.1, 0.0, 16) == 16
+
+
+@given(st.floats(0.01, 0.999), st.floats(0.001, 0.999), st.integers(0, 40))
+def test_one_more_would_be_too_many(chance: float, least: float, most: int) -> None:
+    room = window(chance, least, most)
+    assert 0 <= room <= most
+    assert room == 0 or chance**room >= least * (1 - 1e-6)
+    assert room == most or chance ** (room + 1) < least * (1 + 1e-6)
+
+
+def test_the_window_follows_what_was_right_lately() -> None:
+    lead = Lead(guesses=60, guess_s=GUESS_S, least=0.15)
+    rooms = [lead.window]
+    for right in (True, False):
+        for _ in range(60):
+            lead.after(WHOLE_S, guessed=True, right=right)
+        rooms.append(lead.window)
+    first, sure, wrong = rooms
+    assert first < sure
+    assert wrong == 0
 
 
 def test_what_a_guess_costs_is_booked_with_its_token() -> None:

@@ -28,7 +28,9 @@ from nodes import (
 )
 from questions import Questions
 from serving import Tiny
+from trimmoe.core.events import SegmentRan, TokensImported
 from trimmoe.experiments.methods import make_engine
+from trimmoe.models.compiled.view import CompiledView
 from trimmoe.policy.settings import PRESETS, PolicySettings
 from trimmoe.runtime.node.compute import guesses as guesses_module
 from trimmoe.runtime.node.front.drafts import Pending
@@ -106,6 +108,37 @@ async def test_what_an_answer_copies_is_guessed_from_what_came_before(
     assert not kinds[0]
     assert sum(copied[0]) == 0
     assert sum(copied[1]) > 0
+
+
+@pytest.mark.parametrize("policy", ["speculative", "guessing"])
+@pytest.mark.parametrize("chains", [True, False])
+async def test_tokens_of_an_answer_pass_layers_together_where_a_view_says_that_they_may(
+    tiny: Tiny, monkeypatch: pytest.MonkeyPatch, policy: str, chains: bool
+) -> None:
+    """On routes that end with experts elsewhere, and on routes that do not."""
+    monkeypatch.setattr(CompiledView, "chains", chains)
+    settings = replace(
+        PRESETS[policy](), budget=0.0, guesses=8, guess_confidence=0.0, guess_chance=0.0
+    )
+    ran, together = [], 0
+    for routes in (hybrid_routes(3), staircase_routes(3), constant_routes(3)):
+        profile, plan = world(tiny, servers=3, routes=routes)
+        asked = [(access, request([7, 8, 9, 10, 11] * 6, 40)) for access in range(3)]
+        made = []
+        for policy_settings in (PRESETS["exact"](), settings):
+            async with running(tiny, profile=profile, plan=plan, policy=policy_settings) as cluster:
+                made.append([tokens_of(events) for events in await answers(cluster, asked)])
+                logs = [node.executor.log or [] for node in cluster.nodes.values()]
+        ran.append(made)
+        waves = [
+            each.event.tokens.sequences
+            for log in logs
+            for each in log
+            if isinstance(each.event, (SegmentRan, TokensImported))
+        ]
+        together += sum(len(set(sequences)) < len(sequences) for sequences in waves)
+    assert all(exact == guessed for exact, guessed in ran)
+    assert (together > 0) == chains
 
 
 async def test_a_server_with_all_experts_is_always_right(tiny: Tiny, questions: Questions) -> None:
@@ -280,20 +313,20 @@ async def test_auto_guesses_while_few_streams_are_under_way(
 
 def test_auto_guesses_nothing_where_that_is_late_or_in_others_way(tiny: Tiny) -> None:
     """By the cost model: a guess that takes as long as the way through the servers, and machines
-    that are at work for three quarters of what they can do."""
+    that are at work for others, eight of nine streams, for three quarters of what they can do."""
     profile, plan = world(tiny, servers=3, routes=staircase_routes(3))
     auto = PRESETS["auto"]()
     engine = make_engine(plan, profile, tiny.view.spec, auto)
     idle = replace(engine.cost, guess_s=np.full(3, 1e-9))
     late = replace(engine.cost, guess_s=np.array([1e-9, 1e9, 1e-9]))
-    crowded = replace(idle, busy=np.array([0.1, 0.76, 0.1]))
+    crowded = replace(idle, busy=np.array([0.1, 0.86, 0.1]))
     never = {
-        name: np.isinf(replace(engine, cost=cost).guess_rules.thresholds).tolist()
+        name: np.isinf(replace(engine, cost=cost).guess_rules.least_among(9)).tolist()
         for name, cost in (("idle", idle), ("late", late), ("crowded", crowded))
     }
     assert never["idle"] == [False] * 3
     assert never["late"] == [False, True, False]
     assert never["crowded"] == [True] * 3, "all cross server 1"
     always = replace(engine, cost=crowded, settings=PRESETS["speculative"]())
-    assert np.isfinite(always.guess_rules.thresholds).all()
+    assert np.isfinite(always.guess_rules.least_among(9)).all()
     assert np.isinf(always.guess_rules.streams).all()

@@ -72,7 +72,7 @@ def test_what_is_exact_has_nothing_to_choose_nor_to_spend_nor_to_learn() -> None
     assert (exact.budget, exact.audit_share, exact.guesses) == (0.0, 0.0, 0)
     assert (exact.weight_rule, exact.exit_rule) == (WeightRule.FIXED, ExitRule.FIXED)
     assert not exact.price_start
-    assert (PRESETS["speculative"]().guesses, PRESETS["guessing"]().guesses) == (3, 3)
+    assert (PRESETS["speculative"]().guesses, PRESETS["guessing"]().guesses) == (16, 16)
     only = PRESETS["substitute-only"]().levers
     assert only == Levers(drop_slots=False, skip=False, exit=False)
     assert PRESETS["lossless"]().levers == Levers(

@@ -118,22 +118,25 @@ def test_a_first_token_that_is_a_draft_comes_when_it_is_confirmed(depth: int) ->
     assert sample.first_token_s.tolist() == [3.375]
 
 
-def test_on_one_server_nothing_is_saved() -> None:
-    """The next token gets ahead by what the trail of the one before falls behind."""
+def test_on_one_server_two_tokens_go_on_together() -> None:
+    """Lower layers come first, and a batch of two takes as long as one:
+
+    0    1    2    3    4
+    | a  | b  | ab | ab |
+    """
     sample = played(drafting(stages([0, 0, 0])), [right(1), FULL])
-    assert finished_s(sample, 0) == [1.0, 6.0]
+    assert finished_s(sample, 0) == [1.0, 4.0]
 
 
 def test_on_one_server_a_token_waits_for_what_set_out_on_its_own_wrong_draft() -> None:
-    """Lower layers come first; after the first layer w has to let a go ahead in each. The last of w
-    is in its queue when a is through, and goes with b:
+    """Until w has caught up; then they go on together:
 
-        0    1    2    3    4    5    6    7    8
-        | a  | w  | a  | w  | a  | b  | b  | bw |
+    0    1    2    3    4    5    6    7
+    | a  | w  | aw | aw | b  | b  | b  |
     """
     sample = played(drafting(stages([0, 0, 0])), [wrong(1), FULL])
-    assert finished_s(sample, 0) == [5.0, 8.0]
-    assert sample.after.served[0, DENSE].tolist() == [8, 9]
+    assert finished_s(sample, 0) == [4.0, 7.0]
+    assert sample.after.served[0, DENSE].tolist() == [7, 9]
     assert sample.withdrawn_layers == 3
 
 

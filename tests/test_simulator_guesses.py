@@ -19,7 +19,7 @@ from test_simulator_trails import LAYERS, answered, finished_s, stages
 from trimmoe.core.errors import UserError
 from trimmoe.core.trace import Trace, load_trace
 from trimmoe.cost.model import Accounting
-from trimmoe.engine.guesses import Lead, guess_times_s
+from trimmoe.engine.guesses import Lead, guess_times_s, window
 from trimmoe.experiments.methods import make_engine
 from trimmoe.policy.settings import speculative
 from trimmoe.simulator.ahead import Ahead
@@ -53,7 +53,7 @@ RIGHT, WRONG, UNSURE = Guess
 
 def guessing(one: World, guesses: int, guess_s: float) -> World:
     """The same world where users' server, which has nothing else to do, guesses that fast."""
-    policy = replace(speculative(), guesses=guesses, guess_confidence=0.5)
+    policy = replace(speculative(), guesses=guesses, guess_confidence=0.5, guess_chance=0.0)
     engine = make_engine(one.deployment.plan, one.profile, one.model, policy)
     dense_s = one.engine.cost.dense_s.copy()
     dense_s[0] = guess_s / LAYERS
@@ -332,26 +332,33 @@ def test_sure_and_right_guesses_are_faster_still() -> None:
 
 
 @pytest.mark.parametrize(("times", "busy"), [(0.0, 0.0), (1.0, 0.5), (99.0, 0.99)])
-def test_where_servers_are_busy_only_guesses_are_followed_that_are_worth_others_waiting(
+def test_where_servers_are_busy_with_others_fewer_guesses_are_followed(
     times: float, busy: float
 ) -> None:
-    """Waiting as long as being served is being busy half of the time."""
+    """Waiting as long as being served is being busy half of the time: of as many streams as there
+    are, all but one are somebody else's."""
     one = loaded()
     service_s = one.engine.cost.expert_s.mean(axis=(1, 2))
-    waiting = replace(one.engine, cost=one.engine.cost.with_waiting(times * service_s))
-    least = max(one.engine.settings.guess_confidence, busy)
-    assert waiting.guess_rules.thresholds == pytest.approx(np.full(len(waiting.routes), least))
-    followed = Ahead(
-        engine=waiting, feed=TraceFeed(trace=one.trace), seed=0, budget=0.0, confidence=0.9
-    )
+    bold = replace(one.engine.settings, guess_chance=0.15, guesses=16)
+    cost = one.engine.cost.with_waiting(times * service_s)
+    waiting = replace(one.engine, cost=cost, settings=bold)
+    for streams in (1, 4):
+        least = max(0.15, busy * (1.0 - 1.0 / streams))
+        assert waiting.guess_rules.least_among(streams) == pytest.approx(least)
+    feed = TraceFeed(trace=one.trace)
+    followed = Ahead(engine=waiting, feed=feed, seed=0, budget=0.0, confidence=0.9)
     tokens = np.arange(LENGTH)
     for request in range(LENGTH):
         followed.open(request, 0)
     nothing = np.zeros(LENGTH, dtype=np.int64)
     journey = followed.decide(tokens, nothing, tokens, tokens, nothing.astype(bool))
+    chance, least = feed.chances(bold)[0], max(0.15, busy * (1.0 - 1.0 / LENGTH))
+    room = window(float(chance), least, 16)
+    assert (journey.window == room).all()
+    assert chance**room >= least > chance ** (room + 1)
     assert one.trace.home_confidence is not None
-    sure = one.trace.home_confidence[tokens, 0] >= least
-    np.testing.assert_array_equal(journey.guess != UNSURE_GUESS, sure)
+    sure = one.trace.home_confidence[tokens, 0] >= bold.guess_confidence
+    np.testing.assert_array_equal(journey.guess != UNSURE_GUESS, sure & (room > 0))
 
 
 def test_tokens_in_flight_are_told_in_order() -> None:
@@ -383,10 +390,14 @@ def test_a_replay_books_what_leads_say_of_the_same_tokens() -> None:
     assert confidence is not None
     in_vain = 0
     for sequence, server in enumerate(access.tolist()):
-        lead = Lead(guesses=one.engine.settings.guesses, guess_s=float(guess_s[server]))
+        settings = one.engine.settings
+        lead = Lead(
+            guesses=settings.guesses, guess_s=float(guess_s[server]), least=settings.guess_chance
+        )
         for number in range(LENGTH):
             token = sequence * LENGTH + number
-            guessed = bool(confidence[token, 0] >= 0.15) and number < LENGTH - 1
+            sure = bool(confidence[token, 0] >= settings.guess_confidence)
+            guessed = sure and number < LENGTH - 1
             right = guessed and not wrong[token, 0]
             passed = lead.after(plain[token].delay_s, guessed=guessed, right=right)
             assert ours[token].delay_s == passed.interval_s

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -30,20 +31,44 @@ class Passed:
         return replace(whole, delay_s=self.interval_s, messages=sent)
 
 
+FIRST_CHANCE, _LATELY = 0.9, 0.05
+"""What guesses of a new stream are taken to be right, and how much each one says of the next."""
+
+
+def window(chance: float, least: float, most: int) -> int:
+    """How many guesses may be ahead of what is confirmed: as many as are all right with a chance of
+    at least `least` where each is with `chance`, and no more than `most`."""
+    if least <= 0.0 or chance >= 1.0:
+        return most
+    if chance < least:
+        return 0
+    return min(int(math.log(least) / math.log(chance) + 1e-9), most)
+
+
 @dataclass(kw_only=True, slots=True)
 class Lead:
     """One stream that has its servers to itself.
 
-    The next token sets out `guess_s` after the last one if what that predicts is guessed, unless
-    `guesses` of them are ahead of what is confirmed; otherwise when the last one is through, and so
+    The next token sets out `guess_s` after the last one if what that predicts is guessed, unless a
+    `window` of them are ahead of what is confirmed; otherwise when the last one is through, and so
     it is where the guess was wrong. Tokens are through in turn.
     """
 
     guesses: int
+    """The most that may be ahead."""
     guess_s: float
     """Time of a guess."""
+    least: float = 0.0
+    """Chance that all of those ahead have to have of being right."""
+    chance: float = FIRST_CHANCE
+    """That a guess has, by those of late."""
     _through_s: deque[float] = field(default_factory=deque)
     """When those tokens are through that are under way when the next one sets out."""
+
+    @property
+    def window(self) -> int:
+        """How many may be ahead now."""
+        return window(self.chance, self.least, self.guesses)
 
     def after(self, whole_s: float, *, guessed: bool, right: bool) -> Passed:
         """The next token sets out and takes `whole_s` seconds to full depth and back; whether what
@@ -54,11 +79,14 @@ class Lead:
         in_vain = 0
         interval_s = done_s
         if guessed and right:
-            confirmed = len(self._through_s) - 1 - self.guesses
+            confirmed = len(self._through_s) - 1 - max(self.window, 1)
             free_s = self._through_s[confirmed] if confirmed >= 0 else 0.0
             interval_s = min(max(self.guess_s, free_s), done_s)
         elif guessed:
-            in_vain = sum(made * self.guess_s <= done_s for made in range(1, self.guesses + 1))
+            most = max(self.window, 1)
+            in_vain = sum(made * self.guess_s <= done_s for made in range(1, most + 1))
+        if guessed:
+            self.chance += _LATELY * (right - self.chance)
         left = (at_s - interval_s for at_s in self._through_s)
         self._through_s = deque(at_s for at_s in left if at_s > 0)
         return Passed(interval_s=interval_s, in_vain=in_vain)
@@ -79,18 +107,6 @@ class GuessRules:
     top_k: int
 
     @cached_property
-    def thresholds(self) -> FloatArray:
-        """Probability that a server gives its guess at which what follows sets out, [R]; as of
-        drafts, no less than the share of time that servers are busy. Infinite where guesses are not
-        worth their time, see `PolicySettings.guess_below`."""
-        thresholds = np.maximum(self.settings.guess_confidence, self.busy)
-        below = self.settings.guess_below
-        if below is None:
-            return thresholds
-        crowded = self.cost.occupancy[self.routes].max(1) >= below
-        return np.where(crowded | self._late, np.inf, thresholds)
-
-    @cached_property
     def streams(self) -> FloatArray:
         """Answers under way from which on guesses are not worth their time, as the cost model has
         it, [R]: load as it is seen before it can be measured."""
@@ -99,9 +115,19 @@ class GuessRules:
             return np.full(self.routes.shape[0], np.inf)
         return below / stream_share(self.cost, self.routes, self.top_k, self._whole_s)
 
-    def thresholds_among(self, streams: int) -> FloatArray:
-        """`thresholds` while so many answers are under way, [R]."""
-        return np.where(streams < self.streams, self.thresholds, np.inf)
+    def least_among(self, streams: int) -> FloatArray:
+        """Chance that a guess and those before it are right at which what follows sets out while so
+        many answers are under way, [R]: as of drafts no less than the share of time that servers
+        are busy, but with others' streams; what a stream's own tokens take keeps nobody else
+        waiting. Infinite where guesses are not worth their time, see `PolicySettings.guess_below`.
+        """
+        others = 1.0 - 1.0 / max(streams, 1)
+        least = np.maximum(self.settings.guess_chance, self.busy * others)
+        below = self.settings.guess_below
+        if below is None:
+            return least
+        crowded = self.cost.occupancy[self.routes].max(1) * others >= below
+        return np.where(crowded | self._late | (streams >= self.streams), np.inf, least)
 
     @cached_property
     def _whole_s(self) -> FloatArray:

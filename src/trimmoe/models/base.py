@@ -223,6 +223,12 @@ class MoEView(ABC):
         """Whether a sequence can be cut back to any position, and another one go on from there."""
         return True
 
+    @property
+    def chains(self) -> bool:
+        """Whether tokens that follow one another in a sequence may pass a layer in one step of
+        decoding, each to the same bits as by itself."""
+        return False
+
     @abstractmethod
     def let_go(self) -> None:
         """Give back the memory of what a streamed view reads again when it is asked for."""

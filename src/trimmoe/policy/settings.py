@@ -15,10 +15,10 @@ DEFAULT_BUDGET = 0.02
 BUDGET_USE_TARGET = 0.9
 """Share of the budget that a policy aims to spend."""
 
-GUESSES, GUESS_CONFIDENCE = 3, 0.15
+GUESSES, GUESS_CHANCE, GUESS_CONFIDENCE = 16, 0.15, 0.02
 """By default. On the embedded model servers of `local4` are right 93 to 96 % of the time with
-copies of the other experts in four bits, and 68 to 75 % with linear maps; of guesses above 0.15, 95
-to 98 % and 77 to 83 %."""
+copies of the other experts in four bits, and 68 to 75 % with linear maps. That a guess is
+improbable says little of that: the model itself gives what it predicts a tenth now and then."""
 
 GUESS_BELOW = 0.75
 """Share of what its machines can do that a route is at work for from which on guesses cost others
@@ -90,6 +90,9 @@ class PolicySettings:
     all layers with the experts that it has at hand, and what follows a guess sets out at once;
     nobody is shown one before full depth has confirmed it, and where it does not, what followed is
     withdrawn. 0: none."""
+    guess_chance: float = GUESS_CHANCE
+    """Chance that a guess and all unconfirmed ones before it are right, by those of late, at which
+    what follows sets out; more is needed where servers are busy with other streams."""
     guess_confidence: float = GUESS_CONFIDENCE
     """Probability that a server gives its guess at which what follows sets out."""
     guess_below: float | None = None

@@ -54,7 +54,11 @@ class Guesser:
 
     def open(self, sequence: int, *, slot: int, access: int, length: int = 0) -> None:
         """Begin a sequence that enters at server `access`, of which so many tokens are read."""
-        lead = Lead(guesses=self._settings.guesses, guess_s=float(self._guess_s[access]))
+        lead = Lead(
+            guesses=self._settings.guesses,
+            guess_s=float(self._guess_s[access]),
+            least=self._settings.guess_chance,
+        )
         self._streams[sequence] = _Stream(slot=slot, access=access, lead=lead, length=length)
 
     def attach(self, sequence: int, states: Tensor) -> None:

@@ -28,6 +28,7 @@ from trimmoe.core.events import (
 )
 from trimmoe.core.specs import BoolArray, FloatArray, IntArray
 from trimmoe.core.wave import Wave, join_waves
+from trimmoe.engine.guesses import window
 from trimmoe.engine.prompts import NO_EXIT
 from trimmoe.engine.state import EngineState
 from trimmoe.engine.step import Engine
@@ -111,14 +112,29 @@ class Ahead:
             made, right = self._guesses(tokens, access)
             journey.guess[:] = np.where(right, RIGHT, np.where(made, WRONG, UNSURE))
             journey.guess[last] = NONE
+            journey.window[:] = self._windows[access]
         self._settle(self.ahead, journey.receipts, learns=False)
         return journey
 
     def _guesses(self, tokens: IntArray, access: IntArray) -> tuple[BoolArray, BoolArray]:
         """Whether what `tokens` predict is guessed, and rightly, [n] each."""
+        made, right = self.feed.guesses(tokens, access, self._least[access], self.engine.settings)
+        room = self._windows[access] > 0
+        return made & room, right & room
+
+    @property
+    def _least(self) -> FloatArray:
+        """See `GuessRules.least_among`; of the servers that users enter at."""
         streams = len(self._access) if self.streams is None else self.streams
-        rules = self.engine.guess_rules
-        return self.feed.guesses(tokens, access, rules.thresholds_among(streams)[access])
+        return self.engine.guess_rules.least_among(streams)
+
+    @property
+    def _windows(self) -> IntArray:
+        """Guesses that may be ahead of what is confirmed, by access server, [M]."""
+        settings, least = self.engine.settings, self._least[: self.engine.cost.server_count]
+        chances = np.broadcast_to(self.feed.chances(settings), least.shape)
+        pairs = zip(chances.tolist(), least.tolist(), strict=True)
+        return np.array([window(chance, each, settings.guesses) for chance, each in pairs])
 
     def prefill(self, requests: IntArray, access: IntArray, tokens: IntArray) -> Itinerary:
         """Prompt tokens [n], which run exactly, without budget, unless the policy trims them: then

@@ -20,6 +20,8 @@ class Expected:
     """The leads of all requests that have begun."""
 
     guesses: int
+    least: FloatArray
+    """See `GuessRules.least_among`, [M]."""
     guess_s: FloatArray
     """[M]."""
     _leads: dict[int, Lead] = field(default_factory=dict)
@@ -33,8 +35,8 @@ class Expected:
         columns = (column.tolist() for column in (rows, guess, requests, access))
         for row, made, request, server in zip(*columns, strict=True):
             if request not in self._leads:
-                guess_s = float(self.guess_s[server])
-                self._leads[request] = Lead(guesses=self.guesses, guess_s=guess_s)
+                guess_s, least = float(self.guess_s[server]), float(self.least[server])
+                self._leads[request] = Lead(guesses=self.guesses, guess_s=guess_s, least=least)
             passed = self._leads[request].after(
                 float(delay_s[row]), guessed=made in (RIGHT, WRONG), right=made == RIGHT
             )

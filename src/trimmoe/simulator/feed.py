@@ -73,16 +73,25 @@ class TraceFeed:
         return self.agrees(tokens, np.full(tokens.size, layer + 1), draws / settings.audit_share)
 
     def guesses(
-        self, tokens: IntArray, access: IntArray, least: FloatArray
+        self, tokens: IntArray, access: IntArray, least: FloatArray, settings: PolicySettings
     ) -> tuple[BoolArray, BoolArray]:
-        """Of what `tokens` predict, whether the server of each one's user guesses it with its
-        `least` confidence, and rightly; all [n]. The trace must say so."""
+        """Of what `tokens` predict, whether the server of each one's user guesses it, and rightly;
+        all [n]. The trace must say so. `least`: see `GuessRules.least_among`."""
         wrong, confidence = self.trace.home_wrong, self.trace.home_confidence
         assert wrong is not None
         assert confidence is not None
         column = access if wrong.shape[1] > 1 else 0
-        guessed = confidence[tokens, column] >= least
+        guessed = (confidence[tokens, column] >= settings.guess_confidence) & np.isfinite(least)
         return guessed, guessed & ~wrong[tokens, column]
+
+    def chances(self, settings: PolicySettings) -> FloatArray:
+        """How often guesses that are followed are right, of every server that the trace tells of,
+        [M] or [1]."""
+        wrong, confidence = self.trace.home_wrong, self.trace.home_confidence
+        assert wrong is not None
+        assert confidence is not None
+        sure = confidence >= settings.guess_confidence
+        return (sure & ~wrong).sum(0) / np.maximum(sure.sum(0), 1)
 
 
 def require_guesses(engine: Engine, trace: Trace) -> None:

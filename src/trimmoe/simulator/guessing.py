@@ -1,7 +1,7 @@
 """The compiled event loop, part six: tokens that set out on guesses of their user's server.
 
 When a token has set out, the server guesses what it predicts, layer by layer and when it has
-nothing else to do. Then the next token follows behind it through the layers, unless `guesses` of
+nothing else to do. Then the next token follows behind it through the layers, unless a `window` of
 them are ahead of what is through; in that case as soon as one is. Tokens are through in turn. A
 wrong guess is followed by copies of the token that it was made after, one guess after another, and
 these are withdrawn when that token has come to its user (see `turns`).
@@ -43,7 +43,7 @@ def guessing(world, rows, asked, state, request, ticket, layer):
     asked.ticket[request] = NONE
     if rows.guess[asked.newest[request]] == UNSURE:
         return
-    if asked.under_way[request] + asked.copies[request] > world.guesses:
+    if asked.under_way[request] + asked.copies[request] > rows.window[asked.newest[request]]:
         asked.held[request] = True
     else:
         _follow_up(rows, asked, state, request)

@@ -47,6 +47,8 @@ class Itinerary:
     where there is no such draft, [n]."""
     guess: IntArray
     """What becomes of the guess of what it predicts: RIGHT, WRONG, UNSURE, or NONE is made, [n]."""
+    window: IntArray
+    """Guesses that may be ahead of what is confirmed when it is under way, [n]."""
     disagrees: BoolArray
     """Whether full depth checked an exit of it and predicted something else, [n]."""
     ledgers: list[Ledger]
@@ -61,6 +63,7 @@ class Itinerary:
             layers=self.layers[order],
             wrong_at=self.wrong_at[order],
             guess=self.guess[order],
+            window=self.window[order],
             disagrees=self.disagrees[order],
             ledgers=[self.ledgers[row] for row in order.tolist()],
             receipts=[self.receipts[row] for row in order.tolist()],
@@ -76,6 +79,7 @@ class Itinerary:
             layers=np.zeros(count, dtype=np.int64),
             wrong_at=np.full(count, NONE),
             guess=np.full(count, NONE),
+            window=np.zeros(count, dtype=np.int64),
             disagrees=np.zeros(count, dtype=bool),
             ledgers=[None] * count,  # type: ignore[list-item]
             receipts=[None] * count,  # type: ignore[list-item]

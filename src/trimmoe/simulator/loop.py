@@ -209,7 +209,8 @@ def _unit_begun(rows, asked, state, request, unit):
     asked.ahead[request] -= 1
     rows.request[unit], rows.layer[unit] = request, 0
     rows.began_s[unit] = state.clock[NOW]
-    rows.written[unit], rows.leader[unit], rows.follower[unit] = 0, NONE, NONE
+    rows.written[unit], rows.due[unit] = 0, 0
+    rows.leader[unit], rows.follower[unit] = NONE, NONE
     rows.in_turn[unit] = rows.prompt[unit]
     state.numbers[IN_FLIGHT] += 1
 

@@ -67,7 +67,8 @@ def replay(
         drawn = draws.random(len(sequences))
         led = np.zeros(len(sequences), dtype=bool)
         if engine.settings.guesses and position:
-            led = feed.guesses(tokens - 1, access, engine.guess_rules.thresholds[access])[1]
+            least = engine.guess_rules.least_among(1)[access]
+            led = feed.guesses(tokens - 1, access, least, engine.settings)[1]
         event: Event = TokensArrived(wave=WAVE, sequences=sequences, draws=drawn, guessed=led)
         depth = np.zeros(len(sequences), dtype=np.int64)
         pending: list[Event] = [event]
@@ -115,9 +116,13 @@ def _followed(
     guess_s = guess_times_s(engine.cost, feed.trace.experts.shape[2])
     tokens = np.arange(feed.trace.token_count)
     at = access[tokens // length]
-    guessed, right = feed.guesses(tokens, at, engine.guess_rules.thresholds[at])
+    least = engine.guess_rules.least_among(1)
+    guessed, right = feed.guesses(tokens, at, least[at], settings)
     guessed &= tokens % length < length - 1
-    leads = [Lead(guesses=settings.guesses, guess_s=float(guess_s[server])) for server in access]
+    leads = [
+        Lead(guesses=settings.guesses, guess_s=float(guess_s[server]), least=float(least[server]))
+        for server in access
+    ]
     return [
         leads[token // length]
         .after(ledger.delay_s, guessed=bool(guessed[token]), right=bool(right[token]))

@@ -184,7 +184,12 @@ class _Run:
         self.trailing = np.zeros(0, dtype=np.int64)
         """Rows of tokens that are with their users and still leave states in the layers left, and
         of what follows wrong drafts or guesses and has not been withdrawn everywhere."""
-        self.expected = Expected(guesses=self.world.guesses, guess_s=self.world.guess_s)
+        self.expected = Expected(
+            guesses=self.world.guesses,
+            # The leads are of streams that have their servers to themselves.
+            least=engine.guess_rules.least_among(1),
+            guess_s=self.world.guess_s,
+        )
         self.units = Units.empty(cost.layer_count, cost.server_count, cost.hidden_bytes)
         self.until_s = 0.0
         self._start()

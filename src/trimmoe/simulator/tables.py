@@ -42,6 +42,7 @@ class RowPool:
         self.rows.place[at], self.rows.layers[at] = journey.place, journey.layers
         self.rows.prompt[at], self.rows.draft_at[at] = not decoded, journey.wrong_at
         self.rows.guess[at], self.rows.followed[at] = journey.guess, False
+        self.rows.window[at] = journey.window
         self.books.write(at, journey.ledgers, journey.disagrees)
         for row, receipt in zip(at.tolist(), journey.receipts, strict=True):
             self.receipts[row] = receipt if decoded else None

@@ -1,10 +1,10 @@
 """The compiled event loop, part three: units of one request that wait for one another.
 
 As at `runtime.node.floor`, a unit enters a layer only where those before it have left the keys and
-values that it attends to. Chunks of a prompt are all under way at once, and what a token that
-exited leaves in the layers left, its *trail*, may be when the next token is, and so may tokens that
-are followed on guesses (`guessing`); all others set out when the one before is through. A unit that
-may have to wait is the *follower* of its *leader*.
+values that it attends to, or, of tokens, do so in the same batch. Chunks of a prompt are all under
+way at once, and what a token that exited leaves in the layers left, its *trail*, may be when the
+next token is, and so may tokens that are followed on guesses (`guessing`); all others set out when
+the one before is through. A unit that may have to wait is the *follower* of its *leader*.
 
 Where exits are drafts, the next token follows the trail of one that was right. What sets out on a
 wrong one follows that token through the layers until it has come to its user, and is *withdrawn*
@@ -52,12 +52,30 @@ def go_on_in_turn(rows, state, server, unit, since_s):
     """A unit, there since then, enters a layer unless it has overtaken its leader; after the last
     layer a chunk ends likewise."""
     layer, leader = rows.layer[unit], rows.leader[unit]
-    if leader != NONE and rows.written[leader] <= layer:
+    if leader != NONE and rows.written[leader] <= layer and not _joins(rows, unit, leader):
         rows.parked[unit] = True
     elif layer < rows.layers[unit]:
         ready(rows, state, server, DENSE, layer, unit, since_s)
+        # Those that wait for it may be computed with it.
+        rows.due[unit] = layer + 1
+        follower = rows.follower[unit]
+        while follower != NONE and rows.parked[follower] and _joins(rows, follower, unit):
+            rows.parked[follower] = False
+            ready(rows, state, server, DENSE, layer, follower, state.clock[NOW])
+            rows.due[follower] = layer + 1
+            unit, follower = follower, rows.follower[follower]
     else:
         quick(state, server, unit)
+
+
+@inlined
+def _joins(rows, unit, leader):
+    """Whether a unit may enter the queue of a layer that its leader is in, or is served from;
+    prompts pass by themselves, and so does what passes apart from tokens."""
+    layer = rows.layer[unit]
+    alone = rows.prompt[unit] or rows.apart[unit] or rows.prompt[leader] or rows.apart[leader]
+    here = rows.layer[leader] == layer and rows.due[leader] == layer + 1
+    return not alone and here and layer < rows.layers[unit]
 
 
 @inlined
@@ -103,7 +121,7 @@ def drafted(world, rows, asked, state, server, unit):
 @inlined
 def copied(rows, state, copy, request):
     """A copy of a token begins that is going to be withdrawn."""
-    rows.request[copy], rows.layer[copy], rows.written[copy] = request, 0, 0
+    rows.request[copy], rows.layer[copy], rows.written[copy], rows.due[copy] = request, 0, 0, 0
     rows.leader[copy], rows.follower[copy], rows.parked[copy] = NONE, NONE, False
     rows.trailing[copy], rows.in_turn[copy] = True, False
     state.numbers[TRAILING] += 1

@@ -76,7 +76,7 @@ class World(NamedTuple):
     drafts: bool
     """Whether exits are drafts: nothing sets out on one before that ahead of it is confirmed."""
     guesses: int
-    """Guesses of a request that may be ahead of what full depth has confirmed."""
+    """The most guesses of a request that may be ahead of what full depth has confirmed."""
     guess_s: FloatArray
     """Time of a guess, [M]."""
     machine: IntArray
@@ -115,6 +115,8 @@ class Rows(NamedTuple):
     written: IntArray
     """Layers whose keys and values it has written; of a chunk the step after the last layer counts
     as one, [T]."""
+    due: IntArray
+    """Layers that it has been queued for as a token, [T]."""
     leader: IntArray
     """Of the same request, the unit that has not written all layers yet and that this one attends
     to: it enters none before that one has written it, [T]."""
@@ -138,6 +140,8 @@ class Rows(NamedTuple):
     guess: IntArray
     """What becomes of the guess of what a token predicts: RIGHT, WRONG, UNSURE, or NONE is made,
     [T]."""
+    window: IntArray
+    """Guesses of its request that may be ahead of what is confirmed, [T]."""
     followed: np.ndarray
     """Whether something set out on that, bool [T]."""
     in_turn: np.ndarray
@@ -266,6 +270,7 @@ def make_rows(count: int, layers: int, slots: int) -> Rows:
         began_s=np.zeros(count),
         number=np.full(count, NONE),
         written=np.zeros(count, dtype=np.int64),
+        due=np.zeros(count, dtype=np.int64),
         leader=np.full(count, NONE),
         follower=np.full(count, NONE),
         parked=np.zeros(count, dtype=bool),
@@ -275,6 +280,7 @@ def make_rows(count: int, layers: int, slots: int) -> Rows:
         draft=np.full(count, NONE),
         over_s=np.full(count, np.inf),
         guess=np.full(count, NONE),
+        window=np.zeros(count, dtype=np.int64),
         followed=np.zeros(count, dtype=bool),
         in_turn=np.zeros(count, dtype=bool),
     )

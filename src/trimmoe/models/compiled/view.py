@@ -86,6 +86,10 @@ class CompiledView(MoEView):
     def loaded(self) -> tuple[frozenset[int], ...]:
         return self._parts.loaded
 
+    @property
+    def chains(self) -> bool:
+        return True
+
     def let_go(self) -> None:
         """Nothing is streamed."""
 

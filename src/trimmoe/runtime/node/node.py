@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -191,6 +192,7 @@ class Node:
             scheduler,
             server=settings.server,
             chunk=settings.prefill_chunk,
+            chains=self._view.chains,
             withdrawn=self._withdrawn,
             judge=self.jury.judge,
         )
@@ -254,7 +256,8 @@ class Node:
 
     def guesses_now(self) -> bool:
         """Whether this server guesses ahead for those who ask it now."""
-        return self._may_guess(self.planner.in_force.route_of(self.settings.server))
+        route = self.planner.in_force.route_of(self.settings.server)
+        return math.isfinite(self._least_chance(route))
 
     async def measure(self) -> MachineReport:
         """What this server can do, timed now; requests wait for some seconds."""
@@ -299,7 +302,7 @@ class Node:
             arrive=self._arrive,
             guess=self._guess,
             guess_s=self._guess_s,
-            may_guess=self._may_guess,
+            least_chance=self._least_chance,
             chunk=settings.prefill_chunk,
             health=self.health,
             stats=lambda running, waiting: self.reporter.stats(self, running, waiting),
@@ -377,9 +380,9 @@ class Node:
         self.floor.read_on([reading])
         self.pump.wake()
 
-    def _may_guess(self, route: tuple[int, ...]) -> bool:
+    def _least_chance(self, route: tuple[int, ...]) -> float:
         streams = self.desk.running + sum(self.reporter.running.values())
-        return self.executor.may_guess(route, streams)
+        return self.executor.least_chance(route, streams)
 
     def _guess_s(self) -> float:
         cost = self.planner.in_force.engine.cost

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, TypeVar
@@ -10,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trimmoe.core.events import Complete, Trailed
+from trimmoe.core.events import Complete, Receipt, Trailed
 from trimmoe.core.ledger import Ledger
 from trimmoe.core.profile import ExitState
 from trimmoe.runtime.node.records.messages import (
@@ -50,12 +51,15 @@ def completed(
         propagating = _propagated(command.layer, units, hidden)
     elif state is ExitState.DENSE:
         propagating = trailing(command.layer, units, hidden)
-    receipts = {receipt.sequence: receipt for receipt in command.receipts}
+    receipts: dict[int, deque[Receipt]] = {}
+    for each in command.receipts:
+        receipts.setdefault(each.sequence, deque()).append(each)
     drafts = exits and worker.engine.settings.drafts
     tokens = []
     logits = worker.view.logits(hidden)
     for unit, scores, ledger in zip(units, logits, command.ledgers, strict=True):
-        receipt = receipts.get(unit.seat.sequence)
+        left = receipts.get(unit.seat.sequence)
+        receipt = left.popleft() if left else None
         token = token_of(
             unit,
             scores,

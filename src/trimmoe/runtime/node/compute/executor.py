@@ -140,13 +140,13 @@ class Executor:
         self.homes.forget(opened.sequence, start)
         self.open(opened, route)
 
-    def may_guess(self, route: tuple[int, ...], streams: int) -> bool:
-        """Whether guesses are worth their time now, of sequences on a route, while so many streams
-        are under way in the cluster."""
+    def least_chance(self, route: tuple[int, ...], streams: int) -> float:
+        """As `GuessRules.least_among` has it, of sequences on a route while so many streams are
+        under way in the cluster."""
         row, rules = self.route_rows.get(route), self.engine.guess_rules
         if row is None:
-            return True
-        return bool(rules.thresholds[row] <= 1.0 and streams < rules.streams[row])
+            return self.engine.settings.guess_chance
+        return float(rules.least_among(streams)[row])
 
     def reads_from(self, route: tuple[int, ...]) -> int:
         """The layer that this server's own readings of sequences on a route begin with."""

@@ -90,7 +90,6 @@ def _guessed(
     for one, scores in zip(going, logits, strict=True):
         chosen_from = shaped(scores, one.sampling, one.position, one.seen)
         confidence = float(chosen_from.float().softmax(-1).max())
-        least = float(worker.engine.guess_rules.thresholds[worker.route_rows[one.route]])
         token = pick(chosen_from, one.sampling, one.position)
-        made.append(Guessed(reading=one, token=token, wanted=confidence >= least))
+        made.append(Guessed(reading=one, token=token, confidence=confidence))
     return made

@@ -28,7 +28,7 @@ from trimmoe.core.events import (
 from trimmoe.models.base import Routing, Segment, TokenBatch
 from trimmoe.runtime.node.compute.executor import Executor
 from trimmoe.runtime.node.records.outcome import Outcome
-from trimmoe.runtime.node.records.units import Unit
+from trimmoe.runtime.node.records.units import Unit, foremost
 
 SLICE_S = 0.005
 """After which whatever has come meanwhile gets its turn."""
@@ -150,22 +150,32 @@ def _strand(command: Strand, layer: int, units: Sequence[Unit], outcome: Outcome
 
 def _may_enter(worker: Executor, layer: int, units: Sequence[Unit]) -> bool:
     """Whether units need not wait for anybody to enter a layer here."""
-    count = worker.view.spec.layer_count
-    return all(
-        layer in unit.seat.written
-        and unit.seat.open
-        and not unit.is_void
-        and unit.seat.is_next(unit.behind(layer, count), unit.start)
-        for unit in units
-    )
+    if not all(
+        layer in unit.seat.written and unit.seat.open and not unit.is_void for unit in units
+    ):
+        return False
+    return _together_until(worker, layer, layer + 1, units, whole=False) > layer
 
 
 def _reach(worker: Executor, layer: int, units: Sequence[Unit]) -> tuple[int, np.ndarray]:
     """The layer before which the units stop at the latest, and what is settled before it."""
     segments = worker.segments
     until = min(segments.end(unit.seat.route, layer) for unit in units)
-    last = min(until + 1, worker.view.spec.layer_count)
-    return min(unit.waits_before(layer + 1, last) for unit in units), segments.settled(until)
+    last, settled = min(until + 1, worker.view.spec.layer_count), segments.settled(until)
+    whole = bool(settled[-1].all())
+    return _together_until(worker, layer + 1, last, units, whole=whole), settled
+
+
+def _together_until(
+    worker: Executor, first: int, last: int, units: Sequence[Unit], *, whole: bool
+) -> int:
+    """The first of the layers [first, last) that units in one batch may not enter yet; `last` if
+    there is none. `whole`: whether all slots of the model's last layer run here, so that those of
+    one sequence end together; else they enter it one by one."""
+    ahead, count = foremost(units), worker.view.spec.layer_count
+    if len(ahead) < len(units) and not whole:
+        last = min(last, max(first, count - 1))
+    return min(unit.waits_before(first, last, count) for unit in ahead)
 
 
 def _kept_at(

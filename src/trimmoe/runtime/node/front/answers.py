@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from math import isinf
 
 from trimmoe.core.events import SequenceOpened
 from trimmoe.core.ledger import Ledger
@@ -94,7 +95,7 @@ class Answers:
             attempt.reading = None
             following = len(job.request.prompt_ids) + len(job.tokens) + len(attempt.pending)
             if asked.position == following > attempt.prompt:
-                if not one.wanted:
+                if one.confidence < self._room.planner.settings.guess_confidence:
                     continue
                 if not self._set_out(job, attempt, asked.position, one.token, "guess"):
                     continue
@@ -157,10 +158,13 @@ class Answers:
     def guess(self, job: Job, attempt: Attempt) -> None:
         """Have this server read what it has not read yet, and guess what follows."""
         lead, request, room = attempt.lead, job.request, self._room
-        if lead is None or attempt.reading or not room.may_guess(attempt.route):
+        if lead is None or attempt.reading:
+            return
+        lead.least = room.least_chance(attempt.route)
+        if isinf(lead.least):
             return
         ids = self._looked_up(job, attempt)
-        if attempt.pending.drafts >= lead.guesses:
+        if attempt.pending.drafts >= lead.window:
             return
         tokens = tuple(ids[attempt.read : attempt.read + room.chunk])
         if not tokens:

@@ -172,8 +172,9 @@ class Backroom:
     guess: Callable[[Reading], None]
     guess_s: Callable[[], float]
     """What a guess takes this server."""
-    may_guess: Callable[[tuple[int, ...]], bool]
-    """Whether guesses are worth their time now, of sequences on a route."""
+    least_chance: Callable[[tuple[int, ...]], float]
+    """That guesses of sequences on a route have to have of being right to be followed now; infinite
+    where none is worth its time."""
     chunk: int
     """Tokens of a prompt that are read at a time."""
     health: Callable[[], Health]

@@ -51,5 +51,5 @@ class Guessed:
 
     reading: Reading
     token: int
-    wanted: bool
-    """Whether it is probable enough for something to set out on it."""
+    confidence: float
+    """Its probability."""

@@ -34,6 +34,11 @@ class Written:
 
     length: int = 0
     beyond: set[int] = field(default_factory=set)
+    due: int = 0
+    """Up to where they are there or among what is computed next, in turn."""
+
+    def __post_init__(self) -> None:
+        self.due = max(self.due, self.length)
 
     def mark(self, start: int, count: int) -> None:
         """Positions `start` to `start + count` were written."""
@@ -44,10 +49,11 @@ class Written:
         while self.length in self.beyond:
             self.beyond.remove(self.length)
             self.length += 1
+        self.due = max(self.due, self.length)
 
     def cut(self, start: int) -> None:
         """What was written from `start` on is void."""
-        self.length = min(self.length, start)
+        self.length, self.due = min(self.length, start), min(self.due, start)
         self.beyond = {position for position in self.beyond if position < start}
 
 

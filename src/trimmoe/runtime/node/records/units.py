@@ -113,12 +113,13 @@ class Unit:
         waiting for anybody."""
         return layer_count if self.decoding and layer == layer_count - 1 else layer
 
-    def waits_before(self, first: int, last: int) -> int:
+    def waits_before(self, first: int, last: int, layer_count: int) -> int:
         """The first of the layers [first, last), all run here, before which it has to wait for
         tokens ahead of it; `last` if there is none."""
-        return next(
-            (at for at in range(first, last) if not self.seat.is_next(at, self.start)), last
-        )
+        for at in range(first, last):
+            if not self.seat.is_next(self.behind(at, layer_count), self.start):
+                return at
+        return last
 
 
 @dataclass(eq=False, kw_only=True, slots=True)
@@ -219,6 +220,16 @@ class Gather:
             came = judged
         unit.parts = tuple(came.values())
         return unit
+
+
+def foremost(units: Sequence[Unit]) -> list[Unit]:
+    """The first unit of each sequence in a batch; the others follow it in turn."""
+    found: dict[int, Unit] = {}
+    for unit in units:
+        first = found.setdefault(unit.seat.sequence, unit)
+        if unit.start < first.start:
+            found[unit.seat.sequence] = unit
+    return list(found.values())
 
 
 def boarded(units: Sequence[Unit]) -> tuple[list[Unit], Wave]:

@@ -38,7 +38,8 @@ class Floor:
     """Turns messages about rows into scheduled work; used by the event loop only.
 
     Rows of sequences without a seat here are dropped: their request is over. So are those that were
-    withdrawn, of which `withdrawn` is told.
+    withdrawn, of which `withdrawn` is told. `chains`: whether tokens of one sequence may pass a
+    layer together, see `MoEView.chains`.
     """
 
     def __init__(
@@ -49,6 +50,7 @@ class Floor:
         *,
         server: int,
         chunk: int,
+        chains: bool,
         withdrawn: Callable[[Sequence[Unit]], None],
         judge: Judge,
     ) -> None:
@@ -56,6 +58,7 @@ class Floor:
         self.seats, self.scheduler = seats, scheduler
         self.gather = Gather(judge)
         self._geometry, self._server, self._chunk = geometry, server, chunk
+        self._chains = chains
         self._take: dict[type, Callable[..., None]] = {
             Prompt: self._prompt,
             Start: self._start,
@@ -109,11 +112,18 @@ class Floor:
             return
         if layer not in seat.written:
             raise MalformedPassengers("a layer of another server")
-        behind = unit.behind(layer, self._geometry.layer_count)
-        if not seat.is_next(behind, unit.start):
+        behind, step = unit.behind(layer, self._geometry.layer_count), self._step(unit)
+        written = seat.written[behind]
+        # Tokens of one sequence pass a layer in one batch, or in this order; but the last layer,
+        # after which each ends as soon as all of its slots have run.
+        together = self._chains and step is Step.ATTEND and behind == layer
+        if unit.start != (written.due if together else written.length):
             seat.parked.setdefault(behind, []).append(unit)
             return
-        self.scheduler.put(self._step(unit), layer, unit, rows=unit.count)
+        self.scheduler.put(step, layer, unit, rows=unit.count)
+        if together:
+            written.due = unit.start + 1
+            self._wake(seat, layer)
 
     def _step(self, unit: Unit) -> Step:
         if unit.trailing:
@@ -167,7 +177,7 @@ class Floor:
 
     def _wake(self, seat: Seat, layer: int) -> None:
         parked = seat.parked.pop(layer, [])
-        for unit in parked:
+        for unit in sorted(parked, key=lambda each: each.start):
             self.enter(unit)
 
     def _prompt(self, sender: int, message: Prompt, tensors: tuple[Tensor], wave: None) -> None:
