@@ -92,13 +92,15 @@ def test_a_migrating_token_moves_once() -> None:
     assert links(cost, 0, 2, [(0, 2)]) == {(0, 2): 1}
 
 
-def test_only_work_that_comes_from_another_server_waits() -> None:
-    """Own slots follow attention in its batch, which has waited already, whatever is decided."""
+def test_only_work_that_is_sent_to_another_server_and_back_waits() -> None:
+    """Own slots follow attention in its batch, which has waited already, whatever is decided; and
+    where the layer gathers slots run as the token enters the next one, for which it waits anyway.
+    """
     cost = three_servers().with_waiting(np.array([50e-3, 5e-3, 0.0]))
     assert delay_ms(cost, 0, 0, [(0, 0)]) == pytest.approx(2.0)
     assert delay_ms(cost, 0, 1, [(0, 0)]) == pytest.approx(2.0 + 1.0)
     assert delay_ms(cost, 0, 0, [(0, 1)]) == pytest.approx(1.0 + 5.0 + 1.0 + 1.0)
-    assert delay_ms(cost, 0, 1, [(0, 1)]) == pytest.approx(1.0 + 5.0 + 1.0)
+    assert delay_ms(cost, 0, 1, [(0, 1)]) == pytest.approx(1.0 + 1.0)
     assert delay_ms(cost, 1, 1, [(0, 0), (1, 1)]) == pytest.approx(1.0 + 50.0 + 2.0 + 1.0)
 
 

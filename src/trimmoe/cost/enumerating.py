@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from trimmoe.core.specs import BoolArray, FloatArray, IntArray
-from trimmoe.cost.kernels import Links, bare, curve_at, njit, slots_delay_s
+from trimmoe.cost.kernels import Links, bare, curve_at, njit, slots_delay_s, wait_s
 
 DROPPED = -1
 """Expert number of a slot that runs nothing."""
@@ -143,7 +143,7 @@ def _slot_options(menu, layer, tokens, i, source, destination, first_at, limit, 
                 if menu.hosts[first_at, layer, runs]:
                     server[j, o] = first_at
                     path = menu.links.transfer_s[source, first_at]
-                    path += menu.links.waiting_s[source, first_at]
+                    path += wait_s(menu.links, source, first_at, destination)
                     path += menu.links.transfer_s[first_at, destination]
                     delay[j, o] = path + menu.links.expert_s[first_at, layer, runs]
             else:

@@ -67,7 +67,8 @@ def _expected_table(links, layer, held, share, patterns):
         for destination in range(servers):
             best = kernels.nearest_hosts(links, layer, held, source, destination)[0]
             for m in range(servers):
-                there = links.transfer_s[source, m] + links.waiting_s[source, m]
+                there = links.transfer_s[source, m]
+                there += kernels.wait_s(links, source, m, destination)
                 path[m] = there + links.transfer_s[m, destination]
             for expert in range(best.size):
                 alone[expert] = links.expert_s[best[expert], layer, expert]

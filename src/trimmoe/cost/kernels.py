@@ -40,6 +40,13 @@ class Links(NamedTuple):
 
 
 @bare
+def wait_s(links, source, server, destination):
+    """Expected wait of one layer's slots on a server. Those that run where the layer gathers do so
+    as the token enters the next one, for which it waits anyway."""
+    return links.waiting_s[destination if server == destination else source, server]
+
+
+@bare
 def slots_delay_s(links, layer, source, destination, experts, servers):
     """Delay of one token's slots [k] from source to destination; see `cost.model`."""
     slowest = links.transfer_s[source, destination]
@@ -51,7 +58,7 @@ def slots_delay_s(links, layer, source, destination, experts, servers):
         for i in range(experts.shape[0]):
             if experts[i] >= 0 and servers[i] == server:
                 work += links.expert_s[server, layer, experts[i]]
-        path = links.transfer_s[source, server] + links.waiting_s[source, server]
+        path = links.transfer_s[source, server] + wait_s(links, source, server, destination)
         slowest = max(slowest, path + links.transfer_s[server, destination] + work)
     return slowest
 
@@ -63,7 +70,7 @@ def nearest_hosts(links, layer, held, source, destination):
     servers, experts = held.shape
     best, least = np.full(experts, -1), np.full(experts, np.inf)
     for m in range(servers):
-        path = links.transfer_s[source, m] + links.waiting_s[source, m]
+        path = links.transfer_s[source, m] + wait_s(links, source, m, destination)
         path += links.transfer_s[m, destination]
         for expert in range(experts):
             if held[m, expert]:

@@ -87,7 +87,7 @@ class CostModel:
     def arrival_wait_s(self) -> FloatArray:
         """Expected wait of slots that a source, row, has run by a server, column, [M, M].
 
-        Nothing on the source itself. Under `migrate`, whose delay has no attention that slots
+        Nothing on the source itself, nor, see `kernels.wait_s`, where the layer gathers. Under `migrate`, whose delay has no attention that slots
         could follow at once, a token queues anew in every layer.
         """
         wait_s = np.tile(self.waiting_s, (self.server_count, 1))
@@ -164,7 +164,9 @@ def _measured(nominal: CostModel, model: ModelSpec, speeds: Speeds) -> CostModel
 
 def host_delay_s(cost: CostModel, layer: int, source: int, destination: int) -> FloatArray:
     """Delay of one slot alone on every server and expert of `layer` (30), shape [M, E]."""
-    path = cost.transfer_s[source] + cost.arrival_wait_s[source] + cost.transfer_s[:, destination]
+    wait_s = cost.arrival_wait_s[source].copy()
+    wait_s[destination] = cost.arrival_wait_s[destination, destination]
+    path = cost.transfer_s[source] + wait_s + cost.transfer_s[:, destination]
     return path[:, None] + cost.expert_s[:, layer]
 
 
