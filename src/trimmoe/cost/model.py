@@ -87,8 +87,9 @@ class CostModel:
     def arrival_wait_s(self) -> FloatArray:
         """Expected wait of slots that a source, row, has run by a server, column, [M, M].
 
-        Nothing on the source itself, nor, see `kernels.wait_s`, where the layer gathers. Under `migrate`, whose delay has no attention that slots
-        could follow at once, a token queues anew in every layer.
+        Nothing on the source itself, nor, see `kernels.wait_s`, where the layer gathers. Under
+        `migrate`, whose delay has no attention that slots could follow at once, a token queues anew
+        in every layer.
         """
         wait_s = np.tile(self.waiting_s, (self.server_count, 1))
         if self.accounting is not Accounting.MIGRATE:
