@@ -4,11 +4,13 @@ nobody is shown what full depth does not confirm."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from nodes import (
     UnevenNetwork,
@@ -33,13 +35,25 @@ from trimmoe.experiments.methods import make_engine
 from trimmoe.models.compiled.view import CompiledView
 from trimmoe.policy.settings import PRESETS, PolicySettings
 from trimmoe.runtime.node.compute import guesses as guesses_module
+from trimmoe.runtime.node.compute.homes import Homes
 from trimmoe.runtime.node.front.drafts import Pending
 from trimmoe.runtime.node.records.messages import Token
+from trimmoe.runtime.node.records.readings import Foreseen
+from trimmoe.runtime.node.records.sequences import Seat
+from trimmoe.runtime.node.records.units import Unit
 from trimmoe.runtime.node.records.work import Step
 from trimmoe.runtime.node.schedule.scheduler import Scheduler
 from trimmoe.runtime.sampling import Sampling
 from trimmoe.runtime.service import Unavailable
 from wires import soon, until
+
+SEAT: dict[str, Any] = {
+    "slot": 0, "route": (0, 1), "sampling": Sampling(), "budget": 0.0, "written": {},
+}  # fmt: skip
+
+
+def words(count: int, seed: int) -> list[int]:
+    return np.random.default_rng(seed).integers(3, 200, count).tolist()
 
 
 @pytest.fixture(scope="module")
@@ -139,6 +153,66 @@ async def test_tokens_of_an_answer_pass_layers_together_where_a_view_says_that_t
         together += sum(len(set(sequences)) < len(sequences) for sequences in waves)
     assert all(exact == guessed for exact, guessed in ran)
     assert (together > 0) == chains
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8], ids=["greedy", "sampled"])
+async def test_what_is_guessed_is_read_at_once_and_sets_out_with_what_is_guessed_upon_it(
+    tiny: Tiny, monkeypatch: pytest.MonkeyPatch, temperature: float
+) -> None:
+    """Where users' servers have the first layer whole: it is not passed a second time."""
+    monkeypatch.setattr(guesses_module, "AHEAD_S", 60.0)
+    profile, plan = world(tiny, servers=3, routes=[[0, 0, 1, 2]] * 3)
+    hosts = plan.hosts.copy()
+    hosts[0, 0] = True
+    plan = replace(plan, hosts=hosts)
+    sampling = Sampling(temperature=temperature, seed=3, stream=0)
+    asked = [(0, request(words(9, seed=seed), 40, sampling=sampling)) for seed in range(3)]
+    known, found = Homes.known, []
+
+    def counted(homes: Homes, units: Sequence[Unit]) -> Foreseen | None:
+        found.append((len(units), seen := known(homes, units)))
+        return seen
+
+    monkeypatch.setattr(Homes, "known", counted)
+    made = []
+    for policy in (PRESETS["exact"](), guessing(6)):
+        found.clear()
+        async with running(tiny, profile=profile, plan=plan, policy=policy) as cluster:
+            made.append([tokens_of(events) for events in await answers(cluster, asked)])
+            await cluster.all_free()
+            guessing_said = cluster.nodes[0].desk.answers.guessing
+    assert made[0] == made[1]
+    assert 0 < guessing_said.right < guessing_said.made
+    used = [(count, seen) for count, seen in found if seen is not None]
+    assert used
+    assert max(count for count, _ in used) > 1, "several set out together"
+    assert all(seen.hidden.shape[0] == count for count, seen in used)
+
+
+def test_nothing_is_known_behind_another_token_than_was_foreseen(tiny: Tiny) -> None:
+    homes = Homes.of(tiny.view, 2, None)
+    state = torch.zeros(1, tiny.view.spec.hidden_size)
+    experts = np.zeros((1, 1, tiny.view.spec.top_k), dtype=np.int64)
+
+    def foreseen(*tokens: int) -> dict[int, Foreseen]:
+        each = (Foreseen(token=token, hidden=state, experts=experts) for token in tokens)
+        return dict(enumerate(each, 4))
+
+    def unit(start: int, token: int) -> Unit:
+        return Unit(seat=Seat(sequence=7, **SEAT), layer=0, start=start, tokens=(token,))
+
+    homes.foreseen[7] = foreseen(10, 11, 12)
+    both = homes.known([unit(4, 10), unit(5, 11)])
+    assert both is not None
+    assert both.hidden.shape[0] == both.experts.shape[0] == 2
+    assert homes.known([unit(6, 99)]) is None
+    homes.foreseen[7] = foreseen(10, 11, 12)
+    assert homes.known([unit(4, 99)]) is None
+    assert homes.known([unit(5, 11)]) is None, "it was foreseen behind 10"
+    homes.foreseen[7] = foreseen(10, 11, 12)
+    homes.forget(7, 5)
+    assert homes.known([unit(4, 10)]) is not None
+    assert homes.known([unit(5, 11)]) is None, "it was withdrawn"
 
 
 async def test_a_server_with_all_experts_is_always_right(tiny: Tiny, questions: Questions) -> None:

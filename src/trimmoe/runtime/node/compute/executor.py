@@ -48,7 +48,9 @@ from trimmoe.runtime.node.compute.states import entering, leaving, states_of
 from trimmoe.runtime.node.compute.verifying import Verifier
 from trimmoe.runtime.node.records.messages import Parcel, Start
 from trimmoe.runtime.node.records.outcome import Arrival, LogEntry, Outcome
+from trimmoe.runtime.node.records.readings import Foreseen
 from trimmoe.runtime.node.records.rows import Rows
+from trimmoe.runtime.node.records.sequences import Seat
 from trimmoe.runtime.node.records.units import Unit, boarded, epochs_of
 from trimmoe.runtime.observe import Observer
 
@@ -169,6 +171,19 @@ class Executor:
             reading = self.homes.keep(unit.seat.sequence, unit.start, states)
             if reading is not None:
                 outcome.reading.append(reading)
+
+    def foresee(self, seat: Seat, position: int, token: int, first: int) -> Tensor:
+        """Take a token that was guessed through the layers before `first`, all of whose experts are
+        here, as it will pass them when it sets out; its state there, [1, d]. Nothing of its
+        sequence may have come to its position yet."""
+        view = self.view
+        batch = view.batch(self.cache, (seat.slot,), [(position,)])
+        hidden = batch.pack(view.embed(batch.pad([(token,)]), batch))
+        ran = view.run(0, first, hidden, batch, self.cache, self.segments.settled(first))
+        assert ran.routing is None, "an expert of these layers is elsewhere"
+        seen = Foreseen(token=token, hidden=ran.hidden, experts=ran.experts)
+        self.homes.foreseen.setdefault(seat.sequence, {})[position] = seen
+        return ran.hidden
 
     def close(self, sequence: int) -> None:
         """Close an account if there is one."""

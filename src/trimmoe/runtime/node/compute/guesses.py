@@ -17,7 +17,7 @@ from trimmoe.runtime.home import home_layers
 from trimmoe.runtime.node.compute.executor import Executor
 from trimmoe.runtime.node.compute.passing import SLICE_S
 from trimmoe.runtime.node.records.outcome import Outcome
-from trimmoe.runtime.node.records.readings import Guessed, Reading
+from trimmoe.runtime.node.records.readings import Reading
 from trimmoe.runtime.processors import shaped
 from trimmoe.runtime.sampling import pick
 
@@ -25,12 +25,20 @@ AT_ONCE = 4
 """Layers between two looks at the clock."""
 
 
+AHEAD_S = 0.012
+"""For so long what is guessed may wait for what is guessed upon it, to set out together."""
+
+
 def guess(worker: Executor, layer: int, readings: Sequence[Reading]) -> Outcome:
-    """Readings that are about to enter a layer pass some; who finds no place is forgotten."""
+    """Readings that are about to enter a layer pass some; who finds no place is forgotten. Of one
+    that has guessed something that is read, and what follows guessed as well."""
     open_ones = [one for one in readings if not one.void and one.sequence in worker.state.accounts]
     ready = [one for one in worker.homes.seated(open_ones) if _may_begin(worker, one)]
     if not ready:
         return Outcome()
+    if made := [one for one in ready if one.made]:
+        others = [one for one in ready if one is not made[0]]
+        return _outcome(worker, [made[0]] if _read_on(worker, made[0]) else [], made[:1], others)
     layer = min(one.layer for one in ready)
     going = [one for one in ready if one.layer == layer]
     others = [one for one in ready if one.layer != layer]
@@ -53,17 +61,33 @@ def guess(worker: Executor, layer: int, readings: Sequence[Reading]) -> Outcome:
         if time.perf_counter() - began_s >= SLICE_S:
             break
     if layer == layers:
-        return Outcome(guessed=_guessed(worker, going, hidden, batch), reading=others)
+        states = batch.pack(homes.view.tail(hidden, batch, homes.cache))
+        last = np.cumsum([len(one.tokens) for one in going]) - 1
+        _guess_all(worker, going, states[torch.from_numpy(last)])
+        return _outcome(worker, [one for one in going if _goes_on(worker, one)], going, others)
     states = batch.pack(hidden).split([len(one.tokens) for one in going])
     for one, its in zip(going, states, strict=True):
         one.layer, one.hidden = layer, its
     return Outcome(reading=going + others)
 
 
+def _outcome(
+    worker: Executor,
+    going_on: Sequence[Reading],
+    made: Sequence[Reading],
+    others: Sequence[Reading],
+) -> Outcome:
+    """Those that go on come to their turn again, behind whatever else there is to do."""
+    for one in going_on:
+        one.layer = worker.view.spec.layer_count
+    done = [one for one in made if one not in going_on and not one.void]
+    return Outcome(guessed=done, reading=[*going_on, *others])
+
+
 def _may_begin(worker: Executor, reading: Reading) -> bool:
     """Whether a reading has its states, if it needs any; else it waits for them."""
     first = worker.reads_from(reading.route)
-    if reading.hidden is not None or first == 0:
+    if reading.hidden is not None or first == 0 or reading.made:
         return True
     reading.layer = first
     if worker.homes.found(reading):
@@ -79,17 +103,38 @@ def _entering(worker: Executor, going: Sequence[Reading], batch: TokenBatch) -> 
     return worker.homes.view.embed(batch.pad([one.tokens for one in going]), batch)
 
 
-def _guessed(
-    worker: Executor, going: Sequence[Reading], hidden: Tensor, batch: TokenBatch
-) -> list[Guessed]:
-    homes = worker.homes
-    states = batch.pack(homes.view.tail(hidden, batch, homes.cache))
-    last = np.cumsum([len(one.tokens) for one in going]) - 1
-    logits = homes.view.logits(states[torch.from_numpy(last)])
-    made = []
-    for one, scores in zip(going, logits, strict=True):
-        chosen_from = shaped(scores, one.sampling, one.position, one.seen)
-        confidence = float(chosen_from.float().softmax(-1).max())
-        token = pick(chosen_from, one.sampling, one.position)
-        made.append(Guessed(reading=one, token=token, confidence=confidence))
-    return made
+def _guess_all(worker: Executor, going: Sequence[Reading], states: Tensor) -> None:
+    """What follows each of these, by what came out of all layers last, [n, d]."""
+    now_s = time.perf_counter()
+    for one, scores in zip(going, worker.homes.view.logits(states), strict=True):
+        position = one.position + len(one.made)
+        chosen_from = shaped(scores, one.sampling, position, one.seen)
+        one.made_s = one.made_s or now_s
+        one.confidence += (float(chosen_from.float().softmax(-1).max()),)
+        one.made += (pick(chosen_from, one.sampling, position),)
+
+
+def _goes_on(worker: Executor, one: Reading) -> bool:
+    """Whether what a reading guessed last is taken through the layers that the sequence itself
+    passes here first, which it then is; and through all others with what is at hand later on."""
+    first = worker.reads_from(one.route)
+    unlikely = one.confidence[-1] < worker.engine.settings.guess_confidence
+    if not first or not one.more or one.void or unlikely or not one.is_next:
+        return False
+    assert one.seat is not None
+    one.hidden = worker.foresee(one.seat, one.position + len(one.made) - 1, one.made[-1], first)
+    return len(one.made) <= one.more and time.perf_counter() < one.made_s + AHEAD_S
+
+
+def _read_on(worker: Executor, one: Reading) -> bool:
+    """Take what was guessed last through the layers left; whether that goes on."""
+    homes, first, last = worker.homes, worker.reads_from(one.route), worker.view.spec.layer_count
+    position = one.position + len(one.made) - 1
+    assert one.hidden is not None
+    batch = homes.view.batch(homes.cache, homes.slots_of([one]), [(position,)])
+    state = batch.unpack(one.hidden)
+    hidden = home_layers(homes.view, first, last, state, batch, homes.cache, homes.own)
+    for _ in range(first, last):
+        worker.pace.guess(1)
+    _guess_all(worker, [one], batch.pack(homes.view.tail(hidden, batch, homes.cache)))
+    return _goes_on(worker, one)

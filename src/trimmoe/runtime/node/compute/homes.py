@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -17,7 +18,8 @@ from trimmoe.core.profile import Profile
 from trimmoe.models.base import MoEView
 from trimmoe.models.cache import KVCache
 from trimmoe.runtime.home import Own, held_here, stand_ins
-from trimmoe.runtime.node.records.readings import Reading
+from trimmoe.runtime.node.records.readings import Foreseen, Reading
+from trimmoe.runtime.node.records.units import Unit
 
 
 @dataclass(kw_only=True, slots=True)
@@ -32,6 +34,8 @@ class Homes:
     """By sequence and position, what entered the layer that readings begin with, [d]."""
     waiting: dict[int, Reading] = field(default_factory=dict)
     """Readings whose states are still to come, by sequence."""
+    foreseen: dict[int, dict[int, Foreseen]] = field(default_factory=dict)
+    """By sequence and position, of tokens that were guessed and read at once."""
     _cache: KVCache | None = None
     _slot_of: dict[int, int] = field(default_factory=dict)
     _retained: dict[int, None] = field(default_factory=dict)
@@ -97,8 +101,33 @@ class Homes:
         }
         return True
 
+    def known(self, units: Sequence[Unit]) -> Foreseen | None:
+        """What was foreseen of units that are about to enter the first layer, if all of them were;
+        it is not kept any longer, nor is what was foreseen behind other tokens than these."""
+        found = [self._taken(unit) for unit in units]
+        ones = [one for one in found if one is not None]
+        if len(ones) < len(units) or len({one.layers for one in ones}) > 1:
+            return None
+        return Foreseen(
+            token=ones[0].token,
+            hidden=torch.cat([one.hidden for one in ones]),
+            experts=np.concatenate([one.experts for one in ones]),
+        )
+
+    def _taken(self, unit: Unit) -> Foreseen | None:
+        early = self.foreseen.get(unit.seat.sequence)
+        if not early:
+            return None
+        one = early.pop(unit.start, None)
+        if one is not None and (one.token,) == unit.tokens:
+            return one
+        self.foreseen[unit.seat.sequence] = {at: it for at, it in early.items() if at < unit.start}
+        return None
+
     def forget(self, sequence: int, start: int = 0) -> None:
         """Tokens from a position on were withdrawn."""
+        early = self.foreseen.get(sequence, {})
+        self.foreseen[sequence] = {at: one for at, one in early.items() if at < start}
         store = self.states.get(sequence, {})
         self.states[sequence] = {at: state for at, state in store.items() if at < start}
         self.waiting.pop(sequence, None)
@@ -106,6 +135,7 @@ class Homes:
     def retain(self, sequence: int, read: int, length: int) -> None:
         """A sequence of so many tokens is over, of which so many were read here."""
         self.waiting.pop(sequence, None)
+        self.foreseen.pop(sequence, None)
         self.states[sequence] = self._states(sequence, read, length)
         self._retained[sequence] = None
 
@@ -139,6 +169,7 @@ class Homes:
     def close(self, sequence: int) -> None:
         """Give its place back if it has one."""
         self.states.pop(sequence, None)
+        self.foreseen.pop(sequence, None)
         self.waiting.pop(sequence, None)
         self._retained.pop(sequence, None)
         if sequence in self._slot_of:

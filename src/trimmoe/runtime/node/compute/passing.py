@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 from torch import Tensor
@@ -39,10 +40,16 @@ def pass_segment(worker: Executor, layer: int, units: Sequence[Unit]) -> Outcome
     attention, router and own slots of the one after them."""
     ordered, tokens = worker.boarded(units)
     batch, identity = worker.batch(ordered), worker.new_wave()
-    hidden = worker.states(layer, ordered, batch)
     last, table = _reach(worker, layer, ordered)
     last, kept_at = _kept_at(worker, layer, last, ordered)
-    ran = worker.view.run(layer, last, hidden, batch, worker.cache, table, kept_at)
+    known = None if layer else worker.homes.known(ordered)
+    if known is not None and known.layers < last:
+        hidden, rest = known.hidden, (batch, worker.cache, table, kept_at)
+        ran = worker.view.run(known.layers, last, hidden, *rest)
+        ran = replace(ran, experts=np.concatenate([known.experts, ran.experts], axis=1))
+    else:
+        hidden = worker.states(layer, ordered, batch)
+        ran = worker.view.run(layer, last, hidden, batch, worker.cache, table, kept_at)
     worker.pace.segment(layer, ran.experts)
     written = range(layer, ran.layer + (ran.routing is not None))
     outcome = Outcome(written=[(unit, written) for unit in ordered])

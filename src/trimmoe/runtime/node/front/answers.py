@@ -20,7 +20,7 @@ from trimmoe.runtime.node.front.memory import Memory
 from trimmoe.runtime.node.records.messages import After, Parcel, Token, Withdraw
 from trimmoe.runtime.node.records.outcome import Arrival
 from trimmoe.runtime.node.records.passengers import unpack_charge, unpack_ledger, unpack_receipt
-from trimmoe.runtime.node.records.readings import Guessed, Reading
+from trimmoe.runtime.node.records.readings import Reading
 from trimmoe.runtime.node.records.samplings import unpack_scores
 from trimmoe.runtime.service import FinishReason, TokenEvent, quality
 
@@ -84,10 +84,10 @@ class Answers:
             else:
                 self._in_vain(job, ledger)
 
-    def guessed(self, guesses: Sequence[Guessed]) -> None:
+    def guessed(self, guesses: Sequence[Reading]) -> None:
         """This server has guessed what follows tokens; what is probable is followed at once."""
-        for one in guesses:
-            asked, job = one.reading, self._job_of(one.reading.sequence)
+        for asked in guesses:
+            job = self._job_of(asked.sequence)
             if job is None or (attempt := job.attempt) is None:
                 continue
             if attempt.reading is not asked:
@@ -95,11 +95,23 @@ class Answers:
             attempt.reading = None
             following = len(job.request.prompt_ids) + len(job.tokens) + len(attempt.pending)
             if asked.position == following > attempt.prompt:
-                if one.confidence < self._room.planner.settings.guess_confidence:
-                    continue
-                if not self._set_out(job, attempt, asked.position, one.token, "guess"):
+                followed = self._followed(job, attempt, asked)
+                # What nothing follows need not be read again before word has come of it.
+                attempt.read += min(followed, len(asked.made) - 1)
+                if not followed:
                     continue
             self.guess(job, attempt)
+
+    def _followed(self, job: Job, attempt: Attempt, guessed: Reading) -> int:
+        """Follow what is probable; how many tokens are."""
+        least = self._room.planner.settings.guess_confidence
+        each = zip(guessed.made, guessed.confidence, strict=True)
+        for at, (token, confidence) in enumerate(each):
+            if confidence < least:
+                return at
+            if not self._set_out(job, attempt, guessed.position + at, token, "guess"):
+                return at
+        return len(guessed.made)
 
     def _set_out(self, job: Job, attempt: Attempt, position: int, guess: int, kind: Kind) -> bool:
         """Follow a guess, unless it ends the answer: whether it is followed."""
@@ -178,9 +190,25 @@ class Answers:
             route=attempt.route,
             sampling=request.sampling,
             seen=attempt.seen,
+            more=self._more(job, attempt, attempt.read + len(tokens)),
         )
         room.guess(attempt.reading)
         attempt.read += len(tokens)
+
+    def _more(self, job: Job, attempt: Attempt, position: int) -> int:
+        """How many of the guesses that follow one at a position may be made with it."""
+        request, pending = job.request, attempt.pending
+        known = len(request.prompt_ids) + len(job.tokens) + len(pending)
+        if (
+            attempt.lead is None
+            or attempt.seen is not None
+            or not attempt.prompt < position == known
+        ):
+            # Of a prompt none, nor where draws look back at what comes before.
+            return 0
+        # The answer's last token is not followed.
+        left = len(request.prompt_ids) + request.max_new_tokens - 2 - position
+        return max(min(attempt.lead.window - pending.drafts - 1, left), 0)
 
     def _looked_up(self, job: Job, attempt: Attempt) -> list[int]:
         """Follow what followed the same tokens before; all tokens afterwards."""

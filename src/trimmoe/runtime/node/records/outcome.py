@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from trimmoe.core.events import Command, Event
 from trimmoe.runtime.node.records.messages import Parcel
-from trimmoe.runtime.node.records.readings import Guessed, Reading
+from trimmoe.runtime.node.records.readings import Reading
 from trimmoe.runtime.node.records.units import Unit
 
 
@@ -20,7 +20,7 @@ class Outcome:
     written: list[tuple[Unit, range]] = field(default_factory=list)
     """Units with the layers whose keys and values are there now."""
     stranded: list[Unit] = field(default_factory=list)
-    guessed: list[Guessed] = field(default_factory=list)
+    guessed: list[Reading] = field(default_factory=list)
     reading: list[Reading] = field(default_factory=list)
     """Of those who guess, who has layers left."""
 

@@ -5,11 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from trimmoe.core.specs import IntArray
 from trimmoe.runtime.sampling import Sampling
 from trimmoe.runtime.seen import Seen
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from trimmoe.runtime.node.records.sequences import Seat
 
 
 @dataclass(eq=False, kw_only=True, slots=True)
@@ -28,6 +31,16 @@ class Reading:
     """That they enter next."""
     hidden: Tensor | None = None
     """Their states, [n, d]; None before the first layer."""
+    more: int = 0
+    """How many of what is guessed may be read as well, one after another."""
+    made: tuple[int, ...] = ()
+    """What is guessed so far, each upon the one before."""
+    confidence: tuple[float, ...] = ()
+    """The probability of each."""
+    made_s: float = 0.0
+    """When the first was made."""
+    seat: Seat | None = None
+    """The sequence's place, where this server has any of the route's layers."""
     void: bool = False
     """Whether they were withdrawn."""
 
@@ -40,16 +53,30 @@ class Reading:
         return range(self.start, self.position)
 
     @property
+    def is_next(self) -> bool:
+        """Whether nothing has come to the place of what is guessed first."""
+        seat = self.seat
+        if seat is None or not seat.open or 0 not in seat.written:
+            return False
+        return seat.written[0].due == self.position
+
+    @property
     def position(self) -> int:
         """Of what is guessed."""
         return self.start + len(self.tokens)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Guessed:
-    """What came of it."""
+class Foreseen:
+    """What the first layers make of tokens that were guessed, before they have set out."""
 
-    reading: Reading
     token: int
-    confidence: float
-    """Its probability."""
+    """The first."""
+    hidden: Tensor
+    """As they enter the next layer, [n, d]."""
+    experts: IntArray
+    """Activated in those layers, [n, L, k]."""
+
+    @property
+    def layers(self) -> int:
+        return self.experts.shape[1]

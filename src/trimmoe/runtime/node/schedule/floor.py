@@ -136,6 +136,7 @@ class Floor:
         """This server's own readings of its users' sequences pass further layers."""
         for one in readings:
             if not one.void:
+                one.seat = self.seats.get(one.sequence)
                 rows = len(one.tokens)
                 self.scheduler.put(Step.GUESS, one.layer, one, rows=rows)
 

@@ -21,7 +21,7 @@ from trimmoe.runtime.node.compute.perform import perform, use_threads
 from trimmoe.runtime.node.records.messages import Parcel, Stranded
 from trimmoe.runtime.node.records.outcome import Outcome
 from trimmoe.runtime.node.records.passage import Passage
-from trimmoe.runtime.node.records.readings import Guessed
+from trimmoe.runtime.node.records.readings import Reading
 from trimmoe.runtime.node.records.work import Step, Work
 from trimmoe.runtime.node.schedule.floor import Floor
 
@@ -42,7 +42,7 @@ class Hands:
     executor: Executor
     passage: Callable[[], Passage]
     post: Callable[[Parcel], None]
-    guessed: Callable[[Sequence[Guessed]], None]
+    guessed: Callable[[Sequence[Reading]], None]
     worked: Callable[[float], None]
     """Told how long was worked, seconds."""
 
