@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from factories import random_profile
+from quick import popen
 from tiny import write_tiny_checkpoint
 from trimmoe.core.artifact import file_hash
 from trimmoe.core.cluster_file import load_cluster
@@ -141,13 +142,17 @@ def listening(*pids: int) -> set[str]:
 class Serving:
     """`trimmoe serve`, or a stand-in for it, as a process with all it starts."""
 
-    def __init__(self, command: Sequence[str], *, cache: Path | None = None) -> None:
+    def __init__(
+        self, command: Sequence[str], *, cache: Path | None = None, quickly: bool = True
+    ) -> None:
+        """`quickly`: forked from what has imported everything; else as users start it."""
         environment = os.environ | {"PYTHONUNBUFFERED": "1", "COLUMNS": "200"}
         before = os.environ.get("PYTHONPATH", "")
         environment["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), before])
         if cache is not None:
             environment["TRIMMOE_CACHE"] = str(cache)
-        self.process = subprocess.Popen(
+        start: Any = popen if quickly else subprocess.Popen
+        self.process: subprocess.Popen[str] = start(
             [sys.executable, *command],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

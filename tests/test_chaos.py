@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from launching import free_ports, write_files
+from launching import Serving, free_ports, write_files
 from trimmoe.experiments.chaos import report
 from trimmoe.experiments.chaos.run import Outcome, Result
 from trimmoe.experiments.chaos.stage import Usage
@@ -17,26 +14,23 @@ from trimmoe.experiments.chaos.streams import Seen
 
 
 @pytest.mark.slow
-def test_nothing_that_happens_to_servers_costs_an_answer(tmp_path: Path) -> None:
+def test_nothing_that_happens_to_servers_costs_an_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The supervisor and then a server that is the only host of experts, clients, and a burst as
     far as time allows: two servers show that, and `test_serve_e2e.py` has four."""
     files, port = write_files(tmp_path, ("desk", "attic")), free_ports(110)
     command = [
-        *(sys.executable, "-m", "trimmoe.cli", "chaos", "--model", files.model),
+        *("-m", "trimmoe.cli", "chaos", "--model", files.model),
         *("--cluster", files.cluster, "--profile", files.profile, "--plan", files.plan),
         *("--no-emulate", "--port-base", port, "--tokens", 80, "--minutes", 0.2, "--seed", 4),
         *(part for kind in ("supervisor", "vanish", "burst") for part in ("--failure", kind)),
     ]
-    ran = subprocess.run(
-        [str(part) for part in command],
-        env=os.environ | {"TRIMMOE_CACHE": str(tmp_path), "TRIMMOE_RUN": str(tmp_path / "run")},
-        capture_output=True,
-        text=True,
-        timeout=400,
-    )
-    assert ran.returncode == 0, ran.stdout + ran.stderr
-    told = [line for line in ran.stdout.splitlines() if " of 8 " in line]
-    assert told, ran.stdout
+    monkeypatch.setenv("TRIMMOE_RUN", str(tmp_path / "run"))
+    with Serving([str(part) for part in command], cache=tmp_path) as ran:
+        assert ran.ended() == 0, ran.text
+    told = [line for line in ran.lines if " of 8 " in line]
+    assert told, ran.text
     assert all(" 8 of 8 " in line for line in told)
     assert told[0].startswith("kill -9 supervisor, then a server")
 

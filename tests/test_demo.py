@@ -10,6 +10,7 @@ import pytest
 from rich.console import Console
 
 from launching import free_ports
+from quick import nursery, run_quickly
 from trimmoe.experiments import demo
 from trimmoe.runtime.launch import family
 
@@ -22,6 +23,8 @@ def test_it_streams_from_four_servers_and_leaves_nothing_but_its_files(
     monkeypatch.setattr(demo, "SHOWN", demo.SHOWN[-1:])
     shown = Console(file=io.StringIO(), width=80)
     said: list[str] = []
+    run_quickly(monkeypatch.setattr)
+    nursery()
     before = family.descendants(os.getpid())
     (found,) = demo.demo(
         tmp_path / "out",

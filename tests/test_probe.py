@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from launching import SERVERS, free_ports, write_files
+from launching import SERVERS, Serving, free_ports, write_files
 from trimmoe.core.machines import load_machines
 from trimmoe.core.plan import load_plan
 
@@ -19,10 +17,9 @@ def test_machines_are_measured_and_planned_with(tmp_path: Path) -> None:
     files = write_files(tmp_path)
 
     def run(*arguments: object) -> str:
-        command = [sys.executable, "-m", "trimmoe.cli", *map(str, arguments)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-        assert done.returncode == 0, done.stdout + done.stderr
-        return done.stdout
+        with Serving(["-m", "trimmoe.cli", *map(str, arguments)]) as done:
+            assert done.ended() == 0, done.text
+            return done.text
 
     measured, planned = tmp_path / "machines.trim", tmp_path / "measured.trim"
     with_model = "--model", files.model

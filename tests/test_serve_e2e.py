@@ -99,7 +99,7 @@ def cluster(files: Files) -> Iterator[Cluster]:
         *("--profile", str(files.profile), "--plan", str(files.plan)),
         *("--port-base", str(port), "--kv-slots", "40", "--encrypt"),
     ]
-    with Serving(command, cache=cache) as serving:
+    with Serving(command, cache=cache, quickly=False) as serving:
         serving.said("Ready")
         yield Cluster(serving, port, cache)
         started = family.descendants(serving.process.pid)

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from launching import SERVERS, free_ports, write_files
+from quick import nursery, run_quickly
 from tiny import LAYERS, write_tiny_checkpoint
 from trimmoe import __version__, cli
 from trimmoe.core.errors import UserError
@@ -105,6 +106,7 @@ def test_methods_run_as_processes_one_after_another(
     layer that calibration found less important than an eighth of all, here each; what servers
     cannot run is said and not run."""
     files = write_files(tmp_path, SERVERS[:2], importance_quantiles=np.ones((LAYERS, 101)))
+    nursery()
     before = family.descendants(os.getpid())
     names = ("edgeshard", "mixture-of-depths", "paper")
     text = tmp_path / "text"
@@ -118,6 +120,7 @@ def test_methods_run_as_processes_one_after_another(
         *(part for name in names for part in ("--method", name)),
     ]
     monkeypatch.setattr(sys, "argv", ["trimmoe", "bench", "methods", *options])
+    run_quickly(monkeypatch.setattr)
     with pytest.raises(SystemExit) as left:
         cli.main()
     assert not left.value.code

@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from launching import Serving, answers, await_answer, free_ports, status, write_files
+from launching import PATIENCE_S, Serving, answers, await_answer, free_ports, status, write_files
 from test_launch_supervise import GONE, Answer, Fake, supervisor
 from trimmoe.core.errors import UserError
 from trimmoe.runtime.launch.deployment import Hello, Refused, Wanted
@@ -270,14 +270,15 @@ def test_trimmoe_serve_of_the_next_version_takes_servers_over_one_at_a_time(
     site.mkdir()
     (site / "sitecustomize.py").write_text(NEXT_VERSION.format(major=HERE, minor=NEXT))
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(site), *_python_path()]))
-    with Serving(command, cache=tmp_path / "cache") as serving:
+    # The next version is there from its process's first moment on.
+    with Serving(command, cache=tmp_path / "cache", quickly=False) as serving:
         serving.said("taking them over")
         serving.said("Ready")
         serving.said("Server attic moves to TrimMoE 9.9.")
         # The first one has met the other, which was still of the version before.
         assert answers(port) == 200
         assert folder.pid(0) != pids[0]
-        deadline_s = time.monotonic() + 60.0
+        deadline_s = time.monotonic() + PATIENCE_S
         while folder.pid(1) in (pids[1], None):
             assert time.monotonic() < deadline_s, "the other one moves too"
             time.sleep(0.1)
