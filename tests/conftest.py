@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import sys
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import pytest
@@ -13,6 +15,8 @@ if TYPE_CHECKING:
 # On two cores, many small matrices run faster without threads that wait for one another.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
+# Those there are otherwise do not spin while they wait: other tests have the cores.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 
 LONGEST = (
@@ -49,6 +53,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return order.get(item.path.stem, len(order)), item.path not in slow
 
     items.sort(key=turn)
+
+
+@pytest.fixture(autouse=True)
+def _threads() -> Iterator[None]:
+    """What a test has torch compute with is not what all later ones do."""
+    yield
+    if (torch := sys.modules.get("torch")) is not None and torch.get_num_threads() != 1:
+        torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="module")
