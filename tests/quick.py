@@ -30,9 +30,11 @@ from typing import IO, Any, Never
 
 PRELOADED = (
     "trimmoe.api.app",
+    "trimmoe.calibrate.run",
     "trimmoe.cli",
     "trimmoe.experiments.chaos.stage",
     "trimmoe.experiments.serve_cluster",
+    "trimmoe.experiments.serve_local",
     "trimmoe.models.qwen2_moe",
     "trimmoe.runtime.launch.join",
     "trimmoe.runtime.launch.nodes",

@@ -8,10 +8,12 @@ from dataclasses import replace
 from standin import FACTORIES
 from trimmoe.core.errors import UserError
 from trimmoe.experiments.serve_cluster import pieces_of, serve_here
+from trimmoe.runtime.launch import processes
 from trimmoe.runtime.launch.config import serve_config
 
 
 def main() -> int:
+    processes._CALM_S = 1.0  # Tests wait for a spare.
     name, *pairs = sys.argv[1:]
     config = serve_config(None, dict(pair.split("=", 1) for pair in pairs))
     try:

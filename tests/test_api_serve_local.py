@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import re
 import signal
 import socket
-import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -18,6 +16,7 @@ import numpy as np
 import pytest
 
 from factories import random_cluster, random_profile
+from launching import Serving
 from synthetic import random_plan
 from tiny import LAYERS, write_tiny_checkpoint
 from trimmoe import cli
@@ -43,26 +42,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @contextmanager
-def started(*arguments: object) -> Iterator[tuple[str, subprocess.Popen[str]]]:
+def started(*arguments: object) -> Iterator[tuple[str, Serving]]:
     """The command's base URL and process; it must have ended when the block does."""
-    command = [sys.executable, "-m", "trimmoe.cli", "serve-local", "--port", 0, *arguments]
-    process = subprocess.Popen(
-        [str(part) for part in command],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=os.environ | {"COLUMNS": "200", "PYTHONUNBUFFERED": "1"},
-    )
-    try:
-        assert process.stdout is not None
-        said = process.stdout.readline()
-        found = re.search(r"http://[\d.]+:\d+", said)
-        assert found, said or (process.stderr and process.stderr.read())
-        yield found.group(), process
-        assert process.poll() is not None, "the test ends the process"
-    finally:
-        process.kill()
-        process.communicate()
+    command = ["-m", "trimmoe.cli", "serve-local", "--port", 0, *arguments]
+    with Serving([str(part) for part in command]) as serving:
+        serving.said("Ctrl-C to stop")
+        found = re.search(r"http://[\d.]+:\d+", serving.text)
+        assert found, serving.text
+        yield found.group(), serving
+        assert serving.process.poll() is not None, "the test ends the process"
 
 
 def complete(url: str, **changes: object) -> httpx.Response:
@@ -70,26 +58,25 @@ def complete(url: str, **changes: object) -> httpx.Response:
     return httpx.post(f"{url}/v1/completions", json=body, timeout=60)
 
 
-def stopped_cleanly(process: subprocess.Popen[str]) -> None:
+def stopped_cleanly(serving: Serving) -> None:
     """Ctrl-C ends the process without a complaint."""
-    process.send_signal(signal.SIGINT)
-    _, complaint = process.communicate(timeout=60)
-    assert process.returncode == 0, complaint
-    assert "Traceback" not in complaint
+    serving.process.send_signal(signal.SIGINT)
+    assert serving.ended() == 0, serving.text
+    assert "Traceback" not in serving.text
 
 
 def test_without_profile_and_plan_the_exact_model_answers(folder: Path) -> None:
-    with started("--model", folder / "toy") as (url, process):
+    with started("--model", folder / "toy") as (url, serving):
         ledger = complete(url, quality_budget=0.5).json()["usage"]["trimmoe"]
         assert ledger["layers_executed"] == 5 * LAYERS
         assert ledger["hops"] == ledger["budget_spent"] == ledger["layers_skipped"] == 0
-        stopped_cleanly(process)
+        stopped_cleanly(serving)
 
 
 def test_with_a_plan_requests_are_trimmed_within_the_budget(folder: Path) -> None:
     given = ["--profile", folder / "profile.trim", "--plan", folder / "plan.trim"]
     options = ["--budget", 0.4, "--api-key", "secret", "--served-model-name", "toy"]
-    with started("--model", folder / "toy", *given, *options) as (url, process):
+    with started("--model", folder / "toy", *given, *options) as (url, serving):
         assert complete(url).status_code == 401
         client = httpx.Client(headers={"Authorization": "Bearer secret"}, timeout=60)
         body = {"model": "toy", "prompt": "Hello", "max_tokens": 30, "ignore_eos": True}
@@ -98,7 +85,7 @@ def test_with_a_plan_requests_are_trimmed_within_the_budget(folder: Path) -> Non
         assert ledger["hops"] > 0
         assert ledger["budget_credited"] == pytest.approx(29 * 0.4)
         assert 0 < ledger["budget_spent"] <= ledger["budget_credited"]
-        stopped_cleanly(process)
+        stopped_cleanly(serving)
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,6 @@ A user's mistake ends in one clear sentence and exit code 2, with nothing half-w
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from launching import Serving
 from tiny import write_tiny_checkpoint
 from trimmoe import cli
 from trimmoe.core.artifact import Header, save_artifact
@@ -78,8 +78,8 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
         ["plan", result.profile, CLUSTER, "--model", result.model, "-o", result.plan],
     ]
     for one in arguments:
-        command = [sys.executable, "-m", "trimmoe.cli", *map(str, one)]
-        subprocess.run(command, check=True, capture_output=True)
+        with Serving(["-m", "trimmoe.cli", *map(str, one)]) as ran:
+            assert ran.ended() == 0, ran.text
     return result
 
 

@@ -9,6 +9,9 @@ import numpy as np
 from trimmoe.core.specs import BoolArray, FloatArray, IntArray
 from trimmoe.simulator.settings import Load, Prefill
 
+_AT_ONCE = 256
+"""Requests that are drawn at a time."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Requests:
@@ -75,13 +78,13 @@ class Source:
     def until(self, end_s: float) -> Requests:
         """The requests of the open loop that arrive before `end_s`."""
         assert self._load.rate_per_s is not None
-        parts = []
-        while self._clock_s < end_s:
-            parts.append(self.draw(256))
+        most, parts = self._load.requests, [self.draw(_AT_ONCE)]
+        while self._clock_s < end_s and (most is None or _AT_ONCE * len(parts) < most):
+            parts.append(self.draw(_AT_ONCE))
         drawn = join_requests(parts)
         kept = drawn.arrival_s < end_s
-        if self._load.requests is not None:
-            kept[self._load.requests :] = False
+        if most is not None:
+            kept[most:] = False
         return drawn.taken(kept)
 
     def _arrivals(self, rng: np.random.Generator, count: int) -> FloatArray:
