@@ -56,7 +56,7 @@ def test_waiting_of_a_single_queue_is_that_of_m_d_1(use: float) -> None:
             duration_s=200.0,
             seeds=(seed,),
             max_batch=1,
-            control_s=50.0,
+            control_s=10.0,
         )
         waits.append(float(sample.token_s.mean()) - SERVICE_S)
         queued_s = (sample.after.waited_s - sample.before.waited_s).sum()
@@ -68,7 +68,7 @@ def test_waiting_of_a_single_queue_is_that_of_m_d_1(use: float) -> None:
 
 def test_a_metronome_below_capacity_never_waits() -> None:
     sample = one_queue().run(
-        single_tokens(0.9, burstiness=0.0), duration_s=20.0, max_batch=1, control_s=50.0
+        single_tokens(0.9, burstiness=0.0), duration_s=20.0, max_batch=1, control_s=10.0
     )
     np.testing.assert_allclose(sample.token_s, SERVICE_S, atol=1e-12)
 
@@ -76,7 +76,7 @@ def test_a_metronome_below_capacity_never_waits() -> None:
 def test_bursts_wait_longer_than_poisson() -> None:
     one = one_queue()
     smooth, bursty = (
-        one.run(single_tokens(0.6, burstiness=b), duration_s=100.0, max_batch=1, control_s=50.0)
+        one.run(single_tokens(0.6, burstiness=b), duration_s=100.0, max_batch=1, control_s=10.0)
         for b in (1.0, 8.0)
     )
     assert bursty.token_s.mean() > 2.0 * smooth.token_s.mean()

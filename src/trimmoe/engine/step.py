@@ -142,7 +142,8 @@ class Engine:
             case SequenceOpened():
                 return self._opened(state, event), ()
             case SequenceClosed():
-                left = {k: v for k, v in state.accounts.items() if k != event.sequence}
+                left = dict(state.accounts)
+                left.pop(event.sequence, None)
                 return changed(state, accounts=left), ()
             case TokensArrived():
                 return self._arrived(state, event)
