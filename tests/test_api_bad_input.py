@@ -12,7 +12,6 @@ import httpx
 import pytest
 from pydantic import BaseModel, ValidationError
 
-from hostile_http import fuzz
 from serving import MODEL, open_tiny, served
 from tiny import CONTEXT, VOCABULARY
 from trimmoe.api.guards import BodyLimit
@@ -275,6 +274,8 @@ def test_any_request_that_the_document_allows_or_not_is_answered_as_it_says(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
     """Schemathesis against the OpenAPI document, the service answering for real."""
+    from hostile_http import fuzz  # Only here: every process that collects tests would take it.
+
     tiny = open_tiny(tmp_path_factory.mktemp("fuzzed"))
     with served(tiny.exact(slots=8, max_waiting=512)) as url:
         assert fuzz(url, 18) == {

@@ -21,6 +21,7 @@ def test_there_is_enough_to_calibrate_and_the_rest_is_held_out() -> None:
 def test_it_is_prose_and_always_the_same() -> None:
     text = sample_text("held-out")
     module._paragraphs.cache_clear()
+    module._documentation.cache_clear()
     assert text == sample_text("held-out")
     assert ">>>" not in text
     assert sum(letter.isalpha() or letter == " " for letter in text) > 0.9 * len(text)

@@ -9,16 +9,20 @@ from __future__ import annotations
 
 import ast
 import sysconfig
+from collections import deque
 from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeVar
 
 from trimmoe.core.artifact import written_whole
 
 Part = Literal["calibration", "held-out"]
 _HELD_OUT_EVERY = 4
 _DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+_BLOCKS = ("body", "handlers", "orelse", "finalbody", "cases")
+"""Where statements have others, in the order of their fields."""
+Source = TypeVar("Source", str, Path)
 
 
 def sample_text(part: Part) -> str:
@@ -35,15 +39,15 @@ def _paragraphs(part: Part) -> tuple[str, ...]:
 
     Kept, for parsing the whole library takes seconds.
     """
-    texts = [*_split(_chapters(), part), *_split(_module_texts(), part)]
+    texts = [*_split(_chapters(), part), *map(_documentation, _split(_modules(), part))]
     found = (paragraph for text in texts for paragraph in text.split("\n\n"))
     return tuple(dict.fromkeys(" ".join(p.split()) for p in found if _is_prose(p)))
 
 
-def _split(texts: Iterable[str], part: Part) -> Iterator[str]:
-    for number, text in enumerate(texts):
+def _split(sources: Iterable[Source], part: Part) -> Iterator[Source]:
+    for number, source in enumerate(sources):
         if (number % _HELD_OUT_EVERY == 0) == (part == "held-out"):
-            yield text
+            yield source
 
 
 def _chapters() -> list[str]:
@@ -52,12 +56,26 @@ def _chapters() -> list[str]:
     return [topics[name] for name in sorted(topics)]
 
 
-def _module_texts() -> Iterator[str]:
-    """All documentation strings of each module that is a file of its own; none is imported."""
-    for path in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("[a-z]*.py")):
-        tree = ast.parse(path.read_text(encoding="utf-8"))
-        documented = (node for node in ast.walk(tree) if isinstance(node, _DOCUMENTED))
-        yield "\n\n".join(filter(None, map(ast.get_docstring, documented)))
+def _modules() -> list[Path]:
+    """Each that is a file of its own."""
+    return sorted(Path(sysconfig.get_paths()["stdlib"]).glob("[a-z]*.py"))
+
+
+@cache
+def _documentation(module: Path) -> str:
+    """All documentation strings of a module, which is not imported."""
+    tree = ast.parse(module.read_text(encoding="utf-8"))
+    documented = (node for node in _walk(tree) if isinstance(node, _DOCUMENTED))
+    return "\n\n".join(filter(None, map(ast.get_docstring, documented)))
+
+
+def _walk(tree: ast.Module) -> Iterator[ast.AST]:
+    """As `ast.walk`, in its order, but for expressions: nothing in them has documentation."""
+    ahead: deque[ast.AST] = deque([tree])
+    while ahead:
+        node = ahead.popleft()
+        ahead.extend(child for name in _BLOCKS for child in getattr(node, name, ()))
+        yield node
 
 
 def _is_prose(paragraph: str) -> bool:
