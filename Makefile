@@ -4,6 +4,8 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 DOCS_STAMP := .venv/.installed-docs
 OUT ?= demo-output
+# Most installed modules are never imported: what is, is compiled then, and kept.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help demo compare test suite lint style types warm check bench docs dist clean
 help:
@@ -17,11 +19,11 @@ help:
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[dev]"
+	$(BIN)/python -m pip install --quiet --no-compile -c constraints.txt -e ".[dev]"
 	@touch $@
 
 $(DOCS_STAMP): $(STAMP)
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[docs]"
+	$(BIN)/python -m pip install --quiet --no-compile -c constraints.txt -e ".[docs]"
 	@touch $@
 
 demo: $(STAMP)
