@@ -6,6 +6,8 @@ from __future__ import annotations
 import asyncio
 import os
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,6 +22,8 @@ from trimmoe.core.plan import Plan
 from trimmoe.core.profile import Profile
 from trimmoe.experiments.methods import make_engine
 from trimmoe.models.base import MoEView
+from trimmoe.models.compiled.forms import FORMS
+from trimmoe.models.compiled.view import CompiledView
 from trimmoe.models.exact import exact_logits, greedy
 from trimmoe.models.general.catalogue import SERVED, TEXT_PARTS
 from trimmoe.models.general.view import GeneralView
@@ -47,6 +51,32 @@ ON_SERVERS = [
     if one in COVERING or os.environ.get("TRIMMOE_ALL_FAMILIES")
 ]
 """Servers see nothing of a family but its view, which is compared in one process for all."""
+_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 32,
+    "mscale": 0.7,
+    "mscale_all_dim": 0.7,
+}
+VARIANTS: list[tuple[str, dict[str, Any]]] = [
+    ("deepseek_v2", {"topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2}),
+    ("deepseek_v2", {"q_lora_rank": None, "rope_parameters": _YARN}),
+    ("deepseek_v3", {"rope_interleave": False, "norm_topk_prob": False, "v_head_dim": 24}),
+    ("glm4_moe", {"use_qk_norm": True, "attention_bias": True, "n_group": 4, "topk_group": 2}),
+    ("gpt_oss", {"rope_parameters": _YARN, "num_key_value_heads": 4, "tie_word_embeddings": True}),
+    (
+        "minimax_m2",
+        {
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 1e4,
+                "partial_rotary_factor": 0.5,
+            }
+        },
+    ),
+]
+"""What published models of compiled families have that the tiny ones lack."""
 NEW = 10
 _SMALL = CalibrationSettings(
     tokens=96,
@@ -73,13 +103,52 @@ def it(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory)
 def test_one_process_generates_what_transformers_does(it: Specimen) -> None:
     """Sequences of unequal length together, whole prompts and in pieces."""
     asked = prompts(9, 1, 14)
-    assert isinstance(it.view, GeneralView)
-    assert greedy(it.view, asked, NEW) == [it.generated(one, NEW) for one in asked]
+    expected = [it.generated(one, NEW) for one in asked]
+    assert greedy(it.view, asked, NEW) == expected
+    assert isinstance(it.view, CompiledView if _is_compiled(it) else GeneralView)
+    if _is_compiled(it):
+        modules = it.modules()
+        assert isinstance(modules, GeneralView)
+        assert greedy(modules, asked, NEW) == expected
+        _routes_alike(it.view, modules)
     with torch.no_grad():
         theirs = [it.reference(torch.tensor([one])).logits[0] for one in asked]
     for chunk in (None, 5):
         for ours, their in zip(exact_logits(it.view, asked, chunk=chunk), theirs, strict=True):
             torch.testing.assert_close(ours, their, rtol=0, atol=2e-4 * float(their.abs().max()))
+
+
+def _is_compiled(it: Specimen) -> bool:
+    return it.reference.config.get_text_config().model_type in FORMS
+
+
+def _routes_alike(view: MoEView, modules: MoEView) -> None:
+    rows = torch.randn(20, view.spec.hidden_size, generator=torch.Generator().manual_seed(0))
+    for layer in range(view.spec.layer_count):
+        ours, theirs = view.route(layer, rows), modules.route(layer, rows)
+        assert torch.equal(ours.experts, theirs.experts)
+        torch.testing.assert_close(ours.gates, theirs.gates, rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(ours.probabilities, theirs.probabilities, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize(("family", "more"), VARIANTS)
+def test_compiled_steps_do_what_configurations_ask(
+    family: str, more: dict[str, Any], tmp_path: Path
+) -> None:
+    it, asked = specimen(family, tmp_path, **more), prompts(9, 14)
+    assert isinstance(it.view, CompiledView)
+    assert greedy(it.view, asked, NEW) == [it.generated(one, NEW) for one in asked]
+    with torch.no_grad():
+        theirs = [it.reference(torch.tensor([one])).logits[0] for one in asked]
+    for ours, their in zip(exact_logits(it.view, asked), theirs, strict=True):
+        torch.testing.assert_close(ours, their, rtol=0, atol=1e-5 * float(their.abs().max()))
+    _routes_alike(it.view, it.modules())
+
+
+def test_what_compiled_steps_do_not_know_runs_by_modules(tmp_path: Path) -> None:
+    it, (asked,) = specimen("deepseek_v3", tmp_path, attention_bias=True), prompts(9)
+    assert isinstance(it.view, GeneralView)
+    assert greedy(it.view, [asked], NEW) == [it.generated(asked, NEW)]
 
 
 @pytest.mark.parametrize("it", SOME, indirect=True)

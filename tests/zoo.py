@@ -318,6 +318,10 @@ class Specimen:
         )
         return made[0, len(prompt) :].tolist()
 
+    def modules(self) -> MoEView:
+        """The same by transformers' own modules, where the view is compiled."""
+        return open_model(self.folder, compiled=False)
+
     def tiny(self) -> Tiny:
         """What tests of nodes take."""
         return _Untold(folder=self.folder, view=self.view, tokenizer=None)

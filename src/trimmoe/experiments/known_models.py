@@ -10,6 +10,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from trimmoe.core.precision import Precision
+from trimmoe.models.compiled.forms import FORMS
 from trimmoe.models.from_config import ModelSizes, require_served, sizes_from_config
 from trimmoe.models.general.catalogue import (
     ENCODER_DECODERS,
@@ -29,6 +30,7 @@ def print_families(console: Console, *, every: bool) -> None:
     served = {
         **dict.fromkeys(FAST, "compiled"),
         **dict.fromkeys(SERVED, "its own modules"),
+        **dict.fromkeys(FORMS, "compiled"),
         **dict.fromkeys(TEXT_PARTS, "its own modules, text alone"),
         **dict.fromkeys(ENCODER_DECODERS, "its own modules, one process"),
     }
@@ -42,6 +44,11 @@ def print_families(console: Console, *, every: bool) -> None:
     console.print(
         f"{len(served)} families have been shown to answer as transformers does, token for token. "
         "Others of transformers are tried by the same adapter.",
+        highlight=False,
+    )
+    console.print(
+        "A compiled step is that of float32, int8 and int4 on processors; elsewhere models run by "
+        "their own modules.",
         highlight=False,
     )
     console.print(

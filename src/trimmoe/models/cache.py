@@ -42,8 +42,10 @@ class KVCache:
         dtype: torch.dtype,
         device: torch.device,
         padded_size: int | None = None,
+        values_are_keys: bool = False,
     ) -> None:
-        """`padded_size`: what a head's rows take in memory, zeros behind the head size."""
+        """`padded_size`: what a head's rows take in memory, zeros behind the head size.
+        `values_are_keys`: whether both are the same numbers, which are then kept once."""
         self.slots = slots
         self.context_limit = context_limit
         self._heads = heads
@@ -51,6 +53,7 @@ class KVCache:
         self._dtype = dtype
         self._device = device
         self._padded_size = head_size if padded_size is None else padded_size
+        self._once = values_are_keys
         self._slabs: dict[int, tuple[Tensor, Tensor]] = {}
         self._addresses = np.zeros((0, 4), dtype=np.int64)
         self._free = list(range(slots))
@@ -63,7 +66,8 @@ class KVCache:
     @property
     def bytes(self) -> int:
         """Memory the slabs take now."""
-        return sum(keys.nbytes + values.nbytes for keys, values in self._slabs.values())
+        both = sum(keys.nbytes + values.nbytes for keys, values in self._slabs.values())
+        return both // 2 if self._once else both
 
     def alloc(self) -> int:
         """Take the lowest free slot; there must be one."""
@@ -179,7 +183,8 @@ class KVCache:
         # inference mode, because a slab made inside it could not be written outside it.
         shape = (self.slots, self._heads, capacity, self._padded_size)
         with torch.inference_mode(False):
-            return self._zeros(shape), self._zeros(shape)
+            keys = self._zeros(shape)
+            return keys, keys if self._once else self._zeros(shape)
 
     def _zeros(self, shape: tuple[int, ...]) -> Tensor:
         if self._device.type == "cpu" and self._dtype is torch.float32:

@@ -10,7 +10,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -18,7 +17,14 @@ from trimmoe.core.precision import Precision
 from trimmoe.core.specs import IntArray, ModelSpec
 from trimmoe.models.base import BytesRead, MoEView
 from trimmoe.models.checkpoint import Checkpoint
-from trimmoe.models.compiled.build import can_compile, parts_of, shape_of, tables_of
+from trimmoe.models.compiled.build import (
+    can_compile,
+    parts_of,
+    shape_of,
+    stand_in,
+    tables_of,
+    turns_whole_heads,
+)
 from trimmoe.models.compiled.view import CompiledView
 from trimmoe.models.decoder_view import DecoderView, window_of
 from trimmoe.models.experts import ExpertStacks
@@ -112,11 +118,11 @@ class DecoderFamily:
             )
 
         stacks = load(choice)
-        if compiled and not streamed and can_compile(config, dtype, device):
+        known = can_compile(config, dtype, device) and turns_whole_heads(config)
+        if compiled and not streamed and known:
             view = _compiled(config, geometry, model, stacks, spec, read, precision)
             if stand_ins is not None:
-                _stand_in(view, load, stand_ins)
-                view.stand_in_bits = stand_ins
+                stand_in(view, lambda layer, ids: load({layer: ids})[layer], stand_ins)
             return view
         refuse_quantised(spec.name, precision)
         return DecoderView(
@@ -169,22 +175,14 @@ def _compiled(
     precision: Precision,
 ) -> CompiledView:
     """The same model in compiled blocks; what the modules hold can be let go."""
-    shape = shape_of(config, geometry, model)
-    windows = [window_of(layer.self_attn, config) for layer in model.model.layers]
-    tables = tables_of(shape, geometry, model, stacks, windows, precision)
-    return CompiledView(parts_of(model, stacks.loaded, precision), tables, spec, read)
-
-
-def _stand_in(
-    view: CompiledView, load: Callable[[ExpertChoice], ExpertStacks], bits: IntArray
-) -> None:
-    """Give a view copies of experts that it was opened without, layer by layer; bits [N, E]."""
-    for layer, wanted in enumerate(bits):
-        ids = [each for each in np.flatnonzero(wanted).tolist() if each not in view.loaded[layer]]
-        if ids:
-            stack = load({layer: ids})[layer]
-            for at, expert in enumerate(stack.order):
-                view.add_copy(layer, expert, int(wanted[expert]), stack.up[at], stack.down[at])
+    decoder = model.model
+    shape = shape_of(config, geometry, decoder)
+    windows = [window_of(layer.self_attn, config) for layer in decoder.layers]
+    tables = tables_of(
+        shape, geometry, decoder, stacks.loaded, stacks.__getitem__, windows, precision
+    )
+    parts = parts_of(decoder, model.lm_head.weight, stacks.loaded, precision)
+    return CompiledView(parts, tables, spec, read)
 
 
 def _moe_blocks(config: Any) -> tuple[int, ...]:

@@ -51,8 +51,8 @@ class ExpertStack:
         # Views made once: at one token, slicing would cost a good part of the product.
         self._ups = up.unbind(0)
         self._downs = down.unbind(0)
-        self._up_biases = _each(up_bias, len(ids))
-        self._down_biases = _each(down_bias, len(ids))
+        self.up_biases = _each(up_bias, len(ids))
+        self.down_biases = _each(down_bias, len(ids))
         self._index = {expert: index for index, expert in enumerate(ids)}
         self._activation = activation
         self._weighs_input = weighs_input
@@ -117,10 +117,10 @@ class ExpertStack:
             ) from None
 
     def _up(self, rows: Tensor, index: int) -> Tensor:
-        return F.linear(rows, self._ups[index], self._up_biases[index])
+        return F.linear(rows, self._ups[index], self.up_biases[index])
 
     def _down(self, inner: Tensor, index: int) -> Tensor:
-        return F.linear(inner, self._downs[index], self._down_biases[index])
+        return F.linear(inner, self._downs[index], self.down_biases[index])
 
     def _act(self, inner: Tensor) -> Tensor:
         if not self._gated:

@@ -13,7 +13,18 @@ from pathlib import Path
 
 from filelock import FileLock
 
-_COMPILED = ("attention", "lanes", "product", "step")
+_COMPILED = (
+    "attending",
+    "attention",
+    "columns",
+    "gating",
+    "kinds",
+    "lanes",
+    "latent_step",
+    "product",
+    "routing",
+    "step",
+)
 """Files that hold compiled functions."""
 
 

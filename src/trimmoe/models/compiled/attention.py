@@ -13,9 +13,9 @@ from numba import njit, prange, types
 from numba.core import cgutils
 from numba.np.numpy_support import carray
 
+from trimmoe.models.compiled.kinds import GATED_SILU, SCORES_SOFTMAX
 from trimmoe.models.compiled.lanes import LANES, exp_lanes, intrinsic, make_dots, make_mix
 
-NORM_NONE, NORM_HEADS, NORM_WHOLE = 0, 1, 2
 _keys3x2, _keys3x1, _keys1x4, _keys1x1 = (
     make_dots(heads, keys) for heads, keys in ((3, 2), (3, 1), (1, 4), (1, 1))
 )
@@ -44,6 +44,31 @@ class Shape(NamedTuple):
     """Queries, keys and values are clipped to it; infinite for no limit."""
     routed: int
     """Width of a routed expert."""
+    scale: float
+    """Of products of queries and keys."""
+    rotary: int
+    """Numbers of each head that are turned: its first ones, or those behind the `latent` ones."""
+    scores: int = SCORES_SOFTMAX
+    """What the router makes of its logits."""
+    groups: int = 1
+    """Of experts."""
+    kept_groups: int = 1
+    """Of which experts are chosen."""
+    best_of_group: int = 0
+    """How many best scores a group is judged by."""
+    gate_scale: float = 1.0
+    """Of what gates are besides."""
+    gated: int = GATED_SILU
+    """What lies between the projections of routed experts."""
+    steepness: float = 1.0
+    """Of a clamped gate's sigmoid."""
+    limit: float = float("inf")
+    """That a clamped gate and what it multiplies are held to."""
+    latent: int = 0
+    """Numbers that keys and values are compressed to; 0 where they are not. A head of queries and
+    the one of keys are then so many, and the `rotary` ones; values are the keys."""
+    value: int = 0
+    """Numbers that a head gives there."""
     threads: int = 1
     """That large products and long prompts may use."""
 
@@ -67,7 +92,9 @@ def address(array):
 
 
 @intrinsic
-def _pointer(typingctx, address):  # pyright: ignore
+def pointer(typingctx, address):  # pyright: ignore
+    """An address as a pointer."""
+
     def generate(context, builder, signature, args):
         return builder.inttoptr(args[0], cgutils.voidptr_t)
 
@@ -77,15 +104,21 @@ def _pointer(typingctx, address):  # pyright: ignore
 @jit
 def floats(address, size):
     """The vector at an address."""
-    return carray(_pointer(address), (size,), np.float32)
+    return carray(pointer(address), (size,), np.float32)
+
+
+@jit
+def integers(address, rows, columns):
+    """The table [rows, columns] at an address."""
+    return carray(pointer(address), (rows, columns), np.int64)
 
 
 @jit
 def slabs_of(shape, slab):
     """Keys and values of one block, [slots, G, capacity, head_wide]."""
     sizes = (slab[2], shape.kv_heads, slab[3], shape.head_wide)
-    keys = carray(_pointer(slab[0]), sizes, np.float32)
-    return keys, carray(_pointer(slab[1]), sizes, np.float32)
+    keys = carray(pointer(slab[0]), sizes, np.float32)
+    return keys, carray(pointer(slab[1]), sizes, np.float32)
 
 
 @jit
@@ -118,13 +151,15 @@ def head_norm(x, heads, head, weight, epsilon):
 
 
 @jit
-def rotate(x, heads, head, cosine, sine, positions):
-    """Rotary embedding of every head, in place; `cosine`, `sine` [positions, head]."""
-    half = head // 2
+def rotate(x, heads, head, first, size, rotary, positions):
+    """Rotary embedding of the numbers [first, first + size) of every head, in place; `rotary` are
+    cosine and sine [positions, size]."""
+    cosine, sine = rotary
+    half = size // 2
     for r in range(x.shape[0]):
         at = positions[r]
         for h in range(heads):
-            start = h * head
+            start = h * head + first
             for i in range(half):
                 a, b = x[r, start + i], x[r, start + half + i]
                 x[r, start + i] = a * cosine[at, i] - b * sine[at, i]
@@ -177,9 +212,10 @@ def write(shape, key, value, places, r, keys, values):
 
 
 @jit
-def attention(shape, window, query, key, value, places, keys, values, aside, out):
+def attention(shape, window, sinks, query, key, value, places, keys, values, aside, out):
     """Attention of rows over the cache, causal, into out [n, wide(H * head)].
 
+    `sinks` is the address of a score of each head that takes its share and gives nothing, or 0;
     `key` and `value` [n, G * head] are the rows' own. They are written into the slabs first; those
     that are looked at `aside` see their own only, and what was there before is put back.
     """
@@ -191,15 +227,15 @@ def attention(shape, window, query, key, value, places, keys, values, aside, out
         for r in range(count):
             one = places[0][r : r + 1], places[1][r : r + 1]
             _exchange(shape, key, value, one, r, keys, values, room)
-            _some(shape, window, query, places, keys, values, out, r, r + 1, longest)
+            _some(shape, window, sinks, query, places, keys, values, out, r, r + 1, longest)
             write(shape, room[0], room[1], one, 0, keys, values)
         return
     for r in range(count):
         write(shape, key, value, places, r, keys, values)
     if shape.threads > 1 and count >= _FEW_ROWS:
-        _parallel(shape, window, query, places, keys, values, out, longest)
+        _parallel(shape, window, sinks, query, places, keys, values, out, longest)
     else:
-        _some(shape, window, query, places, keys, values, out, 0, count, longest)
+        _some(shape, window, sinks, query, places, keys, values, out, 0, count, longest)
 
 
 @jit
@@ -214,16 +250,16 @@ def _exchange(shape, key, value, place, r, keys, values, room):
 
 
 @njit(nogil=True, error_model="numpy", cache=True, parallel=True)
-def _parallel(shape, window, query, places, keys, values, out, longest):
+def _parallel(shape, window, sinks, query, places, keys, values, out, longest):
     # Strided, as later rows of a prompt have more to look at.
     count = query.shape[0]
     for part in prange(shape.threads):
         for r in range(part, count, shape.threads):
-            _some(shape, window, query, places, keys, values, out, r, r + 1, longest)
+            _some(shape, window, sinks, query, places, keys, values, out, r, r + 1, longest)
 
 
 @jit
-def _some(shape, window, query, places, keys, values, out, first, last, longest):
+def _some(shape, window, sinks, query, places, keys, values, out, first, last, longest):
     """The rows [first, last)."""
     slots, positions = places
     head, head_wide = shape.head, shape.head_wide
@@ -233,7 +269,7 @@ def _some(shape, window, query, places, keys, values, out, first, last, longest)
     heads = np.zeros((group, head_wide), dtype=np.float32)
     total = np.zeros(LANES, dtype=np.float32)
     score_row, wide_row = scores.shape[1] * 4, head_wide * 4
-    scale = np.float32(1.0 / np.sqrt(head))
+    scale = np.float32(shape.scale)
     for r in range(first, last):
         stop = positions[r] + 1
         start = max(0, stop - window) if window > 0 else 0
@@ -245,7 +281,11 @@ def _some(shape, window, query, places, keys, values, out, first, last, longest)
             base = ((slots[r] * keys.shape[1] + g) * keys.shape[2] + start) * wide_row
             key, value = address(keys) + base, address(values) + base
             _scores(key, wide_row, count, address(heads), group, address(scores), score_row)
-            weigh(scores, count, total)
+            if sinks != 0:
+                own = floats(sinks, shape.heads)
+                for h in range(group):
+                    scores[h, count] = own[g * group + h]
+            weigh(scores, count + (1 if sinks != 0 else 0), total)
             _mixed(
                 address(scores), score_row, value, wide_row, count, group, head_wide,
                 address(mixed), wide_row,

@@ -8,129 +8,35 @@ from __future__ import annotations
 
 import numpy as np
 
+from trimmoe.models.compiled.attending import attend, leave, times
 from trimmoe.models.compiled.attention import (
-    NORM_HEADS,
-    NORM_NONE,
-    NORM_WHOLE,
     Shape,
     address,
-    attention,
     floats,
-    head_norm,
     jit,
     norm,
-    rotate,
     slabs_of,
-    weigh,
     whole_panels,
     wide,
-    write,
 )
+from trimmoe.models.compiled.columns import (
+    DOWN,
+    DOWN_BIAS,
+    EXPERTS_NORM,
+    LAYER,
+    QUERY,
+    SHARED_DOWN,
+    SHARED_MIX,
+    SHARED_UP,
+    UP,
+    UP_BIAS,
+)
+from trimmoe.models.compiled.gating import between, gated_silu
 from trimmoe.models.compiled.lanes import LANES, exp_lanes
 from trimmoe.models.compiled.product import DATA, OUT, RECORD, product
+from trimmoe.models.compiled.routing import route
 
-__all__ = ["NORM_HEADS", "NORM_NONE", "NORM_WHOLE", "Shape", "norm", "slabs_of", "wide"]
-
-# Columns of a block.
-ATTENTION_NORM, EXPERTS_NORM, QUERY_NORM, KEY_NORM = 0, 1, 2, 3
-QUERY_BIAS, KEY_BIAS, VALUE_BIAS = 4, 5, 6
-WINDOW, LAYER = 7, 8
-_MATRICES = 9
-QUERY, KEY_VALUE, OUTPUT, ROUTER, SHARED_UP, SHARED_DOWN, SHARED_MIX = (
-    _MATRICES + RECORD * i for i in range(7)
-)
-"""`KEY_VALUE`: keys, then values; `SHARED_UP`: gate projections, then up projections; each padded
-to whole panels."""
-COLUMNS = _MATRICES + RECORD * 7
-# Columns of an expert.
-UP, DOWN = 0, RECORD
-EXPERT = 2 * RECORD
-
-
-@jit
-def _times(shape, block, column, x, rows, out):
-    product(block[column : column + RECORD], x, rows, out, shape.threads, 0)
-
-
-@jit
-def _biased(x, bias, size):
-    """Add a vector, of which the address is given, to each row."""
-    if bias != 0:
-        values = floats(bias, size)
-        for r in range(x.shape[0]):
-            for i in range(size):
-                x[r, i] += values[i]
-
-
-@jit
-def _clip(x, size, limit):
-    for r in range(x.shape[0]):
-        for i in range(size):
-            x[r, i] = min(max(x[r, i], np.float32(-limit)), np.float32(limit))
-
-
-@jit
-def _shaped(shape, x, heads, weight, rotary, positions):
-    """Norm, clip and turn queries or keys [n, heads * head] in place; `weight` is the norm's."""
-    size = heads * shape.head
-    if shape.qk_norm == NORM_WHOLE:
-        norm(x, weight, size, shape.epsilon, x)
-    if shape.clip < np.inf:
-        _clip(x, size, shape.clip)
-    if shape.qk_norm == NORM_HEADS:
-        head_norm(x, heads, shape.head, weight, shape.epsilon)
-    rotate(x, heads, shape.head, rotary[0], rotary[1], positions)
-
-
-@jit
-def _keys_values(shape, block, normed, rotary, positions):
-    """Keys and values [n, wide(G * head)] of rows [n, wide(d)]."""
-    count, size = normed.shape[0], shape.kv_heads * shape.head
-    padded = whole_panels(size)
-    both = np.empty((count, 2 * padded), dtype=np.float32)
-    _times(shape, block, KEY_VALUE, normed, count, both)
-    key = np.zeros((count, wide(size)), dtype=np.float32)
-    value = np.zeros((count, wide(size)), dtype=np.float32)
-    # Element by element here and elsewhere: slices take the compiler seconds.
-    for r in range(count):
-        for i in range(size):
-            key[r, i], value[r, i] = both[r, i], both[r, padded + i]
-    _biased(key, block[KEY_BIAS], size)
-    _biased(value, block[VALUE_BIAS], size)
-    _shaped(shape, key, shape.kv_heads, block[KEY_NORM], rotary, positions)
-    if shape.clip < np.inf:
-        _clip(value, size, shape.clip)
-    return key, value
-
-
-@jit
-def attend(shape, block, hidden, rotary, places, keys, values, aside):
-    """Attention of one block with its residual, on hidden [n, wide(d)] in place."""
-    count, size = hidden.shape[0], shape.heads * shape.head
-    normed = np.zeros_like(hidden)
-    norm(hidden, block[ATTENTION_NORM], shape.hidden, shape.epsilon, normed)
-    query = np.zeros((count, wide(size)), dtype=np.float32)
-    _times(shape, block, QUERY, normed, count, query)
-    _biased(query, block[QUERY_BIAS], size)
-    _shaped(shape, query, shape.heads, block[QUERY_NORM], rotary, places[1])
-    key, value = _keys_values(shape, block, normed, rotary, places[1])
-    mixed = np.zeros_like(query)
-    attention(shape, block[WINDOW], query, key, value, places, keys, values, aside, mixed)
-    after = block[SHARED_UP + DATA]
-    product(block[OUTPUT : OUTPUT + RECORD], mixed, count, normed, shape.threads, after)
-    for r in range(count):
-        for i in range(shape.hidden):
-            hidden[r, i] += normed[r, i]
-
-
-@jit
-def leave(shape, block, hidden, rotary, places, keys, values):
-    """Only write the keys and values that hidden [n, wide] has in a block."""
-    normed = np.zeros_like(hidden)
-    norm(hidden, block[ATTENTION_NORM], shape.hidden, shape.epsilon, normed)
-    key, value = _keys_values(shape, block, normed, rotary, places[1])
-    for r in range(hidden.shape[0]):
-        write(shape, key, value, places, r, keys, values)
+__all__ = ["Shape", "attend", "leave", "norm", "route", "slabs_of", "wide"]
 
 
 @jit
@@ -140,67 +46,17 @@ def read(shape, block, hidden, normed):
 
 
 @jit
-def route(shape, block, normed, logits, probabilities, experts, gates):
-    """Router: logits and softmax [n, wide(E)], the k most probable [n, k] with their gates."""
-    count = normed.shape[0]
-    _times(shape, block, ROUTER, normed, count, logits)
-    for r in range(count):
-        for e in range(shape.experts):
-            probabilities[r, e] = logits[r, e]
-    weigh(probabilities, shape.experts, np.zeros(LANES, dtype=np.float32))
-    for r in range(count):
-        for e in range(shape.experts, probabilities.shape[1]):
-            probabilities[r, e] = 0.0
-        _most_probable(shape, probabilities[r], experts[r])
-        total = np.float32(0.0)
-        for j in range(shape.top_k):
-            gates[r, j] = probabilities[r, experts[r, j]]
-            total += gates[r, j]
-        if shape.renormalise:
-            for j in range(shape.top_k):
-                gates[r, j] /= total
-
-
-@jit
-def _most_probable(shape, probabilities, experts):
-    for j in range(shape.top_k):
-        best = -1
-        for e in range(shape.experts):
-            taken = False
-            for i in range(j):
-                taken = taken or experts[i] == e
-            if not taken and (best < 0 or probabilities[e] > probabilities[best]):
-                best = e
-        experts[j] = best
-
-
-@jit
-def _gated(both, rows, size):
-    """silu(gate) * up for rows of both [n, 2 * whole_panels(size)], as [rows, wide(size)]."""
-    inner = np.zeros((rows, wide(size)), dtype=np.float32)
-    room = np.zeros(wide(size), dtype=np.float32)
-    at, steps, up = address(room), (size + LANES - 1) // LANES, whole_panels(size)
-    for r in range(rows):
-        for i in range(size):
-            room[i] = -both[r, i]
-        exp_lanes(at, at, steps)
-        for i in range(size):
-            inner[r, i] = both[r, i] / (np.float32(1.0) + room[i]) * both[r, up + i]
-    return inner
-
-
-@jit
 def dense(shape, block, normed, after, out):
     """The shared expert of a block, or its whole MLP where nothing is routed: [n, wide(d)]. What is
     read `after` it is as in `routed`."""
     count, size = normed.shape[0], block[SHARED_UP + OUT] // 2
     both = np.empty((count, 2 * size), dtype=np.float32)
     product(block[SHARED_UP : SHARED_UP + RECORD], normed, count, both, shape.threads, after)
-    inner = _gated(both, count, size)
+    inner = gated_silu(both, count, size)
     product(block[SHARED_DOWN : SHARED_DOWN + RECORD], inner, count, out, shape.threads, after)
     if block[SHARED_MIX + OUT] > 0:
         share = np.zeros((count, LANES), dtype=np.float32)
-        _times(shape, block, SHARED_MIX, normed, count, share)
+        times(shape, block, SHARED_MIX, normed, count, share)
         for r in range(count):
             share[r, 0] = -share[r, 0]
             at = address(share) + r * LANES * 4
@@ -262,8 +118,13 @@ def routed(shape, weights, normed, experts, gates, after, out):
                 x[i, c] = normed[rows[i] // slots, c]
         following = _following(counts, weights, e, after)
         product(weights[e, UP : UP + RECORD], x, found, both, shape.threads, following)
-        inner = _gated(both, found, size)
+        inner = between(shape, both, found, weights[e, UP_BIAS])
         product(weights[e, DOWN : DOWN + RECORD], inner, found, given, shape.threads, following)
+        if weights[e, DOWN_BIAS] != 0:
+            more = floats(weights[e, DOWN_BIAS], shape.hidden)
+            for i in range(found):
+                for c in range(shape.hidden):
+                    given[i, c] += more[c]
         for i in range(found):
             for c in range(x.shape[1]):
                 each[rows[i], c] = given[i, c]

@@ -10,7 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from trimmoe.models.compiled import step
+from trimmoe.core.precision import Precision
+from trimmoe.models.compiled import columns
+from trimmoe.models.compiled.attention import Shape
+from trimmoe.models.compiled.packing import packed
 from trimmoe.models.compiled.product import (
     DATA,
     END,
@@ -27,11 +30,23 @@ from trimmoe.models.compiled.product import (
 from trimmoe.models.quantise import Packed, placed
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExpertParts:
+    """An expert: gate and up projection [f, d] each, down projection [d, f], what is added to what
+    they give, [2 f] and [d], if anything."""
+
+    gate: Tensor
+    up: Tensor
+    down: Tensor
+    up_bias: Tensor | None = None
+    down_bias: Tensor | None = None
+
+
 @dataclass(kw_only=True)
 class Tables:
     """Blocks of a model; keeps what they point to."""
 
-    shape: step.Shape
+    shape: Shape
     blocks: NDArray[np.int64]
     """[B, COLUMNS]."""
     experts: NDArray[np.int64]
@@ -45,12 +60,12 @@ class Tables:
     """Where the matrices of an expert's copy are, [EXPERT], by block, expert and bits."""
 
     @staticmethod
-    def empty(shape: step.Shape, block_count: int, block_of: Sequence[int]) -> Tables:
+    def empty(shape: Shape, block_count: int, block_of: Sequence[int]) -> Tables:
         """Blocks with nothing in them yet."""
-        blocks = np.zeros((block_count, step.COLUMNS), dtype=np.int64)
-        blocks[:, step.LAYER] = -1
-        blocks[list(block_of), step.LAYER] = np.arange(len(block_of))
-        experts = np.zeros((block_count, shape.experts, step.EXPERT), dtype=np.int64)
+        blocks = np.zeros((block_count, columns.COLUMNS), dtype=np.int64)
+        blocks[:, columns.LAYER] = -1
+        blocks[list(block_of), columns.LAYER] = np.arange(len(block_of))
+        experts = np.zeros((block_count, shape.experts, columns.EXPERT), dtype=np.int64)
         return Tables(shape=shape, blocks=blocks, experts=experts, block_of=tuple(block_of))
 
     @property
@@ -61,9 +76,7 @@ class Tables:
     def vector(self, block: int, column: int, values: Tensor | None) -> None:
         """Note a vector, such as a norm's weights or a bias."""
         if values is not None:
-            array = values.detach().float().numpy().copy()
-            self.kept.append(array)
-            self.blocks[block, column] = array.ctypes.data
+            self.blocks[block, column] = self.keep(values)
 
     def matrix(self, block: int, matrices: Mapping[int, Packed]) -> None:
         """Note matrices, by column, that are read one after the other."""
@@ -71,21 +84,57 @@ class Tables:
         for column, matrix in zip(matrices, those, strict=True):
             self.blocks[block, column : column + RECORD] = record(matrix, those[-1])
 
-    def expert(self, block: int, expert: int, up: Packed, down: Packed) -> None:
-        """Note the matrices of an expert; those of its gate and up projection are one."""
-        up, down = self._keep(up, down)
-        self.matrices[block, expert] = up, down
-        self.experts[block, expert] = np.concatenate([record(up, down), record(down)])
+    def latents(
+        self, block: int, known: Sequence[int], pairs: Sequence[tuple[Packed, Packed]]
+    ) -> None:
+        """Note what is `known` of compressed keys, and two matrices of every head."""
+        records = [record(one) for pair in pairs for one in self._keep(*pair)]
+        table = np.concatenate([np.array(known, dtype=np.int64), *records])
+        self.kept.append(table)
+        self.blocks[block, columns.LATENTS] = table.ctypes.data
 
-    def copy(self, block: int, expert: int, bits: int, up: Packed, down: Packed) -> None:
-        """Note a copy of an expert in so many bits."""
+    def expert(self, block: int, expert: int, parts: ExpertParts, precision: Precision) -> None:
+        """Note an expert; the matrices of its gate and up projection are one."""
+        up = packed([parts.gate, parts.up], precision)
+        up, down = self._keep(up, packed([parts.down], precision))
+        self.matrices[block, expert] = up, down
+        self.experts[block, expert] = expert_record(up, down, self.keep_biases(parts))
+
+    def copy(
+        self, block: int, expert: int, bits: int, up: Packed, down: Packed, biases: tuple[int, int]
+    ) -> None:
+        """Note a copy of an expert in so many bits; `biases` are addresses, 0 for none."""
         up, down = self._keep(up, down)
-        self.copies[block, expert, bits] = np.concatenate([record(up, down), record(down)])
+        self.copies[block, expert, bits] = expert_record(up, down, biases)
+
+    def biases(self, block: int, expert: int) -> tuple[int, int]:
+        """Addresses of what is added to what an expert's projections give."""
+        both = self.experts[block, expert, [columns.UP_BIAS, columns.DOWN_BIAS]]
+        return int(both[0]), int(both[1])
+
+    def keep_biases(self, parts: ExpertParts) -> tuple[int, int]:
+        """Addresses of those of an expert, 0 for none."""
+        up, down = (
+            0 if bias is None else self.keep(bias) for bias in (parts.up_bias, parts.down_bias)
+        )
+        return up, down
+
+    def keep(self, values: Tensor) -> int:
+        """The address of a copy of numbers in single precision."""
+        array = values.detach().float().numpy().copy()
+        self.kept.append(array)
+        return array.ctypes.data
 
     def _keep(self, *matrices: Packed) -> tuple[Packed, ...]:
         those = placed(matrices)
         self.kept += those
         return those
+
+
+def expert_record(up: Packed, down: Packed, biases: tuple[int, int] = (0, 0)) -> NDArray[np.int64]:
+    """An expert as `step.routed` reads it, whose matrices are `placed`, with the addresses of
+    biases; whoever asks keeps what it points to."""
+    return np.concatenate([record(up, down), record(down), biases])
 
 
 def record(matrix: Packed, last: Packed | None = None) -> NDArray[np.int64]:

@@ -24,13 +24,13 @@ from trimmoe.models.base import (
 )
 from trimmoe.models.batching import describe
 from trimmoe.models.cache import KVCache
-from trimmoe.models.compiled import one_at_a_time, step
+from trimmoe.models.compiled import columns, one_at_a_time, step
 from trimmoe.models.compiled.product import RECORD, product
-from trimmoe.models.compiled.tables import Tables, record
+from trimmoe.models.compiled.tables import ExpertParts, Tables, record
 from trimmoe.models.quantise import Packed, pack, pack_bits
 
 if TYPE_CHECKING:
-    from trimmoe.models.compiled.build import Parts
+    from trimmoe.models.compiled.parts import Parts
 
 Floats = NDArray[np.float32]
 _KEPT_LAYOUTS = 64
@@ -103,6 +103,7 @@ class CompiledView(MoEView):
             heads=shape.kv_heads,
             head_size=shape.head,
             padded_size=shape.head_wide,
+            values_are_keys=shape.latent > 0,
             context_limit=self.spec.context_length,
             dtype=self.dtype,
             device=self.device,
@@ -261,7 +262,7 @@ class CompiledView(MoEView):
             -1 if wanted is None else self._blocks_of(wanted)[0],
             kept,
         )
-        layer = last if stopped == end else int(tables.blocks[stopped, step.LAYER])
+        layer = last if stopped == end else int(tables.blocks[stopped, columns.LAYER])
         passed = self._moe_blocks[first:layer]
         return Segment(
             layer=layer,
@@ -304,11 +305,12 @@ class CompiledView(MoEView):
             found.kept.extend(both)
         return found
 
-    def add_copy(self, layer: int, expert: int, bits: int, up: Tensor, down: Tensor) -> None:
-        """Keep a copy in so many bits of an expert that is not loaded: up [2 f, d], down [d, f]."""
-        halves = [half.float().numpy() for half in up.chunk(2)]
-        packed = pack_bits(halves, bits), pack_bits([down.float().numpy()], bits)
-        self._tables.copy(self._tables.block_of[layer], expert, bits, *packed)
+    def add_copy(self, layer: int, expert: int, bits: int, parts: ExpertParts) -> None:
+        """Keep a copy in so many bits of an expert that is not loaded."""
+        halves = [half.float().numpy() for half in (parts.gate, parts.up)]
+        packed = pack_bits(halves, bits), pack_bits([parts.down.float().numpy()], bits)
+        biases = self._tables.keep_biases(parts)
+        self._tables.copy(self._tables.block_of[layer], expert, bits, *packed, biases)
 
     def at_hand(self, held: BoolArray, bits: IntArray | None) -> AtHand:
         """The experts `held` [N, E], all of which are loaded, and copies in so many `bits` [N, E]
@@ -331,7 +333,7 @@ class CompiledView(MoEView):
         # Each half has its own panels, which may be padded.
         halves = [up[:size], up[up.shape[0] // 2 :][:size]]
         packed = pack_bits(halves, bits), pack_bits([down[: self.spec.hidden_size]], bits)
-        self._tables.copy(block, expert, bits, *packed)
+        self._tables.copy(block, expert, bits, *packed, self._tables.biases(block, expert))
 
     def run_home(
         self,
@@ -401,7 +403,7 @@ class CompiledView(MoEView):
         slabs, rotary = cache.addresses(blocks, length), self._rotary_tables(length)
         for at in blocks:
             keys, values = step.slabs_of(tables.shape, slabs[at])
-            is_dense = tables.blocks[at, step.LAYER] < 0
+            is_dense = tables.blocks[at, columns.LAYER] < 0
             run = step.dense_block if is_dense else step.attend
             run(tables.shape, tables.blocks[at], rows, rotary, places, keys, values, aside)
 
@@ -465,7 +467,7 @@ class CompiledView(MoEView):
         )
 
     def _rotary_tables(self, length: int) -> tuple[Floats, Floats]:
-        """Cosine and sine of every position so far, [P, head]."""
+        """Cosine and sine of every position so far, [P, rotary]."""
         if self._cosine.shape[0] < length:
             size = min(max(2 * length, 256), max(self.spec.context_length, length))
             cosine, sine = self._parts.rotary(torch.arange(size)[None])

@@ -28,7 +28,7 @@ from trimmoe.models.general.catalogue import ALIASES, STATE_MARKS, class_of
 from trimmoe.models.general.ending import Ending
 from trimmoe.models.general.halves import Halves, without_cache
 from trimmoe.models.general.layout import Layout
-from trimmoe.models.general.loading import fill, stacks_of
+from trimmoe.models.general.loading import ExpertReader, fill
 from trimmoe.models.general.passing import Passing
 from trimmoe.models.general.ports import Control
 from trimmoe.models.general.running import Call, Running, quietly
@@ -108,17 +108,31 @@ class GeneralFamily:
         chosen: list[Collection[int]] = [
             chosen_experts(choice, layer, spec.expert_count) for layer in range(layers)
         ]
-        stacks = stacks_of(
+        form = None if streamed or not compiled else _form(skeleton, dtype, device)
+        reader = ExpertReader(
             skeleton,
             checkpoint,
             stored,
-            chosen=chosen,
-            streamed=streamed,
             read=read,
             dtype=dtype,
             device=device,
-            precision=precision,
+            precision=precision if form is None else Precision.NONE,
         )
+        if form is not None:
+            from trimmoe.models.general.compiling import compiled_view
+
+            return compiled_view(
+                skeleton,
+                self.geometry(config),
+                form,
+                reader,
+                chosen=chosen,
+                spec=spec,
+                bytes_read=read,
+                precision=precision,
+                stand_ins=stand_ins,
+            )
+        stacks = reader.stacks(chosen, streamed=streamed)
         parts = _apart(skeleton, device)
         if precision is not Precision.NONE:
             _pack(skeleton, parts, precision)
@@ -128,6 +142,14 @@ class GeneralFamily:
         if self._built is None or self._built[0] is not config:
             self._built = config, build(config, self._model_type)
         return self._built[1]
+
+
+def _form(skeleton: Skeleton, dtype: torch.dtype, device: torch.device) -> Any | None:
+    """What compiled blocks are to do, if they can do what the model's modules do."""
+    # The compiled blocks take long to import.
+    from trimmoe.models.general.compiling import form_of
+
+    return form_of(skeleton, dtype, device)
 
 
 @quietly()

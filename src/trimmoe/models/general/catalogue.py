@@ -62,7 +62,7 @@ SERVED = (
     "sarvam_moe",
     "solar_open",
 )
-"""By the general adapter."""
+"""By the general adapter; `FORMS` has those of them whose decode step is compiled."""
 TEXT_PARTS = (
     "aria",
     "deepseek_ocr2",

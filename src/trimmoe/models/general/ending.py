@@ -145,6 +145,11 @@ def _simple(scale: float) -> float:
     return float(near) if abs(float(near) / scale - 1) < 0.01 else scale
 
 
+def changes_logits(config: Any) -> bool:
+    """Whether a text configuration names anything that is done to logits."""
+    return any(getattr(config, name, None) not in (None, 1.0) for name in _SCALES)
+
+
 def _cap(config: Any) -> float | None:
     return getattr(config.get_text_config(), "final_logit_softcapping", None)
 

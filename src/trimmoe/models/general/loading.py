@@ -62,42 +62,52 @@ def _compute_buffers(decoder: Any, device: torch.device) -> None:
             decoder._init_weights(module)
 
 
-def stacks_of(
-    skeleton: Skeleton,
-    checkpoint: Checkpoint,
-    stored: Stored,
-    *,
-    chosen: Sequence[Collection[int]],
-    streamed: bool,
-    read: BytesRead,
-    dtype: torch.dtype,
-    device: torch.device,
-    precision: Precision,
-) -> ExpertStacks:
-    """The chosen experts of every MoE layer; `read` counts their bytes."""
-    blocks = skeleton.moe_blocks
-    holders = [skeleton.layers[b].get_submodule(skeleton.experts[b].path) for b in blocks]
-    for holder in holders:
-        take_parameters(holder)
+class ExpertReader:
+    """Reads experts of MoE layers; `read` counts their bytes."""
 
-    def read_layer(layer: int) -> ExpertStack:
-        ids, before = sorted(chosen[layer]), checkpoint.bytes_read
-        parts = stored.experts(blocks[layer], ids)
-        read.experts += checkpoint.bytes_read - before
-        parts = {name: part.to(device, dtype) for name, part in parts.items()}
-        return _stack(layer, ids, parts, holders[layer], precision)
+    def __init__(
+        self,
+        skeleton: Skeleton,
+        checkpoint: Checkpoint,
+        stored: Stored,
+        *,
+        read: BytesRead,
+        dtype: torch.dtype,
+        device: torch.device,
+        precision: Precision,
+    ) -> None:
+        self._blocks, self._checkpoint, self._stored = skeleton.moe_blocks, checkpoint, stored
+        self._read, self._dtype, self._device = read, dtype, device
+        self._precision = precision
+        self._holders: list[Any] = [
+            skeleton.layers[b].get_submodule(skeleton.experts[b].path) for b in self._blocks
+        ]
+        for holder in self._holders:
+            take_parameters(holder)
 
-    def stream_layer(layer: int) -> ExpertStack:
-        # The files are closed in between: what they map would count as memory. Weights made in
-        # inference mode could not be used outside it.
-        with torch.inference_mode(False), torch.no_grad(), checkpoint:
-            return read_layer(layer)
+    def __call__(self, layer: int, ids: Collection[int]) -> ExpertStack:
+        """The experts `ids` of a layer."""
+        ids, before = sorted(ids), self._checkpoint.bytes_read
+        parts = self._stored.experts(self._blocks[layer], ids)
+        self._read.experts += self._checkpoint.bytes_read - before
+        parts = {name: part.to(self._device, self._dtype) for name, part in parts.items()}
+        return _stack(layer, ids, parts, self._holders[layer], self._precision)
 
-    if streamed:
-        for block in blocks:
-            stored.require_experts(block)
-    loaded = [frozenset(ids) for ids in chosen]
-    return ExpertStacks(loaded, stream_layer if streamed else read_layer, streamed=streamed)
+    def stacks(self, chosen: Sequence[Collection[int]], *, streamed: bool) -> ExpertStacks:
+        """The chosen experts of every MoE layer."""
+
+        def stream_layer(layer: int) -> ExpertStack:
+            # The files are closed in between: what they map would count as memory. Weights made in
+            # inference mode could not be used outside it.
+            with torch.inference_mode(False), torch.no_grad(), self._checkpoint:
+                return self(layer, chosen[layer])
+
+        if streamed:
+            for block in self._blocks:
+                self._stored.require_experts(block)
+        loaded = [frozenset(ids) for ids in chosen]
+        read = stream_layer if streamed else lambda layer: self(layer, chosen[layer])
+        return ExpertStacks(loaded, read, streamed=streamed)
 
 
 def _stack(

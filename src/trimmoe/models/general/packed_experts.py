@@ -14,8 +14,9 @@ from torch import Tensor
 
 from trimmoe.core.precision import Precision
 from trimmoe.models.base import DROPPED
-from trimmoe.models.compiled import step
-from trimmoe.models.compiled.tables import record
+from trimmoe.models.compiled import columns, step
+from trimmoe.models.compiled.kinds import NORM_NONE
+from trimmoe.models.compiled.tables import expert_record
 from trimmoe.models.compiled.view import widened
 from trimmoe.models.experts import Activation, ExpertStack
 from trimmoe.models.general.packed import Held
@@ -32,10 +33,10 @@ class PackedStack(ExpertStack):
         self._held_downs = [Held(one, precision) for one in down]
 
     def _up(self, rows: Tensor, index: int) -> Tensor:
-        return _biased(self._held_ups[index].times(rows), self._up_biases[index])
+        return _biased(self._held_ups[index].times(rows), self.up_biases[index])
 
     def _down(self, inner: Tensor, index: int) -> Tensor:
-        return _biased(self._held_downs[index].times(inner), self._down_biases[index])
+        return _biased(self._held_downs[index].times(inner), self.down_biases[index])
 
     def _act(self, inner: Tensor) -> Tensor:
         # One by one: torch computes numbers with other bits at other places of a tensor.
@@ -50,13 +51,13 @@ class GatedStack(ExpertStack):
         super().__init__(up=up.to("meta"), down=down.to("meta"), **rest)
         hidden, routed = down.shape[1:]
         self._kept: list[Any] = []
-        self._weights = np.zeros((max(self.order) + 1, step.EXPERT), dtype=np.int64)
+        self._weights = np.zeros((max(self.order) + 1, columns.EXPERT), dtype=np.int64)
         for at, expert in enumerate(self.order):
             halves = [half.detach().float().numpy() for half in up[at].chunk(2)]
             last = pack(down[at].detach().float().numpy(), precision)
-            both = placed([pack_joined(halves, precision), last])
-            self._kept.append(both)
-            self._weights[expert] = np.concatenate([record(one, both[-1]) for one in both])
+            first, last = placed([pack_joined(halves, precision), last])
+            self._kept.append((first, last))
+            self._weights[expert] = expert_record(first, last)
         self._shape = step.Shape(
             hidden=hidden,
             heads=1,
@@ -67,9 +68,11 @@ class GatedStack(ExpertStack):
             top_k=1,
             epsilon=0.0,
             renormalise=False,
-            qk_norm=step.NORM_NONE,
+            qk_norm=NORM_NONE,
             clip=float("inf"),
             routed=routed,
+            scale=1.0,
+            rotary=0,
         )
 
     def __call__(self, normed: Tensor, experts: Tensor, gates: Tensor) -> Tensor:
