@@ -153,6 +153,29 @@ def test_gpt_oss_is_read_as_it_is_published(tmp_path: Path) -> None:
     assert greedy(ours, asked, 8) == greedy(by_modules, asked, 8) == exact_tokens
 
 
+@pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe", "gemma4_text"])
+def test_blocks_of_fp8_are_read_of_any_family(family: str, tmp_path: Path) -> None:
+    """As DeepSeek and GLM publish them, of projections and experts apart."""
+    plain = zoo.write(family, tmp_path / "plain")
+    coded = zoo.write(family, tmp_path / "coded")
+    stored = load_file(plain / "model.safetensors")
+    exact = dict(stored)
+    for name in [one for one in stored if one.endswith("_proj.weight")]:
+        encoded = encoders.fp8((16, 8))(stored.pop(name).numpy())
+        for end, part in encoded.parts.items():
+            stored[name.removesuffix("weight") + end] = part
+        exact[name] = torch.from_numpy(encoded.values)
+    save_file(stored, coded / "model.safetensors")
+    save_file(exact, plain / "model.safetensors")
+    config = json.loads((coded / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [16, 8]}
+    (coded / "config.json").write_text(json.dumps(config))
+    asked = zoo.prompts(9, 4)
+    ours, theirs = open_model(coded, dtype=torch.float32), open_model(plain)
+    for our, their in zip(exact_logits(ours, asked), exact_logits(theirs, asked), strict=True):
+        assert torch.equal(our, their)
+
+
 @pytest.mark.parametrize(
     ("family", "changes", "sentence"),
     [

@@ -12,8 +12,10 @@ from torch import Tensor
 from trimmoe.core.errors import UserError
 from trimmoe.models.checkpoint import Checkpoint, Entry
 from trimmoe.models.family import ExpertNames
+from trimmoe.models.formats.gguf_families import extra_blocks, is_extra
 from trimmoe.models.formats.gguf_header import GgufHeader, GgufTensor
-from trimmoe.models.formats.gguf_names import dense_name, expert_tensor
+from trimmoe.models.formats.gguf_made import RECIPES, Made, made_of
+from trimmoe.models.formats.gguf_names import EXPERT_NAMES, dense_name, expert_tensor
 
 _ROTATED = re.compile(r"\.(q|k)_proj\.")
 
@@ -66,14 +68,22 @@ class GgufCheckpoint(Checkpoint):
         entry = self.entry(name)
         self.bytes_read += entry.nbytes // entry.shape[0]
         piece = self._pieces[name]
+        if isinstance(piece, Made):
+            return piece.row(index)
         assert piece.shape == piece.tensor.shape, f"{name} is read as a whole"
         assert piece.heads is None, f"{name} is read as a whole"
         return torch.from_numpy(piece.tensor.read(index))
 
 
-def _pieces(header: GgufHeader, names: ExpertNames) -> dict[str, _Piece]:
-    pieces: dict[str, _Piece] = {}
+def _pieces(header: GgufHeader, names: ExpertNames) -> dict[str, _Piece | Made]:
+    architecture = header.architecture
+    names = EXPERT_NAMES.get(architecture, names)
+    made, used = made_of(header, RECIPES.get(architecture, ()))
+    pieces: dict[str, _Piece | Made] = dict(made)
+    further = extra_blocks(header) > 0
     for stored, tensor in header.tensors.items():
+        if stored in used or (further and is_extra(header, stored)):
+            continue
         if (experts := expert_tensor(stored, names)) is not None:
             if experts.expert is not None:
                 piece = _Piece(tensor=tensor, shape=tensor.shape)
@@ -83,7 +93,7 @@ def _pieces(header: GgufHeader, names: ExpertNames) -> dict[str, _Piece]:
                 piece = _Piece(tensor=tensor, shape=tensor.shape[1:], expert=expert)
                 pieces[experts.name(expert)] = piece
             continue
-        name = dense_name(stored)
+        name = dense_name(stored, architecture)
         if name is None:
             raise UserError(
                 f"{tensor.file} holds a tensor {stored} that a model of the architecture "

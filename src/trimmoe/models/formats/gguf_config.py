@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 from trimmoe.core.errors import UserError
+from trimmoe.models.formats import gguf_families as families
 from trimmoe.models.formats.gguf_header import GgufHeader
+from trimmoe.models.formats.gguf_settings import required, rows, width
 
 _MODEL_TYPES = {
     "llama": "mixtral",
     "olmoe": "olmoe",
     "qwen2moe": "qwen2_moe",
     "qwen3moe": "qwen3_moe",
+    "deepseek2": "deepseek_v3",
+    "glm4moe": "glm4_moe",
+    "gpt-oss": "gpt_oss",
+    "minimax-m2": "minimax_m2",
 }
-"""transformers' name of each of llama.cpp's architectures; Mixtral is a llama with experts."""
+"""transformers' name of each of llama.cpp's architectures; Mixtral is a llama with experts, and
+DeepSeek-V2 has the architecture of V3."""
 
 
 def config_of(header: GgufHeader) -> dict[str, Any]:
@@ -31,31 +37,34 @@ def config_of(header: GgufHeader) -> dict[str, Any]:
             f"know; use one of {', '.join(_MODEL_TYPES)} with experts."
         )
     model_type = _MODEL_TYPES[architecture]
-    heads = _required(header, "attention.head_count")
+    if architecture == "deepseek2":
+        model_type = families.model_type_of(header)
+    heads = required(header, "attention.head_count")
     config = {
         "model_type": model_type,
-        "vocab_size": _rows(header, "token_embd.weight"),
-        "hidden_size": _required(header, "embedding_length"),
-        "num_hidden_layers": _required(header, "block_count"),
+        "vocab_size": rows(header, "token_embd.weight"),
+        "hidden_size": required(header, "embedding_length"),
+        "num_hidden_layers": required(header, "block_count"),
         "num_attention_heads": heads,
         "num_key_value_heads": header.field("attention.head_count_kv", heads),
-        "max_position_embeddings": _required(header, "context_length"),
-        "rms_norm_eps": _required(header, "attention.layer_norm_rms_epsilon"),
+        "max_position_embeddings": required(header, "context_length"),
+        "rms_norm_eps": required(header, "attention.layer_norm_rms_epsilon"),
         "rope_parameters": _rope(header),
         "tie_word_embeddings": "output.weight" not in header.tensors,
-        "num_experts_per_tok": _required(header, "expert_used_count"),
+        "num_experts_per_tok": required(header, "expert_used_count"),
         "bos_token_id": header.fields.get("tokenizer.ggml.bos_token_id"),
         "eos_token_id": header.fields.get("tokenizer.ggml.eos_token_id"),
         "pad_token_id": header.fields.get("tokenizer.ggml.padding_token_id"),
     }
     known = config | _OWN[model_type](header)
-    return {key: value for key, value in known.items() if value is not None}
+    told = {key: value for key, value in known.items() if value is not None}
+    return families.without_q_lora(told) if architecture == "deepseek2" else told
 
 
 def _mixtral(header: GgufHeader) -> dict[str, Any]:
     return {
         "num_local_experts": header.field("expert_count"),
-        "intermediate_size": _width(header, r"ffn_down(_exps|\.0)"),
+        "intermediate_size": width(header, r"ffn_down(_exps|\.0)"),
         "head_dim": header.field("attention.key_length", header.field("rope.dimension_count")),
         "sliding_window": header.field("attention.sliding_window"),
     }
@@ -64,7 +73,7 @@ def _mixtral(header: GgufHeader) -> dict[str, Any]:
 def _olmoe(header: GgufHeader) -> dict[str, Any]:
     return {
         "num_experts": header.field("expert_count"),
-        "intermediate_size": _width(header, "ffn_down_exps"),
+        "intermediate_size": width(header, "ffn_down_exps"),
         "norm_topk_prob": bool(header.field("expert_weights_norm", False)),
         "clip_qkv": header.field("attention.clamp_kqv") or None,
         "attention_bias": "blk.0.attn_q.bias" in header.tensors,
@@ -72,9 +81,9 @@ def _olmoe(header: GgufHeader) -> dict[str, Any]:
 
 
 def _qwen2_moe(header: GgufHeader) -> dict[str, Any]:
-    experts = _width(header, "ffn_down_exps")
+    experts = width(header, "ffn_down_exps")
     return _qwen(header) | {
-        "shared_expert_intermediate_size": _width(header, "ffn_down_shexp", default=experts),
+        "shared_expert_intermediate_size": width(header, "ffn_down_shexp", default=experts),
         "norm_topk_prob": bool(header.field("expert_weights_norm", False)),
         "qkv_bias": "blk.0.attn_q.bias" in header.tensors,
     }
@@ -90,19 +99,29 @@ def _qwen3_moe(header: GgufHeader) -> dict[str, Any]:
 
 
 def _qwen(header: GgufHeader) -> dict[str, Any]:
-    blocks = range(_required(header, "block_count"))
-    experts = _width(header, "ffn_down_exps")
+    blocks = range(required(header, "block_count"))
+    experts = width(header, "ffn_down_exps")
     dense = [b for b in blocks if f"blk.{b}.ffn_gate_inp.weight" not in header.tensors]
     return {
         "num_experts": header.field("expert_count"),
         "moe_intermediate_size": experts,
-        "intermediate_size": _width(header, "ffn_down", default=experts),
+        "intermediate_size": width(header, "ffn_down", default=experts),
         "decoder_sparse_step": 1,
         "mlp_only_layers": dense,
     }
 
 
-_OWN = {"mixtral": _mixtral, "olmoe": _olmoe, "qwen2_moe": _qwen2_moe, "qwen3_moe": _qwen3_moe}
+_OWN = {
+    "mixtral": _mixtral,
+    "olmoe": _olmoe,
+    "qwen2_moe": _qwen2_moe,
+    "qwen3_moe": _qwen3_moe,
+    "deepseek_v2": families.deepseek,
+    "deepseek_v3": families.deepseek,
+    "glm4_moe": families.glm,
+    "gpt_oss": families.gpt_oss,
+    "minimax_m2": families.minimax,
+}
 
 
 def _rope(header: GgufHeader) -> dict[str, Any]:
@@ -122,32 +141,4 @@ def _rope(header: GgufHeader) -> dict[str, Any]:
         told["original_max_position_embeddings"] = header.field(
             "rope.scaling.original_context_length", header.field("context_length")
         )
-    return told
-
-
-def _required(header: GgufHeader, key: str) -> Any:
-    value = header.field(key)
-    if value is None:
-        raise UserError(
-            f"{header.files[0]} lacks the setting {header.architecture}.{key}; fetch it again or "
-            f"put the model's config.json beside it."
-        )
-    return value
-
-
-def _rows(header: GgufHeader, name: str) -> int:
-    if name not in header.tensors:
-        raise UserError(f"{header.files[0]} lacks the tensor {name}; fetch it again.")
-    return header.tensors[name].shape[0]
-
-
-def _width(header: GgufHeader, kind: str, default: int | None = None) -> int:
-    """Inputs of the first block's tensor of a kind, a regular expression."""
-    pattern = re.compile(rf"blk\.\d+\.{kind}\.weight")
-    found = (tensor for name, tensor in header.tensors.items() if pattern.fullmatch(name))
-    tensor = next(found, None)
-    if tensor is not None:
-        return tensor.shape[-1]
-    if default is not None:
-        return default
-    raise UserError(f"{header.files[0]} lacks tensors such as blk.0.{kind}.weight; fetch it again.")
+    return families.rope_of(header, told)

@@ -30,6 +30,44 @@ _BLOCK = {
     "ffn_up_shexp": "mlp.shared_expert.up_proj",
     "ffn_down_shexp": "mlp.shared_expert.down_proj",
 }
+_BLOCK_OWN: dict[str, dict[str, str]] = {
+    "deepseek2": {
+        "attn_q_a": "self_attn.q_a_proj",
+        "attn_q_a_norm": "self_attn.q_a_layernorm",
+        "attn_q_b": "self_attn.q_b_proj",
+        "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa",
+        "attn_kv_a_norm": "self_attn.kv_a_layernorm",
+        "attn_kv_b": "self_attn.kv_b_proj",
+        "exp_probs_b": "mlp.gate.e_score_correction_bias",
+    },
+    "glm4moe": {
+        "post_attention_norm": "post_attention_layernorm",
+        "exp_probs_b": "mlp.gate.e_score_correction_bias",
+    },
+    "gpt-oss": {
+        "post_attention_norm": "post_attention_layernorm",
+        "attn_sinks": "self_attn.sinks",
+        "ffn_gate_inp": "mlp.router",
+    },
+    "minimax-m2": {
+        "ffn_gate_inp": "block_sparse_moe.gate",
+        "exp_probs_b": "block_sparse_moe.e_score_correction_bias",
+    },
+}
+"""What architectures have besides, or call otherwise."""
+_SHARED = {
+    f"ffn_{part}_shexp": f"mlp.shared_experts.{part}_proj" for part in ("gate", "up", "down")
+}
+_SHARES_SEVERAL = ("deepseek2", "glm4moe")
+_BARE = ("e_score_correction_bias", "sinks")
+"""Ends of names that are those of parameters themselves."""
+_MINIMAX = "model.layers.{block}.block_sparse_moe.experts.{expert}."
+EXPERT_NAMES: dict[str, ExpertNames] = {
+    "minimax-m2": ExpertNames(
+        up=(_MINIMAX + "w1.weight", _MINIMAX + "w3.weight"), down=_MINIMAX + "w2.weight"
+    )
+}
+"""Names of experts where they are not those of the family's adapter."""
 _EXPERTS = re.compile(r"blk\.(?P<block>\d+)\.ffn_(?P<part>gate|up|down)_exps\.weight")
 _EXPERT = re.compile(r"blk\.(?P<block>\d+)\.ffn_(?P<part>gate|up|down)\.(?P<expert>\d+)\.weight")
 _IN_BLOCK = re.compile(r"blk\.(?P<block>\d+)\.(?P<kind>\w+)\.(?P<end>weight|bias)")
@@ -64,12 +102,17 @@ def expert_tensor(name: str, names: ExpertNames) -> ExpertTensor | None:
     )
 
 
-def dense_name(name: str) -> str | None:
+def dense_name(name: str, architecture: str = "") -> str | None:
     """transformers' name of a tensor that is not of experts, None if it has none."""
     stem, _, end = name.rpartition(".")
     if stem in _TOP:
         return f"{_TOP[stem]}.{end}"
     match = _IN_BLOCK.fullmatch(name)
-    if match is None or match["kind"] not in _BLOCK:
+    if match is None:
         return None
-    return f"model.layers.{match['block']}.{_BLOCK[match['kind']]}.{match['end']}"
+    known = _BLOCK | (_SHARED if architecture in _SHARES_SEVERAL else {})
+    inner = (known | _BLOCK_OWN.get(architecture, {})).get(match["kind"])
+    if inner is None:
+        return None
+    ending = "" if inner.endswith(_BARE) else f".{match['end']}"
+    return f"model.layers.{match['block']}.{inner}{ending}"
