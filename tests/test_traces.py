@@ -41,8 +41,10 @@ def trace(kinds: Sequence[Kind], ahead: Ahead | None = None) -> Any:
         ((Kind.LOCAL_EXACT, Kind.LOCAL_EXACT), "local", "ll"),
         ((Kind.LOCAL_EXACT, Kind.REMOTE_EXACT), "remote", "lr"),
         ((Kind.REMOTE_EXACT, Kind.SKIPPED), "skipped", "r-"),
-        ((Kind.SKIPPED, Kind.LOCAL_SUBSTITUTE), "stand-in", "-s"),
-        ((Kind.LOCAL_EXACT, Kind.REMOTE_SUBSTITUTE), "stand-in", "lS"),
+        ((Kind.SKIPPED, Kind.LOCAL_SUBSTITUTE), "substitute", "-s"),
+        ((Kind.LOCAL_EXACT, Kind.REMOTE_SUBSTITUTE), "substitute", "lS"),
+        ((Kind.LOCAL_STAND_IN, Kind.REMOTE_EXACT), "stand-in", "cr"),
+        ((Kind.REMOTE_STAND_IN, Kind.LOCAL_EXACT), "stand-in", "Cl"),
         ((Kind.LOCAL_SUBSTITUTE, Kind.EXITED), "exited", "sx"),
     ],
 )

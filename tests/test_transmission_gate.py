@@ -86,10 +86,10 @@ def test_what_another_slot_runs_stands_in_for_nobody(tables: bool) -> None:
 def test_local_losses_by_hand() -> None:
     space = policy_of(one_substitute(), tables=True).lookahead.space
     sets = np.array([[0, 1], [3, 1], [3, 0], [1, 3], [4, 1]])
-    local = space.served_locally(LAYER, 0, sets, np.zeros(5, dtype=int))
+    local = space.served_locally(LAYER, 0, sets, np.full(sets.shape, 0.2), np.zeros(5, dtype=int))
     assert local.tolist() == [0.0, SUBSTITUTE, np.inf, SUBSTITUTE, np.inf]
     exactly = replace(space, levers=replace(space.levers, substitute=False))
-    local = exactly.served_locally(LAYER, 0, sets, np.zeros(5, dtype=int))
+    local = exactly.served_locally(LAYER, 0, sets, np.full(sets.shape, 0.2), np.zeros(5, dtype=int))
     assert local.tolist() == [0.0, np.inf, np.inf, np.inf, np.inf]
 
 
@@ -102,7 +102,7 @@ def test_a_local_loss_is_that_of_the_best_slots_one_by_one(seed: int, top_k: int
     sets = np.stack([rng.permutation(5)[:top_k] for _ in range(8)])
     steadiness = rng.integers(space.class_count, size=8)
     source = rng.integers(3, size=8)
-    found = space.served_locally(LAYER, source, sets, steadiness)
+    found = space.served_locally(LAYER, source, sets, np.full(sets.shape, 0.2), steadiness)
     for row in range(8):
         here, steady = int(source[row]), int(steadiness[row])
         wanted = sum(least_here(space, here, steady, sets[row], slot) for slot in range(top_k))

@@ -14,7 +14,7 @@ from trimmoe.api.detokenise import StopStrings
 from trimmoe.api.metrics import ApiMetrics, Measured
 from trimmoe.api.responses import LedgerUsage, PromptTokensDetails, Usage
 from trimmoe.api.text import TextCodec
-from trimmoe.core.ledger import Kind, Ledger
+from trimmoe.core.ledger import EXECUTED, REMOTE, STOOD_IN, SUBSTITUTED, Kind, Ledger
 from trimmoe.runtime.service import (
     FinishReason,
     GenerationRequest,
@@ -207,12 +207,11 @@ def ledger_usage(ledgers: Sequence[Ledger]) -> LedgerUsage:
         return LedgerUsage()
     total = sum(ledgers[1:], start=ledgers[0])
     by_kind = total.kinds.sum(0)
-    substituted = by_kind[[Kind.LOCAL_SUBSTITUTE, Kind.REMOTE_SUBSTITUTE]].sum()
-    exact = by_kind[[Kind.LOCAL_EXACT, Kind.REMOTE_EXACT]].sum()
     return LedgerUsage(
-        layers_executed=int(exact + substituted),
-        layers_substituted=int(substituted),
-        layers_remote=int(by_kind[[Kind.REMOTE_EXACT, Kind.REMOTE_SUBSTITUTE]].sum()),
+        layers_executed=int(by_kind[list(EXECUTED)].sum()),
+        layers_substituted=int(by_kind[list(SUBSTITUTED)].sum()),
+        layers_stood_in=int(by_kind[list(STOOD_IN)].sum()),
+        layers_remote=int(by_kind[list(REMOTE)].sum()),
         layers_skipped=int(by_kind[Kind.SKIPPED]),
         layers_exited=int(by_kind[Kind.EXITED]),
         hops=total.hops,

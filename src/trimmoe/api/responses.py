@@ -23,9 +23,11 @@ class LedgerUsage(BaseModel):
     """
 
     layers_executed: int = 0
-    """Token-layers that ran, with substitutes or without."""
+    """Token-layers that ran, with substitutes and stand-ins or without."""
     layers_substituted: int = 0
     """Those of them in which a substitute ran."""
+    layers_stood_in: int = 0
+    """Those of the others in which a copy in few bits stood in for an expert."""
     layers_remote: int = 0
     """Those of them in which some expert ran on another server than the token was on."""
     layers_skipped: int = 0

@@ -8,12 +8,20 @@ from typing import Literal
 from pydantic import BaseModel
 
 from trimmoe.api.text import TextCodec
-from trimmoe.core.ledger import Kind, Ledger
+from trimmoe.core.ledger import STOOD_IN, SUBSTITUTED, Kind, Ledger
 from trimmoe.core.specs import IntArray
 from trimmoe.runtime.service import TokenEvent
 
 Became = Literal[
-    "prompt", "local", "remote", "skipped", "stand-in", "exited", "guessed", "withdrawn"
+    "prompt",
+    "local",
+    "remote",
+    "skipped",
+    "stand-in",
+    "substitute",
+    "exited",
+    "guessed",
+    "withdrawn",
 ]
 LETTERS = {
     Kind.LOCAL_EXACT: "l",
@@ -22,12 +30,15 @@ LETTERS = {
     Kind.REMOTE_SUBSTITUTE: "S",
     Kind.SKIPPED: "-",
     Kind.EXITED: "x",
+    Kind.LOCAL_STAND_IN: "c",
+    Kind.REMOTE_STAND_IN: "C",
 }
 """What stands for a layer in `TokenTrace.layers`."""
 _WORDS: tuple[tuple[Became, tuple[Kind, ...]], ...] = (
     ("exited", (Kind.EXITED,)),
-    ("stand-in", (Kind.LOCAL_SUBSTITUTE, Kind.REMOTE_SUBSTITUTE)),
+    ("substitute", SUBSTITUTED),
     ("skipped", (Kind.SKIPPED,)),
+    ("stand-in", STOOD_IN),
     ("remote", (Kind.REMOTE_EXACT,)),
 )
 """The word for a token some of whose layers are of these kinds; the first that is true."""
@@ -44,8 +55,9 @@ class TokenTrace(BaseModel):
     server had guessed it, and rightly; `withdrawn`: something else had set out in its place and was
     withdrawn; else what is least like the exact model on one server in its layers."""
     layers: str = ""
-    """A letter per layer: `l` local, `r` with an expert on another server, `s` with a stand-in, `S`
-    both, `-` skipped, `x` exited before it; empty for a token out of the prompt."""
+    """A letter per layer: `l` local, `r` with an expert on another server, `s` with a substitute,
+    `S` both, `c` with the stand-in of an expert, `C` that and an expert on another server, `-`
+    skipped, `x` exited before it; empty for a token out of the prompt."""
     ahead: Literal["guess", "copy", "draft"] | None = None
     """Whether something set out for it before full depth had predicted it: a guess of its server, a
     copy of what came before, or the draft of an exit."""

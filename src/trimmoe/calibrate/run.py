@@ -24,6 +24,7 @@ from trimmoe.calibrate.routing_stats import (
     expert_transitions,
     pattern_statistics,
 )
+from trimmoe.calibrate.rungs import measure_rungs, measures_rungs, rung_steps
 from trimmoe.calibrate.sampling import Classes
 from trimmoe.calibrate.settings import CalibrationSettings
 from trimmoe.calibrate.stand_ins import StandIns, fit_stand_ins, rank_of
@@ -32,7 +33,7 @@ from trimmoe.calibrate.text import text_hash, token_windows
 from trimmoe.calibrate.windows import Windows
 from trimmoe.core.artifact import Header
 from trimmoe.core.errors import UserError
-from trimmoe.core.profile import PROFILE_FORMAT, PROFILE_KIND, Profile
+from trimmoe.core.profile import PROFILE_FORMAT, PROFILE_KIND, Profile, Rung
 from trimmoe.core.specs import FloatArray
 from trimmoe.cost.thresholds import skipped_layers, thresholds
 from trimmoe.models.base import EncoderDecoderView, MoEView
@@ -84,6 +85,10 @@ def calibrate(
             echoes = measure_echoes(view, recording, exits, experiments, settings, advance)
         with phases.run("What-ifs", layers * experiments.count) as advance:
             losses = measure_losses(view, recording, experiments, settings, advance)
+        rungs: tuple[Rung, ...] = ()
+        if measures_rungs(view, settings):
+            with phases.run("Copies", rung_steps(recording, settings)) as advance:
+                rungs = measure_rungs(view, recording, classes, settings, advance)
         with phases.run("Centroids", layers) as advance:
             centroids = _centroids(recording, exits, settings, advance)
         stand_ins: StandIns | None = None
@@ -99,6 +104,7 @@ def calibrate(
                 losses=losses,
                 centroids=centroids,
                 stand_ins=stand_ins,
+                rungs=rungs,
             )
             return _profile(view, settings, text_hash(texts), measured)
 
@@ -177,6 +183,7 @@ class _Measured:
     losses: Losses
     centroids: _Centroids
     stand_ins: StandIns | None
+    rungs: tuple[Rung, ...]
 
 
 def _profile(
@@ -220,6 +227,7 @@ def _profile(
         substitution_mean=losses.substitution_mean,
         substitution_samples=losses.substitution_samples,
         feasible=losses.feasible,
+        rungs=measured.rungs,
         expert_transitions=expert_transitions(recording.activated[:, :, 0], experts),
         **_fields(patterns),
         **_fields(execution),

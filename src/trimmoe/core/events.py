@@ -180,7 +180,8 @@ class Execute:
     layer: int
     rows: IntArray
     slot_expert: IntArray
-    """Expert of each slot, -1 = dropped, [n, k]."""
+    """What each slot runs, an expert or a copy that stands in for one, as `core.stand_ins` numbers
+    them; -1 = dropped, [n, k]."""
     slot_server: IntArray
     """[n, k]."""
     destination: IntArray

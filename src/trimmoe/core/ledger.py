@@ -8,13 +8,14 @@ from enum import IntEnum
 import numpy as np
 
 from trimmoe.core.specs import IntArray
+from trimmoe.core.stand_ins import expert_of
 
 
 class Kind(IntEnum):
     """What became of one token in one layer; every token-layer is exactly one of these.
 
-    A layer is a substitute's if any slot ran a substitute, and remote if any slot ran off the
-    server that the token was on.
+    A layer is a substitute's if any slot ran a similar expert, else a stand-in's if any ran a copy
+    of its own, and remote if any slot ran off the server that the token was on.
     """
 
     LOCAL_EXACT = 0
@@ -23,6 +24,15 @@ class Kind(IntEnum):
     REMOTE_SUBSTITUTE = 3
     SKIPPED = 4
     EXITED = 5
+    LOCAL_STAND_IN = 6
+    REMOTE_STAND_IN = 7
+
+
+EXACT = (Kind.LOCAL_EXACT, Kind.REMOTE_EXACT)
+SUBSTITUTED = (Kind.LOCAL_SUBSTITUTE, Kind.REMOTE_SUBSTITUTE)
+STOOD_IN = (Kind.LOCAL_STAND_IN, Kind.REMOTE_STAND_IN)
+REMOTE = (Kind.REMOTE_EXACT, Kind.REMOTE_SUBSTITUTE, Kind.REMOTE_STAND_IN)
+EXECUTED = (*EXACT, *SUBSTITUTED, *STOOD_IN)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,7 +41,7 @@ class Ledger:
 
     tokens: int
     kinds: IntArray
-    """Token-layers by layer and `Kind`, [N, 6]; each row sums to `tokens`."""
+    """Token-layers by layer and `Kind`, [N, 8]; each row sums to `tokens`."""
     slots_run: int
     slots_dropped: int
     """Slots dropped in layers that were not skipped."""
@@ -106,20 +116,28 @@ class Ledger:
     @property
     def remote_share(self) -> float:
         """Share of the executed token-layers that ran off the token's server."""
-        executed = self.kinds[:, : Kind.SKIPPED].sum()
-        remote = self.kinds[:, [Kind.REMOTE_EXACT, Kind.REMOTE_SUBSTITUTE]].sum()
+        executed = self.kinds[:, list(EXECUTED)].sum()
+        remote = self.kinds[:, list(REMOTE)].sum()
         return float(remote / executed) if executed else 0.0
 
 
 def layer_kinds(
-    slot_expert: IntArray, slot_server: IntArray, target: IntArray, server: IntArray
+    slot_expert: IntArray,
+    slot_server: IntArray,
+    target: IntArray,
+    server: IntArray,
+    *,
+    expert_count: int,
 ) -> IntArray:
     """The `Kind` of each of n executed or skipped token-layers, [n].
 
-    `slot_expert`, `slot_server`, `target`: [n, k]; `server`: where each token is, [n].
+    `slot_expert`: what each slot runs, as `core.stand_ins` numbers it; `slot_server`, `target`:
+    [n, k]; `server`: where each token is, [n].
     """
     runs = slot_expert >= 0
-    substitute = (runs & (slot_expert != target)).any(-1)
+    substitute = (runs & (expert_of(slot_expert, expert_count) != target)).any(-1)
+    stands_in = (slot_expert >= expert_count).any(-1) & ~substitute
     remote = (runs & (slot_server != server[:, None])).any(-1)
     executed = Kind.LOCAL_EXACT + substitute + 2 * remote
+    executed = np.where(stands_in, Kind.LOCAL_STAND_IN + remote, executed)
     return np.where(runs.any(-1), executed, int(Kind.SKIPPED))

@@ -20,10 +20,11 @@ from trimmoe.core.artifact import (
 from trimmoe.core.contents import Kept, amount, count, require_contents, share
 from trimmoe.core.profile import Profile
 from trimmoe.core.specs import DEVICE, BoolArray, ClusterSpec, IntArray, Speeds
+from trimmoe.core.stand_ins import RUNGS
 
 PLAN_KIND = "plan"
 PLAN_FORMAT = 1
-STAND_IN_BITS = (0, 2, 4, 8)
+STAND_IN_BITS = (0, *RUNGS)
 """That a copy of an expert may have; 0 where there is none."""
 
 
@@ -41,8 +42,8 @@ class Plan:
     expert_capacity_bytes: IntArray
     """C_m of (c.1): memory left for experts, shape [M]."""
     stand_in_bits: IntArray | None = None
-    """Bits of the copies that stand in for experts a server does not hold, when it guesses; 0
-    where it has none, shape [M, N, E]."""
+    """Bits of the copies that stand in for experts a server does not hold; 0 where it has none,
+    shape [M, N, E]."""
 
     def save(self, path: Path) -> None:
         """Write the plan to `path`, atomically."""

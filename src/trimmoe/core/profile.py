@@ -29,6 +29,7 @@ from trimmoe.core.artifact import (
 from trimmoe.core.contents import Kept, amount, count, require_contents, share
 from trimmoe.core.errors import UserError
 from trimmoe.core.specs import BoolArray, FloatArray, IntArray, ModelSpec
+from trimmoe.core.stand_ins import RUNGS
 
 PROFILE_KIND = "profile"
 PROFILE_FORMAT = 4
@@ -96,6 +97,22 @@ class LossCurves:
             upper=np.minimum((weight * self.upper).sum(1, keepdims=True), 1.0),
             samples=self.samples.sum(1, keepdims=True),
         )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rung:
+    """What it costs that copies of experts in so many bits stand in for them."""
+
+    bits: int
+    curves: LossCurves
+    """Of one slot that runs its expert's copy; mass = softmax mass of that slot."""
+    echo: FloatArray
+    """Upper bound of the predictions of later tokens that one such slot flips, [N]. The curves are
+    without it."""
+
+    def echoing(self) -> Rung:
+        """The same where a slot costs what it flips of later tokens too."""
+        return replace(self, curves=self.curves.raised(self.echo), echo=np.zeros_like(self.echo))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -207,6 +224,10 @@ class Profile:
     stand_in_give: NDArray[np.float16] | None = None
     """[N, E, r, d]."""
 
+    rungs: tuple[Rung, ...] = ()
+    """What copies in few bits cost that stand in for experts, by bits, ascending; empty where
+    nobody has measured it, as in profiles from before it was, so that none stands in."""
+
     @property
     def stand_in_bytes(self) -> int:
         """What stand-ins take on every server, beside the dense part."""
@@ -252,6 +273,7 @@ class Profile:
             drop=self.drop.raised(drop),
             substitution_loss=np.minimum(self.substitution_loss + other, 1.0),
             change_echo=np.zeros_like(self.change_echo),
+            rungs=tuple(rung.echoing() for rung in self.rungs),
         )
 
     def averaged(self) -> Profile:
@@ -263,6 +285,7 @@ class Profile:
             skip=self.skip.averaged(),
             drop=self.drop.averaged(),
             substitution_loss=self.substitution_loss if mean is None else mean,
+            rungs=tuple(replace(rung, curves=rung.curves.averaged()) for rung in self.rungs),
         )
 
     def exit_bound(self, state: ExitState) -> FloatArray:
@@ -301,12 +324,15 @@ class Profile:
     def _arrays(self) -> dict[str, np.ndarray]:
         arrays: dict[str, np.ndarray] = {}
         for name, value in _contents(self):
-            if value is None:
+            if value is None or name == "rungs":
                 continue
             if isinstance(value, LossCurves):
-                arrays |= {f"{name}.{part}": array for part, array in _contents(value)}
+                arrays |= _curve_arrays(name, value)
             else:
                 arrays[name] = value.astype(np.uint8) if value.dtype == bool else value
+        for rung in self.rungs:
+            name = _rung_name(rung.bits)
+            arrays |= _curve_arrays(name, rung.curves) | {f"{name}.echo": rung.echo}
         return arrays
 
 
@@ -341,26 +367,59 @@ def _contents(record: Profile | LossCurves) -> list[tuple[str, Any]]:
     return [(name, value) for name, value in named if name != "header"]
 
 
+def _curve_arrays(name: str, curves: LossCurves) -> dict[str, np.ndarray]:
+    return {f"{name}.{part}": array for part, array in _contents(curves)}
+
+
+def _rung_name(bits: int) -> str:
+    return f"rung{bits}"
+
+
 def load_profile(path: Path) -> Profile:
     """Read a profile; raises `UserError` if it is missing, damaged or of another format."""
     header, arrays = load_artifact(path, kind=PROFILE_KIND, format_version=PROFILE_FORMAT)
     with undamaged(path, PROFILE_KIND):
         require_contents(arrays, _FIELDS)
         str(header.input_hashes["model"])
-        curves = {
-            name: LossCurves(**{part: arrays.pop(f"{name}.{part}") for part in _CURVE_PARTS})
-            for name in ("skip", "drop")
-        }
+        curves = {name: _taken_curves(arrays, name) for name in ("skip", "drop")}
+        rungs = _taken_rungs(arrays)
         arrays["feasible"] = arrays["feasible"].astype(bool)
-        return Profile(header=header, **arrays, **curves)  # type: ignore[arg-type]
+        return Profile(header=header, rungs=rungs, **arrays, **curves)  # type: ignore[arg-type]
+
+
+def _taken_curves(arrays: dict[str, np.ndarray], name: str) -> LossCurves:
+    return LossCurves(**{part: arrays.pop(f"{name}.{part}") for part in _CURVE_PARTS})
+
+
+def _taken_rungs(arrays: dict[str, np.ndarray]) -> tuple[Rung, ...]:
+    """Those that are there; raises `ValueError` for half a one."""
+    found = []
+    for bits in RUNGS:
+        name = _rung_name(bits)
+        there = {part for part in (*_CURVE_PARTS, "echo") if f"{name}.{part}" in arrays}
+        if not there:
+            continue
+        if len(there) <= len(_CURVE_PARTS):
+            raise ValueError(f"{name} is incomplete")
+        curves = _taken_curves(arrays, name)
+        found.append(Rung(bits=bits, curves=curves, echo=arrays.pop(f"{name}.echo")))
+    return tuple(found)
 
 
 _CURVE_PARTS = tuple(item.name for item in fields(LossCurves))
 
 
-def _curves(name: str) -> dict[str, Kept]:
-    kept = {f"{name}.{part}": share("N B G") for part in ("edges", "mean", "upper")}
-    return kept | {f"{name}.samples": count("N B G")}
+def _curves(name: str, *, bins: str = "G", optional: bool = False) -> dict[str, Kept]:
+    axes = f"N B {bins}"
+    kept = {f"{name}.{part}": share(axes) for part in ("edges", "mean", "upper")}
+    kept[f"{name}.samples"] = count(axes)
+    return {part: replace(each, optional=optional) for part, each in kept.items()}
+
+
+def _rung_fields(bits: int) -> dict[str, Kept]:
+    name = _rung_name(bits)
+    echo = replace(amount("N"), optional=True)
+    return _curves(name, bins="H", optional=True) | {f"{name}.echo": echo}
 
 
 _FIELDS = {
@@ -402,5 +461,6 @@ _FIELDS = {
     "substitution_mean": share("N B R E E", optional=True),
     "stand_in_read": Kept(axes="N d E r", optional=True),
     "stand_in_give": Kept(axes="N E r d", optional=True),
+    **{name: kept for bits in RUNGS for name, kept in _rung_fields(bits).items()},
 }
 """What is in the file; see the module docstring for the names of sizes."""

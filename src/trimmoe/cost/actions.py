@@ -1,9 +1,10 @@
 """The feasible actions of a layer, what each costs and what it gives up (30-32, 34, 35).
 
-An action says for every slot of the activated set which expert runs it and where: its target, a
-feasible substitute, or nobody (dropped). Dropping all slots is the paper's skip. Delays couple the
-slots only through a maximum, losses only through a sum, so the undominated combinations are found
-by scanning delay caps: under each cap every slot takes its least lossy option that meets the cap.
+An action says for every slot of the activated set what runs it and where: its target, a feasible
+substitute, its target's stand-in where the token is, or nobody (dropped). Dropping all slots is the
+paper's skip. Delays couple the slots only through a maximum, losses only through a sum, so the
+undominated combinations are found by scanning delay caps: under each cap every slot takes its least
+lossy option that meets the cap.
 
 Every loss depends on how steady the token is: its class, from a linear head on its hidden state,
 says how easily its prediction flips.
@@ -20,6 +21,7 @@ import numpy as np
 
 from trimmoe.core.profile import LossCurves
 from trimmoe.core.specs import BoolArray, FloatArray, IntArray
+from trimmoe.core.stand_ins import NO_STAND_IN
 from trimmoe.cost import enumerating, kernels
 from trimmoe.cost.enumerating import DROPPED, Actions, Batch, Menu
 from trimmoe.cost.model import Accounting, CostModel
@@ -32,6 +34,9 @@ class Levers:
     """Which approximations a policy may use; all off is exact execution."""
 
     substitute: bool = True
+    stand_in: bool = False
+    """Run copies in few bits of experts that are elsewhere, where the plan and the profile have
+    them. Not under `migrate`."""
     drop_slots: bool = True
     """Drop single slots of an activated set; False is the paper's all-or-nothing skip."""
     skip: bool = True
@@ -44,7 +49,7 @@ class Levers:
 
     @property
     def lossless(self) -> bool:
-        return not (self.substitute or self.drop_slots or self.skip)
+        return not (self.substitute or self.stand_in or self.drop_slots or self.skip)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,7 +60,7 @@ class Candidates:
     """
 
     slot_expert: IntArray
-    """[n, C, k], -1 = dropped."""
+    """[n, C, k] as `core.stand_ins` numbers what runs, -1 = dropped."""
     slot_server: IntArray
     """[n, C, k]."""
     destination: IntArray
@@ -83,6 +88,25 @@ class Candidates:
         return allowed
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StandIns:
+    """Copies in few bits that may run where a token is, and what they lose."""
+
+    number: IntArray
+    """As `core.stand_ins` numbers them, -1 where a server has none, [M, N, E]."""
+    edges: FloatArray
+    """Of the slot's softmax mass, by rung, [K, N, B, G]."""
+    upper: FloatArray
+    """Loss of each bin, the same shape."""
+
+    @staticmethod
+    def none(servers: int, layers: int, experts: int) -> StandIns:
+        """Where nothing stands in."""
+        nothing = np.ones((0, layers, 1, 1))
+        number = np.full((servers, layers, experts), NO_STAND_IN)
+        return StandIns(number=number, edges=nothing, upper=nothing)
+
+
 @dataclass(frozen=True, kw_only=True)
 class ActionSpace:
     """The feasible set A_{i,q,l} (34) on one deployment; pure look-ups in fixed arrays."""
@@ -102,6 +126,8 @@ class ActionSpace:
     """The same for the mass of one dropped slot, [N]."""
     levers: Levers
     max_substitutes: int = 4
+    stand_ins: StandIns | None = None
+    """None: no action runs any."""
 
     @property
     def class_count(self) -> int:
@@ -120,17 +146,25 @@ class ActionSpace:
         return np.where(usable, order, -1)
 
     def served_locally(
-        self, layer: int, source: int | IntArray, experts: IntArray, steadiness: IntArray
+        self,
+        layer: int,
+        source: int | IntArray,
+        experts: IntArray,
+        masses: FloatArray,
+        steadiness: IntArray,
     ) -> FloatArray:
-        """Least loss of running all slots of the activated sets [n, k] on their source, [n]."""
-        rows = np.broadcast_to(source, steadiness.shape), experts, steadiness
-        whole = (np.ascontiguousarray(each, dtype=np.int64) for each in rows)
-        return enumerating.local_losses(self.menu, layer, *whole)
+        """Least loss of running all slots of the activated sets [n, k], of these masses [n, k], on
+        their source, [n]."""
+        here = np.broadcast_to(source, steadiness.shape)
+        batch = as_batch(experts, masses, np.zeros(here.shape), steadiness, here, here)
+        rows = batch.source, batch.experts, batch.masses, batch.steadiness
+        return enumerating.local_losses(self.menu, layer, *rows)
 
     @cached_property
     def menu(self) -> Menu:
         """The same arrays in the form that the compiled loops read."""
         server, delay_s = kernels.all_nearest_hosts(self.cost.links, self.hosts)
+        stand_ins = self.stand_ins or StandIns.none(*self.hosts.shape)
         arrays = {
             "hosts": self.hosts,
             "best_server": server,
@@ -144,6 +178,9 @@ class ActionSpace:
             "skip_upper": self.skip.upper,
             "theta": self.theta,
             "theta_drop": self.theta_drop,
+            "stand_in": stand_ins.number,
+            "stand_in_edges": stand_ins.edges,
+            "stand_in_upper": stand_ins.upper,
         }
         return Menu(
             links=self.cost.links,
@@ -151,6 +188,7 @@ class ActionSpace:
             drops=self.levers.drop_slots,
             skips=self.levers.skip,
             settles=not self.levers.local,
+            stands_in=self.stand_ins is not None,
         )
 
     def candidates(
@@ -174,7 +212,7 @@ class ActionSpace:
         here = np.broadcast_to(source, importance.shape)
         there = here if destination is None else np.full(importance.shape, destination)
         batch = as_batch(experts, masses, importance, steadiness, here, there)
-        local = self.served_locally(layer, source, experts, steadiness)
+        local = self.served_locally(layer, source, experts, masses, steadiness)
         if destination is not None:
             return self._toward(layer, batch, local, first_at=None)
         return _exact_first(self._everywhere(layer, batch, local), self.cost.server_count, here)
@@ -222,7 +260,7 @@ class ActionSpace:
     def enumerate(self, layer: int, batch: Batch, *, first_at: IntArray | None = None) -> Actions:
         """Every action of n tokens that may be worth taking; column 0 exact, the last the skip."""
         count, slots = batch.experts.shape
-        columns = 2 + slots * (self.menu.substitutes.shape[3] + 2)
+        columns = 2 + slots * enumerating.choices_of(self.menu)
         actions = Actions(
             np.empty((count, columns, slots), dtype=np.int64),
             np.empty((count, columns, slots), dtype=np.int64),

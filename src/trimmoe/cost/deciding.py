@@ -13,7 +13,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trimmoe.core.specs import FloatArray
-from trimmoe.cost.enumerating import Actions, local_loss_of, make_room, token_actions
+from trimmoe.cost.enumerating import (
+    Actions,
+    choices_of,
+    local_loss_of,
+    make_room,
+    token_actions,
+)
 from trimmoe.cost.kernels import bare, njit
 
 _HAIR = 1e-9
@@ -100,7 +106,7 @@ def choose(menu, layer, tokens, allowance, exit_row, place, values, weights, gat
     into `picked`.
     """
     slots = tokens.experts.shape[1]
-    columns = 2 + slots * (menu.substitutes.shape[3] + 2)
+    columns = 2 + slots * choices_of(menu)
     room, at = make_room(menu, slots), np.empty(slots, dtype=np.int64)
     out = Actions(
         np.empty((1, columns, slots), dtype=np.int64),
@@ -133,7 +139,9 @@ def _choose(menu, layer, tokens, limits, values, weights, gated, picked, scratch
             if out.delay_s[0, c] == np.inf or (c > 0 and lost > allowance[i]):
                 continue
             if c == skip and gated:
-                local = local_loss_of(menu, layer, ends[0], tokens.experts[i], steady)
+                local = local_loss_of(
+                    menu, layer, ends[0], tokens.experts[i], tokens.masses[i], steady
+                )
                 if local <= allowance[i]:
                     continue
             cost = step_cost(out.delay_s[0, c], lost, loss_weight, reference_s, budget)

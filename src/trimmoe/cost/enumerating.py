@@ -47,6 +47,13 @@ class Menu(NamedTuple):
     skips: bool
     settles: bool
     """Whether activated sets that run where the token is have no other action."""
+    stand_in: IntArray
+    """Number of the copy of each expert that each server has, -1 where it has none, [M, N, E]."""
+    stand_in_edges: FloatArray
+    """[K, N, B, G]: its loss by rung; the same for the other."""
+    stand_in_upper: FloatArray
+    stands_in: bool
+    """Whether there is any."""
 
 
 class Batch(NamedTuple):
@@ -89,7 +96,15 @@ def _activated(experts, expert):
 
 
 @bare
-def local_loss_of(menu, layer, source, experts, steady):
+def _stand_in_loss(menu, layer, number, mass, steady):
+    """What a slot loses that runs the copy of this number."""
+    rung = number // menu.hosts.shape[2] - 1
+    edges = menu.stand_in_edges[rung, layer, steady]
+    return curve_at(edges, menu.stand_in_upper[rung, layer, steady], mass)
+
+
+@bare
+def local_loss_of(menu, layer, source, experts, masses, steady):
     """Least loss of running all slots [k] on the source, infinite if it cannot: whether there is an
     action without transmission (35)."""
     total, last_rank = 0.0, menu.substitution_loss.shape[2] - 1
@@ -102,32 +117,35 @@ def local_loss_of(menu, layer, source, experts, steady):
             possible = menu.hosts[source, layer, runs] and menu.feasible[layer, target, runs]
             if possible and losses[runs] < least and not _activated(experts, runs):
                 least = losses[runs]
+        if menu.stands_in and menu.stand_in[source, layer, target] >= 0:
+            number = menu.stand_in[source, layer, target]
+            least = min(least, _stand_in_loss(menu, layer, number, masses[j], steady))
         total += least
     return total
 
 
 @njit
-def local_losses(menu, layer, source, experts, steadiness):
+def local_losses(menu, layer, source, experts, masses, steadiness):
     """`local_loss_of` n tokens, [n]."""
     loss = np.empty(source.shape[0])
     for i in range(loss.shape[0]):
-        loss[i] = local_loss_of(menu, layer, source[i], experts[i], steadiness[i])
+        loss[i] = local_loss_of(menu, layer, source[i], experts[i], masses[i], steadiness[i])
     return loss
 
 
 @bare
 def _slot_options(menu, layer, tokens, i, source, destination, first_at, limit, room):
-    """Fill `room` with the choices of every slot: target, substitutes, nothing.
+    """Fill `room` with the choices of every slot: target, substitutes, nothing, stand-in.
 
     Choices that lose more than `limit` do not exist.
     """
     expert, server, delay, loss = room
     experts, steady = tokens.experts[i], tokens.steadiness[i]
-    slots, stand_ins = experts.shape[0], menu.substitutes.shape[3]
+    slots, others = experts.shape[0], menu.substitutes.shape[3]
     last_rank = menu.substitution_loss.shape[2] - 1
     for j in range(slots):
         target = experts[j]
-        for o in range(1 + stand_ins):
+        for o in range(1 + others):
             runs = target if o == 0 else menu.substitutes[layer, steady, target, o - 1]
             if o > 0 and runs >= 0 and _activated(experts, runs):
                 runs = -1
@@ -149,7 +167,7 @@ def _slot_options(menu, layer, tokens, i, source, destination, first_at, limit, 
             else:
                 server[j, o] = menu.best_server[layer, source, destination, runs]
                 delay[j, o] = menu.best_s[layer, source, destination, runs]
-        drop = 1 + stand_ins
+        drop = 1 + others
         expert[j, drop], server[j, drop] = -1, source
         loss[j, drop], delay[j, drop] = 0.0, np.inf
         mass = tokens.masses[i, j]
@@ -158,6 +176,17 @@ def _slot_options(menu, layer, tokens, i, source, destination, first_at, limit, 
             edges = menu.drop_edges[layer, steady]
             loss[j, drop] = curve_at(edges, menu.drop_upper[layer, steady], mass)
             delay[j, drop] = 0.0 if loss[j, drop] <= limit else np.inf
+        if menu.stands_in:
+            stand = drop + 1
+            expert[j, stand], server[j, stand] = -1, source
+            loss[j, stand], delay[j, stand] = 0.0, np.inf
+            number = menu.stand_in[source, layer, target]
+            if number >= 0 and movable:
+                expert[j, stand] = number
+                loss[j, stand] = _stand_in_loss(menu, layer, number, mass, steady)
+                path = menu.links.transfer_s[source, destination]
+                if loss[j, stand] <= limit:
+                    delay[j, stand] = path + menu.links.expert_s[source, layer, number]
 
 
 @bare
@@ -255,9 +284,15 @@ def token_actions(menu, layer, tokens, i, ends, first_at, limit, room, at, out, 
 
 
 @njit
+def choices_of(menu):
+    """How many a slot has at most: its target, substitutes, nothing, its stand-in."""
+    return menu.substitutes.shape[3] + 2 + (1 if menu.stands_in else 0)
+
+
+@njit
 def make_room(menu, slots):
     """Scratch for the choices of one token's slots."""
-    shape = (slots, menu.substitutes.shape[3] + 2)
+    shape = (slots, choices_of(menu))
     whole = np.empty(shape, dtype=np.int64), np.empty(shape, dtype=np.int64)
     return whole[0], whole[1], np.empty(shape), np.empty(shape)
 

@@ -36,7 +36,7 @@ class Links(NamedTuple):
     waiting_s: FloatArray
     """Of work on a server, column, that comes from another, row, or its own, [M, M]."""
     expert_s: FloatArray
-    """[M, N, E]."""
+    """Of all that may run in a slot, as `core.stand_ins` numbers it, [M, N, F * E]."""
 
 
 @bare

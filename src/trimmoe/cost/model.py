@@ -24,7 +24,9 @@ from functools import cached_property
 
 import numpy as np
 
+from trimmoe.core.precision import bits_in_groups
 from trimmoe.core.specs import ClusterSpec, FloatArray, IntArray, ModelSpec, Speeds
+from trimmoe.core.stand_ins import RUNGS
 from trimmoe.cost import kernels
 
 TOKEN_ID_BYTES = 8
@@ -68,6 +70,9 @@ class CostModel:
     """Number of each server's machine, [M]; None: each has one to itself."""
     at_once: FloatArray | None = None
     """Servers of its machine that may compute at once without holding one another up, [M]."""
+    rung_share: FloatArray | None = None
+    """Time of a copy that stands in for an expert over the expert's, by rung and expert,
+    [K, N, E]; None where none is priced."""
 
     @property
     def server_count(self) -> int:
@@ -80,8 +85,16 @@ class CostModel:
     @cached_property
     def links(self) -> kernels.Links:
         """The same arrays in the form that the compiled loops read."""
-        arrays = (self.transfer_s, self.arrival_wait_s, self.expert_s)
+        arrays = (self.transfer_s, self.arrival_wait_s, self.form_s)
         return kernels.Links(*(np.ascontiguousarray(array) for array in arrays))
+
+    @cached_property
+    def form_s(self) -> FloatArray:
+        """What all that may run in a slot takes, as `core.stand_ins` numbers it, [M, N, F * E]."""
+        if self.rung_share is None:
+            return self.expert_s
+        copies = [self.expert_s * share for share in self.rung_share]
+        return np.concatenate([self.expert_s, *copies], axis=2)
 
     @cached_property
     def arrival_wait_s(self) -> FloatArray:
@@ -136,7 +149,16 @@ def _nominal(model: ModelSpec, cluster: ClusterSpec, accounting: Accounting) -> 
         dense_s=np.zeros_like(dense_s) if accounting is Accounting.MIGRATE else dense_s,
         waiting_s=np.zeros(cluster.server_count),
         accounting=accounting,
+        rung_share=None if accounting is Accounting.MIGRATE else rung_shares(model),
     )
+
+
+def rung_shares(model: ModelSpec) -> FloatArray:
+    """Time of a copy over its expert's, [K, N, E]: what takes time where a token runs by itself is
+    to read weights. No copy is taken to be slower than what it stands in for."""
+    weights = model.expert_flops / 2
+    sizes = [weights * bits_in_groups(bits) / 8 for bits in RUNGS]
+    return np.minimum(np.stack(sizes) / model.expert_bytes, 1.0)
 
 
 def _measured(nominal: CostModel, model: ModelSpec, speeds: Speeds) -> CostModel:

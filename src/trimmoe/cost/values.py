@@ -248,7 +248,9 @@ def _typical(
     rows = tokens["importance"].size
     batch = as_batch(**tokens, source=np.full(rows, source), destination=np.full(rows, destination))
     actions = space.enumerate(layer, batch)
-    local = space.served_locally(layer, source, tokens["experts"], tokens["steadiness"])
+    local = space.served_locally(
+        layer, source, tokens["experts"], tokens["masses"], tokens["steadiness"]
+    )
     return _Typical(
         actions=actions,
         destination=np.zeros(actions.loss.shape, dtype=np.int64),

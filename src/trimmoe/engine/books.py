@@ -23,7 +23,9 @@ def entered(cost: CostModel, wave: Wave, experts: IntArray, decision: Decision) 
     rows, server = wave.alive, wave.server[wave.alive]
     where, made = (decision.slot_expert, decision.slot_server), wave.copy()
     add_layer_messages(cost, made.messages, rows, server, decision.destination, *where)
-    made.kinds[rows, wave.layer] = layer_kinds(*where, experts, server)
+    made.kinds[rows, wave.layer] = layer_kinds(
+        *where, experts, server, expert_count=cost.expert_s.shape[2]
+    )
     run = (decision.slot_expert >= 0).sum(-1)
     dropped = np.where(run > 0, decision.slot_expert.shape[1] - run, 0)
     spent_s = decision.delay_s + cost.dense_s[server, wave.layer]

@@ -81,7 +81,7 @@ class Engine:
     """Who holds which experts, [M, N, E]: what users' servers guess with in a driver that has them
     all in one process. No decision looks at it."""
     stand_in_bits: IntArray | None = None
-    """Bits of their copies of other experts, as the plan has them."""
+    """Bits of their copies of other experts, as the plan has them, [M, N, E]."""
 
     @cached_property
     def exits(self) -> ExitRules:
@@ -111,6 +111,17 @@ class Engine:
             busy=self.exits.busy,
             top_k=self.profile.patterns.shape[2],
         )
+
+    @cached_property
+    def copied_bits(self) -> IntArray | None:
+        """Bits of the copies that slots may run on each server, [M, N, E]; None where no slot
+        does."""
+        copies, bits = self.policy.copies, self.stand_in_bits
+        return None if copies is None or bits is None else bits * copies
+
+    def without_copies(self) -> Engine:
+        """The same for models that run none."""
+        return replace(self, policy=self.policy.without_copies())
 
     @cached_property
     def settled(self) -> BoolArray | None:

@@ -16,7 +16,7 @@ from rich.table import Table
 import trimmoe
 from trimmoe.core.artifact import written_whole
 from trimmoe.core.errors import UserError
-from trimmoe.core.ledger import Kind
+from trimmoe.core.ledger import STOOD_IN, SUBSTITUTED, Kind
 from trimmoe.core.plan import Plan
 from trimmoe.core.profile import Profile
 from trimmoe.core.specs import IntArray
@@ -120,7 +120,8 @@ def outcome_row(outcome: Outcome, exact_perplexity: float) -> dict[str, Any]:
         "hops_per_token": ledger.hops / ledger.tokens,
         "traffic_mb_per_1000_tokens": ledger.total_bytes / ledger.tokens * 1e3 / 1e6,
         "remote_share": ledger.remote_share,
-        "substituted_share": ledger.share(Kind.LOCAL_SUBSTITUTE, Kind.REMOTE_SUBSTITUTE),
+        "substituted_share": ledger.share(*SUBSTITUTED),
+        "stood_in_share": ledger.share(*STOOD_IN),
         "skipped_share": ledger.share(Kind.SKIPPED),
         "exited_share": ledger.share(Kind.EXITED),
         "layers_per_token": layers * (1.0 - ledger.share(Kind.SKIPPED, Kind.EXITED)),

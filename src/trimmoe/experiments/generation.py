@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from trimmoe.core.ledger import Kind, Ledger
+from trimmoe.core.ledger import EXECUTED, REMOTE, STOOD_IN, SUBSTITUTED, Kind, Ledger
 
 
 def print_ledger(
@@ -44,21 +44,24 @@ def summary(total: Ledger) -> str:
 def _token_table(pieces: Sequence[tuple[str, Ledger]]) -> Table:
     table = Table(
         title="Layers of each token by what became of them, and what the token cost",
-        caption="run: executed; of these remote and subst. (some slot remote, substituted)",
+        caption="run: executed; of these remote and subst. (some slot remote, substituted),\n"
+        "copies (else some slot ran its expert's stand-in)",
         box=box.SIMPLE_HEAD,
         padding=0,
     )
     table.add_column("token", no_wrap=True, max_width=14)
-    for column in ("run", "remote", "subst.", "skip", "exit", "hops", "kB", "ms", "budget"):
+    columns = "run", "remote", "subst.", "copies", "skip", "exit", "hops", "kB", "ms", "budget"
+    for column in columns:
         table.add_column(column, justify="right", no_wrap=True)
     for text, ledger in pieces:
         kinds = ledger.kinds.sum(0)
-        remote = kinds[[Kind.REMOTE_EXACT, Kind.REMOTE_SUBSTITUTE]].sum()
+        remote = kinds[list(REMOTE)].sum()
         table.add_row(
             escape(repr(text)[1:-1]),
-            str(kinds[: Kind.SKIPPED].sum()),
+            str(kinds[list(EXECUTED)].sum()),
             str(remote),
-            str(kinds[[Kind.LOCAL_SUBSTITUTE, Kind.REMOTE_SUBSTITUTE]].sum()),
+            str(kinds[list(SUBSTITUTED)].sum()),
+            str(kinds[list(STOOD_IN)].sum()),
             str(kinds[Kind.SKIPPED]),
             str(kinds[Kind.EXITED]),
             str(ledger.hops),

@@ -20,6 +20,8 @@ LAYER_LOOK = {
     "remote_substitute": ("#E69F00", "//"),
     "skipped": ("#CCCCCC", None),
     "exited": ("#FFFFFF", ".."),
+    "local_stand_in": ("#009E73", "xx"),
+    "remote_stand_in": ("#D55E00", "xx"),
 }
 
 

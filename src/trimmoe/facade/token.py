@@ -4,11 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from trimmoe.core.ledger import Kind
+from trimmoe.core.ledger import EXECUTED, REMOTE, STOOD_IN, SUBSTITUTED, Kind
 from trimmoe.experiments.answering import Piece
-
-_SUBSTITUTED = frozenset({Kind.LOCAL_SUBSTITUTE, Kind.REMOTE_SUBSTITUTE})
-_REMOTE = frozenset({Kind.REMOTE_EXACT, Kind.REMOTE_SUBSTITUTE})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,18 +59,23 @@ class Token:
 
     @property
     def executed(self) -> int:
-        """Layers that ran, with substitutes or without."""
-        return sum(kind < Kind.SKIPPED for kind in self.layers)
+        """Layers that ran, with substitutes and stand-ins or without."""
+        return sum(kind in EXECUTED for kind in self.layers)
 
     @property
     def remote(self) -> int:
         """Those of them of which some expert ran on another server than the token was on."""
-        return sum(kind in _REMOTE for kind in self.layers)
+        return sum(kind in REMOTE for kind in self.layers)
 
     @property
     def substituted(self) -> int:
         """Those of them in which a similar expert stood in for one that the router chose."""
-        return sum(kind in _SUBSTITUTED for kind in self.layers)
+        return sum(kind in SUBSTITUTED for kind in self.layers)
+
+    @property
+    def stood_in(self) -> int:
+        """Those of them in which a copy in few bits stood in for an expert, and no other did."""
+        return sum(kind in STOOD_IN for kind in self.layers)
 
     @property
     def skipped(self) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-from trimmoe.core.specs import FloatArray, IntArray
+from trimmoe.core.specs import BoolArray, FloatArray, IntArray
 from trimmoe.cost.nearest import Nearest
 
 
@@ -41,7 +41,8 @@ class Decision:
     """One action per token."""
 
     slot_expert: IntArray
-    """Expert that runs each slot, -1 = dropped, [n, k]."""
+    """What each slot runs, an expert or a copy that stands in for one, as `core.stand_ins` numbers
+    them; -1 = dropped, [n, k]."""
     slot_server: IntArray
     """Server of each slot, [n, k]."""
     destination: IntArray
@@ -68,6 +69,16 @@ class Policy(Protocol):
         """Where slots run whatever else is known of a token, if no token exits and there is
         nothing to choose where all of them run here; None where every layer is decided upon."""
         return None
+
+    @property
+    def copies(self) -> BoolArray | None:
+        """Experts whose copies in few bits it may have run, by server, [M, N, E]; None: it has none
+        run."""
+        return None
+
+    def without_copies(self) -> Policy:
+        """The same where nothing can run them."""
+        return self
 
     @property
     def decides(self) -> bool:

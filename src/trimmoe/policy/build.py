@@ -10,7 +10,8 @@ import numpy as np
 from trimmoe.core.plan import Plan
 from trimmoe.core.profile import LossCurves, Profile
 from trimmoe.core.specs import FloatArray, IntArray, ModelSpec
-from trimmoe.cost.actions import ActionSpace
+from trimmoe.core.stand_ins import RUNGS, numbered
+from trimmoe.cost.actions import ActionSpace, StandIns
 from trimmoe.cost.exits import ExitForecast, calibrated, certain, never
 from trimmoe.cost.expected import expected_layer_delay_s, reference_layer_delay_s
 from trimmoe.cost.lookahead import LookAhead, Weights
@@ -129,6 +130,9 @@ def action_space(deployment: Deployment, profile: Profile, settings: PolicySetti
         substitution = profile.slots_alike(substitution)
     skip, drop = skip.inflated(settings.inflation), drop.inflated(settings.inflation)
     substitution = np.minimum(substitution * settings.inflation, 1.0)
+    stand_ins = None
+    if settings.levers.stand_in:
+        stand_ins = _stand_ins(deployment, profile, settings)
     return ActionSpace(
         cost=deployment.cost,
         hosts=deployment.plan.hosts,
@@ -139,6 +143,30 @@ def action_space(deployment: Deployment, profile: Profile, settings: PolicySetti
         theta=theta,
         theta_drop=theta_drop,
         levers=settings.levers,
+        stand_ins=stand_ins,
+    )
+
+
+def _stand_ins(
+    deployment: Deployment, profile: Profile, settings: PolicySettings
+) -> StandIns | None:
+    """The plan's copies of which the profile says what they lose; None if there are none."""
+    bits = deployment.plan.stand_in_bits
+    if bits is None or deployment.cost.rung_share is None:
+        return None
+    curves = {rung.bits: rung.curves for rung in profile.rungs}
+    known = np.where(np.isin(bits, list(curves)) & ~deployment.plan.hosts, bits, 0)
+    if not known.any():
+        return None
+    if not settings.steadiness:
+        curves = {few: one.pooled(profile.class_share) for few, one in curves.items()}
+    curves = {few: one.inflated(settings.inflation) for few, one in curves.items()}
+    # Nobody looks at rungs that were not measured.
+    like = next(iter(curves.values()))
+    return StandIns(
+        number=numbered(known),
+        edges=np.stack([curves.get(few, like).edges for few in RUNGS]),
+        upper=np.stack([curves.get(few, like).upper for few in RUNGS]),
     )
 
 

@@ -188,7 +188,9 @@ class PolicySettings:
 
 def trimmoe() -> PolicySettings:
     """The default: all levers, with the readings of the design document; exits are drafts."""
-    return PolicySettings(name="trimmoe", draft_confidence=DRAFT_CONFIDENCE)
+    return PolicySettings(
+        name="trimmoe", levers=Levers(stand_in=True), draft_confidence=DRAFT_CONFIDENCE
+    )
 
 
 def final_exits() -> PolicySettings:

@@ -13,7 +13,8 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from trimmoe.core.changed import changed
-from trimmoe.core.specs import FloatArray, IntArray
+from trimmoe.core.specs import BoolArray, FloatArray, IntArray
+from trimmoe.core.stand_ins import NO_STAND_IN
 from trimmoe.cost import deciding
 from trimmoe.cost.actions import Candidates, as_batch
 from trimmoe.cost.lookahead import LookAhead, Place, Weights
@@ -58,6 +59,20 @@ class TrimPolicy(Policy):
         space = self.lookahead.space
         settles = leaves_settled(space.levers, space.cost.accounting) and not self.one_expert
         return nearest_of(space, self.routes) if settles else None
+
+    @property
+    def copies(self) -> BoolArray | None:
+        stand_ins = self.lookahead.space.stand_ins
+        return None if stand_ins is None else stand_ins.number != NO_STAND_IN
+
+    def without_copies(self) -> TrimPolicy:
+        space = replace(self.lookahead.space, stand_ins=None)
+        return replace(
+            self,
+            lookahead=replace(self.lookahead, space=space, _menus={}, _values={}),
+            tables=None if self.tables is None else replace(self.tables, space=space, _tables={}),
+            _by_weight={},
+        )
 
     @property
     def decides(self) -> bool:

@@ -10,6 +10,7 @@ import numpy as np
 
 from trimmoe.core.events import Attend, Command, Event, Execute, Routed, SegmentRan
 from trimmoe.core.specs import IntArray
+from trimmoe.core.stand_ins import expert_of
 
 
 class ExpertUse(IntEnum):
@@ -20,6 +21,7 @@ class ExpertUse(IntEnum):
     REMOTE_EXACT = 2
     REMOTE_SUBSTITUTE = 3
     DROPPED = 4
+    LOCAL_STAND_IN = 5
 
 
 KEPT = 1024
@@ -80,8 +82,9 @@ class ExpertCounter:
         if execute.rows.size < rows.size:
             kept = np.isin(rows, execute.rows)
             experts, server = experts[kept], server[kept]
-        runs = execute.slot_expert >= 0
-        substitute = execute.slot_expert != experts
+        ran, count = execute.slot_expert, self._counts.shape[1]
+        substitute = expert_of(ran, count) != experts
         remote = execute.slot_server != server[:, None]
-        use = np.where(runs, substitute + 2 * remote, int(ExpertUse.DROPPED))
+        use = np.where(ran >= 0, substitute + 2 * remote, int(ExpertUse.DROPPED))
+        use = np.where(ran >= count, int(ExpertUse.LOCAL_STAND_IN), use)
         np.add.at(self._counts[execute.layer], (experts, use), 1)

@@ -37,6 +37,7 @@ from trimmoe.engine.state import EngineState
 from trimmoe.engine.step import Engine
 from trimmoe.models.base import EncoderDecoderView, MoEView
 from trimmoe.models.exact import full_depth
+from trimmoe.runtime.copies import able
 from trimmoe.runtime.execution import Execution, Running
 from trimmoe.runtime.guesser import Guesser
 from trimmoe.runtime.places import Places
@@ -82,6 +83,7 @@ class LocalDriver:
         prefix_cache: bool = False,
     ) -> None:
         """`prefix_cache`: whether what was read is kept for sequences that begin alike."""
+        engine = able(view, engine)
         self.view, self.engine = view, engine
         self.state: EngineState = engine.start()
         exit_state = engine.settings.exit_state

@@ -11,12 +11,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from trimmoe.core.ledger import Kind, Ledger
+from trimmoe.core.ledger import STOOD_IN, SUBSTITUTED, Kind, Ledger
 from trimmoe.core.specs import IntArray
 
 BLOCK = 16
 """Tokens that are hashed together; what less begins with is not looked for."""
-_CHANGED = [Kind.LOCAL_SUBSTITUTE, Kind.REMOTE_SUBSTITUTE, Kind.SKIPPED]
+_CHANGED = [*SUBSTITUTED, *STOOD_IN, Kind.SKIPPED]
 
 
 class Found(NamedTuple):

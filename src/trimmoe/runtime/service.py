@@ -196,7 +196,7 @@ class ServiceStats:
     expert_executions: IntArray = field(
         default_factory=lambda: np.zeros((0, 0, len(ExpertUse)), dtype=np.int64)
     )
-    """Slots by layer, activated expert and `ExpertUse`, [N, E, 5]."""
+    """Slots by layer, activated expert and `ExpertUse`, [N, E, 6]."""
     audits: int = 0
     """Exits that were due but ran to full depth to be checked."""
     false_exits: int = 0

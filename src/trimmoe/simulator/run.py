@@ -164,7 +164,7 @@ class _Run:
             cost.server_count,
             max(engine.settings.guesses, 1),
         )
-        self.state = make_state(cost.server_count, cost.layer_count, cost.expert_s.shape[2])
+        self.state = make_state(cost.server_count, cost.layer_count, cost.form_s.shape[2])
         self.supply = Supply(
             decider=self.decider,
             table=self.table,
@@ -173,7 +173,7 @@ class _Run:
             closed=self.closed,
             ahead=AHEAD_OF_CHANGE if settings.waiting_feedback else AHEAD,
         )
-        self.workload = Workload(slot_s=settings.control_s, expert_s=cost.expert_s)
+        self.workload = Workload(slot_s=settings.control_s, expert_s=cost.form_s)
         self.full = np.zeros(cost.server_count, dtype=bool)
         """Servers that are not to be given more work."""
         self.engines = {self.full.tobytes(): engine}

@@ -20,7 +20,7 @@ class Workload:
 
     slot_s: float
     expert_s: FloatArray
-    """c / F, [M, N, E]."""
+    """c / F of all that may run in a slot, [M, N, F * E]."""
     _assigned_s: dict[int, FloatArray] = field(default_factory=dict)
 
     def count(self, rows: Rows, of: IntArray, began_s: FloatArray) -> None:

@@ -50,7 +50,7 @@ class World(NamedTuple):
     dense_s: FloatArray
     """[M, N]."""
     expert_s: FloatArray
-    """[M, N, E]."""
+    """Of all that may run in a slot, [M, N, F * E]."""
     delay_s: FloatArray
     """Propagation, [M, M]."""
     vector_s: FloatArray
@@ -225,7 +225,7 @@ def make_world(
         later[np.arange(routes.shape[0]), layer, routes[:, layer]] = True
     return World(
         dense_s=np.ascontiguousarray(cost.dense_s),
-        expert_s=np.ascontiguousarray(cost.expert_s),
+        expert_s=np.ascontiguousarray(cost.form_s),
         delay_s=np.ascontiguousarray(delay_s),
         vector_s=np.maximum(cost.transfer_s - delay_s, 0.0),
         id_s=np.maximum(cost.token_transfer_s - delay_s, 0.0),

@@ -5,7 +5,8 @@ const FATES = {
   local: "all of it ran on the server it was on",
   remote: "some expert ran on another server",
   guessed: "its server had guessed it, and full depth agreed",
-  "stand-in": "another expert stood in for one that it chose",
+  substitute: "a similar expert ran in the place of one that it chose",
+  "stand-in": "a copy in few bits stood in for an expert that it chose",
   skipped: "some layers were left out",
   exited: "it was sure before its last layers",
   withdrawn: "something else had set out in its place and was withdrawn",
@@ -16,8 +17,10 @@ const FATES = {
 const LAYERS = {
   l: ["local", "local"],
   r: ["remote", "remote"],
-  s: ["stand-in", "stand-in"],
-  S: ["stand-in", "stand-in, remote"],
+  s: ["substitute", "substitute"],
+  S: ["substitute", "substitute, remote"],
+  c: ["stand-in", "stand-in"],
+  C: ["stand-in", "stand-in, remote"],
   "-": ["skipped", "skipped"],
   x: ["exited", "exited before"],
 };

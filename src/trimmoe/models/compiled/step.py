@@ -67,9 +67,9 @@ def dense(shape, block, normed, after, out):
 
 
 @jit
-def _slots_of(shape, experts):
-    """How many slots of `experts` [n, k] each expert has, [E]."""
-    counts = np.zeros(shape.experts, dtype=np.int64)
+def _slots_of(weights, experts):
+    """How many slots of `experts` [n, k] each of those in `weights` has, [F]."""
+    counts = np.zeros(weights.shape[0], dtype=np.int64)
     for r in range(experts.shape[0]):
         for j in range(experts.shape[1]):
             if experts[r, j] >= 0:
@@ -90,29 +90,29 @@ def _following(counts, weights, expert, after):
 def routed(shape, weights, normed, experts, gates, after, out):
     """Add to `out`, float64 [n, wide(d)], gate times expert of `experts` [n, k], -1 for none.
 
-    `weights` [E, EXPERT] says where each expert's matrices are, `after` what is read after them, 0
-    if nobody knows. Rows are grouped by expert. Addends are in single precision, so that their
-    order makes no difference (`models.sums`).
+    `weights` [F, EXPERT] says where the matrices of each expert, and of copies that stand in for
+    some, are, `after` what is read after them, 0 if nobody knows. Rows are grouped by expert.
+    Addends are in single precision, so that their order makes no difference (`models.sums`).
     """
     count, slots = experts.shape
     size = shape.routed
     each = np.empty((count * slots, normed.shape[1]), dtype=np.float32)
     rows = np.empty(count * slots, dtype=np.int64)
     # Not as many as there are rows: an expert may run in several slots of one.
-    counts = _slots_of(shape, experts)
+    counts = _slots_of(weights, experts)
     most = counts.max()
     x = np.empty((most, normed.shape[1]), dtype=np.float32)
     both = np.empty((most, 2 * whole_panels(size)), dtype=np.float32)
     given = np.empty((most, normed.shape[1]), dtype=np.float32)
-    for e in range(shape.experts):
+    for e in range(counts.shape[0]):
+        if counts[e] == 0:
+            continue
         found = 0
         for r in range(count):
             for j in range(slots):
                 if experts[r, j] == e:
                     rows[found] = r * slots + j
                     found += 1
-        if found == 0:
-            continue
         for i in range(found):
             for c in range(x.shape[1]):
                 x[i, c] = normed[rows[i] // slots, c]
@@ -153,7 +153,7 @@ def gathered(shape, block, weights, hidden, normed, experts, gates, after, out):
     """Into `out`, float64 [n, wide], hidden and what a layer's experts give."""
     if block[SHARED_UP + OUT] > 0:
         shared = np.zeros_like(hidden)
-        first = _following(_slots_of(shape, experts), weights, -1, after)
+        first = _following(_slots_of(weights, experts), weights, -1, after)
         dense(shape, block, normed, first, shared)
         for r in range(hidden.shape[0]):
             for i in range(hidden.shape[1]):
@@ -183,7 +183,7 @@ def segment(
     """Take rows through blocks until a layer has to be decided on.
 
     `ends` are the first block and the one after the last, of `blocks` [B, COLUMNS]. `weights`
-    [B, E, EXPERT]: where an expert's matrices are, by block. `settled` [B, E]: experts whose slots
+    [B, F, EXPERT]: where an expert's matrices are, by block. `settled` [B, E]: experts whose slots
     run here without a decision. `hidden` [n, wide] is changed in place. `slabs` [B, 4]: addresses
     of keys and values, their slots, their capacity. `found`: experts [B, n, k] by block and what
     the router said of the last layer it was asked for: logits, probabilities [n, wide(E)], gates

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from trimmoe.core.precision import Precision
+from trimmoe.core.stand_ins import FORMS, number_of
 from trimmoe.models.compiled import columns
 from trimmoe.models.compiled.attention import Shape
 from trimmoe.models.compiled.packing import packed
@@ -50,14 +51,13 @@ class Tables:
     blocks: NDArray[np.int64]
     """[B, COLUMNS]."""
     experts: NDArray[np.int64]
-    """Where an expert's matrices are, [B, E, EXPERT]; zeros where it is not here."""
+    """Where the matrices of experts and copies are, as `core.stand_ins` numbers them, [B, F,
+    EXPERT]; zeros of those that are not here."""
     block_of: tuple[int, ...]
     """Of each MoE layer."""
     kept: list[Any] = field(default_factory=list)
     matrices: dict[tuple[int, int], tuple[Packed, Packed]] = field(default_factory=dict)
     """What experts are made of, by block and expert."""
-    copies: dict[tuple[int, int, int], NDArray[np.int64]] = field(default_factory=dict)
-    """Where the matrices of an expert's copy are, [EXPERT], by block, expert and bits."""
 
     @staticmethod
     def empty(shape: Shape, block_count: int, block_of: Sequence[int]) -> Tables:
@@ -65,7 +65,7 @@ class Tables:
         blocks = np.zeros((block_count, columns.COLUMNS), dtype=np.int64)
         blocks[:, columns.LAYER] = -1
         blocks[list(block_of), columns.LAYER] = np.arange(len(block_of))
-        experts = np.zeros((block_count, shape.experts, columns.EXPERT), dtype=np.int64)
+        experts = np.zeros((block_count, FORMS * shape.experts, columns.EXPERT), dtype=np.int64)
         return Tables(shape=shape, blocks=blocks, experts=experts, block_of=tuple(block_of))
 
     @property
@@ -105,7 +105,8 @@ class Tables:
     ) -> None:
         """Note a copy of an expert in so many bits; `biases` are addresses, 0 for none."""
         up, down = self._keep(up, down)
-        self.copies[block, expert, bits] = expert_record(up, down, biases)
+        number = number_of(expert, bits, self.shape.experts)
+        self.experts[block, number] = expert_record(up, down, biases)
 
     def biases(self, block: int, expert: int) -> tuple[int, int]:
         """Addresses of what is added to what an expert's projections give."""

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from trimmoe.core.precision import Precision
 from trimmoe.core.specs import BoolArray, FloatArray, IntArray, ModelSpec
+from trimmoe.core.stand_ins import number_of
 from trimmoe.models.base import (
     DROPPED,
     BytesRead,
@@ -316,16 +317,29 @@ class CompiledView(MoEView):
         """The experts `held` [N, E], all of which are loaded, and copies in so many `bits` [N, E]
         of others; those of loaded ones are made here."""
         tables = self._tables
-        weights, here = tables.experts.copy(), self._by_block(held).copy()
+        weights, here = tables.experts[:, : held.shape[1]].copy(), self._by_block(held).copy()
         copies = np.zeros(held.shape, dtype=np.int64) if bits is None else bits * ~held
+        if copies.any():
+            self.have_copies(copies)
         for layer, expert in np.argwhere(copies).tolist():
             block, few = tables.block_of[layer], int(copies[layer, expert])
-            if (block, expert, few) not in tables.copies:
-                self._copy_loaded(block, expert, few)
-            weights[block, expert] = tables.copies[block, expert, few]
+            number = number_of(expert, few, held.shape[1])
+            weights[block, expert] = tables.experts[block, number]
             here[block, expert] = True
         is_whole = bool(here[self._moe_blocks].all())
         return AtHand(weights=weights, here=here, is_whole=is_whole)
+
+    @property
+    def runs_copies(self) -> bool:
+        return True
+
+    def have_copies(self, bits: IntArray) -> None:
+        tables = self._tables
+        for layer, expert in np.argwhere(bits).tolist():
+            block, few = tables.block_of[layer], int(bits[layer, expert])
+            number = number_of(expert, few, tables.shape.experts)
+            if not tables.experts[block, number, 0]:
+                self._copy_loaded(block, expert, few)
 
     def _copy_loaded(self, block: int, expert: int, bits: int) -> None:
         up, down = (matrix.restored for matrix in self._tables.matrices[block, expert])
@@ -373,7 +387,7 @@ class CompiledView(MoEView):
         if kept is None:
             if len(self._layouts) >= _KEPT_LAYOUTS:
                 self._layouts.clear()
-            here: BoolArray = self._tables.experts[:, :, 0] != 0
+            here: BoolArray = self._tables.experts[:, : experts.shape[1], 0] != 0
             by_block = np.zeros_like(here)
             by_block[self._moe_blocks] = experts & here[self._moe_blocks]
             kept = self._layouts[where] = experts, by_block

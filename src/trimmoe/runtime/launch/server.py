@@ -249,9 +249,11 @@ def open_own_part(spec: ServerSpec, path: str) -> MoEView:
 
 
 def _copies(spec: ServerSpec) -> IntArray | None:
-    """Bits of the copies of other servers' experts that this one guesses with, [N, E]."""
-    bits = spec.plan.stand_in_bits
-    return None if bits is None or not spec.policy.guesses else bits[spec.index]
+    """Bits of the copies of other servers' experts that this one guesses with, or has run in their
+    place, [N, E]."""
+    bits, policy = spec.plan.stand_in_bits, spec.policy
+    wanted = policy.guesses or (policy.levers.stand_in and spec.profile.rungs)
+    return None if bits is None or not wanted else bits[spec.index]
 
 
 def _dtype(wanted: str, device: torch.device) -> torch.dtype:

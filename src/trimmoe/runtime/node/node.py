@@ -26,6 +26,7 @@ from trimmoe.models.base import EncoderDecoderView, MoEView
 from trimmoe.placement.live import live_hosts
 from trimmoe.policy.build import PolicyMaker
 from trimmoe.policy.settings import PolicySettings
+from trimmoe.runtime.copies import able_policy
 from trimmoe.runtime.guides import guides_of
 from trimmoe.runtime.node.compute.completion import withdrawn
 from trimmoe.runtime.node.compute.executor import Executor
@@ -108,6 +109,7 @@ class Node:
             raise UserError("A model with an encoder runs in one process only; use `generate`.")
         self.settings, self.model = settings, model
         self._view, self._transport = view, transport
+        policy = able_policy(view, profile, plan, policy, settings.server)
         sharing = {"machine": settings.machine, "at_once": settings.at_once}
         self._basis = Basis.of(plan, profile, view.spec, policy, maker, **sharing)
         self.cluster = plan.cluster

@@ -28,7 +28,7 @@ class Pace:
         """Attention, router and shared expert of so many rows are computed."""
 
     def experts(self, layer: int, experts: IntArray) -> None:
-        """Slots of these experts are computed, [n, k]; `DROPPED` ones are none."""
+        """Slots of these experts, or copies, are computed, [n, k]; `DROPPED` ones are none."""
 
     def segment(self, first: int, experts: IntArray) -> None:
         """Layers from `first` on are computed whole, these experts of them, [n, L, k]."""
@@ -44,7 +44,7 @@ class EmulatedPace(Pace):
     dense_s: FloatArray
     """Of one row, [N]."""
     expert_s: FloatArray
-    """Of one row, [N, E]."""
+    """Of one row in all that may run in a slot, [N, F * E]."""
     guess_s: float
     """Of one row that is read by itself, in a layer."""
     batch_share: float
@@ -56,7 +56,7 @@ class EmulatedPace(Pace):
         """The pace of one server of the cost model's cluster."""
         return EmulatedPace(
             dense_s=cost.dense_s[server],
-            expert_s=cost.expert_s[server],
+            expert_s=cost.form_s[server],
             guess_s=float(guess_times_s(cost, top_k)[server]) / cost.layer_count,
             batch_share=batch_share,
         )

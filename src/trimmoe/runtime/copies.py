@@ -1,0 +1,37 @@
+"""Copies that stand in for experts, as far as a model can run them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from trimmoe.core.plan import Plan
+from trimmoe.core.profile import Profile
+from trimmoe.engine.step import Engine
+from trimmoe.models.base import MoEView
+from trimmoe.policy.settings import PolicySettings
+
+
+def able(view: MoEView, engine: Engine) -> Engine:
+    """The engine for a view that all servers share: the copies that it may have run are made here;
+    without them where the view runs none."""
+    bits = engine.copied_bits
+    if bits is None:
+        return engine
+    if not view.runs_copies:
+        return engine.without_copies()
+    for its in bits:
+        view.have_copies(its)
+    return engine
+
+
+def able_policy(
+    view: MoEView, profile: Profile, plan: Plan, policy: PolicySettings, server: int
+) -> PolicySettings:
+    """The same for the view of one server."""
+    bits = plan.stand_in_bits
+    if bits is None or not policy.levers.stand_in or not profile.rungs:
+        return policy
+    if not view.runs_copies:
+        return replace(policy, levers=replace(policy.levers, stand_in=False))
+    view.have_copies(bits[server])
+    return policy
