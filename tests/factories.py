@@ -7,14 +7,16 @@ a geometry and call them, so that a failing example is reproduced from what hypo
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 
 import numpy as np
 from hypothesis import settings
 from hypothesis import strategies as st
 
 from trimmoe.core.artifact import Header
-from trimmoe.core.profile import PROFILE_FORMAT, PROFILE_KIND, LossCurves, Profile
+from trimmoe.core.profile import PROFILE_FORMAT, PROFILE_KIND, LossCurves, Profile, Rung
 from trimmoe.core.specs import BoolArray, ClusterSpec, FloatArray, IntArray, ModelSpec
+from trimmoe.core.stand_ins import RUNGS
 
 GB = 10**9
 
@@ -117,6 +119,7 @@ def random_profile(
         pattern_mass=mass,
         pattern_importance=importance,
         pattern_coverage=rng.uniform(0.5, 1.0, model.layer_count),
+        rungs=_random_rungs(model, classes),
         **_exit_fields(rng, model, grid),
         **_steadiness_fields(rng, model, classes),
         **_substitution_fields(rng, model, classes),
@@ -158,6 +161,18 @@ def _random_curves(rng: np.random.Generator, layers: int, classes: int, bins: in
         upper=np.minimum(mean + rng.uniform(0.0, 0.1, (layers, classes, 1)), 1.0),
         samples=rng.integers(10, 1000, shape),
     )
+
+
+def _random_rungs(model: ModelSpec, classes: int) -> tuple[Rung, ...]:
+    """Few bits lose more than many."""
+    rng, scale = np.random.default_rng(0), {2: 0.5, 4: 0.1, 8: 0.02}
+    found = []
+    for bits in RUNGS:
+        curves = _random_curves(rng, model.layer_count, classes, 3)
+        curves = replace(curves, mean=curves.mean * scale[bits], upper=curves.upper * scale[bits])
+        echo = rng.uniform(0.0, 0.05 * scale[bits], model.layer_count)
+        found.append(Rung(bits=bits, curves=curves, echo=echo))
+    return tuple(found)
 
 
 def _steadiness_fields(rng: np.random.Generator, model: ModelSpec, classes: int) -> dict:

@@ -38,12 +38,18 @@ LINKS = LinkSettings(beat_s=0.05, silence_s=1.5, probe_s=0.5, probe_bytes=20 << 
 
 
 def world(
-    tiny: Tiny, *, servers: int, routes: Sequence[Sequence[int]] | None = None, density: float = 0.4
+    tiny: Tiny,
+    *,
+    servers: int,
+    routes: Sequence[Sequence[int]] | None = None,
+    density: float = 0.4,
+    copied: float = 0.0,
 ) -> tuple[Profile, Plan]:
     """A random profile and plan; `routes` by access server instead of random ones."""
     rng = np.random.default_rng(1)
     profile = random_profile(rng, tiny.view.spec)
-    plan = random_plan(rng, tiny.view.spec, random_cluster(rng, servers=servers), density=density)
+    cluster = random_cluster(rng, servers=servers)
+    plan = random_plan(rng, tiny.view.spec, cluster, density=density, copied=copied)
     if routes is not None:
         plan = replace(plan, routes=np.array(routes))
     return profile, plan

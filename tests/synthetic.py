@@ -26,22 +26,29 @@ from trimmoe.core.events import (
 )
 from trimmoe.core.ledger import Ledger
 from trimmoe.core.plan import Plan, plan_header
-from trimmoe.core.profile import Profile
+from trimmoe.core.profile import Profile, Rung
 from trimmoe.core.specs import ClusterSpec, ModelSpec
+from trimmoe.core.stand_ins import RUNGS
 from trimmoe.engine.books import checked
 from trimmoe.engine.step import Engine
 
 
 def random_plan(
-    rng: np.random.Generator, model: ModelSpec, cluster: ClusterSpec, *, density: float = 0.3
+    rng: np.random.Generator,
+    model: ModelSpec,
+    cluster: ClusterSpec,
+    *,
+    density: float = 0.3,
+    copied: float = 0.0,
 ) -> Plan:
-    """A deployment that covers every expert, with random replicas and random routes."""
+    """A deployment that covers every expert, with random replicas and random routes; servers have
+    copies in some bits of a share of `copied` of what they do not hold."""
     shape = (cluster.server_count, model.layer_count, model.expert_count)
     hosts = rng.random(shape) < density
     owner = rng.integers(cluster.server_count, size=shape[1:])
     layers, experts = np.indices(owner.shape)
     hosts[owner, layers, experts] = True
-    return Plan(
+    plan = Plan(
         header=plan_header(
             cluster, settings={}, input_hashes={"model": "m", "profile": "p"}, seed=0
         ),
@@ -50,6 +57,14 @@ def random_plan(
         routes=rng.integers(cluster.server_count, size=(cluster.server_count, model.layer_count)),
         expert_capacity_bytes=np.full(cluster.server_count, 2**50),
     )
+    return with_copies(rng, plan, copied) if copied else plan
+
+
+def with_copies(rng: np.random.Generator, plan: Plan, share: float) -> Plan:
+    """The same with copies in some bits of such a share of what servers do not hold."""
+    bits = rng.choice(RUNGS, size=plan.hosts.shape)
+    has = ~plan.hosts & (rng.random(plan.hosts.shape) < share)
+    return replace(plan, stand_in_bits=np.where(has, bits, 0))
 
 
 @dataclass(kw_only=True)
@@ -187,6 +202,11 @@ class SyntheticDriver:
         return Executed(wave=7, confidence=confidence, exit_at=exit_at)
 
 
+def _lying(rng: np.random.Generator, rung: Rung) -> Rung:
+    upper = rng.random(rung.curves.upper.shape) * rng.choice([0.0, 0.01, 1.0])
+    return replace(rung, curves=replace(rung.curves, upper=upper))
+
+
 def hostile(rng: np.random.Generator, profile: Profile) -> Profile:
     """The same profile with calibration that lies: thresholds, losses and transitions at random."""
     layers, experts = profile.layer_count, profile.expert_count
@@ -198,6 +218,7 @@ def hostile(rng: np.random.Generator, profile: Profile) -> Profile:
         skip=lying,
         drop=lying,
         theta=rng.random(layers) * 2,
+        rungs=tuple(_lying(rng, rung) for rung in profile.rungs),
         substitution_loss=rng.random(profile.substitution_loss.shape)
         * rng.choice([0.0, 0.01, 1.0]),
         feasible=rng.random((layers, experts, experts)) < 0.5,

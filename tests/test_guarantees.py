@@ -23,6 +23,7 @@ from synthetic import SyntheticDriver, Trajectory, Visit, hostile, random_plan
 from trimmoe.core.ledger import Kind
 from trimmoe.core.plan import Plan
 from trimmoe.core.profile import ExitState, LossCurves, Profile
+from trimmoe.core.stand_ins import numbered
 from trimmoe.cost.actions import ActionSpace
 from trimmoe.cost.model import Accounting
 from trimmoe.engine.step import Engine
@@ -56,7 +57,13 @@ def worlds(draw: st.DrawFn) -> tuple[SyntheticDriver, Plan, float, float]:
     )
     if not policy.drafts:
         policy = replace(policy, exit_state=draw(st.sampled_from(ExitState)))
-    plan = random_plan(rng, model, cluster, density=draw(st.sampled_from([0.0, 0.3, 1.0])))
+    plan = random_plan(
+        rng,
+        model,
+        cluster,
+        density=draw(st.sampled_from([0.0, 0.3, 1.0])),
+        copied=draw(st.sampled_from([0.0, 0.5, 1.0])),
+    )
     engine = make_engine(plan, profile, model, policy)
     if draw(st.booleans()):
         engine = replace(engine, policy=misled(rng, engine.policy))
@@ -133,15 +140,23 @@ def test_exits_only_happen_on_sufficient_confidence_after_an_executed_layer(worl
 @settings(deadline=None, max_examples=120)
 @given(worlds())
 def test_every_slot_runs_on_a_host_by_its_target_or_a_feasible_substitute(world) -> None:
-    """(c.7), (c.8): one (server, expert) per slot that runs, deployed there and feasible."""
+    """(c.7), (c.8): one (server, expert) per slot that runs, deployed there and feasible; or the
+    target's copy, which is where the token is."""
     driver, plan, _, _ = world
     feasible = driver.engine.profile.feasible
+    bits = np.zeros_like(plan.hosts) if plan.stand_in_bits is None else plan.stand_in_bits
+    copy, experts = numbered(bits), feasible.shape[1]
     for trajectory in driver.trajectories:
         for visit in trajectory.visits + trajectory.after:
             for target, expert, server in zip(
                 visit.targets, visit.slot_expert, visit.slot_server, strict=True
             ):
                 if expert < 0:
+                    continue
+                if expert >= experts:
+                    assert driver.engine.settings.levers.stand_in
+                    assert server == visit.server
+                    assert expert == copy[server, visit.layer, target]
                     continue
                 assert plan.hosts[server, visit.layer, expert]
                 assert expert == target or feasible[visit.layer, target, expert]
@@ -326,6 +341,10 @@ def true_loss(trajectory: Trajectory, profile: Profile, policy: PolicySettings) 
                 assert expert < 0, "(10): one expert per layer"
             elif expert < 0:
                 loss += _curve_at(drop, at, mass)
+            elif expert >= profile.expert_count:
+                rung = profile.rungs[expert // profile.expert_count - 1].curves
+                rung = rung if policy.steadiness else rung.pooled(profile.class_share)
+                loss += _curve_at(rung, at, mass)
             elif expert != target:
                 rank = min(slot, substitution.shape[2] - 1)
                 loss += float(substitution[at][rank, target, expert])

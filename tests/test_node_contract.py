@@ -14,11 +14,13 @@ import torch
 from nodes import hybrid_routes, read, request, running, tokens_of, world
 from serving import EOS, Tiny
 from tiny import CONTEXT
-from trimmoe.core.ledger import Kind, Ledger
-from trimmoe.core.profile import ExitState
+from trimmoe.core.ledger import STOOD_IN, Kind, Ledger
+from trimmoe.core.profile import ExitState, Rung
+from trimmoe.cost.actions import Levers
 from trimmoe.experiments.methods import make_engine
 from trimmoe.models.exact import exact_logits
 from trimmoe.policy.settings import PRESETS, PolicySettings
+from trimmoe.runtime.counters import ExpertUse
 from trimmoe.runtime.decoder import PlannedDecoder
 from trimmoe.runtime.local_service import LocalService
 from trimmoe.runtime.sampling import Sampling
@@ -44,13 +46,17 @@ class Driver:
 
     tiny: Tiny
     nodes: int
+    copied: float = 0.0
 
     @asynccontextmanager
     async def serving(
         self, policy: PolicySettings, *, slots: int = 4, max_waiting: int = 16
     ) -> AsyncGenerator[InferenceService]:
         servers = self.nodes or 3
-        profile, plan = world(self.tiny, servers=servers, routes=hybrid_routes(servers))
+        routes = hybrid_routes(servers)
+        profile, plan = world(self.tiny, servers=servers, routes=routes, copied=self.copied)
+        if self.copied:
+            profile = replace(profile, rungs=tuple(map(next_to_free, profile.rungs)))
         if self.nodes:
             async with running(
                 self.tiny, profile=profile, plan=plan, policy=policy,
@@ -67,6 +73,12 @@ class Driver:
             yield service
         finally:
             await service.close()
+
+
+def next_to_free(rung: Rung) -> Rung:
+    """Taken to lose so little that its copies run wherever they save anything."""
+    curves = replace(rung.curves, upper=np.zeros_like(rung.curves.upper))
+    return replace(rung, curves=curves, echo=np.zeros_like(rung.echo))
 
 
 @pytest.fixture(params=sorted(DRIVERS))
@@ -121,6 +133,31 @@ async def test_no_prefix_of_an_answer_spends_more_than_it_was_credited(driver: D
     kinds = sum(ledger.kinds for events in made for ledger in ledgers_of(events))
     assert isinstance(kinds, np.ndarray)
     assert kinds[:, [Kind.SKIPPED, Kind.EXITED]].any()
+
+
+async def test_stand_ins_run_alike_on_all_drivers_and_never_without_a_budget(tiny: Tiny) -> None:
+    """Copies, in two, four or eight bits, of whatever a server does not hold."""
+    levers = Levers(substitute=False, stand_in=True, drop_slots=False, skip=False, exit=False)
+    policy = replace(PRESETS["final-exits"](), levers=levers, budget=0.2)
+    made: list[list[list[TokenEvent]]] = []
+    for nodes in (0, 3):
+        async with Driver(tiny=tiny, nodes=nodes, copied=1.0).serving(policy) as service:
+            asked = [request(prompt, 12) for prompt in PROMPTS[:4]]
+            asked += [replace(one, exact=True) for one in asked]
+            streams = [service.submit(one) for one in asked]
+            made.append(await soon(asyncio.gather(*(read(stream) for stream in streams))))
+            uses = service.stats().expert_executions.sum((0, 1))
+            assert uses[ExpertUse.LOCAL_STAND_IN] > 0
+            assert uses[ExpertUse.LOCAL_SUBSTITUTE] == 0
+    exact = [tiny.greedy(prompt, 12, eos=None) for prompt in PROMPTS[:4]]
+    for local, spread in zip(*made, strict=True):
+        assert tokens_of(local) == tokens_of(spread)
+        for one, other in zip(ledgers_of(local), ledgers_of(spread), strict=True):
+            np.testing.assert_array_equal(one.kinds, other.kinds)
+    assert [tokens_of(events) for events in made[0][4:]] == exact
+    assert [tokens_of(events) for events in made[0][:4]] != exact
+    kinds = sum(ledger.kinds for events in made[0][:4] for ledger in ledgers_of(events))
+    assert kinds[:, STOOD_IN].sum() > 0  # type: ignore[index]
 
 
 async def test_a_stop_token_ends_the_answer_and_is_its_last_token(

@@ -42,6 +42,14 @@ def in_units(profile: Profile) -> Profile:
         drop=curves(profile.drop),
         substitution_loss=rounded(profile.substitution_loss),
         change_echo=np.ceil(profile.change_echo / UNIT) * UNIT,
+        rungs=tuple(
+            replace(
+                rung,
+                curves=curves(rung.curves),
+                echo=np.ceil(rung.echo / UNIT) * UNIT,
+            )
+            for rung in profile.rungs
+        ),
     )
 
 
@@ -58,12 +66,13 @@ def engines(draw: st.DrawFn, *, presets: tuple[str, ...]) -> tuple[Engine, np.ra
         exit_risk=None,
         hazards=draw(st.booleans()),
         steadiness=draw(st.booleans()),
-        levers=Levers(skip_needs_transmission=draw(st.booleans())),
+        levers=Levers(skip_needs_transmission=draw(st.booleans()), stand_in=draw(st.booleans())),
     )
     profile = in_units(profile)
     if not policy.steadiness:  # pooling would break the units
         profile = replace(profile, class_share=np.eye(profile.class_count)[[0] * model.layer_count])
-    return make_engine(random_plan(rng, model, cluster), profile, model, policy), rng
+    plan = random_plan(rng, model, cluster, copied=0.5)
+    return make_engine(plan, profile, model, policy), rng
 
 
 def parts(engine: Engine) -> tuple[TrimPolicy, LookAhead]:

@@ -62,9 +62,9 @@ class CalibrationSettings:
     stand_in_rank: int = 16
     """Directions of the linear map that stands in for an expert where a server guesses without it,
     fewer where there are many experts; 0: nothing stands in."""
-    rung_samples: int = 600
-    """Slots per layer that are forced to run their expert's copy, for each number of bits; 0:
-    copies never stand in for experts."""
+    rung_tokens: int = 4096
+    """Tokens of the text on which it is measured what copies in few bits lose that stand in for
+    experts; 0: none does."""
     max_patterns: int = 256
     """P: most activated sets in a layer's codebook."""
 
@@ -103,7 +103,7 @@ _AT_LEAST_NONE = (
     "substitution_samples",
     "neighbour_layers",
     "stand_in_rank",
-    "rung_samples",
+    "rung_tokens",
     "seed",
 )
 

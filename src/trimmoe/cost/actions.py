@@ -14,6 +14,7 @@ Shapes: n tokens, k slots, C candidate actions per token, B steadiness classes.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -21,7 +22,7 @@ import numpy as np
 
 from trimmoe.core.profile import LossCurves
 from trimmoe.core.specs import BoolArray, FloatArray, IntArray
-from trimmoe.core.stand_ins import NO_STAND_IN
+from trimmoe.core.stand_ins import NO_STAND_IN, RUNGS, numbered
 from trimmoe.cost import enumerating, kernels
 from trimmoe.cost.enumerating import DROPPED, Actions, Batch, Menu
 from trimmoe.cost.model import Accounting, CostModel
@@ -88,6 +89,10 @@ class Candidates:
         return allowed
 
 
+NOT_FREE = 1e-12
+"""The least that a stand-in loses, so that without a budget none runs, whatever was measured."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StandIns:
     """Copies in few bits that may run where a token is, and what they lose."""
@@ -98,6 +103,22 @@ class StandIns:
     """Of the slot's softmax mass, by rung, [K, N, B, G]."""
     upper: FloatArray
     """Loss of each bin, the same shape."""
+
+    @staticmethod
+    def of(curves: Mapping[int, LossCurves], bits: IntArray) -> StandIns | None:
+        """Copies in so many `bits` [M, N, E] by the losses of each number of bits, of one shape
+        all; None if there are none that anything is known of."""
+        known = np.where(np.isin(bits, list(curves)), bits, 0)
+        if not known.any():
+            return None
+        # Nobody looks at rungs that were not measured.
+        like = next(iter(curves.values()))
+        rungs = [curves.get(few, like) for few in RUNGS]
+        return StandIns(
+            number=numbered(known),
+            edges=np.stack([rung.edges for rung in rungs]),
+            upper=np.maximum(np.stack([rung.upper for rung in rungs]), NOT_FREE),
+        )
 
     @staticmethod
     def none(servers: int, layers: int, experts: int) -> StandIns:

@@ -36,6 +36,7 @@ from trimmoe.placement.mutate import Mutator
 from trimmoe.placement.redundancy import add_marginal_replicas
 from trimmoe.placement.search import Search
 from trimmoe.placement.seeds import SEEDS, seed_placement
+from trimmoe.placement.stand_ins import spread_bits
 from trimmoe.placement.trimmed import TrimmedObjective
 
 KeepGoing = Callable[[float], bool]
@@ -220,6 +221,7 @@ class Optimiser:
             profile=self.planner.profile.echoing(),
             access_share=self.planner.cluster.access_share,
             budget=self.settings.budget,
+            copied_bits=self._copied_bits(),
         )
         others = [entry for entry in entries if not entry.name.startswith("seed ")][:_FINALISTS]
         seeds = [entry for entry in entries if entry.name.startswith("seed ")]
@@ -247,6 +249,13 @@ class Optimiser:
             filled = self._filled(hosts, routes)
             ranked.append(self._entry(trimmed, f"{name}{best.name}, filled", filled, routes))
         return trimmed, ranked, search.done
+
+    def _copied_bits(self) -> IntArray | None:
+        """What copies servers are taken to have while placements are compared."""
+        planner = self.planner
+        if not planner.settings.stand_in_share:
+            return None
+        return spread_bits(planner.model, planner.capacity, planner.copies)
 
     def _busiest(self, entries: list[_Entry]) -> IntArray:
         """The servers on which the routes of `entries` run most layers, ascending."""

@@ -30,13 +30,13 @@ import numpy as np
 
 from trimmoe.core.profile import Profile
 from trimmoe.core.specs import BoolArray, FloatArray, IntArray
-from trimmoe.cost.actions import ActionSpace, Levers
+from trimmoe.cost.actions import ActionSpace, Levers, StandIns
 from trimmoe.cost.kernels import njit
 from trimmoe.cost.lookahead import IMPORTANCE_DECILES, typical_tokens
 from trimmoe.cost.model import CostModel
 from trimmoe.placement.routes import traffic
 
-PLANNING_LEVERS = Levers(skip_needs_transmission=False)
+PLANNING_LEVERS = Levers(stand_in=True, skip_needs_transmission=False)
 _PRICES = 16
 _KEPT_CURVES = 50_000
 _BISECTIONS = 60
@@ -56,6 +56,9 @@ class TrimmedObjective:
     servers: IntArray | None = None
     """Where routes may go in `layer_table_s`; None: everywhere. Fewer are quicker."""
     levers: Levers = PLANNING_LEVERS
+    copied_bits: IntArray | None = None
+    """Bits of the copies that each server is taken to have of all that it does not hold, 0 for
+    none, [M]; None: no server has any."""
     name: str = "trimmed"
     _curves: dict[tuple[int, bytes, int, int], FloatArray] = field(init=False, default_factory=dict)
 
@@ -159,7 +162,7 @@ class TrimmedObjective:
 
     def _space(self, layer: int, held: BoolArray) -> ActionSpace:
         """The actions of one layer, as layer 0 of a model that has no other."""
-        one = slice(layer, layer + 1)
+        one, share = slice(layer, layer + 1), self.cost.rung_share
         skip, drop = (
             replace(curves, edges=curves.edges[one], upper=curves.upper[one])
             for curves in (self.profile.skip, self.profile.drop)
@@ -169,6 +172,7 @@ class TrimmedObjective:
                 self.cost,
                 expert_s=self.cost.expert_s[:, one],
                 dense_s=self.cost.dense_s[:, one],
+                rung_share=None if share is None else share[:, one],
             ),
             hosts=held[:, None],
             substitution_loss=self.profile.substitution_loss[one],
@@ -178,7 +182,22 @@ class TrimmedObjective:
             theta=np.ones(1),
             theta_drop=np.ones(1),
             levers=self.levers,
+            stand_ins=self._stand_ins(layer, held),
         )
+
+    def _stand_ins(self, layer: int, held: BoolArray) -> StandIns | None:
+        """Of one layer."""
+        if self.copied_bits is None or not self.levers.stand_in:
+            return None
+        one = slice(layer, layer + 1)
+        curves = {
+            rung.bits: replace(
+                rung.curves, edges=rung.curves.edges[one], upper=rung.curves.upper[one]
+            )
+            for rung in self.profile.rungs
+        }
+        bits = np.where(held, 0, self.copied_bits[:, None])
+        return StandIns.of(curves, bits[:, None])
 
 
 @njit

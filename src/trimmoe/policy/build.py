@@ -10,7 +10,6 @@ import numpy as np
 from trimmoe.core.plan import Plan
 from trimmoe.core.profile import LossCurves, Profile
 from trimmoe.core.specs import FloatArray, IntArray, ModelSpec
-from trimmoe.core.stand_ins import RUNGS, numbered
 from trimmoe.cost.actions import ActionSpace, StandIns
 from trimmoe.cost.exits import ExitForecast, calibrated, certain, never
 from trimmoe.cost.expected import expected_layer_delay_s, reference_layer_delay_s
@@ -155,19 +154,10 @@ def _stand_ins(
     if bits is None or deployment.cost.rung_share is None:
         return None
     curves = {rung.bits: rung.curves for rung in profile.rungs}
-    known = np.where(np.isin(bits, list(curves)) & ~deployment.plan.hosts, bits, 0)
-    if not known.any():
-        return None
     if not settings.steadiness:
         curves = {few: one.pooled(profile.class_share) for few, one in curves.items()}
     curves = {few: one.inflated(settings.inflation) for few, one in curves.items()}
-    # Nobody looks at rungs that were not measured.
-    like = next(iter(curves.values()))
-    return StandIns(
-        number=numbered(known),
-        edges=np.stack([curves.get(few, like).edges for few in RUNGS]),
-        upper=np.stack([curves.get(few, like).upper for few in RUNGS]),
-    )
+    return StandIns.of(curves, np.where(deployment.plan.hosts, 0, bits))
 
 
 def inflated(plan: Plan, settings: PolicySettings) -> PolicySettings:
