@@ -170,8 +170,7 @@ def _random_rungs(model: ModelSpec, classes: int) -> tuple[Rung, ...]:
     for bits in RUNGS:
         curves = _random_curves(rng, model.layer_count, classes, 3)
         curves = replace(curves, mean=curves.mean * scale[bits], upper=curves.upper * scale[bits])
-        echo = rng.uniform(0.0, 0.05 * scale[bits], model.layer_count)
-        found.append(Rung(bits=bits, curves=curves, echo=echo))
+        found.append(Rung(bits=bits, curves=curves))
     return tuple(found)
 
 

@@ -128,7 +128,13 @@ class Servers:
                 layer: np.flatnonzero(self.plan.hosts[server, layer]).tolist()
                 for layer in range(self.plan.hosts.shape[1])
             }
-            self.views[server] = open_model(self.tiny.folder, experts=held, quantise=self.quantise)
+            bits = self.plan.stand_in_bits
+            self.views[server] = open_model(
+                self.tiny.folder,
+                experts=held,
+                quantise=self.quantise,
+                stand_ins=None if bits is None else bits[server],
+            )
         return self.views[server]
 
     async def connect(self, server: int) -> LinkTransport:

@@ -42,14 +42,7 @@ def in_units(profile: Profile) -> Profile:
         drop=curves(profile.drop),
         substitution_loss=rounded(profile.substitution_loss),
         change_echo=np.ceil(profile.change_echo / UNIT) * UNIT,
-        rungs=tuple(
-            replace(
-                rung,
-                curves=curves(rung.curves),
-                echo=np.ceil(rung.echo / UNIT) * UNIT,
-            )
-            for rung in profile.rungs
-        ),
+        rungs=tuple(replace(rung, curves=curves(rung.curves)) for rung in profile.rungs),
     )
 
 

@@ -1,11 +1,12 @@
 """What it costs that copies in few bits stand in for experts, rung by rung.
 
-One slot that runs its expert's copy flips so little that forcing it on single tokens would take
-hundreds of thousands of them to bound it anywhere near what it is. So it is done to many slots at
-once, in one band of layers after another: some tokens run copies in the slots of much mass, some in
-those of little, some in none. What flips of the former, by steadiness class, is what such slots
-cost a token itself, and a bit more, since others around it run copies too; what flips of the latter
-is what they cost others. Both are divided by the slots that ran copies.
+A copy is off by a little noise, and what noise flips are predictions that were next to a tie: the
+more slots of a text run copies, the less one more of them flips. Singly forced slots, added up, are
+many times what they flip together. So copies are counted as policies have them run: in half of all
+slots of whole texts, of some tokens in those of much mass, of the others in those of little. What
+flips, of a token itself and of those behind it, is divided by the slots that ran copies. The same
+in one band of layers after another says how layers share it. Where a policy runs fewer of them than
+that, `trimmoe tune` finds by how much more they flip than they are charged.
 """
 
 from __future__ import annotations
@@ -18,7 +19,6 @@ import torch
 from torch import Tensor
 
 from trimmoe.calibrate.curves import clopper_pearson_lower, clopper_pearson_upper, falling
-from trimmoe.calibrate.echoes import poisson_upper
 from trimmoe.calibrate.head import Referee
 from trimmoe.calibrate.record import Advance, Recording
 from trimmoe.calibrate.sampling import KEEP, Classes, forced
@@ -30,24 +30,23 @@ from trimmoe.core.specs import BoolArray, FloatArray, IntArray
 from trimmoe.core.stand_ins import RUNGS, numbered
 from trimmoe.models.base import MoEView
 
-_BANDS = 4
+_BANDS = 3
 """Of layers."""
-_LOW, _HIGH, _NONE = range(3)
-"""Which slots of a token run copies: those of no more mass than half of the layer's have, the
-others, or none."""
-_SHARES = (0.25, 0.25, 0.5)
-"""Of the tokens."""
+_LOW, _HIGH = range(2)
+"""Which slots of a token run copies: those of no more mass than half of the layer's have, or the
+others; half of the tokens each."""
 
 
 def measures_rungs(view: MoEView, settings: CalibrationSettings) -> bool:
     """Whether there is anything to measure."""
-    return view.runs_copies and settings.rung_tokens > 0
+    nothing = np.zeros((view.spec.layer_count, view.spec.expert_count), dtype=np.int64)
+    return settings.rung_tokens > 0 and view.have_copies(nothing)
 
 
 def rung_steps(recording: Recording, settings: CalibrationSettings) -> int:
     """Of how many steps `measure_rungs` tells."""
     layers, tokens = recording.layer_count, _windows(recording, settings).tokens
-    return len(RUNGS) * len(_bands(layers)) * tokens * layers
+    return len(RUNGS) * (1 + len(_bands(layers))) * tokens * layers
 
 
 def measure_rungs(
@@ -58,17 +57,20 @@ def measure_rungs(
     advance: Advance,
 ) -> tuple[Rung, ...]:
     """The losses of every rung. Copies of all experts are made, and stay."""
-    shape = recording.layer_count, view.spec.expert_count
-    edges = np.ones((recording.layer_count, 2))
+    layers = recording.layer_count
+    shape = layers, view.spec.expert_count
+    edges = np.ones((layers, 2))
     edges[:, _LOW] = np.median(recording.masses, axis=(1, 2))
     found = []
     for bits in RUNGS:
         view.have_copies(np.full(shape, bits))
-        number, parts = numbered(np.full(shape, bits)), []
-        for band in _bands(recording.layer_count):
-            trial = _Trial.of(recording, classes, band, edges, number, settings)
-            parts.append(_counted(view, recording, trial, advance))
-        found.append(_rung(bits, edges, parts, settings.ucb_confidence))
+        number = numbered(np.full(shape, bits))
+        whole, *bands = [
+            _counted(view, recording, _Trial.of(recording, band, edges, number, settings), advance)
+            for band in (np.arange(layers), *_bands(layers))
+        ]
+        share = _by_layer(bands, layers)
+        found.append(_rung(bits, edges, share, *whole.by(classes), settings.ucb_confidence))
     return tuple(found)
 
 
@@ -80,9 +82,6 @@ class _Trial:
     band: IntArray
     run: IntArray
     """Which slots of each token run copies, [T]."""
-    class_of: IntArray
-    """Its class in the first layer of the band, or less than 0, [T]."""
-    class_count: int
     edge: FloatArray
     """Of low mass, by layer, [N]."""
     number: IntArray
@@ -91,49 +90,46 @@ class _Trial:
     @staticmethod
     def of(
         recording: Recording,
-        classes: Classes,
         band: IntArray,
         edges: FloatArray,
         number: IntArray,
         settings: CalibrationSettings,
     ) -> _Trial:
         windows = _windows(recording, settings)
-        rng = np.random.default_rng([settings.seed, 7, int(number.max()), int(band[0])])
-        return _Trial(
-            windows=windows,
-            band=band,
-            run=rng.choice(3, size=windows.tokens, p=_SHARES),
-            class_of=classes.class_of[band[0], : windows.tokens],
-            class_count=classes.count,
-            edge=edges[:, _LOW],
-            number=number,
-        )
+        rng = np.random.default_rng([settings.seed, 7])
+        run = rng.integers(2, size=windows.tokens)
+        return _Trial(windows=windows, band=band, run=run, edge=edges[:, _LOW], number=number)
 
     def slots(self, layer: int, span: slice, experts: IntArray, masses: FloatArray) -> IntArray:
         """What the slots of some tokens [n, k] run, as in `sampling.Changes`."""
         if layer not in self.band:
             return np.full(experts.shape, KEEP)
         is_low = masses <= self.edge[layer]
-        run = self.run[span, None]
-        copied = np.where(run == _LOW, is_low, ~is_low) & (run != _NONE)
+        copied = is_low == (self.run[span, None] == _LOW)
         return np.where(copied, self.number[layer][experts], KEEP)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Counts:
-    """What a trial came to."""
+    """What became of the tokens of a trial."""
 
-    band: IntArray
-    flipped: IntArray
-    """Tokens that ran copies, by class and mass of the slots, [B, 2]."""
-    slots: IntArray
-    """Copies that they ran, the same."""
-    behind: int
-    """Tokens flipped that ran none."""
-    all_slots: int
-    """Copies that ran, of tokens of no known class too."""
-    share: float
-    """Of the tokens that ran none."""
+    trial: _Trial
+    flipped: BoolArray
+    """[T]."""
+    ran: IntArray
+    """Copies that ran, [T]."""
+
+    def by(self, classes: Classes) -> tuple[IntArray, IntArray]:
+        """Tokens flipped, and copies that ran, by class in the middle of the layers and by mass of
+        the slots, [B, 2] each."""
+        band = self.trial.band
+        class_of = classes.class_of[band[band.size // 2], : self.ran.size]
+        flipped, ran = np.zeros((2, classes.count, 2), dtype=np.int64)
+        for steady, which in product(range(classes.count), (_LOW, _HIGH)):
+            those = (class_of == steady) & (self.trial.run == which)
+            flipped[steady, which] = self.flipped[those].sum()
+            ran[steady, which] = self.ran[those].sum()
+        return flipped, ran
 
 
 @torch.inference_mode()
@@ -151,20 +147,7 @@ def _counted(view: MoEView, recording: Recording, trial: _Trial, advance: Advanc
             states = sweep.tail(visit, after)
             flipped[visit.span] = ~referee.agrees(states, expected[visit.span])
         advance(len(after))
-    shape = trial.class_count, 2
-    counts, slots = np.zeros(shape, dtype=np.int64), np.zeros(shape, dtype=np.int64)
-    for steady, which in product(range(shape[0]), (_LOW, _HIGH)):
-        those = (trial.class_of == steady) & (trial.run == which)
-        counts[steady, which], slots[steady, which] = flipped[those].sum(), ran[those].sum()
-    others = trial.run == _NONE
-    return _Counts(
-        band=trial.band,
-        flipped=counts,
-        slots=slots,
-        behind=int(flipped[others].sum()),
-        all_slots=int(ran.sum()),
-        share=float(others.mean()),
-    )
+    return _Counts(trial=trial, flipped=flipped, ran=ran)
 
 
 def _passed(view: MoEView, visit: Visit, trial: _Trial) -> tuple[Tensor, IntArray]:
@@ -178,26 +161,35 @@ def _passed(view: MoEView, visit: Visit, trial: _Trial) -> tuple[Tensor, IntArra
     return after, (slots != KEEP).sum(1)
 
 
-def _rung(bits: int, edges: FloatArray, parts: list[_Counts], confidence: float) -> Rung:
-    """Rates of flips by slot, the same in all layers of a band."""
-    layers, shape = edges.shape[0], (edges.shape[0], *parts[0].slots.shape)
-    mean, upper, echo = np.ones(shape), np.ones(shape), np.ones(layers)
-    samples = np.zeros(shape, dtype=np.int64)
-    for part in parts:
-        bound = bounded(part.flipped, part.slots, confidence)
-        rate = part.flipped / np.maximum(part.slots, 1)
-        rate = np.where(part.slots > 0, rate, bound)
-        mean[part.band] = np.minimum(np.maximum.accumulate(rate, axis=1), bound)
-        upper[part.band], samples[part.band] = bound, part.slots
-        if part.all_slots and part.share:
-            later = float(poisson_upper(np.array(part.behind), confidence))
-            echo[part.band] = later / part.all_slots / part.share
+def _by_layer(bands: list[_Counts], layers: int) -> FloatArray:
+    """What a copy flips in each layer over what one flips on average, [N]."""
+    rate = np.zeros(layers)
+    for band in bands:
+        # One more, so that a band that flips nothing is not free.
+        rate[band.trial.band] = (band.flipped.sum() + 1) / max(int(band.ran.sum()), 1)
+    return rate / rate.mean()
+
+
+def _rung(
+    bits: int,
+    edges: FloatArray,
+    share: FloatArray,
+    flips: IntArray,
+    slots: IntArray,
+    confidence: float,
+) -> Rung:
+    """Rates of flips by slot, of counts [B, 2] of all layers together."""
+    bound = bounded(flips, slots, confidence)
+    rate = np.where(slots > 0, flips / np.maximum(slots, 1), bound)
+    mean = np.minimum(np.maximum.accumulate(rate, axis=1), bound)
+    scale = share[:, None, None]
     curves = LossCurves(
-        edges=np.repeat(edges[:, None], shape[1], axis=1), mean=mean, upper=upper, samples=samples
+        edges=np.repeat(edges[:, None], len(slots), axis=1),
+        mean=np.minimum(mean * scale, 1.0),
+        upper=np.minimum(bound * scale, 1.0),
+        samples=np.repeat(slots[None] // len(edges), len(edges), axis=0),
     )
-    # What a layer leaves is read by fewer layers the later it is.
-    falling_echo = np.maximum.accumulate(echo[::-1])[::-1]
-    return Rung(bits=bits, curves=curves, echo=np.minimum(falling_echo, 1.0))
+    return Rung(bits=bits, curves=curves)
 
 
 def bounded(flips: IntArray, slots: IntArray, confidence: float) -> FloatArray:

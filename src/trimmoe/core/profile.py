@@ -105,14 +105,8 @@ class Rung:
 
     bits: int
     curves: LossCurves
-    """Of one slot that runs its expert's copy; mass = softmax mass of that slot."""
-    echo: FloatArray
-    """Upper bound of the predictions of later tokens that one such slot flips, [N]. The curves are
-    without it."""
-
-    def echoing(self) -> Rung:
-        """The same where a slot costs what it flips of later tokens too."""
-        return replace(self, curves=self.curves.raised(self.echo), echo=np.zeros_like(self.echo))
+    """Of one slot that runs its expert's copy, with what it flips of later tokens; mass = softmax
+    mass of that slot."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -273,7 +267,6 @@ class Profile:
             drop=self.drop.raised(drop),
             substitution_loss=np.minimum(self.substitution_loss + other, 1.0),
             change_echo=np.zeros_like(self.change_echo),
-            rungs=tuple(rung.echoing() for rung in self.rungs),
         )
 
     def averaged(self) -> Profile:
@@ -332,7 +325,7 @@ class Profile:
                 arrays[name] = value.astype(np.uint8) if value.dtype == bool else value
         for rung in self.rungs:
             name = _rung_name(rung.bits)
-            arrays |= _curve_arrays(name, rung.curves) | {f"{name}.echo": rung.echo}
+            arrays |= _curve_arrays(name, rung.curves)
         return arrays
 
 
@@ -396,13 +389,12 @@ def _taken_rungs(arrays: dict[str, np.ndarray]) -> tuple[Rung, ...]:
     found = []
     for bits in RUNGS:
         name = _rung_name(bits)
-        there = {part for part in (*_CURVE_PARTS, "echo") if f"{name}.{part}" in arrays}
+        there = {part for part in _CURVE_PARTS if f"{name}.{part}" in arrays}
         if not there:
             continue
-        if len(there) <= len(_CURVE_PARTS):
+        if len(there) < len(_CURVE_PARTS):
             raise ValueError(f"{name} is incomplete")
-        curves = _taken_curves(arrays, name)
-        found.append(Rung(bits=bits, curves=curves, echo=arrays.pop(f"{name}.echo")))
+        found.append(Rung(bits=bits, curves=_taken_curves(arrays, name)))
     return tuple(found)
 
 
@@ -417,9 +409,7 @@ def _curves(name: str, *, bins: str = "G", optional: bool = False) -> dict[str, 
 
 
 def _rung_fields(bits: int) -> dict[str, Kept]:
-    name = _rung_name(bits)
-    echo = replace(amount("N"), optional=True)
-    return _curves(name, bins="H", optional=True) | {f"{name}.echo": echo}
+    return _curves(_rung_name(bits), bins="H", optional=True)
 
 
 _FIELDS = {

@@ -233,16 +233,10 @@ class MoEView(ABC):
     def let_go(self) -> None:
         """Give back the memory of what a streamed view reads again when it is asked for."""
 
-    @property
-    def runs_copies(self) -> bool:
-        """Whether `experts` and its like run copies in few bits too, as `core.stand_ins` numbers
-        them, where there are any."""
+    def have_copies(self, bits: IntArray) -> bool:
+        """Whether `experts` and its like run copies of experts in so many bits [N, E], 0 for none,
+        as `core.stand_ins` numbers them. Those of loaded experts are made here."""
         return False
-
-    def have_copies(self, bits: IntArray) -> None:
-        """Make copies in so many bits [N, E] of loaded experts, 0 for none; those that it was
-        opened with are there. Asked only of views that run any."""
-        raise NotImplementedError
 
     def use_threads(self, threads: int) -> None:  # noqa: B027
         """How many threads a call may use, where torch does not decide; what is computed is the

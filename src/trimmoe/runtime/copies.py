@@ -17,11 +17,8 @@ def able(view: MoEView, engine: Engine) -> Engine:
     bits = engine.copied_bits
     if bits is None:
         return engine
-    if not view.runs_copies:
-        return engine.without_copies()
-    for its in bits:
-        view.have_copies(its)
-    return engine
+    able = all(view.have_copies(its) for its in bits)
+    return engine if able else engine.without_copies()
 
 
 def able_policy(
@@ -31,7 +28,6 @@ def able_policy(
     bits = plan.stand_in_bits
     if bits is None or not policy.levers.stand_in or not profile.rungs:
         return policy
-    if not view.runs_copies:
-        return replace(policy, levers=replace(policy.levers, stand_in=False))
-    view.have_copies(bits[server])
-    return policy
+    if view.have_copies(bits[server]):
+        return policy
+    return replace(policy, levers=replace(policy.levers, stand_in=False))

@@ -329,17 +329,17 @@ class CompiledView(MoEView):
         is_whole = bool(here[self._moe_blocks].all())
         return AtHand(weights=weights, here=here, is_whole=is_whole)
 
-    @property
-    def runs_copies(self) -> bool:
-        return True
-
-    def have_copies(self, bits: IntArray) -> None:
+    def have_copies(self, bits: IntArray) -> bool:
         tables = self._tables
         for layer, expert in np.argwhere(bits).tolist():
             block, few = tables.block_of[layer], int(bits[layer, expert])
             number = number_of(expert, few, tables.shape.experts)
-            if not tables.experts[block, number, 0]:
-                self._copy_loaded(block, expert, few)
+            if tables.experts[block, number, 0]:
+                continue
+            if (block, expert) not in tables.matrices:
+                return False
+            self._copy_loaded(block, expert, few)
+        return True
 
     def _copy_loaded(self, block: int, expert: int, bits: int) -> None:
         up, down = (matrix.restored for matrix in self._tables.matrices[block, expert])
