@@ -16,6 +16,7 @@ from tiny import LAYERS
 from trimmoe.core.ledger import Kind
 from trimmoe.core.plan import Plan
 from trimmoe.core.profile import Profile
+from trimmoe.cost.actions import Levers
 from trimmoe.models.exact import greedy
 from trimmoe.policy.settings import PRESETS, PolicySettings
 from trimmoe.runtime.sampling import Sampling
@@ -227,6 +228,33 @@ async def test_an_expert_without_a_live_host_is_substituted_within_the_budget(ti
         spent = np.cumsum([ledger.loss for ledger in ledgers])
         assert (spent <= np.cumsum([ledger.budget for ledger in ledgers]) + 1e-9).all()
         assert sum(ledger.kinds[1, Kind.LOCAL_SUBSTITUTE] for ledger in ledgers) > 0
+    assert (len(events), len(fresh)) == (60, 20)
+
+
+async def test_an_expert_without_a_live_host_is_stood_in_for_within_the_budget(tiny: Tiny) -> None:
+    """By its copy on the server where the token is, in answers and prompts."""
+    profile, plan = orphaning(tiny, loss=0.01)
+    bits = np.where(plan.hosts, 0, 8)
+    plan = replace(plan, stand_in_bits=bits)
+    levers = Levers(substitute=False, stand_in=True, drop_slots=False, skip=False, exit=False)
+    policy = replace(PRESETS["substitute-only"](), budget=0.5, levers=levers)
+    async with running(tiny, profile=profile, plan=plan, policy=policy, patience_s=0.0) as cluster:
+        service = cluster.nodes[0].service
+        stream = service.submit(request([3, 4, 5], 60))
+        events = await some(stream, 4)
+        await cluster.kill(1)
+        events += await soon(read(stream))
+        fresh = await soon(read(service.submit(request(list(range(40, 90)), 20))))
+        with pytest.raises(Unavailable, match="no substitute"):
+            await soon(read(service.submit(request(list(range(40, 90)), 20, exact=True))))
+        await cluster.all_free()
+    for made in (events, fresh):
+        ledgers = [event.ledger for event in made if event.ledger is not None]
+        spent = np.cumsum([ledger.loss for ledger in ledgers])
+        assert (spent <= np.cumsum([ledger.budget for ledger in ledgers]) + 1e-9).all()
+        assert sum(ledger.kinds[1, Kind.LOCAL_STAND_IN] for ledger in ledgers) > 0
+    assert fresh[0].ledger is not None
+    assert fresh[0].ledger.loss > 0, "the prompt ran a copy too"
     assert (len(events), len(fresh)) == (60, 20)
 
 

@@ -247,7 +247,7 @@ def plan(
     inputs, hashed = (calibrated, spec, known), file_hash(cluster)
     if optimise:
         search = search_settings(given, seconds=seconds)
-        made = optimise_for(seconds, *inputs, search, cluster_hash=hashed)
+        made = optimise_for(seconds, *inputs, search, settings, cluster_hash=hashed)
     else:
         made = make.make_plan(*inputs, settings, cluster_hash=hashed)
     if survive:

@@ -11,6 +11,7 @@ from typing import Any
 from trimmoe.core.plan import Plan
 from trimmoe.core.profile import Profile
 from trimmoe.core.specs import ClusterSpec, ModelSpec
+from trimmoe.placement.make import PlanSettings
 from trimmoe.placement.optimise import SearchSettings, optimise_plan
 from trimmoe.progress import track
 
@@ -72,6 +73,7 @@ def optimise_for(
     model: ModelSpec,
     cluster: ClusterSpec,
     search: SearchSettings,
+    settings: PlanSettings | None = None,
     *,
     cluster_hash: str,
 ) -> Plan:
@@ -89,6 +91,7 @@ def optimise_for(
             model,
             cluster,
             search,
+            settings,
             cluster_hash=cluster_hash,
             keep_going=countdown.keep_going,
         )

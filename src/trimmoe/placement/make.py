@@ -30,7 +30,12 @@ from trimmoe.placement.redundancy import (
 )
 from trimmoe.placement.routes import best_routes, expected_delay_s, home_routes
 from trimmoe.placement.seeds import seed_plan
-from trimmoe.placement.stand_ins import allowance_bytes, copied_bits, reserved_bytes
+from trimmoe.placement.stand_ins import (
+    allowance_bytes,
+    copied_bits,
+    passed_by,
+    reserved_bytes,
+)
 
 SeedName = Literal[
     "dispersed",
@@ -167,11 +172,13 @@ class Planner:
                 found.extend(self._alternations(base, routes))
         return _best(found)
 
-    def stand_in_bits(self, hosts: BoolArray) -> IntArray | None:
+    def stand_in_bits(self, hosts: BoolArray, routes: IntArray) -> IntArray | None:
         """Bits of servers' copies of experts that they do not hold, [M, N, E]; None for none."""
         if not self.settings.stand_in_share:
             return None
-        return copied_bits(self.model, hosts, self.profile.expected_executions, self.copies)
+        frequency = self.profile.expected_executions
+        passing = passed_by(routes, len(hosts)) if self.profile.rungs else None
+        return copied_bits(self.model, hosts, frequency, self.copies, passing)
 
     def regrown(self, hosts: BoolArray, found: Placement) -> Iterator[Placement]:
         """Other hosts in place of those of a placement that was `finished`, with routes, and with
@@ -345,5 +352,5 @@ def as_plan(
         hosts=placement.hosts,
         routes=placement.routes,
         expert_capacity_bytes=planner.capacity,
-        stand_in_bits=planner.stand_in_bits(placement.hosts),
+        stand_in_bits=planner.stand_in_bits(placement.hosts, placement.routes),
     )

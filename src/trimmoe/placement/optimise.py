@@ -36,7 +36,7 @@ from trimmoe.placement.mutate import Mutator
 from trimmoe.placement.redundancy import add_marginal_replicas
 from trimmoe.placement.search import Search
 from trimmoe.placement.seeds import SEEDS, seed_placement
-from trimmoe.placement.stand_ins import spread_bits
+from trimmoe.placement.stand_ins import standing_in
 from trimmoe.placement.trimmed import TrimmedObjective
 
 KeepGoing = Callable[[float], bool]
@@ -222,10 +222,13 @@ class Optimiser:
             access_share=self.planner.cluster.access_share,
             budget=self.settings.budget,
             copied_bits=self._copied_bits(),
+            copies=self.planner.stand_in_bits,
         )
         others = [entry for entry in entries if not entry.name.startswith("seed ")][:_FINALISTS]
         seeds = [entry for entry in entries if entry.name.startswith("seed ")]
         ranked = [self._entry(trimmed, e.name, e.hosts, e.routes) for e in seeds + others]
+        ranked.sort(key=lambda entry: entry.value_s)
+        ranked += self._rerouted(trimmed, ranked[:_FINALISTS])
         ranked.sort(key=lambda entry: entry.value_s)
         best = ranked[0]
         _, price_s = trimmed.priced(best.hosts, best.routes)
@@ -250,12 +253,34 @@ class Optimiser:
             ranked.append(self._entry(trimmed, f"{name}{best.name}, filled", filled, routes))
         return trimmed, ranked, search.done
 
+    def _rerouted(self, trimmed: TrimmedObjective, entries: list[_Entry]) -> list[_Entry]:
+        """The hosts of `entries` with other routes: of those that are best at any price of quality,
+        and as copies are taken to be, each server's users get the one that saves most.
+
+        At the price that the old routes pay nobody may want to leave them, however much others save
+        for what is left of the budget; and there is not memory for all copies on all routes."""
+        servers, found = self._busiest(entries), []
+        for entry in entries:
+            seen = [
+                self._landscape(trimmed.at(float(price_s), servers)).routes(entry.hosts)
+                for price_s in trimmed.prices
+            ]
+            name, best = f"other routes on {entry.name}", entry
+            for access in np.argsort(-self.planner.cluster.access_share, kind="stable").tolist():
+                for row in np.unique([routes[access] for routes in seen], axis=0):
+                    routes = best.routes.copy()
+                    routes[access] = row
+                    tried = self._entry(trimmed, name, entry.hosts, routes)
+                    best = min(best, tried, key=lambda each: each.value_s)
+            found.append(replace(best, name=name))
+        return found
+
     def _copied_bits(self) -> IntArray | None:
         """What copies servers are taken to have while placements are compared."""
         planner = self.planner
         if not planner.settings.stand_in_share:
             return None
-        return spread_bits(planner.model, planner.capacity, planner.copies)
+        return standing_in(planner.model, planner.copies)
 
     def _busiest(self, entries: list[_Entry]) -> IntArray:
         """The servers on which the routes of `entries` run most layers, ascending."""

@@ -1,10 +1,14 @@
 """Copies in few bits of experts that a server does not hold, to guess with and to stand in.
 
 A copy in four bits leaves most guesses as they are, one in two bits most of those. What is
-activated often gets one first, and more bits first where there is memory left.
+activated often gets one first. Where a token's way has layers on a server, its copies stand in for
+experts that it lacks there, and are of eight bits, where they fit.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -13,6 +17,8 @@ from trimmoe.core.specs import BoolArray, FloatArray, IntArray, ModelSpec
 from trimmoe.core.stand_ins import RUNGS
 
 _SINGLE_BYTES = 4
+_GUESSED = (2, 4)
+"""Bits of copies that are there to guess with."""
 
 
 def allowance_bytes(model: ModelSpec, share: float) -> int:
@@ -29,37 +35,69 @@ def reserved_bytes(capacity: IntArray, model: ModelSpec, allowance: int) -> IntA
 
 
 def copied_bits(
-    model: ModelSpec, hosts: BoolArray, frequency: FloatArray, allowed: IntArray
+    model: ModelSpec,
+    hosts: BoolArray,
+    frequency: FloatArray,
+    allowed: IntArray,
+    passing: BoolArray | None = None,
 ) -> IntArray:
     """Bits of every server's copies, 0 where it has none, [M, N, E].
 
-    `hosts` [M, N, E]; `frequency` [N, E]: how often each expert is activated; `allowed` [M]: bytes.
+    `hosts` [M, N, E]; `frequency` [N, E]: how often each expert is activated; `allowed` [M]: bytes;
+    `passing` [M, N]: whether any route has a layer on a server, where copies stand in for experts,
+    in as many bits as there are, before others are had to guess with; None: nowhere.
     """
-    sizes = {bits: copy_bytes(_parameters(model), bits) for bits in RUNGS}
     order = np.argsort(-frequency, axis=None, kind="stable")
     places = [divmod(int(at), frequency.shape[1]) for at in order]
     found = np.zeros(hosts.shape, dtype=np.int64)
-    for held, bits, room in zip(hosts, found, allowed, strict=True):
-        left = int(room)
-        for rung, before in zip(RUNGS, (0, *RUNGS), strict=False):
-            for where in places:
-                if held[where] or bits[where] != before:
-                    continue
-                more = int(sizes[rung][where]) - int(sizes[before][where] if before else 0)
-                if more <= left:
-                    bits[where], left = rung, left - more
+    for server, bits in enumerate(found):
+        missing = [where for where in places if not hosts[(server, *where)]]
+        room = _Room(model=model, bits=bits, left=int(allowed[server]))
+        if passing is not None:
+            needed = [where for where in missing if passing[server, where[0]]]
+            for rung in RUNGS:
+                room.raise_to(rung, needed)
+        for rung in _GUESSED:
+            room.raise_to(rung, missing)
     return found
 
 
-def spread_bits(model: ModelSpec, capacity: IntArray, allowed: IntArray) -> IntArray:
-    """The most bits of which a copy of every expert that a server does not hold fits into what is
-    `allowed` [M] bytes for copies, if its memory for experts [M] is full of them; 0 where none
-    does, [M]."""
-    whole = model.total_expert_bytes
-    missing = np.clip(1.0 - capacity / whole, 0.0, 1.0)
-    found = np.zeros(capacity.shape, dtype=np.int64)
+@dataclass(kw_only=True, slots=True)
+class _Room:
+    """What is left on a server for copies."""
+
+    model: ModelSpec
+    bits: IntArray
+    """Of its copies so far, [N, E]."""
+    left: int
+    """Bytes."""
+
+    def raise_to(self, rung: int, places: Sequence[tuple[int, int]]) -> None:
+        """Give experts, in order, copies in so many bits, if theirs have fewer and it fits."""
+        weights = _parameters(self.model)
+        sizes = {bits: copy_bytes(weights, bits) for bits in RUNGS}
+        for where in places:
+            before = int(self.bits[where])
+            taken = int(sizes[before][where]) if before else 0
+            more = int(sizes[rung][where]) - taken
+            if before < rung and more <= self.left:
+                self.bits[where], self.left = rung, self.left - more
+
+
+def passed_by(routes: IntArray, servers: int) -> BoolArray:
+    """Whether any of the routes [R, N] has a layer on a server, [M, N]."""
+    found = np.zeros((servers, routes.shape[1]), dtype=bool)
+    found[routes, np.arange(routes.shape[1])] = True
+    return found
+
+
+def standing_in(model: ModelSpec, allowed: IntArray) -> IntArray:
+    """The most bits of which a server that has `allowed` [M] bytes for copies has one of every
+    expert that it lacks in the layers it runs, as far as can be told before it is known which these
+    are: a quarter of all experts; 0 where that many do not fit, [M]."""
+    found = np.zeros(allowed.shape, dtype=np.int64)
     for bits in RUNGS:
-        needed = missing * float(copy_bytes(_parameters(model), bits).sum())
+        needed = float(copy_bytes(_parameters(model), bits).sum()) / 4
         found = np.where(needed <= allowed, bits, found)
     return found
 

@@ -24,6 +24,7 @@ Shapes: M servers, N layers, E experts, n typical tokens, C actions, G prices.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -37,6 +38,9 @@ from trimmoe.cost.model import CostModel
 from trimmoe.placement.routes import traffic
 
 PLANNING_LEVERS = Levers(stand_in=True, skip_needs_transmission=False)
+Copies = Callable[[BoolArray, IntArray], IntArray | None]
+"""Bits of servers' copies, [M, N, E], of hosts and routes."""
+_Key = tuple[int, bytes, int, int, bytes]
 _PRICES = 16
 _KEPT_CURVES = 50_000
 _BISECTIONS = 60
@@ -57,10 +61,12 @@ class TrimmedObjective:
     """Where routes may go in `layer_table_s`; None: everywhere. Fewer are quicker."""
     levers: Levers = PLANNING_LEVERS
     copied_bits: IntArray | None = None
-    """Bits of the copies that each server is taken to have of all that it does not hold, 0 for
-    none, [M]; None: no server has any."""
+    """Bits of the copies that each server is taken to have of all that it lacks, 0 for none,
+    while routes are sought, [M]; None: no server has any."""
+    copies: Copies | None = None
+    """The copies that there would be; None: as they are taken to be."""
     name: str = "trimmed"
-    _curves: dict[tuple[int, bytes, int, int], FloatArray] = field(init=False, default_factory=dict)
+    _curves: dict[_Key, FloatArray] = field(init=False, default_factory=dict)
 
     @property
     def alive(self) -> FloatArray:
@@ -98,9 +104,11 @@ class TrimmedObjective:
     def priced(self, hosts: BoolArray, routes: IntArray) -> tuple[float, float]:
         """`value_s` and the price at which the expected loss meets the budget."""
         curves, weights = [], []
+        bits = None if self.copies is None else self.copies(hosts, routes)
         for layer in range(hosts.shape[1]):
+            there = None if bits is None else bits[:, layer]
             for source, destination, share in traffic(routes, self.access_share, layer):
-                curves.append(self.curve(layer, hosts[:, layer], source, destination))
+                curves.append(self.curve(layer, hosts[:, layer], source, destination, there))
                 weights.append(share)
         return self._dual(np.array(curves), np.array(weights), self._ends_s(routes))
 
@@ -131,21 +139,35 @@ class TrimmedObjective:
         ends = token_s[access, routes[:, 0]] + token_s[routes[:, -1], access]
         return float(self.access_share @ ends)
 
-    def curve(self, layer: int, held: BoolArray, source: int, destination: int) -> FloatArray:
+    def curve(
+        self,
+        layer: int,
+        held: BoolArray,
+        source: int,
+        destination: int,
+        bits: IntArray | None = None,
+    ) -> FloatArray:
         """Delay (row 0) and loss (row 1) of a layer at each price, last exact, [2, G + 1].
 
-        Both count by the share of tokens alive; the delay includes the dense part.
+        Both count by the share of tokens alive; the delay includes the dense part. `bits` [M, E] of
+        servers' copies; None: as they are taken to be.
         """
-        key = (layer, held.tobytes(), source, destination)
+        if bits is None and self.copied_bits is not None:
+            bits = np.where(held, 0, self.copied_bits[:, None])
+        # Only what is where the token is may stand in.
+        own = b"" if bits is None else bits[source].tobytes()
+        key = (layer, held.tobytes(), source, destination, own)
         found = self._curves.get(key)
         if found is None:
             if len(self._curves) >= _KEPT_CURVES:
                 self._curves.clear()
-            found = self._curves[key] = self._enumerated(layer, held, source, destination)
+            found = self._curves[key] = self._enumerated(layer, held, bits, source, destination)
         return found
 
-    def _enumerated(self, layer: int, held: BoolArray, source: int, destination: int) -> FloatArray:
-        space = self._space(layer, held)
+    def _enumerated(
+        self, layer: int, held: BoolArray, bits: IntArray | None, source: int, destination: int
+    ) -> FloatArray:
+        space = self._space(layer, held, bits)
         share = self.profile.pattern_share[layer] / len(IMPORTANCE_DECILES)
         row_share = np.tile(share, len(IMPORTANCE_DECILES))
         curve = np.zeros((2, _PRICES + 1))
@@ -160,7 +182,7 @@ class TrimmedObjective:
         curve[0] += self.cost.dense_s[source, layer]
         return curve * self.alive[layer]
 
-    def _space(self, layer: int, held: BoolArray) -> ActionSpace:
+    def _space(self, layer: int, held: BoolArray, copied: IntArray | None) -> ActionSpace:
         """The actions of one layer, as layer 0 of a model that has no other."""
         one, share = slice(layer, layer + 1), self.cost.rung_share
         skip, drop = (
@@ -182,12 +204,12 @@ class TrimmedObjective:
             theta=np.ones(1),
             theta_drop=np.ones(1),
             levers=self.levers,
-            stand_ins=self._stand_ins(layer, held),
+            stand_ins=self._stand_ins(layer, copied),
         )
 
-    def _stand_ins(self, layer: int, held: BoolArray) -> StandIns | None:
+    def _stand_ins(self, layer: int, bits: IntArray | None) -> StandIns | None:
         """Of one layer."""
-        if self.copied_bits is None or not self.levers.stand_in:
+        if bits is None or not self.levers.stand_in:
             return None
         one = slice(layer, layer + 1)
         curves = {
@@ -196,7 +218,6 @@ class TrimmedObjective:
             )
             for rung in self.profile.rungs
         }
-        bits = np.where(held, 0, self.copied_bits[:, None])
         return StandIns.of(curves, bits[:, None])
 
 

@@ -98,12 +98,13 @@ def _nearest(
     if passage.orphans[layer][experts].any():
         classes = worker.observer.steadiness(layer, attended)
         spent = np.zeros(unit.count) if unit.spent is None else unit.spent
-        found = passage.stood_in(layer, experts, classes, unit.seat.budget - spent)
+        left = unit.seat.budget - spent
+        found = passage.stood_in(layer, worker.server, experts, classes, left)
         if found is None:
             return None
         experts, loss = found
         unit.spent = spent + loss
-    return experts, passage.server[layer, worker.server, destination][experts]
+    return experts, passage.hosts(layer, worker.server, destination, experts)
 
 
 def _decided(

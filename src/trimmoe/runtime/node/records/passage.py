@@ -1,4 +1,4 @@
-"""How prompts pass a layer: every expert exact, and stand-ins only for those that nobody holds."""
+"""How prompts pass a layer: every expert exact, and others only for those that nobody holds."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from trimmoe.core.specs import BoolArray, FloatArray, IntArray
+from trimmoe.core.stand_ins import expert_of
 from trimmoe.cost.actions import ActionSpace
 
 NOBODY = -1
@@ -20,28 +21,41 @@ class Passage:
     """Host of least delay by source, destination and expert, [N, M, M, E]."""
     orphans: BoolArray
     """Experts without a host, [N, E]."""
-    stand_in: IntArray
+    substitute: IntArray
     """Their least lossy live substitute by steadiness class, or NOBODY, [N, B, E]; every other
     expert stands for itself."""
     loss: FloatArray
-    """Quality loss of the stand-in, [N, B, E]."""
+    """Quality loss of the substitute, [N, B, E]."""
+    copy: IntArray
+    """The number of an orphan's copy on every server, or NOBODY, [M, N, E]."""
+    copy_loss: FloatArray
+    """Quality loss of the copy, infinite where there is none, [M, N, B, E]."""
 
     def stood_in(
-        self, layer: int, experts: IntArray, classes: IntArray, left: FloatArray
+        self, layer: int, server: int, experts: IntArray, classes: IntArray, left: FloatArray
     ) -> tuple[IntArray, FloatArray] | None:
-        """The experts [n, k] with stand-ins for orphans and what those cost each token, [n].
+        """What runs in the place of experts [n, k] of tokens on a server, a substitute or the
+        server's own copy for orphans, and what that costs each token, [n].
 
-        None if an orphan has no stand-in, or if one costs a token more than what is `left` of its
-        budget, [n].
+        None if there is neither for an orphan, or if it costs a token more than what is `left` of
+        its budget, [n].
         """
-        classes = np.minimum(classes, self.stand_in.shape[1] - 1)[:, None]
-        chosen = self.stand_in[layer][classes, experts]
-        loss = self.loss[layer][classes, experts].sum(1)
+        classes = np.minimum(classes, self.substitute.shape[1] - 1)[:, None]
+        chosen, loss = self.substitute[layer][classes, experts], self.loss[layer][classes, experts]
+        copied = self.copy_loss[server, layer][classes, experts]
+        chosen = np.where(copied < loss, self.copy[server, layer][experts], chosen)
+        loss = np.minimum(copied, loss).sum(1)
         stands_in = (chosen != experts).any(1)
         # Without a budget a request is exact, even where a stand-in is taken to cost nothing.
         if (chosen == NOBODY).any() or (stands_in & ((loss > left) | (left <= 0))).any():
             return None
         return chosen, loss
+
+    def hosts(self, layer: int, server: int, destination: int, chosen: IntArray) -> IntArray:
+        """Where what was chosen [n, k] for tokens on a server runs, [n, k]."""
+        count = self.orphans.shape[1]
+        nearest = self.server[layer, server, destination][expert_of(chosen, count)]
+        return np.where(chosen >= count, server, nearest)
 
 
 def passage_of(space: ActionSpace) -> Passage:
@@ -55,9 +69,28 @@ def passage_of(space: ActionSpace) -> Passage:
     loss = np.where(usable[:, None], substitution_loss, np.inf)
     least = loss.min(3)
     found = np.where(np.isfinite(least), loss.argmin(3), NOBODY)
+    copy, copy_loss = _copies(space, orphans)
     return Passage(
         server=space.menu.best_server,
         orphans=orphans,
-        stand_in=np.where(orphans[:, None], found, itself),
+        substitute=np.where(orphans[:, None], found, itself),
         loss=np.where(orphans[:, None], least, 0.0),
+        copy=copy,
+        copy_loss=copy_loss,
     )
+
+
+def _copies(space: ActionSpace, orphans: BoolArray) -> tuple[IntArray, FloatArray]:
+    """See `Passage.copy` and `Passage.copy_loss`; slots are taken for those of most mass."""
+    layers, experts = orphans.shape
+    servers, classes = space.hosts.shape[0], space.class_count
+    lost = np.full((servers, layers, classes, experts), np.inf)
+    stand_ins = space.stand_ins
+    if stand_ins is None:
+        return np.full((servers, layers, experts), NOBODY), lost
+    copy = np.where(orphans, stand_ins.number, NOBODY)
+    dearest = stand_ins.upper.max(3)
+    server, layer, expert = np.nonzero(copy != NOBODY)
+    rung = copy[server, layer, expert] // experts - 1
+    lost[server, layer, :, expert] = dearest[rung, layer]
+    return copy, lost
