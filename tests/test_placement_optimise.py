@@ -31,7 +31,7 @@ from trimmoe.placement.optimise import SearchSettings, optimise_plan
 from trimmoe.placement.routes import best_routes, route_delay_s
 from trimmoe.placement.search import Climber
 from trimmoe.placement.seeds import SEEDS, seed_placement
-from trimmoe.placement.trimmed import TrimmedObjective
+from trimmoe.placement.trimmed import EachUserObjective, TrimmedObjective
 
 BRIEF = SearchSettings(iterations=300, trimmed_iterations=5)
 
@@ -69,12 +69,14 @@ def test_never_worse_than_any_seed(
     planner = make_planner(profile, model, cluster, default())
     measure = ExactObjective(cost=planner.cost, profile=profile, access_share=cluster.access_share)
     if objective == "trimmed":
-        measure = TrimmedObjective(
+        whole = TrimmedObjective(
             cost=planner.cost,
             profile=profile.echoing(),
             access_share=cluster.access_share,
             budget=wanted.budget,
+            copies=planner.stand_in_bits,
         )
+        measure = EachUserObjective(whole=whole)
     value_s = measure.value_s(plan.hosts, plan.routes)
     assert value_s == pytest.approx(plan.header.settings["value_s"])
     for name in SEEDS:

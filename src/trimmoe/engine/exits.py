@@ -25,6 +25,8 @@ class ExitRules:
     routes: IntArray
     """[R, N]."""
     reference_s: float
+    late_s: FloatArray | None = None
+    """`Policy.exact_to_go_s`."""
 
     def needed(self, confidence: float) -> float:
         """p_J, raised to where calibration bounds what exits flip by what is tolerated; of drafts,
@@ -78,6 +80,16 @@ class ExitRules:
         seconds = self.cost.dense_s[self.routes, layers]
         return [np.ascontiguousarray(seconds[:, layer:]).sum(1) for layer in layers.tolist()]
 
+    def _waits_s(self, wave: Wave, rows: IntArray, back_s: FloatArray) -> FloatArray:
+        """What drafts are expected to take longer than to here, since full depth confirms them, see
+        `books.afterwards`. It runs no copies of experts, so that where those save the token's way
+        it may take longer than going on."""
+        if not self.settings.drafts or self.late_s is None:
+            return np.zeros(rows.size)
+        answered_s = wave.delay_s[rows] + back_s
+        late_s = self.late_s[wave.route[rows], wave.layer]
+        return np.maximum((late_s - answered_s) / 2, 0.0)
+
     def _worth_leaving(self, wave: Wave, rows: IntArray) -> BoolArray:
         """Whether an exit costs less than going on: its charge and the way back from here, against
         what is expected still to come, the attention of the layers left and the way back from the
@@ -92,5 +104,6 @@ class ExitRules:
             last, left_s = self.routes[route, -1], self._left_s[wave.layer][route]
         saved_s = left_s + back_s[last, access] - back_s[server, access]
         terms = weight, self.reference_s, self.settings.budget
-        charge = step_costs(np.zeros(rows.size), wave.exit_loss[rows], *terms)
+        waits_s = self._waits_s(wave, rows, back_s[server, access])
+        charge = step_costs(waits_s, wave.exit_loss[rows], *terms)
         return charge < wave.ahead[rows] + step_costs(saved_s, np.zeros(rows.size), *terms)

@@ -92,6 +92,7 @@ class Engine:
             cost=self.cost,
             routes=self.routes,
             reference_s=self.reference_s,
+            late_s=self.policy.exact_to_go_s,
         )
 
     def exit_terms(self, confidence: float) -> tuple[float, float]:

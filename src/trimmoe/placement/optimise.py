@@ -37,7 +37,7 @@ from trimmoe.placement.redundancy import add_marginal_replicas
 from trimmoe.placement.search import Search
 from trimmoe.placement.seeds import SEEDS, seed_placement
 from trimmoe.placement.stand_ins import standing_in
-from trimmoe.placement.trimmed import TrimmedObjective
+from trimmoe.placement.trimmed import EachUserObjective, TrimmedObjective
 
 KeepGoing = Callable[[float], bool]
 """Whether less than this share of the time has passed; asked before every step."""
@@ -226,7 +226,8 @@ class Optimiser:
         )
         others = [entry for entry in entries if not entry.name.startswith("seed ")][:_FINALISTS]
         seeds = [entry for entry in entries if entry.name.startswith("seed ")]
-        ranked = [self._entry(trimmed, e.name, e.hosts, e.routes) for e in seeds + others]
+        users = EachUserObjective(whole=trimmed)
+        ranked = [self._entry(users, e.name, e.hosts, e.routes) for e in seeds + others]
         ranked.sort(key=lambda entry: entry.value_s)
         ranked += self._rerouted(trimmed, ranked[:_FINALISTS])
         ranked.sort(key=lambda entry: entry.value_s)
@@ -248,10 +249,10 @@ class Optimiser:
             ("trimmed search from ", climber.best_hosts),
         ):
             routes = landscape.routes(hosts)
-            ranked.append(self._entry(trimmed, f"{name}{best.name}", hosts, routes))
+            ranked.append(self._entry(users, f"{name}{best.name}", hosts, routes))
             filled = self._filled(hosts, routes)
-            ranked.append(self._entry(trimmed, f"{name}{best.name}, filled", filled, routes))
-        return trimmed, ranked, search.done
+            ranked.append(self._entry(users, f"{name}{best.name}, filled", filled, routes))
+        return users, ranked, search.done
 
     def _rerouted(self, trimmed: TrimmedObjective, entries: list[_Entry]) -> list[_Entry]:
         """The hosts of `entries` with other routes: of those that are best at any price of quality,
@@ -259,7 +260,7 @@ class Optimiser:
 
         At the price that the old routes pay nobody may want to leave them, however much others save
         for what is left of the budget; and there is not memory for all copies on all routes."""
-        servers, found = self._busiest(entries), []
+        servers, found, users = self._busiest(entries), [], EachUserObjective(whole=trimmed)
         for entry in entries:
             seen = [
                 self._landscape(trimmed.at(float(price_s), servers)).routes(entry.hosts)
@@ -270,7 +271,7 @@ class Optimiser:
                 for row in np.unique([routes[access] for routes in seen], axis=0):
                     routes = best.routes.copy()
                     routes[access] = row
-                    tried = self._entry(trimmed, name, entry.hosts, routes)
+                    tried = self._entry(users, name, entry.hosts, routes)
                     best = min(best, tried, key=lambda each: each.value_s)
             found.append(replace(best, name=name))
         return found

@@ -86,6 +86,12 @@ class TrimmedObjective:
         object.__setattr__(other, "_curves", self._curves)
         return other
 
+    def of_access(self, access: int) -> TrimmedObjective:
+        """The same objective for users of one server alone; what is known is shared."""
+        other = replace(self, access_share=np.eye(self.access_share.size)[access])
+        object.__setattr__(other, "_curves", self._curves)
+        return other
+
     def layer_table_s(self, layer: int, held: BoolArray) -> FloatArray:
         """T_lambda of one layer at `price_s`, infinite off `servers`, [M, M]."""
         count = self.cost.server_count
@@ -219,6 +225,28 @@ class TrimmedObjective:
             for rung in self.profile.rungs
         }
         return StandIns.of(curves, bits[:, None])
+
+
+@dataclass(frozen=True, kw_only=True)
+class EachUserObjective:
+    """The trimmed value where nobody spends what users of other servers leave, as their accounts
+    have it: the mean over users of what the users of each server come to by themselves."""
+
+    whole: TrimmedObjective
+    name: str = "trimmed"
+
+    def layer_table_s(self, layer: int, held: BoolArray) -> FloatArray:
+        """As of the whole."""
+        return self.whole.layer_table_s(layer, held)
+
+    def value_s(self, hosts: BoolArray, routes: IntArray) -> float:
+        """Expected delay per token, seconds."""
+        share = self.whole.access_share
+        own = [
+            self.whole.of_access(access).value_s(hosts, routes)
+            for access in np.flatnonzero(share).tolist()
+        ]
+        return float(share[share > 0] @ np.array(own))
 
 
 @njit

@@ -76,6 +76,12 @@ class Policy(Protocol):
         run."""
         return None
 
+    @property
+    def exact_to_go_s(self) -> FloatArray | None:
+        """Expected delay of exact execution of the layers from each on, along every route, [R, N];
+        None where that is what is expected anyhow, since no copies run."""
+        return None
+
     def without_copies(self) -> Policy:
         """The same where nothing can run them."""
         return self

@@ -9,6 +9,7 @@ literal recursion (39), for a finite horizon.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import numpy as np
 
@@ -17,6 +18,7 @@ from trimmoe.core.specs import BoolArray, FloatArray, IntArray
 from trimmoe.core.stand_ins import NO_STAND_IN
 from trimmoe.cost import deciding
 from trimmoe.cost.actions import Candidates, as_batch
+from trimmoe.cost.expected import destinations, expected_layer_delay_s
 from trimmoe.cost.lookahead import LookAhead, Place, Weights
 from trimmoe.cost.model import Accounting
 from trimmoe.cost.nearest import Nearest
@@ -64,6 +66,15 @@ class TrimPolicy(Policy):
     def copies(self) -> BoolArray | None:
         stand_ins = self.lookahead.space.stand_ins
         return None if stand_ins is None else stand_ins.number != NO_STAND_IN
+
+    @cached_property
+    def exact_to_go_s(self) -> FloatArray | None:
+        if self.copies is None:
+            return None
+        space, routes = self.lookahead.space, self.routes
+        tables_s = expected_layer_delay_s(space.cost, space.hosts, self.lookahead.profile)
+        each_s = tables_s[np.arange(routes.shape[1]), routes, destinations(routes)]
+        return each_s[:, ::-1].cumsum(axis=1)[:, ::-1]
 
     def without_copies(self) -> TrimPolicy:
         space = replace(self.lookahead.space, stand_ins=None)
