@@ -11,13 +11,16 @@ from hypothesis import strategies as st
 
 from factories import random_cluster, random_model_spec, random_profile
 from trimmoe.core.plan import load_plan
+from trimmoe.core.stand_ins import RUNGS
 from trimmoe.placement.capacity import expert_capacity_bytes, used_bytes
 from trimmoe.placement.make import as_published, default, make_plan, paper
 from trimmoe.placement.stand_ins import (
     allowance_bytes,
     copied_bits,
     copies_bytes,
+    passed_by,
     reserved_bytes,
+    standing_in,
 )
 
 
@@ -48,6 +51,34 @@ def test_what_is_activated_often_gets_more_bits() -> None:
     (bits,) = copied_bits(model, hosts, frequency, (every_two + every_four) // 2)
     assert (bits > 0).all()
     assert frequency[bits == 4].min() >= frequency[bits == 2].max()
+
+
+@given(seed=st.integers(0, 10_000), room=st.floats(0.0, 2.5))
+@settings(max_examples=40, deadline=None)
+def test_what_routes_pass_by_is_copied_first_and_in_most_bits(seed: int, room: float) -> None:
+    rng = np.random.default_rng(seed)
+    model = random_model_spec(rng)
+    shape = (model.layer_count, model.expert_count)
+    hosts = rng.random((3, *shape)) < 0.4
+    passing = passed_by(rng.integers(3, size=(2, model.layer_count)), 3)
+    there = passing[:, :, None] & ~hosts
+    allowed = (copies_bytes(model, np.where(there, 8, 0)) * room).astype(np.int64)
+    bits = copied_bits(model, hosts, rng.random(shape), allowed, passing)
+    assert not bits[hosts].any()
+    assert (copies_bytes(model, bits) <= allowed).all()
+    assert (bits[~passing] <= 4).all()
+    if room >= 1.0:
+        assert (bits[there] == 8).all()
+
+
+def test_servers_are_taken_to_have_the_copies_of_a_quarter() -> None:
+    model = random_model_spec(np.random.default_rng(1))
+    of_all = {
+        bits: int(copies_bytes(model, np.full((1, model.layer_count, model.expert_count), bits))[0])
+        for bits in RUNGS
+    }
+    allowed = np.array([0, of_all[2] // 4 + 1, of_all[4] // 4 + 1, of_all[8]])
+    assert standing_in(model, allowed).tolist() == [0, 2, 4, 8]
 
 
 @given(seed=st.integers(0, 10_000))

@@ -12,11 +12,12 @@ from hypothesis import strategies as st
 from factories import models_with_profiles, random_cluster, random_model_spec, random_profile
 from trimmoe.core.profile import Profile
 from trimmoe.core.specs import ModelSpec
+from trimmoe.core.stand_ins import RUNGS
 from trimmoe.cost.actions import ActionSpace
 from trimmoe.cost.lookahead import IMPORTANCE_DECILES, typical_tokens
 from trimmoe.cost.model import cost_model
 from trimmoe.placement.landscape import ExactObjective
-from trimmoe.placement.trimmed import PLANNING_LEVERS, TrimmedObjective
+from trimmoe.placement.trimmed import PLANNING_LEVERS, EachUserObjective, TrimmedObjective
 
 NO_EXITS = replace(PLANNING_LEVERS, exit=False)
 Case = tuple[ModelSpec, Profile, TrimmedObjective, np.ndarray, np.ndarray]
@@ -154,3 +155,33 @@ def test_routes_may_be_kept_to_some_servers() -> None:
     assert np.isfinite(table[1:3, 1:3]).all()
     assert np.isinf(table[[0, 3]]).all()
     assert np.isinf(table[:, [0, 3]]).all()
+
+
+@settings(max_examples=30)
+@given(case=cases(), bits=st.sampled_from(RUNGS), seed=st.integers(0, 99))
+def test_copies_only_save_and_fewer_save_less(case: Case, bits: int, seed: int) -> None:
+    _, _, objective, hosts, routes = case
+    every = np.where(hosts, 0, bits)
+    some = every * (np.random.default_rng(seed).random(hosts.shape) < 0.5)
+    bare, few, whole = (
+        replace(objective, copies=lambda _, __, has=has: has).value_s(hosts, routes)
+        for has in (np.zeros_like(every), some, every)
+    )
+    assert bare == pytest.approx(objective.value_s(hosts, routes))
+    assert whole <= few * (1 + 1e-9)
+    assert few <= bare * (1 + 1e-9)
+    taken = replace(objective, copied_bits=np.full(len(hosts), bits))
+    assert taken.value_s(hosts, routes) == pytest.approx(whole)
+
+
+@settings(max_examples=30)
+@given(case=cases())
+def test_users_that_share_no_budget_fare_no_better(case: Case) -> None:
+    _, _, objective, hosts, routes = case
+    each = EachUserObjective(whole=objective).value_s(hosts, routes)
+    assert each >= objective.value_s(hosts, routes) * (1 - 1e-9)
+    alone = np.eye(len(hosts))[0]
+    only = replace(objective, access_share=alone)
+    assert EachUserObjective(whole=only).value_s(hosts, routes) == pytest.approx(
+        only.value_s(hosts, routes)
+    )

@@ -107,10 +107,19 @@ class TrimmedObjective:
         """Expected delay per token at an expected loss of the budget, seconds."""
         return self.priced(hosts, routes)[0]
 
+    def copied(self, hosts: BoolArray, routes: IntArray) -> IntArray | None:
+        """The copies that there would be; None: as they are taken to be."""
+        return None if self.copies is None else self.copies(hosts, routes)
+
     def priced(self, hosts: BoolArray, routes: IntArray) -> tuple[float, float]:
         """`value_s` and the price at which the expected loss meets the budget."""
+        return self.with_copies(hosts, routes, self.copied(hosts, routes))
+
+    def with_copies(
+        self, hosts: BoolArray, routes: IntArray, bits: IntArray | None
+    ) -> tuple[float, float]:
+        """`priced` where servers have copies in so many `bits`."""
         curves, weights = [], []
-        bits = None if self.copies is None else self.copies(hosts, routes)
         for layer in range(hosts.shape[1]):
             there = None if bits is None else bits[:, layer]
             for source, destination, share in traffic(routes, self.access_share, layer):
@@ -241,9 +250,9 @@ class EachUserObjective:
 
     def value_s(self, hosts: BoolArray, routes: IntArray) -> float:
         """Expected delay per token, seconds."""
-        share = self.whole.access_share
+        share, bits = self.whole.access_share, self.whole.copied(hosts, routes)
         own = [
-            self.whole.of_access(access).value_s(hosts, routes)
+            self.whole.of_access(access).with_copies(hosts, routes, bits)[0]
             for access in np.flatnonzero(share).tolist()
         ]
         return float(share[share > 0] @ np.array(own))
