@@ -31,6 +31,7 @@ from trimmoe.cli.options import (
     say,
     show_dry_run,
 )
+from trimmoe.core.cores import available_cores
 from trimmoe.core.errors import UserError
 from trimmoe.core.precision import Precision
 from trimmoe.experiments.opening import must_stream, open_view, profile_path, resolved
@@ -69,7 +70,7 @@ def calibrate(
         typer.Option(
             "--streamed/--whole",
             help="Read each layer's experts from disk when they are needed, or hold all; default: "
-            "whether the weights fit. The profile is the same.",
+            "whether the weights fit. The profile is the same but for rounding.",
         ),
     ] = None,
     dtype: Dtype = "auto",
@@ -96,8 +97,8 @@ def calibrate(
     if streamed is None and (why := must_stream(path, dtype, device)):
         console.print(escape(why))
         streamed = True
-    # Not compiled, so that what is read from disk layer by layer gives the same profile.
-    view = open_view(path, dtype, device, streamed=bool(streamed), compiled=False)
+    view = open_view(path, dtype, device, streamed=bool(streamed))
+    view.use_threads(available_cores())
     settings = replace(settings, window=min(settings.window, view.spec.context_length))
     profile = run(view, load_tokenizer(path), texts, settings)
     profile.save(output)
