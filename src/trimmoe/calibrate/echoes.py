@@ -23,7 +23,7 @@ from trimmoe.calibrate.losses import Experiments
 from trimmoe.calibrate.record import Advance, Recording
 from trimmoe.calibrate.sampling import KEEP, Changes, forced
 from trimmoe.calibrate.settings import CalibrationSettings
-from trimmoe.calibrate.sweep import Sweep, Visit
+from trimmoe.calibrate.sweep import Known, Sweep, Visit
 from trimmoe.calibrate.windows import Windows, run_layer
 from trimmoe.core.profile import CHANGES, ECHOING_STATES, ExitState
 from trimmoe.core.specs import BoolArray, FloatArray, IntArray
@@ -81,6 +81,11 @@ class Trimmed:
     def touched(self, layers: int) -> BoolArray:
         """Tokens that anything is done to, [T]."""
         return (self.exit_layer < layers) | (self.layer != _UNTOUCHED)
+
+    def start(self, layers: int) -> IntArray:
+        """The first layer in which anything is done to each token, `layers` for none, [T]."""
+        changed = np.where(self.layer == _UNTOUCHED, layers, self.layer)
+        return np.minimum(self.exit_layer, changed)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -161,15 +166,17 @@ def _bounds(
     bounds = [1.0] * len(trials)
     if not some:
         return bounds
+    windows = np.concatenate([trial.tokens[::length] for trial in some]) // length
+    trimmed = Trimmed.joined([trial.trimmed for trial in some])
+    start = trimmed.start(layers).reshape(-1, length).min(axis=1)
     flipped = flipped_behind(
         view,
-        recording.windows.take(
-            np.concatenate([trial.tokens[::length] for trial in some]) // length
-        ),
-        Trimmed.joined([trial.trimmed for trial in some]),
+        recording.windows.take(windows),
+        trimmed,
         np.concatenate([recording.predictions[trial.tokens] for trial in some]),
         advance,
         folder=recording.folder,
+        known=Known(hidden=recording.hidden, windows=windows, first=start, last=start),
     )
     ends = np.cumsum([trial.tokens.size for trial in some])[:-1]
     flips = iter(part.sum() for part in np.split(flipped, ends))
@@ -265,24 +272,30 @@ def flipped_behind(
     advance: Advance,
     *,
     folder: Path | None = None,
+    known: Known | None = None,
 ) -> BoolArray:
     """Which tokens that nothing is done to predict something else because of those `trimmed`, [T].
 
-    `expected` [T] are the full-depth predictions. `folder` takes the states of the sweep.
+    `expected` [T] are the full-depth predictions. `folder` takes the states of the sweep; where it
+    is `known` what the tokens are before anything is done to them, they go on from there, and
+    windows that nothing is done in do not run.
     """
     referee, layers = Referee(view), view.spec.layer_count
     flipped = np.zeros(windows.tokens, dtype=bool)
-    touched = trimmed.touched(layers)
-    sweep = Sweep(view, windows, folder=folder)
-    for visit in sweep.visits():
-        after = _passed(view, visit, trimmed)
+    untouched = ~trimmed.touched(layers)
+    sweep = Sweep(view, windows, folder=folder, known=known)
+
+    def passed(visit: Visit) -> int:
+        after, span = _passed(view, visit, trimmed), visit.span
         sweep.leave(visit, after)
         if visit.is_last:
-            span = visit.span
-            others = np.flatnonzero(~touched[span])
+            others = np.flatnonzero(untouched[span])
             states = sweep.tail(visit, after)[torch.from_numpy(others)]
             flipped[span.start + others] = ~referee.agrees(states, expected[span][others])
-        advance(len(after))
+        return len(after)
+
+    for rows in sweep.results(passed):
+        advance(rows)
     return flipped
 
 

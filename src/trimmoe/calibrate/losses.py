@@ -147,6 +147,7 @@ def measure_losses(
         expected,
         advance=advance,
         folder=recording.folder,
+        clean=recording.hidden,
     )
     bounds = np.cumsum([part.count for part in experiments.parts])[:-1]
     results = zip(np.split(flipped, bounds), np.split(measured, bounds), strict=True)

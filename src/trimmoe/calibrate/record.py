@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +16,7 @@ from trimmoe.calibrate.head import Referee, most_likely
 from trimmoe.calibrate.mapped import map_file, release
 from trimmoe.calibrate.sweep import Sweep, Visit
 from trimmoe.calibrate.windows import Windows, run_layer
+from trimmoe.calibrate.workers import side_by_side
 from trimmoe.core.specs import BoolArray, FloatArray, IntArray
 from trimmoe.models.base import MoEView, Routing
 
@@ -31,9 +33,10 @@ class Recording:
 
     windows: Windows
     hidden: Tensor
-    """State after each layer, bfloat16 [N, T, d], mapped from disk."""
+    """State after each layer, as the view makes it, [N, T, d], mapped from disk."""
     attended: Tensor | None
-    """State that each layer's router reads, the same shape and place; None if not kept."""
+    """State that each layer's router reads, bfloat16, the same shape and place; None if not
+    kept."""
     activated: IntArray
     """Activated sets, most probable expert first, [N, T, k]."""
     masses: np.ndarray
@@ -95,11 +98,10 @@ def record(
     recording = _blank(view, windows, folder, keep_attended)
     sweep = Sweep(view, windows, folder=folder)
     parts = []
-    for visit in sweep.visits():
-        last = _record_visit(view, recording, sweep, visit, importance)
+    for visit, gram in sweep.results(partial(_record_visit, view, recording, sweep, importance)):
+        # In the order of the text, as sums of floats depend on it.
+        recording.logit_gram[visit.layer] += gram
         if visit.is_last:
-            found = most_likely(view, sweep.tail(visit, last))
-            recording.predictions[visit.span], recording.log_probability[visit.span] = found
             parts.append(visit.span)
         recording.release()
         advance(visit.span.stop - visit.span.start)
@@ -116,9 +118,13 @@ def _blank(view: MoEView, windows: Windows, folder: Path, keep_attended: bool) -
     spec, tokens = view.spec, windows.tokens
     layers = spec.layer_count
     shape = (layers, tokens, spec.hidden_size)
-    names = ("hidden.bf16", "attended.bf16") if keep_attended else ("hidden.bf16",)
-    maps = tuple(_new_file(folder / name, 2 * int(np.prod(shape))) for name in names)
-    states = [torch.frombuffer(mapped, dtype=torch.bfloat16).view(shape) for mapped in maps]
+    kinds = {"hidden": view.dtype} | ({"attended": torch.bfloat16} if keep_attended else {})
+    sizes = [kind.itemsize * int(np.prod(shape)) for kind in kinds.values()]
+    maps = tuple(_new_file(folder / name, size) for name, size in zip(kinds, sizes, strict=True))
+    states = [
+        torch.frombuffer(mapped, dtype=kind).view(shape)
+        for mapped, kind in zip(maps, kinds.values(), strict=True)
+    ]
     return Recording(
         windows=windows,
         hidden=states[0],
@@ -143,18 +149,22 @@ def _new_file(path: Path, size_bytes: int) -> mmap.mmap:
 
 
 def _record_visit(
-    view: MoEView, recording: Recording, sweep: Sweep, visit: Visit, importance: str
-) -> Tensor:
-    """Fill the recording for some windows in one layer; their states after it, [n, d]."""
+    view: MoEView, recording: Recording, sweep: Sweep, importance: str, visit: Visit
+) -> tuple[Visit, np.ndarray]:
+    """Fill the recording for some windows in one layer, but for the products of router logits,
+    which are returned, [E, E]."""
     layer, span, attended = visit.layer, visit.span, visit.attended
     routing = view.route(layer, attended, groups=visit.groups)
     if recording.attended is not None:
         recording.attended[layer, span] = attended.to(device="cpu", dtype=torch.bfloat16)
     after = run_layer(view, layer, attended, routing, routing.experts)
-    recording.hidden[layer, span] = after.to(device="cpu", dtype=torch.bfloat16)
-    _keep_routing(recording, layer, span, routing, importance)
+    recording.hidden[layer, span] = after.to("cpu")
+    gram = _keep_routing(recording, layer, span, routing, importance)
     sweep.leave(visit, after)
-    return after
+    if visit.is_last:
+        found = most_likely(view, sweep.tail(visit, after))
+        recording.predictions[span], recording.log_probability[span] = found
+    return visit, gram
 
 
 def _compare_all(
@@ -166,15 +176,17 @@ def _compare_all(
 ) -> None:
     """Fill in b of (22) and how often it holds; all layers are looked at on the first tokens, and
     those that agree too seldom there no longer on the rest."""
-    referee = Referee(view)
+    compared = partial(_compare, view, Referee(view), recording)
     recording.agrees[-1] = True
     seen = np.zeros((2, view.spec.layer_count), dtype=np.int64)
-    for span in parts:
-        seen += _compare(view, referee, recording, span)
-        if span.start < _PROBE_TOKENS <= span.stop:
+    probes = sum(span.start < _PROBE_TOKENS for span in parts)
+    for some in (parts[:probes], parts[probes:]):
+        for span, counts in zip(some, side_by_side(view, compared, some), strict=True):
+            seen += counts
+            recording.release()
+            advance(view.spec.layer_count * (span.stop - span.start))
+        if some and some[-1].stop >= _PROBE_TOKENS:
             recording.may_exit[:-1] &= seen[0, :-1] >= least_agreement * seen[1, :-1]
-        recording.release()
-        advance(view.spec.layer_count * (span.stop - span.start))
     recording.agreement[:] = seen[0] / seen[1]
 
 
@@ -194,11 +206,12 @@ def _compare(view: MoEView, referee: Referee, recording: Recording, span: slice)
 
 def _keep_routing(
     recording: Recording, layer: int, span: slice, routing: Routing, importance: str
-) -> None:
+) -> np.ndarray:
+    """Fill in what the router said of some tokens; the products of its centred logits, [E, E]."""
     masses = routing.probabilities.gather(1, routing.experts)
     mass = routing.gates if importance == "gates" else masses
     centred = routing.logits - routing.logits.mean(dim=1, keepdim=True)
     recording.activated[layer, span] = routing.experts.cpu().numpy()
     recording.masses[layer, span] = masses.cpu().numpy()
     recording.importance[layer, span] = mass.sum(dim=1).clamp(0.0, 1.0).cpu().numpy()
-    recording.logit_gram[layer] += (centred.T @ centred).double().cpu().numpy()
+    return (centred.T @ centred).double().cpu().numpy()

@@ -16,7 +16,7 @@ from trimmoe.calibrate.mapped import States
 from trimmoe.calibrate.record import Advance
 from trimmoe.calibrate.sampling import Changes, by_window, forced
 from trimmoe.calibrate.sparse import sparse_passes
-from trimmoe.calibrate.sweep import Sweep, Visit
+from trimmoe.calibrate.sweep import Known, Sweep, Visit
 from trimmoe.calibrate.windows import Windows, run_layer
 from trimmoe.core.specs import BoolArray, IntArray
 from trimmoe.models.base import MoEView
@@ -36,6 +36,7 @@ def flips(
     *,
     advance: Advance,
     folder: Path | None = None,
+    clean: Tensor | None = None,
 ) -> tuple[BoolArray, BoolArray]:
     """Whether the changed tokens' predictions differ from `expected` [S], and which of the changes
     were measured [S].
@@ -46,16 +47,23 @@ def flips(
     the tokens of ordinary passes: there, too, a token meets almost only clean neighbours. Models
     that cannot answer what-ifs are measured by just such sparse passes. Either way all go through
     the layers in one sweep, whose states `folder` takes; `advance` is told of a step for every
-    change and layer.
+    change and layer. Where the `clean` states after each layer [N, T, d] are known, streams alone
+    pass the experts.
     """
     flipped, measured = np.zeros((2, changes.count), dtype=bool)
     if not changes.count:
         return flipped, measured
     referee = Referee(view)
-    run = _streams if _answers_whatifs(view) else sparse_passes
-    for members, states in run(view, windows, changes, advance, folder):
+
+    def judge(members: IntArray, states: Tensor) -> None:
         flipped[members] = ~referee.agrees(states, expected[members])
         measured[members] = True
+
+    if _answers_whatifs(view):
+        _streams(view, windows, changes, judge, advance, folder=folder, clean=clean)
+    else:
+        for members, states in sparse_passes(view, windows, changes, advance, folder):
+            judge(members, states)
     return flipped, measured
 
 
@@ -113,41 +121,75 @@ def _plan(view: MoEView, windows: Windows, changes: Changes) -> list[_Streams]:
 
 
 def _streams(
-    view: MoEView, windows: Windows, changes: Changes, advance: Advance, folder: Path | None
-) -> Iterator[tuple[IntArray, Tensor]]:
-    """Indices of each window's changes and their final states [S, d]."""
+    view: MoEView,
+    windows: Windows,
+    changes: Changes,
+    judge: Callable[[IntArray, Tensor], None],
+    advance: Advance,
+    *,
+    folder: Path | None,
+    clean: Tensor | None,
+) -> None:
+    """Have `judge` told the indices of each window's changes and their final states [S, d]."""
     plans = _plan(view, windows, changes)
     states = States(changes.count, view, folder)
-    busy = windows.take(np.array([plan.window for plan in plans]))
-    sweep = Sweep(view, busy, at_once=1, folder=folder)
-    for visit in sweep.visits():
+    own = np.array([plan.window for plan in plans])
+    sweep = Sweep(
+        view,
+        windows.take(own),
+        at_once=1,
+        folder=folder,
+        known=None if clean is None else _whole(view, own, clean),
+    )
+
+    def visited(visit: Visit) -> int:
         plan = plans[visit.part]
-        if visit.part == 0:
-            states.release()
-        rows = _run(view, visit, plan, states)
-        clean, moved = rows[: windows.length], rows[windows.length :]
-        states[plan.rows(len(moved))] = moved
-        sweep.leave(visit, clean)
+        after, moved = _run(view, visit, plan, states, clean)
         if visit.is_last:
-            sweep.tail(visit, clean)
-            yield plan.members, _beside(view.tail_whatif, moved, plan.position, visit.cache)
-        advance(plan.members.size)
+            sweep.tail(visit, after)
+            final = _beside(view.tail_whatif, moved, plan.position, visit.cache)
+            judge(plan.members, final)
+        else:
+            sweep.leave(visit, after)
+            states[plan.rows(len(moved))] = moved
+        return visit.part
+
+    for part in sweep.results(visited):
+        if part == 0:
+            states.release()
+        advance(plans[part].members.size)
 
 
-def _run(view: MoEView, visit: Visit, plan: _Streams, states: States) -> Tensor:
-    """The window's clean tokens through the layer, then the streams changed before it, then those
-    changed at it, which start from their clean attended state."""
+def _whole(view: MoEView, windows: IntArray, clean: Tensor) -> Known:
+    """All layers of these windows, of which it is known how each is entered."""
+    layers = view.spec.layer_count
+    first = np.zeros(windows.size, dtype=np.int64)
+    return Known(hidden=clean, windows=windows, first=first, last=first + layers)
+
+
+def _run(
+    view: MoEView, visit: Visit, plan: _Streams, states: States, known: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """The window's clean tokens through the layer, [n, d], and the streams changed before it and
+    then those changed at it, which start from their clean attended state, [S, d]. Where it is
+    `known` what clean tokens are after each layer [N, T, d], they only leave keys and values."""
     layer, clean = visit.layer, visit.attended
     begun, beginning = int(plan.bounds[layer]), int(plan.bounds[layer + 1])
     whatif = partial(view.attend_whatif, layer)
     moved = _beside(whatif, states[plan.rows(begun)], plan.position, visit.cache)
-    rows = torch.cat([clean, moved, clean[plan.position[begun:beginning]]])
-    streams = 1 + torch.arange(beginning, device=view.device)
-    routing = view.route(layer, rows, groups=torch.cat([visit.groups, streams]))
+    streams = torch.cat([moved, clean[plan.position[begun:beginning]]])
+    rows, groups = streams, 1 + torch.arange(beginning, device=view.device)
+    if known is None:
+        rows, groups = torch.cat([clean, streams]), torch.cat([visit.groups, groups])
+    routing = view.route(layer, rows, groups=groups)
     experts = routing.experts.clone()
-    at = slice(len(clean) + begun, None)
+    at = slice(len(rows) - beginning + begun, None)
     experts[at] = forced(experts[at], plan.slots[begun:beginning])
-    return run_layer(view, layer, rows, routing, experts)
+    after = run_layer(view, layer, rows, routing, experts)
+    if known is None:
+        return after[: len(clean)], after[len(clean) :]
+    start = plan.window * len(clean)
+    return known[layer, start : start + len(clean)].to(after), after
 
 
 def _beside(

@@ -31,7 +31,6 @@ from trimmoe.cli.options import (
     say,
     show_dry_run,
 )
-from trimmoe.core.cores import available_cores
 from trimmoe.core.errors import UserError
 from trimmoe.core.precision import Precision
 from trimmoe.experiments.opening import must_stream, open_view, profile_path, resolved
@@ -98,7 +97,6 @@ def calibrate(
         console.print(escape(why))
         streamed = True
     view = open_view(path, dtype, device, streamed=bool(streamed))
-    view.use_threads(available_cores())
     settings = replace(settings, window=min(settings.window, view.spec.context_length))
     profile = run(view, load_tokenizer(path), texts, settings)
     profile.save(output)

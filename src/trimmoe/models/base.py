@@ -199,6 +199,9 @@ class MoEView(ABC):
     No method keeps gradients. Nothing here is safe for use by two threads on one cache.
     """
 
+    shared_by_threads: bool = False
+    """Whether several threads may use it at once, each with a cache of its own."""
+
     spec: ModelSpec
     dtype: torch.dtype
     device: torch.device

@@ -64,6 +64,8 @@ class AtHand:
 class CompiledView(MoEView):
     """See `MoEView`; made by `DecoderFamily.open`."""
 
+    shared_by_threads = True
+
     def __init__(
         self, parts: Parts, tables: Tables, spec: ModelSpec, bytes_read: BytesRead
     ) -> None:
@@ -71,7 +73,7 @@ class CompiledView(MoEView):
         self.dtype, self.device = torch.float32, torch.device("cpu")
         self._parts, self._tables = parts, tables
         self.precision = parts.precision
-        self._cosine = self._sine = np.empty((0, 0), dtype=np.float32)
+        self._rotary = (np.empty((0, 0), dtype=np.float32),) * 2
         self._head_record = record(parts.head)
         self._restored: Tensor | None = None
         nothing = np.zeros((tables.blocks.shape[0], 2 * RECORD), dtype=np.int64)
@@ -482,12 +484,16 @@ class CompiledView(MoEView):
 
     def _rotary_tables(self, length: int) -> tuple[Floats, Floats]:
         """Cosine and sine of every position so far, [P, rotary]."""
-        if self._cosine.shape[0] < length:
+        kept = self._rotary
+        if kept[0].shape[0] < length:
             size = min(max(2 * length, 256), max(self.spec.context_length, length))
             cosine, sine = self._parts.rotary(torch.arange(size)[None])
-            self._cosine = np.ascontiguousarray(cosine[0].float().numpy())
-            self._sine = np.ascontiguousarray(sine[0].float().numpy())
-        return self._cosine, self._sine
+            # Both at once, as another thread may be reading.
+            kept = self._rotary = (
+                np.ascontiguousarray(cosine[0].float().numpy()),
+                np.ascontiguousarray(sine[0].float().numpy()),
+            )
+        return kept
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -19,7 +19,6 @@ from trimmoe.calibrate.settings import CalibrationSettings
 from trimmoe.calibrate.text import read_texts, text_hash
 from trimmoe.core.artifact import file_hash
 from trimmoe.core.cluster_file import load_cluster
-from trimmoe.core.cores import available_cores
 from trimmoe.core.errors import UserError
 from trimmoe.core.machines import load_machines
 from trimmoe.core.plan import PLAN_FORMAT, Plan, load_plan
@@ -186,7 +185,6 @@ def _calibrated(
     from trimmoe.models.load import load_tokenizer, open_model
 
     view = open_model(path, dtype=getattr(torch, dtype), hashed=True)
-    view.use_threads(available_cores())
     return calibrate(view, load_tokenizer(path), texts, settings)
 
 
