@@ -156,9 +156,9 @@ class _Screen:
         return own > bound, rival
 
     def settle(self, states: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Whether `tokens` [n] surely have the largest logits from normed states [n, d], and whether
-        some other token's surely is larger, by looking at all that might be; bool [n] each. Costs
-        more than `search` and leaves next to nothing open."""
+        """Whether `tokens` [n] surely have the largest logits from normed states [n, d], and
+        whether some other token's surely is larger, by looking at all that might be; bool [n] each.
+        Costs more than `search` and leaves next to nothing open."""
         own = self._duel.logit(states, tokens) - self._duel.error(states, tokens)
         rows, rivals = self._near(states, tokens, own)
         beaten = self._duel.won(states[rows], tokens[rows], rivals)

@@ -484,16 +484,14 @@ class CompiledView(MoEView):
 
     def _rotary_tables(self, length: int) -> tuple[Floats, Floats]:
         """Cosine and sine of every position so far, [P, rotary]."""
-        kept = self._rotary
-        if kept[0].shape[0] < length:
+        cosine, sine = self._rotary
+        if cosine.shape[0] < length:
             size = min(max(2 * length, 256), max(self.spec.context_length, length))
-            cosine, sine = self._parts.rotary(torch.arange(size)[None])
+            whole = self._parts.rotary(torch.arange(size)[None])
+            cosine, sine = (np.ascontiguousarray(part[0].float().numpy()) for part in whole)
             # Both at once, as another thread may be reading.
-            kept = self._rotary = (
-                np.ascontiguousarray(cosine[0].float().numpy()),
-                np.ascontiguousarray(sine[0].float().numpy()),
-            )
-        return kept
+            self._rotary = cosine, sine
+        return cosine, sine
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
