@@ -76,7 +76,7 @@ class Policy(Protocol):
         run."""
         return None
 
-    @cached_property
+    @property
     def exact_to_go_s(self) -> FloatArray | None:
         """Expected delay of exact execution of the layers from each on, along every route, [R, N];
         None where that is what is expected anyhow, since no copies run."""

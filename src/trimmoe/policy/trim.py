@@ -67,10 +67,12 @@ class TrimPolicy(Policy):
         stand_ins = self.lookahead.space.stand_ins
         return None if stand_ins is None else stand_ins.number != NO_STAND_IN
 
-    @cached_property
+    @property
     def exact_to_go_s(self) -> FloatArray | None:
-        if self.copies is None:
-            return None
+        return None if self.copies is None else self._exact_to_go_s
+
+    @cached_property
+    def _exact_to_go_s(self) -> FloatArray:
         space, routes = self.lookahead.space, self.routes
         tables_s = expected_layer_delay_s(space.cost, space.hosts, self.lookahead.profile)
         each_s = tables_s[np.arange(routes.shape[1]), routes, destinations(routes)]
