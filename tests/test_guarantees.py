@@ -24,7 +24,7 @@ from trimmoe.core.ledger import Kind
 from trimmoe.core.plan import Plan
 from trimmoe.core.profile import ExitState, LossCurves, Profile
 from trimmoe.core.stand_ins import numbered
-from trimmoe.cost.actions import ActionSpace
+from trimmoe.cost.actions import NOT_FREE, ActionSpace
 from trimmoe.cost.model import Accounting
 from trimmoe.engine.step import Engine
 from trimmoe.experiments.methods import make_engine
@@ -344,7 +344,7 @@ def true_loss(trajectory: Trajectory, profile: Profile, policy: PolicySettings) 
             elif expert >= profile.expert_count:
                 rung = profile.rungs[expert // profile.expert_count - 1].curves
                 rung = rung if policy.steadiness else rung.pooled(profile.class_share)
-                loss += _curve_at(rung, at, mass)
+                loss += max(_curve_at(rung, at, mass), NOT_FREE)
             elif expert != target:
                 rank = min(slot, substitution.shape[2] - 1)
                 loss += float(substitution[at][rank, target, expert])
