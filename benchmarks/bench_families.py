@@ -2,8 +2,9 @@
 
     python benchmarks/bench_families.py [FAMILY ...] [--steps 25] [--threads 1] [--output FILE]
 
-One model of random weights for every family that runs by its own modules, all of them of the same
-widths where their configuration classes let them be. Both decode the same tokens in one process,
+One model of random weights for every family of the general adapter, all of them of the same widths
+where their configuration classes let them be; where its steps are compiled, by its own modules too.
+All decode the same tokens in one process,
 step by step in turns; figures are medians over the steps, of whole steps over the number of
 layers, in processor time, which a machine's other work hardly changes. Weights are small, so that
 what is measured is mostly what it costs to run a layer at all.
@@ -28,6 +29,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 from trimmoe.models.base import MoEView
+from trimmoe.models.compiled.view import CompiledView
 from trimmoe.models.exact import full_depth
 from trimmoe.models.general.catalogue import SERVED, TEXT_PARTS
 from zoo import TABLE, prompts, specimen
@@ -67,6 +69,8 @@ class Measured:
     family: str
     ours: float
     theirs: float
+    modules: float | None = None
+    """Ours by the model's own modules, where `ours` is compiled."""
 
     @property
     def ratio(self) -> float:
@@ -84,7 +88,11 @@ def main() -> None:
             print(f"{family}: {str(error).splitlines()[0]}", flush=True)
             continue
         one = found[-1]
-        print(f"| {family} | {one.ours:.2f} | {one.theirs:.2f} | {one.ratio:.2f} |", flush=True)
+        modules = "" if one.modules is None else f" {one.modules:.2f} by its modules |"
+        print(
+            f"| {family} | {one.ours:.2f} | {one.theirs:.2f} | {one.ratio:.2f} |{modules}",
+            flush=True,
+        )
     ratios = sorted(one.ratio for one in found)
     print(f"{len(found)} families: median {statistics.median(ratios):.2f}, most {ratios[-1]:.2f}")
     if options.output:
@@ -125,8 +133,11 @@ def measured(family: str, steps: int) -> Measured:
     """Both in turns. Raises `RuntimeError` if they do not say the same."""
     with TemporaryDirectory() as folder, torch.inference_mode(False):
         it = specimen(family, Path(folder), **_widths(family), **OWN.get(family, {}))
+        modules = it.modules() if isinstance(it.view, CompiledView) else None
     prompt = prompts(PROMPT)[0]
     runs = {"ours": _ours(it.view), "theirs": _theirs(it.reference)}
+    if modules is not None:
+        runs["modules"] = _ours(modules)
     last = {name: run(prompt) for name, run in runs.items()}
     times: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(steps):
@@ -139,8 +150,8 @@ def measured(family: str, steps: int) -> Measured:
         if last["ours"] != last["theirs"]:
             raise RuntimeError("other tokens than transformers")
     layers = it.reference.config.get_text_config().num_hidden_layers
-    ours, theirs = (1e3 * statistics.median(times[one]) / layers for one in ("ours", "theirs"))
-    return Measured(family=family, ours=ours, theirs=theirs)
+    taken = {name: 1e3 * statistics.median(those) / layers for name, those in times.items()}
+    return Measured(family=family, **taken)
 
 
 def _ours(view: MoEView) -> Callable[[list[int]], int]:

@@ -54,6 +54,8 @@ MORE: dict[str, dict[str, Any]] = {
         }
     },
 }
+QUICK = ("deepseek_v3", "gpt_oss")
+"""Compressed keys cut in two, groups and biases; experts fused and transposed, with biases."""
 ROWS = [[5, 9, 33, 2, 61], [8, 3]]
 
 NAMES = [
@@ -200,7 +202,10 @@ def _equal(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> None:
         assert torch.equal(our, their)
 
 
-@pytest.mark.parametrize("model", ARCHITECTURES)
+@pytest.mark.parametrize(
+    "model",
+    [one if one in QUICK else pytest.param(one, marks=pytest.mark.slow) for one in ARCHITECTURES],
+)
 def test_a_file_alone_is_the_checkpoint_it_was_made_of(tmp_path: Path, model: str) -> None:
     plain = zoo.write(model, tmp_path / "plain", **MORE[model])
     convert(plain, model, tmp_path / "model.gguf", Kind.F32)
@@ -216,6 +221,7 @@ def test_a_file_alone_is_the_checkpoint_it_was_made_of(tmp_path: Path, model: st
     assert some.bytes_read.experts == 2 * some.spec.expert_bytes[0, 0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", ["deepseek_v2", "glm4_moe", "minimax_m2"])
 def test_it_computes_with_what_the_blocks_stand_for(tmp_path: Path, model: str) -> None:
     more = {"head_dim": 8, "v_head_dim": 8, "kv_lora_rank": 32} if model == "deepseek_v2" else {}

@@ -153,7 +153,13 @@ def test_gpt_oss_is_read_as_it_is_published(tmp_path: Path) -> None:
     assert greedy(ours, asked, 8) == greedy(by_modules, asked, 8) == exact_tokens
 
 
-@pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe", "gemma4_text"])
+@pytest.mark.parametrize(
+    "family",
+    [
+        "deepseek_v3",
+        *(pytest.param(one, marks=pytest.mark.slow) for one in ("glm4_moe", "gemma4_text")),
+    ],
+)
 def test_blocks_of_fp8_are_read_of_any_family(family: str, tmp_path: Path) -> None:
     """As DeepSeek and GLM publish them, of projections and experts apart."""
     plain = zoo.write(family, tmp_path / "plain")

@@ -131,7 +131,13 @@ def _routes_alike(view: MoEView, modules: MoEView) -> None:
         torch.testing.assert_close(ours.probabilities, theirs.probabilities, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize(("family", "more"), VARIANTS)
+@pytest.mark.parametrize(
+    ("family", "more"),
+    [
+        VARIANTS[0],
+        *(pytest.param(*one, marks=pytest.mark.slow) for one in VARIANTS[1:]),
+    ],
+)
 def test_compiled_steps_do_what_configurations_ask(
     family: str, more: dict[str, Any], tmp_path: Path
 ) -> None:
