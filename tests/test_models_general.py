@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pkgutil
+import re
 from pathlib import Path
 
 import numpy as np
@@ -19,11 +20,13 @@ import zoo
 from trimmoe.cli import app
 from trimmoe.core.errors import UserError
 from trimmoe.models.base import MoEView
+from trimmoe.models.compiled.forms import FORMS
 from trimmoe.models.exact import exact_logits, full_depth, greedy
 from trimmoe.models.from_config import require_served, sizes_from_config
 from trimmoe.models.general import attention
 from trimmoe.models.general.caching import SNAPSHOTS, GeneralCache
 from trimmoe.models.general.catalogue import (
+    COMPILED_TEXT_PARTS,
     ENCODER_DECODERS,
     FAST,
     SERVED,
@@ -234,6 +237,9 @@ def test_kimi_k2_is_deepseek_v3_under_another_name(tmp_path: Path) -> None:
 def test_the_command_lists_families_and_memory(tmp_path: Path) -> None:
     listed = CliRunner().invoke(app, ["models", "--all"]).output
     assert all(family in listed for family in KNOWN)
+    texts = {family: zoo.config_of(family).get_text_config().model_type for family in TEXT_PARTS}
+    assert {one for one, text in texts.items() if text in FORMS} == set(COMPILED_TEXT_PARTS)
+    assert re.search(r"glm4_moe +compiled", listed)
     zoo.config_of("granitemoehybrid").save_pretrained(tmp_path)
     shown = " ".join(CliRunner().invoke(app, ["models", str(tmp_path)]).output.split())
     assert "3 MoE layers of 8 experts, 2 a token" in shown

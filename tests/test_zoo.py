@@ -157,6 +157,27 @@ def test_what_compiled_steps_do_not_know_runs_by_modules(tmp_path: Path) -> None
     assert greedy(it.view, [asked], NEW) == [it.generated(asked, NEW)]
 
 
+@pytest.mark.parametrize("it", ["gpt_oss"], indirect=True)
+def test_copies_stand_in_for_experts_with_biases(it: Specimen) -> None:
+    """Made of the checkpoint or of loaded experts, they are the same."""
+    whole, (asked,) = it.view, prompts(9)
+    spec = whole.spec
+    held = np.zeros((spec.layer_count, spec.expert_count), dtype=bool)
+    held[:, :3] = True
+    bits = np.where(held, 0, 4)
+    part = open_model(it.folder, experts=lambda _: range(3), stand_ins=bits)
+    made = []
+    for view, few in ((whole, bits), (part, bits), (whole, None)):
+        assert isinstance(view, CompiledView)
+        cache = view.new_cache(slots=1)
+        batch = view.batch(cache, [cache.alloc()], [range(len(asked))])
+        rows = batch.pack(view.embed(batch.pad([asked]), batch))
+        at_hand = view.at_hand(held, few)
+        made.append(view.run_home(0, spec.layer_count, rows, batch, cache, at_hand))
+    assert torch.equal(made[0], made[1])
+    assert not torch.equal(made[0], made[2])
+
+
 @pytest.mark.parametrize("it", SOME, indirect=True)
 def test_a_view_reads_only_its_own_experts(it: Specimen) -> None:
     whole = it.view

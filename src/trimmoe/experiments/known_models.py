@@ -13,6 +13,7 @@ from trimmoe.core.precision import Precision
 from trimmoe.models.compiled.forms import FORMS
 from trimmoe.models.from_config import ModelSizes, require_served, sizes_from_config
 from trimmoe.models.general.catalogue import (
+    COMPILED_TEXT_PARTS,
     ENCODER_DECODERS,
     FAST,
     SERVED,
@@ -32,6 +33,7 @@ def print_families(console: Console, *, every: bool) -> None:
         **dict.fromkeys(SERVED, "its own modules"),
         **dict.fromkeys(FORMS, "compiled"),
         **dict.fromkeys(TEXT_PARTS, "its own modules, text alone"),
+        **dict.fromkeys(COMPILED_TEXT_PARTS, "compiled, text alone"),
         **dict.fromkeys(ENCODER_DECODERS, "its own modules, one process"),
     }
     table = Table(box=box.SIMPLE_HEAD)

@@ -79,6 +79,9 @@ TEXT_PARTS = (
 )
 """Of models that see or hear too: what reads and writes text is served, the rest is not loaded."""
 
+COMPILED_TEXT_PARTS = ("kimi_k25",)
+"""Those whose text part is of a compiled family."""
+
 ALIASES = {"kimi_k2": "deepseek_v3"}
 """What configurations call families that transformers has under another name."""
 
