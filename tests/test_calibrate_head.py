@@ -71,6 +71,10 @@ def test_what_the_screen_is_certain_of_is_so_in_double_precision(seed: int) -> N
         assert not (sure & (rank > 0)).any()
         ahead = logits.gather(1, rivals[:, None]) > logits.gather(1, tokens[:, None])
         assert ahead[:, 0][duel.won(hidden, rivals, tokens)].all()
+        won, lost = _Screen(duel).settle(hidden, tokens)
+        assert not (won & (rank > 0)).any()
+        assert not (lost & (rank == 0)).any()
+        assert (won | lost).double().mean() > 0.95
 
 
 @given(seed=st.integers(0, 2**31), screen=st.booleans())

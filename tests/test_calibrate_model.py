@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 import checkpoints
 from tiny import EXPERTS, LAYERS, TOP_K, write_tiny_checkpoint
 from trimmoe.calibrate import whatif
+from trimmoe.calibrate.echoes import Trimmed, flipped_behind
 from trimmoe.calibrate.exits import split_windows
 from trimmoe.calibrate.head import greedy
 from trimmoe.calibrate.record import record
@@ -20,6 +22,7 @@ from trimmoe.calibrate.run import calibrate
 from trimmoe.calibrate.sampling import DROP, KEEP, Changes
 from trimmoe.calibrate.settings import CalibrationSettings
 from trimmoe.calibrate.steadiness import NO_CLASS, fit_steadiness
+from trimmoe.calibrate.sweep import Known
 from trimmoe.calibrate.windows import Windows, run_layer
 from trimmoe.core.errors import UserError
 from trimmoe.core.profile import ECHOING_STATES, Profile, load_profile
@@ -108,6 +111,42 @@ def test_what_if_nothing_changes_the_prediction_is_the_full_depth_one(
     flipped, measured = _flips(view, windows, changes, expected[changes.token])
     assert measured.all()
     assert not flipped.any()
+
+
+def test_what_was_recorded_need_not_be_computed_again(
+    model: tuple[MoEView, Any], windows: Windows, tmp_path: Path
+) -> None:
+    """What-ifs and echoes go on from it and find the same."""
+    view, _ = model
+    recording = record(
+        view,
+        windows,
+        importance="softmax_mass",
+        least_agreement=1.1,
+        keep_attended=False,
+        folder=tmp_path,
+        advance=lambda _: None,
+    )
+    every, clean = np.arange(windows.tokens), recording.hidden
+    changes = _changes([*every], [t % LAYERS for t in every], [[KEEP, DROP]] * every.size)
+    # Half of them are told what is not expected, so that either answer is right somewhere.
+    told = recording.predictions + every % 2
+    asked = partial(whatif.flips, view, windows, changes, told, advance=lambda _: None)
+    assert np.array_equal(asked(clean=clean), asked())
+
+    nothing = Trimmed.nothing(windows.tokens, layers=LAYERS, top_k=TOP_K)
+    layer = np.where((every % 5 == 0) & (every >= windows.length), 1 + every % (LAYERS - 1), -1)
+    slots = np.full((windows.tokens, TOP_K), DROP)
+    trimmed = replace(nothing, layer=layer, slots=slots)
+    start = trimmed.start(LAYERS).reshape(windows.count, -1).min(axis=1)
+    assert start.tolist() == [LAYERS, 1, 1]
+    own = np.arange(windows.count)
+    known = Known(hidden=clean, windows=own, first=start, last=start)
+    expected = recording.predictions
+    whole = flipped_behind(view, windows, trimmed, expected, lambda _: None)
+    assert np.array_equal(
+        flipped_behind(view, windows, trimmed, expected, lambda _: None, known=known), whole
+    )
 
 
 def _flips(

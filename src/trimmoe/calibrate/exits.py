@@ -11,6 +11,7 @@ from torch import Tensor
 
 from trimmoe.calibrate.curves import clopper_pearson_upper
 from trimmoe.calibrate.hazard import exit_layers
+from trimmoe.calibrate.products import gram
 from trimmoe.calibrate.record import Advance, Recording
 from trimmoe.calibrate.settings import CalibrationSettings
 from trimmoe.calibrate.windows import Windows
@@ -169,7 +170,8 @@ def fit_logistic(features: Tensor, labels: Tensor, *, ridge: float, start: Tenso
     for _ in range(_NEWTON_STEPS):
         rate = torch.sigmoid(design @ solution)
         gradient = design.T @ (rate - labels) + penalty * solution
-        curvature = design.T @ (design * (rate * (1 - rate))[:, None]) + torch.diag(penalty)
+        weight = (rate * (1 - rate)).sqrt()
+        curvature = gram(design * weight[:, None]) + torch.diag(penalty)
         step = torch.linalg.solve(curvature.double(), gradient.double()).float()
         size = 1.0
         while size > 1e-3:

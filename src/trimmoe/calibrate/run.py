@@ -52,11 +52,11 @@ def calibrate(
     """Measure a model on texts; the same inputs and seed give the same profile.
 
     The view must have been opened with all experts and its hash. `tokenizer` is called as those
-    of transformers are. Hidden states (2 x N x tokens x d, 2 bytes each) are written to
-    `work_dir`, which is kept, or to a temporary directory, which is not. All text goes through a
-    layer before the next one, four times (recording, echoes, what-ifs, stand-ins), so a streamed
-    view reads its experts four times. Raises `UserError` if the text is too short or the working
-    directory cannot be written or is too small.
+    of transformers are. Hidden states (N x tokens x d in the view's precision and as many in 2
+    bytes each) are written to `work_dir`, which is kept, or to a temporary directory, which is not.
+    All text goes through a layer before the next one, four times (recording, echoes, what-ifs,
+    stand-ins), so a streamed view reads its experts four times. Raises `UserError` if the text is
+    too short or the working directory cannot be written or is too small.
     """
     windows = _windows(view, tokenizer, texts, settings)
     layers = view.spec.layer_count

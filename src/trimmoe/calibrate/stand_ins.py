@@ -13,8 +13,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from trimmoe.calibrate.products import gram
 from trimmoe.calibrate.record import Advance, Recording
 from trimmoe.calibrate.settings import CalibrationSettings
+from trimmoe.calibrate.workers import side_by_side
 from trimmoe.models.base import MoEView, Routing
 
 _RIDGE = 1e-3
@@ -56,11 +58,14 @@ def fit_stand_ins(
     spec, rank = view.spec, rank_of(view, settings)
     shape = (spec.layer_count, spec.expert_count, rank, spec.hidden_size)
     read, give = np.zeros(shape, dtype=np.float16), np.zeros(shape, dtype=np.float16)
-    for layer in range(spec.layer_count):
+
+    def fitted(layer: int) -> None:
         attended, routing = _routed(view, recording, layer)
         for expert in range(spec.expert_count):
             found = _of_expert(view, recording, (layer, expert), attended, routing, rank)
             read[layer, expert], give[layer, expert] = (part.cpu().numpy() for part in found)
+
+    for _ in side_by_side(view, fitted, range(spec.layer_count)):
         recording.release()
         advance(1)
     view.let_go()
@@ -116,13 +121,16 @@ def linear_map(read: Tensor, output: Tensor, unseen: Tensor, rank: int) -> tuple
     nothing = read.new_zeros(rank, read.shape[1])
     if not len(a) or not unseen.any():
         return nothing, nothing
-    gram = a.T @ a
-    penalty = _RIDGE * float(gram.diagonal().mean()) + torch.finfo(gram.dtype).tiny
-    factor = torch.linalg.cholesky_ex(gram + penalty * torch.eye(len(gram), device=gram.device))
+    products = gram(a)
+    penalty = _RIDGE * float(products.diagonal().mean()) + torch.finfo(products.dtype).tiny
+    ridge = penalty * torch.eye(len(products), device=products.device)
+    factor = torch.linalg.cholesky_ex(products + ridge)
     if factor.info:
         return nothing, nothing
     whole = torch.cholesky_solve(a.T @ b, factor.L)
-    second = _main_directions(a @ whole, rank)
+    # Of as many directions as there are rows; products of what is fitted are those of its rows.
+    second = _main_directions(whole.T @ products @ whole, min(rank, len(a)))
+    second = torch.cat([second, second.new_zeros(rank - len(second), second.shape[1])])
     first = whole @ second.T
     guessed = read[unseen] @ first @ second
     square = float(guessed.square().sum())
@@ -130,17 +138,17 @@ def linear_map(read: Tensor, output: Tensor, unseen: Tensor, rank: int) -> tuple
     return _balanced(first.T * min(max(share, 0.0), 1.0), second)
 
 
-def _main_directions(rows: Tensor, rank: int) -> Tensor:
-    """Orthonormal directions [r, d] that most of what n rows [n, d] hold lies in; zeros in place
-    of those that so few rows do not have."""
-    width = rows.shape[1]
+def _main_directions(products: Tensor, rank: int) -> Tensor:
+    """Orthonormal directions [r, d] that most of some rows lies in, whose inner `products` are
+    [d, d]."""
+    width = products.shape[1]
     generator = torch.Generator().manual_seed(0)
     start = torch.randn(width, min(rank + _SPARE, width), generator=generator)
-    basis = torch.linalg.qr(start.to(rows)).Q
+    basis = torch.linalg.qr(start.to(products)).Q
     for _ in range(_TURNS):
-        basis = torch.linalg.qr(rows.T @ (rows @ basis)).Q
-    strongest = torch.linalg.svd(rows @ basis, full_matrices=False).Vh[:rank] @ basis.T
-    return torch.cat([strongest, rows.new_zeros(rank - len(strongest), width)])
+        basis = torch.linalg.qr(products @ basis).Q
+    within = torch.linalg.eigh(basis.T @ products @ basis).eigenvectors
+    return within.flip(1)[:, :rank].T @ basis.T
 
 
 def _balanced(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from trimmoe.calibrate.exits import Splits
+from trimmoe.calibrate.products import gram
 from trimmoe.calibrate.record import Advance, Recording
 from trimmoe.core.specs import FloatArray, IntArray
 from trimmoe.models.exit_head import rms_direction, steadiness, steadiness_class
@@ -126,7 +127,7 @@ class _Moments:
         for block in torch.from_numpy(tokens).split(_BLOCK):
             rows = rms_direction(states[block])
             rows = torch.cat([rows, torch.ones(len(block), 1), target[block, None]], dim=1)
-            products += (rows.T @ rows).double()
+            products += gram(rows).double()
         return cls(products)
 
     def __add__(self, other: _Moments) -> _Moments:
@@ -137,9 +138,9 @@ class _Moments:
         mean = self.products[-2] / self.products[-2, -2]
         covariance = self.products / self.products[-2, -2] - torch.outer(mean, mean)
         scale = covariance.diagonal()[:-2].clamp_min(1e-12).sqrt()
-        gram = covariance[:-2, :-2] / torch.outer(scale, scale)
-        gram += ridge * torch.eye(len(scale), dtype=torch.float64)
-        weight = torch.linalg.solve(gram, covariance[:-2, -1] / scale) / scale
+        scaled = covariance[:-2, :-2] / torch.outer(scale, scale)
+        scaled += ridge * torch.eye(len(scale), dtype=torch.float64)
+        weight = torch.linalg.solve(scaled, covariance[:-2, -1] / scale) / scale
         return weight, float(mean[-1] - weight @ mean[:-2])
 
     def error(self, weight: Tensor, bias: float) -> float:

@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 import torch
+from threadpoolctl import threadpool_limits
 
 from trimmoe.core.cores import available_cores
 from trimmoe.models.base import MoEView
@@ -34,11 +35,11 @@ def side_by_side(
     def alone(item: _Item) -> _Result:
         return work(item)
 
-    # Every worker has a core of its own: what torch does within one takes no others.
+    # Every worker has a core of its own: what libraries do within one takes no others.
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        with ThreadPoolExecutor(workers) as pool:
+        with threadpool_limits(1, user_api="blas"), ThreadPoolExecutor(workers) as pool:
             yield from pool.map(alone, items)
     finally:
         torch.set_num_threads(before)
