@@ -9,7 +9,6 @@ literal recursion (39), for a finite horizon.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 
 import numpy as np
 
