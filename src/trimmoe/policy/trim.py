@@ -9,6 +9,7 @@ literal recursion (39), for a finite horizon.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import numpy as np
 
