@@ -128,7 +128,8 @@ def test_what_was_recorded_need_not_be_computed_again(
         advance=lambda _: None,
     )
     every, clean = np.arange(windows.tokens), recording.hidden
-    changes = _changes([*every], [t % LAYERS for t in every], [[KEEP, DROP]] * every.size)
+    tokens = every.tolist()
+    changes = _changes(tokens, [t % LAYERS for t in tokens], [[KEEP, DROP]] * every.size)
     # Half of them are told what is not expected, so that either answer is right somewhere.
     told = recording.predictions + every % 2
     asked = partial(whatif.flips, view, windows, changes, told, advance=lambda _: None)
