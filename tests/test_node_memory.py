@@ -45,9 +45,23 @@ PENALISED = Sampling(
     temperature=0.8, seed=5, frequency_penalty=0.4, repetition_penalty=1.3, logprobs=3
 )
 """What may be drawn hangs on all tokens before, those that were not read again included."""
-lossless = pytest.mark.parametrize(
-    "policy", [PRESETS["exact"](), guessing(3), drafting(0.0)], ids=["exact", "guesses", "drafts"]
-)
+LOSSLESS = {"exact": PRESETS["exact"](), "guesses": guessing(3), "drafts": drafting(0.0)}
+lossless = pytest.mark.parametrize("policy", LOSSLESS.values(), ids=LOSSLESS)
+
+
+def every_pair() -> list[Any]:
+    """Routes, a policy and a way to draw, every two of which meet once."""
+    ways = {"greedy": TOLD, "drawn": DRAWN, "penalised": PENALISED}
+    return [
+        pytest.param(
+            routes,
+            LOSSLESS[policy],
+            list(ways.values())[(i + j) % 3],
+            id=f"{routes.__name__}-{policy}-{list(ways)[(i + j) % 3]}",
+        )
+        for i, routes in enumerate((constant_routes, staircase_routes, hybrid_routes))
+        for j, policy in enumerate(LOSSLESS)
+    ]
 
 
 def words(length: int, seed: int = 3) -> list[int]:
@@ -95,9 +109,7 @@ async def serving(service: LocalService) -> AsyncGenerator[None]:
         await service.close()
 
 
-@pytest.mark.parametrize("sampling", [TOLD, DRAWN, PENALISED], ids=["greedy", "drawn", "penalised"])
-@lossless
-@pytest.mark.parametrize("routes", [constant_routes, staircase_routes, hybrid_routes])
+@pytest.mark.parametrize(("routes", "policy", "sampling"), every_pair())
 async def test_answers_are_the_same_bit_for_bit(
     tiny: Tiny,
     routes: Callable[[int], list[list[int]]],
