@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import numpy as np
 
@@ -128,13 +129,18 @@ class Ahead:
         streams = len(self._access) if self.streams is None else self.streams
         return self.engine.guess_rules.least_among(streams)
 
+    @cached_property
+    def _chances(self) -> list[float]:
+        """See `TraceFeed.chances`, by access server; the whole trace is looked at once."""
+        found = self.feed.chances(self.engine.settings)
+        return np.broadcast_to(found, self.engine.cost.server_count).tolist()
+
     @property
     def _windows(self) -> IntArray:
         """Guesses that may be ahead of what is confirmed, by access server, [M]."""
-        settings, least = self.engine.settings, self._least[: self.engine.cost.server_count]
-        chances = np.broadcast_to(self.feed.chances(settings), least.shape)
-        pairs = zip(chances.tolist(), least.tolist(), strict=True)
-        return np.array([window(chance, each, settings.guesses) for chance, each in pairs])
+        most, least = self.engine.settings.guesses, self._least[: self.engine.cost.server_count]
+        pairs = zip(self._chances, least.tolist(), strict=True)
+        return np.array([window(chance, each, most) for chance, each in pairs])
 
     def prefill(self, requests: IntArray, access: IntArray, tokens: IntArray) -> Itinerary:
         """Prompt tokens [n], which run exactly, without budget, unless the policy trims them: then
