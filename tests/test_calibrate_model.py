@@ -17,7 +17,7 @@ from trimmoe.calibrate import whatif
 from trimmoe.calibrate.echoes import Trimmed, flipped_behind
 from trimmoe.calibrate.exits import split_windows
 from trimmoe.calibrate.head import greedy
-from trimmoe.calibrate.record import record
+from trimmoe.calibrate.record import Recording, record
 from trimmoe.calibrate.run import calibrate
 from trimmoe.calibrate.sampling import DROP, KEEP, Changes
 from trimmoe.calibrate.settings import CalibrationSettings
@@ -73,19 +73,16 @@ def windows() -> Windows:
     return Windows(ids=np.random.default_rng(3).integers(0, 250, size=(3, 24)))
 
 
+def _recorded(view: MoEView, windows: Windows, folder: Path, **asked: Any) -> Recording:
+    rest: dict[str, Any] = {"importance": "softmax_mass", "advance": lambda _: None}
+    return record(view, windows, folder=folder, **rest, **asked)
+
+
 def test_recording_is_the_exact_model(
     model: tuple[MoEView, Any], windows: Windows, tmp_path: Path
 ) -> None:
     view, _ = model
-    recording = record(
-        view,
-        windows,
-        importance="softmax_mass",
-        least_agreement=0.0,
-        keep_attended=True,
-        folder=tmp_path,
-        advance=lambda _: None,
-    )
+    recording = _recorded(view, windows, tmp_path, least_agreement=0.0, keep_attended=True)
     expected = torch.cat(exact_logits(view, windows.ids.tolist())).argmax(dim=1).numpy()
     assert np.array_equal(recording.predictions, expected)
     assert recording.agrees[-1].all()
@@ -118,15 +115,7 @@ def test_what_was_recorded_need_not_be_computed_again(
 ) -> None:
     """What-ifs and echoes go on from it and find the same."""
     view, _ = model
-    recording = record(
-        view,
-        windows,
-        importance="softmax_mass",
-        least_agreement=1.1,
-        keep_attended=False,
-        folder=tmp_path,
-        advance=lambda _: None,
-    )
+    recording = _recorded(view, windows, tmp_path, least_agreement=1.1, keep_attended=False)
     every, clean = np.arange(windows.tokens), recording.hidden
     tokens = every.tolist()
     changes = _changes(tokens, [t % LAYERS for t in tokens], [[KEEP, DROP]] * every.size)
@@ -321,15 +310,8 @@ def test_heads_find_what_foretells_certainty_and_cut_classes_by_it(
 ) -> None:
     view, _ = model
     ids = np.random.default_rng(5).integers(0, 250, size=(24, 24))
-    recording = record(
-        view,
-        Windows(ids=ids),
-        importance="softmax_mass",
-        least_agreement=0.0,
-        keep_attended=True,
-        folder=tmp_path,
-        advance=lambda _: None,
-    )
+    windows = Windows(ids=ids)
+    recording = _recorded(view, windows, tmp_path, least_agreement=0.0, keep_attended=True)
     assert recording.attended is not None
     # A random model says nothing of how sure it will be; let what the last router reads say it.
     direction = torch.randn(view.spec.hidden_size, generator=torch.Generator().manual_seed(0))

@@ -17,8 +17,7 @@ def able(view: MoEView, engine: Engine) -> Engine:
     bits = engine.copied_bits
     if bits is None:
         return engine
-    able = all(view.have_copies(its) for its in bits)
-    return engine if able else engine.without_copies()
+    return engine if all(map(view.have_copies, bits)) else engine.without_copies()
 
 
 def able_policy(

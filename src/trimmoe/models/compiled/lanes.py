@@ -70,6 +70,19 @@ def intrinsic(code: Any) -> Any:
     return numba_intrinsic(code)
 
 
+def calling(count: int) -> Any:
+    """Signature and code of an `intrinsic` that calls a function by its address, with so many
+    integers; the function gives nothing."""
+
+    def generate(context, builder, signature, args):  # pyright: ignore
+        integer = ir.IntType(64)
+        kind = ir.FunctionType(ir.VoidType(), [integer] * count)
+        builder.call(builder.inttoptr(args[0], kind.as_pointer()), args[1:])
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * (count + 1)), generate
+
+
 _F32, _I64, _I32, _I16, _I8 = (ir.FloatType(), *map(ir.IntType, (64, 32, 16, 8)))
 _WIDE = ir.VectorType(_F32, LANES)
 _INTS = ir.VectorType(_I32, LANES)

@@ -13,7 +13,6 @@ from functools import cache
 from typing import Any
 
 import numpy as np
-from llvmlite import ir
 from numba import cfunc, get_num_threads, types
 from numba.np.numpy_support import carray
 
@@ -37,7 +36,7 @@ from trimmoe.models.compiled.columns import (
     QUERY_DOWN,
     QUERY_NORM,
 )
-from trimmoe.models.compiled.lanes import intrinsic
+from trimmoe.models.compiled.lanes import calling, intrinsic
 from trimmoe.models.compiled.product import OUT, RECORD, product
 
 RUN_QUERIES, RUN_KEYS, RUN_EXPAND, HEADS, LATENT, PLAIN, TURNED, VALUE, EPSILON = range(9)
@@ -182,14 +181,7 @@ def _call(
     threads,
 ):  # fmt: skip  # pyright: ignore
     """Call one of them by its address."""
-
-    def generate(context, builder, signature, args):
-        integer = ir.IntType(64)
-        kind = ir.FunctionType(ir.VoidType(), [integer] * _ARGUMENTS)
-        builder.call(builder.inttoptr(args[0], kind.as_pointer()), args[1:])
-        return context.get_dummy_value()
-
-    return types.void(*[types.int64] * (_ARGUMENTS + 1)), generate
+    return calling(_ARGUMENTS)
 
 
 @jit

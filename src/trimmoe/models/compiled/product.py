@@ -11,13 +11,20 @@ from functools import cache
 from typing import Any
 
 import numpy as np
-from llvmlite import ir
 from llvmlite.binding import get_host_cpu_features
 from numba import cfunc, njit, prange, types
 from numba.misc.special import literally
 
 from trimmoe.core.precision import GROUP
-from trimmoe.models.compiled.lanes import LANES, Format, intrinsic, round_lanes, sum_lanes, tile
+from trimmoe.models.compiled.lanes import (
+    LANES,
+    Format,
+    calling,
+    intrinsic,
+    round_lanes,
+    sum_lanes,
+    tile,
+)
 
 RUN, DATA, SCALES, OFFSETS, NEXT, END, FORMAT, OUT, IN = range(9)
 """Columns of a matrix: addresses of its product and its first panel's parts, bytes between panels,
@@ -137,14 +144,7 @@ def _call(
     out, out_next,
 ):  # fmt: skip  # pyright: ignore
     """Call a product by its address."""
-
-    def generate(context, builder, signature, args):
-        integer = ir.IntType(64)
-        kind = ir.FunctionType(ir.VoidType(), [integer] * _ARGUMENTS)
-        builder.call(builder.inttoptr(args[0], kind.as_pointer()), args[1:])
-        return context.get_dummy_value()
-
-    return types.void(*[types.int64] * (_ARGUMENTS + 1)), generate
+    return calling(_ARGUMENTS)
 
 
 @njit(nogil=True, error_model="numpy", cache=True, parallel=True)

@@ -23,8 +23,6 @@ from trimmoe.runtime.sampling import pick
 
 AT_ONCE = 4
 """Layers between two looks at the clock."""
-
-
 AHEAD_S = 0.012
 """For so long what is guessed may wait for what is guessed upon it, to set out together."""
 
@@ -52,9 +50,7 @@ def guess(worker: Executor, layer: int, readings: Sequence[Reading]) -> Outcome:
     rows = sum(len(one.tokens) for one in going)
     while layer < layers:
         last = min(layer + AT_ONCE, layers)
-        hidden = home_layers(homes.view, layer, last, hidden, batch, homes.cache, homes.own)
-        for _ in range(layer, last):
-            worker.pace.guess(rows)
+        hidden = _through(worker, layer, last, hidden, batch, rows)
         layer = last
         if all(one.void for one in going):
             return Outcome(reading=others)
@@ -69,6 +65,17 @@ def guess(worker: Executor, layer: int, readings: Sequence[Reading]) -> Outcome:
     for one, its in zip(going, states, strict=True):
         one.layer, one.hidden = layer, its
     return Outcome(reading=going + others)
+
+
+def _through(
+    worker: Executor, first: int, last: int, hidden: Tensor, batch: TokenBatch, rows: int
+) -> Tensor:
+    """So many rows, [B, T, d], through the layers [first, last) with what is at hand."""
+    homes = worker.homes
+    hidden = home_layers(homes.view, first, last, hidden, batch, homes.cache, homes.own)
+    for _ in range(first, last):
+        worker.pace.guess(rows)
+    return hidden
 
 
 def _outcome(
@@ -132,9 +139,6 @@ def _read_on(worker: Executor, one: Reading) -> bool:
     position = one.position + len(one.made) - 1
     assert one.hidden is not None
     batch = homes.view.batch(homes.cache, homes.slots_of([one]), [(position,)])
-    state = batch.unpack(one.hidden)
-    hidden = home_layers(homes.view, first, last, state, batch, homes.cache, homes.own)
-    for _ in range(first, last):
-        worker.pace.guess(1)
+    hidden = _through(worker, first, last, batch.unpack(one.hidden), batch, 1)
     _guess_all(worker, [one], batch.pack(homes.view.tail(hidden, batch, homes.cache)))
     return _goes_on(worker, one)
