@@ -280,13 +280,13 @@ def serve(
     ] = None,
     servers: Annotated[
         int | None,
-        typer.Option(min=1, help="With --head, no cluster file: plan once so many are there."),
+        typer.Option(min=1, help="With --head: plan once so many are there; default: all named."),
     ] = None,
     replan: Annotated[
         bool,
         typer.Option(
             "--replan/--no-replan",
-            help="With --servers: plan anew when others join, or machines drift.",
+            help="With --head, no --plan: measure, plan anew as machines join or drift.",
         ),
     ] = True,
     address: Annotated[

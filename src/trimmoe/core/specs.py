@@ -6,7 +6,8 @@ experts of one layer, `server` counts the servers of the cluster file in order.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -105,6 +106,10 @@ class Speeds:
         )  # fmt: skip
         return {name: getattr(self, name) for name in names}
 
+    def among(self, servers: IntArray) -> Speeds:
+        """Of these servers [n] only, in this order."""
+        return replace(self, **{name: each[servers] for name, each in self.arrays().items()})
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ClusterSpec:
@@ -157,6 +162,25 @@ class ClusterSpec:
         transfer = self.delay_s + size_bytes / self.bandwidth_bytes_per_s
         np.fill_diagonal(transfer, 0.0)
         return transfer
+
+    def among(self, names: Sequence[str]) -> ClusterSpec:
+        """The same with these servers only, in this order, users spread over them as they were;
+        evenly where none of them had any. Raises `KeyError` for a name that there is not."""
+        at = np.array([self.server_index(name) for name in names])
+        share = self.access_share[at]
+        read = self.read_bytes_per_s
+        return replace(
+            self,
+            server_names=tuple(names),
+            memory_bytes=self.memory_bytes[at],
+            flops_per_s=self.flops_per_s[at],
+            access_share=share / share.sum() if share.sum() > 0 else np.full(at.size, 1 / at.size),
+            bandwidth_bytes_per_s=self.bandwidth_bytes_per_s[np.ix_(at, at)],
+            delay_s=self.delay_s[np.ix_(at, at)],
+            devices=tuple(self.devices[i] for i in at) if self.devices else (),
+            speeds=None if self.speeds is None else self.speeds.among(at),
+            read_bytes_per_s=None if read is None else read[at],
+        )
 
     def server_index(self, name: str) -> int:
         """The index of a server by name; raises `KeyError` if there is none."""

@@ -1,5 +1,5 @@
-"""Plans for whoever joins: no cluster file, first by what machines say of themselves, then by what
-was measured of them."""
+"""Plans for servers that join: first by a cluster file, or by what machines say of themselves where
+there is none, then by what was measured of them."""
 
 from __future__ import annotations
 
@@ -10,14 +10,18 @@ from dataclasses import replace
 import numpy as np
 from rich.console import Console
 
+from trimmoe.core.machines import Machines
 from trimmoe.core.plan import Plan
 from trimmoe.core.specs import ClusterSpec
 from trimmoe.experiments.drifting import Drift
 from trimmoe.experiments.explain import explain_plan
 from trimmoe.experiments.measuring import measured
 from trimmoe.experiments.sample_text import sample_text
+from trimmoe.placement.capacity import used_bytes
 from trimmoe.placement.make import default
+from trimmoe.placement.moving import too_large_beside
 from trimmoe.placement.optimise import SearchSettings
+from trimmoe.placement.stand_ins import copies_bytes
 from trimmoe.runtime.launch.addresses import Endpoint
 from trimmoe.runtime.launch.artifacts import Artifacts, model_spec_of, profile_of, searched_plan
 from trimmoe.runtime.launch.config import ServeConfig
@@ -36,23 +40,29 @@ _LINK_BYTES_PER_S, _LINK_S = 1e9 / 8, 1e-3
 
 
 class JoinedPlanner:
-    """`Planner` of `trimmoe serve --head` without a cluster file."""
+    """`Planner` of `trimmoe serve --head`."""
 
-    def __init__(self, config: ServeConfig, say: Say, console: Console) -> None:
-        """Calibrates if need be. Raises `UserError`."""
+    def __init__(
+        self, config: ServeConfig, say: Say, console: Console, cluster: ClusterSpec | None
+    ) -> None:
+        """Calibrates if need be; `cluster` is what a file says. Raises `UserError`."""
         self._config, self._say, self._console = config, say, console
+        self._cluster = cluster
         self._model = model_spec_of(config)
         self._drift: Drift | None = None
         self._profile = profile_of(config, self._model, lambda: sample_text("calibration"), say)
 
     def nominal(self, joined: Mapping[str, Hello]) -> Artifacts:
-        """A plan by memory and cores, over links that are all alike. Raises `UserError`."""
-        return self._artifacts(joined_cluster(joined))
+        """A plan by the cluster file; without one by memory and cores, over links that are all
+        alike. Raises `UserError`."""
+        known = self._cluster
+        return self._artifacts(joined_cluster(joined) if known is None else known.among([*joined]))
 
     def measured(
         self, now: Artifacts, where: Sequence[Endpoint], servers: Sequence[ServerView]
-    ) -> Artifacts:
-        """Measure servers that run by `now`, and plan again; shows the plan."""
+    ) -> Artifacts | None:
+        """Measure servers that run by `now`, and plan again; shows the plan. None where a machine
+        has no memory for it beside what it serves meanwhile."""
         machines = measured(self._exact, now, where, servers)
         cluster = machines.applied(now.plan.cluster, self._model, self._config.quantise)
         made = self._artifacts(cluster)
@@ -64,7 +74,7 @@ class JoinedPlanner:
             machines=machines,
         )
         explain_plan(made.plan, made.profile, made.model, self._console, lambda: True)
-        return made
+        return made if self._fits_beside(made.plan, machines) else None
 
     def drifted(self, now: Artifacts, told: Sequence[Glance], moving_s: float) -> Artifacts | None:
         """A plan that is better by more than moving to it costs, since machines have changed; None
@@ -72,7 +82,27 @@ class JoinedPlanner:
         if self._drift is None:
             return None
         made = self._drift.look(now.plan, told, moving_s, self._planned)
-        return None if made is None else replace(now, plan=made)
+        if made is None or not self._fits_beside(made, self._drift.machines):
+            return None
+        return replace(now, plan=made)
+
+    def _fits_beside(self, plan: Plan, machines: Machines) -> bool:
+        """Whether the servers of a plan can load while those before them serve; says why not."""
+        needed = used_bytes(plan.hosts, self._model) + self._model.dense_bytes
+        if plan.stand_in_bits is not None:
+            needed = needed + copies_bytes(self._model, plan.stand_in_bits)
+        short = too_large_beside(needed, machines.free_bytes, machines.machine)
+        for at in short:
+            there = ", ".join(
+                name
+                for name, on in zip(machines.server_names, machines.machine, strict=True)
+                if on == at
+            )
+            self._say(
+                f"A better plan needs more memory than is free beside what serves at {there}; it "
+                "is taken when the cluster starts anew with `trimmoe probe` and --machines."
+            )
+        return not short.size
 
     @property
     def wavers(self) -> bool:

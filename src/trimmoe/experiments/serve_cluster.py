@@ -27,7 +27,7 @@ from trimmoe.runtime.launch.naming import cluster_token, own_address, own_name
 from trimmoe.runtime.launch.openings import Opening, head_openings, local_openings
 from trimmoe.runtime.launch.several import HeadOptions, serve_head
 from trimmoe.runtime.launch.tls import Tls, tls_of
-from trimmoe.runtime.launch.whoever import serve_whoever_joins
+from trimmoe.runtime.launch.whoever import Roll, serve_whoever_joins
 
 Say = Callable[[str], None]
 POLICIES = (
@@ -110,17 +110,26 @@ def serve_as_head(
     """The first machine of several, which others join, until Ctrl-C. Raises `UserError`."""
     pieces = pieces_of(config)
     tls_of(config.tls_certificate, config.tls_key)
-    if config.cluster is None and config.plan is None:
-        if count is None:
-            raise UserError(
-                "Nothing says which servers there are; give --servers with their number, or "
-                "--cluster or --plan."
-            )
-        planner = JoinedPlanner(config, say, console)
-        serve_whoever_joins(config, planner, pieces_of, say, options, count=count, replan=replan)
+    named = None if config.cluster is None and config.plan is None else cluster_of(config)
+    names = () if named is None else named.server_names
+    if named is None and count is None:
+        raise UserError(
+            "Nothing says which servers there are; give --servers with their number, or "
+            "--cluster or --plan."
+        )
+    if named is not None:
+        _require_known(options.servers, names)
+    if named is not None and not (replan and _is_open(config)):
+        serve_head(config, artifacts_of(config, say), pieces, say, options)
         return
-    _require_known(options.servers, cluster_of(config).server_names)
-    serve_head(config, artifacts_of(config, say), pieces, say, options)
+    planner = JoinedPlanner(config, say, console, named)
+    roll = Roll(own=options.servers, named=names, count=count or len(names))
+    serve_whoever_joins(config, planner, pieces_of, say, options, roll=roll, replan=replan)
+
+
+def _is_open(config: ServeConfig) -> bool:
+    """Whether nothing says what the plan is, by which figures or for which method it is made."""
+    return not (config.plan or config.machines or config.method)
 
 
 def serve_as_joined(

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from trimmoe.core.specs import FloatArray
+from trimmoe.core.specs import FloatArray, IntArray
 from trimmoe.cost.model import CostModel
 
 
@@ -64,6 +64,18 @@ class Standing:
     def moves(self, rules: MoveRules) -> bool:
         """Whether to move now."""
         return self.agreed >= rules.looks
+
+
+def too_large_beside(needed: IntArray, free: IntArray, machine: IntArray) -> IntArray:
+    """The machines that cannot hold what their servers would load beside what they hold already.
+
+    `needed`, `free`: bytes by server [M], of which servers of one machine all say the same free
+    ones, 0 where nobody said; `machine` [M] numbers the machines.
+    """
+    numbers = np.unique(machine)
+    total = np.array([needed[machine == number].sum() for number in numbers])
+    there = np.array([free[machine == number].max() for number in numbers])
+    return numbers[(there > 0) & (total > there)]
 
 
 def has_drifted(planned: CostModel, seen: CostModel, rules: MoveRules) -> bool:

@@ -1,11 +1,12 @@
-"""A cluster of whoever joins: planned for as they come, moved to another plan as they change."""
+"""A cluster of servers that join: planned for as they come, moved to another plan as they drift."""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 from trimmoe.core.errors import UserError
@@ -28,8 +29,31 @@ _ANY = ("any",)
 """In place of names that are not known yet."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Roll:
+    """Who a cluster is made of."""
+
+    own: tuple[str, ...]
+    """The servers of the head's machine."""
+    count: int
+    """So many are planned for first."""
+    named: tuple[str, ...] = ()
+    """Those that a cluster file names; nobody else serves. Empty: whoever joins."""
+
+    def __post_init__(self) -> None:
+        assert not self.named or set(self.own) <= set(self.named)
+
+    def call(self, joined: Iterable[str], known: tuple[str, ...]) -> tuple[str, ...]:
+        """Who is there: in the cluster file's order, or the head's own servers, those `known`
+        before in their order, then new ones."""
+        there = dict.fromkeys([*self.own, *sorted(joined)])
+        if self.named:
+            return tuple(name for name in self.named if name in there)
+        return tuple(dict.fromkeys([*(name for name in known if name in there), *there]))
+
+
 class Planner(Judge, Protocol):
-    """Makes plans for whoever has joined."""
+    """Makes plans for those who have joined."""
 
     def nominal(self, joined: Mapping[str, Hello]) -> Artifacts:
         """A plan before anything is measured, by the machine of each server. Raises `UserError` if
@@ -38,14 +62,14 @@ class Planner(Judge, Protocol):
 
     def measured(
         self, now: Artifacts, where: Sequence[Endpoint], servers: Sequence[ServerView]
-    ) -> Artifacts:
-        """Measure servers that run, and plan again. Raises `UserError`."""
+    ) -> Artifacts | None:
+        """Measure servers that run, and plan again; None to stay. Raises `UserError`."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Served:
-    """What is served, by what was measured."""
+    """What is served, and how it was moved to."""
 
     artifacts: Artifacts
     machines: dict[str, str]
@@ -61,31 +85,36 @@ def serve_whoever_joins(
     say: Say,
     options: HeadOptions,
     *,
-    count: int,
+    roll: Roll,
     replan: bool,
 ) -> None:
-    """Wait until `count` servers are there, plan for them and serve; with `replan`, move to another
-    plan when further ones join, some stay away, or machines are no more what they were. Until
-    Ctrl-C or SIGTERM. Raises `UserError`."""
-    title = assemble(config).policy.name
-    with leading(config, assemble, say, options, _ANY) as (head, members, stop):
+    """Wait until as many servers are there as `roll` says, plan for them and serve; with `replan`,
+    move to another plan when further ones join, some stay away, or machines are no more what they
+    were. Until Ctrl-C or SIGTERM. Raises `UserError`."""
+    title, names = assemble(config).policy.name, roll.named or _ANY
+    with leading(config, assemble, say, options, names) as (head, members, stop):
         at = f"{options.address}:{options.port}"
-        say(f"Waiting at {at} until {count} servers are there ...")
+        among = f" of {', '.join(roll.named)}" if roll.named else ""
+        say(f"Waiting at {at} until {roll.count} servers{among} are there ...")
+        serving = _Serving(
+            config=config, title=title, head=head, planner=planner, members=members,
+            options=options, kept=kept_at("head", names), say=say,
+        )  # fmt: skip
         known: tuple[str, ...] = ()
         served: Served | None = None
         lookout: Lookout | None = None
         while not stop.is_set():
-            found = _roll(members, options, known)
-            if len(found) < count:
+            found = roll.call(members.joined(), known)
+            if len(found) < roll.count:
                 stop.wait(_LOOK_S)
                 continue
             drifted = None if lookout is None or found != known else lookout.found
             try:
                 if served is not None and drifted is not None:
                     say("Moving to a plan that is better by what was measured meanwhile.")
-                    served = _moved(head, drifted, served.machines) or served
+                    served = serving.moved(drifted, served.machines) or served
                 else:
-                    served = _serve_with(config, title, head, planner, members, options, found, say)
+                    served = serving.begun(found)
             except UserError as error:
                 if head.current is None:
                     raise
@@ -95,52 +124,61 @@ def serve_whoever_joins(
             stop.also(leaving)
             lookout = None
             if replan:
-                _Watch(members, options, known, leaving)
+                _Watch(members, roll, known, leaving)
                 lookout = _looking_out(head, planner, served, leaving, say)
             head.watch(leaving)
 
 
-def _serve_with(
-    config: ServeConfig,
-    title: str,
-    head: Head,
-    planner: Planner,
-    members: Members,
-    options: HeadOptions,
-    names: tuple[str, ...],
-    say: Say,
-) -> Served | None:
-    """Serve with those; what was served before a head was lost is served on. None where it is not
-    known what was measured, or told to stop."""
-    joined = [hello_of(members, options, name) for name in names]
-    machines = {name: each.address for name, each in zip(names, joined, strict=True)}
-    before = kept(kept_at("head", _ANY)) if head.current is None else None
-    if before is not None and before.machines == machines and head.may_take_up(before):
-        say("Serving what was served before.")
-        if head.take_up(before):
-            announce(config, head.endpoints(), title, say)
-        return None
-    nominal = planner.nominal(dict(zip(names, joined, strict=True)))
-    first = head.current is None
-    if not head.move(nominal, machines):
-        return None
-    if first:
-        announce(config, head.endpoints(), title, say)
-    assert head.current is not None
-    views = [head.view(head.current.identity, name) for name in names]
-    served = _moved(head, planner.measured(nominal, head.endpoints(), views), machines)
-    if served is not None:
-        say(f"Serving by what was measured of {', '.join(names)}.")
-    return served
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Serving:
+    """What it takes to serve with those that are there."""
 
+    config: ServeConfig
+    title: str
+    head: Head
+    planner: Planner
+    members: Members
+    options: HeadOptions
+    kept: Path
+    """Where what is served is kept."""
+    say: Say
 
-def _moved(head: Head, artifacts: Artifacts, machines: dict[str, str]) -> Served | None:
-    """What is served then; None if told to stop. Raises `UserError`."""
-    began_s = time.monotonic()
-    if not head.move(artifacts, machines):
-        return None
-    moving_s = time.monotonic() - began_s
-    return Served(artifacts=artifacts, machines=machines, moving_s=moving_s)
+    def begun(self, names: tuple[str, ...]) -> Served | None:
+        """Serve with those; what was served before a head was lost is served on. None where it is
+        not known what was measured, or told to stop."""
+        head = self.head
+        joined = [hello_of(self.members, self.options, name) for name in names]
+        machines = {name: each.address for name, each in zip(names, joined, strict=True)}
+        before = kept(self.kept) if head.current is None else None
+        if before is not None and before.machines == machines and head.may_take_up(before):
+            self.say("Serving what was served before.")
+            if head.take_up(before):
+                announce(self.config, head.endpoints(), self.title, self.say)
+            return None
+        nominal = self.planner.nominal(dict(zip(names, joined, strict=True)))
+        first = head.current is None
+        served = self.moved(nominal, machines)
+        if served is None:
+            return None
+        if first:
+            announce(self.config, head.endpoints(), self.title, self.say)
+        assert head.current is not None
+        views = [head.view(head.current.identity, name) for name in names]
+        better = self.planner.measured(nominal, head.endpoints(), views)
+        if better is None:
+            return served
+        served = self.moved(better, machines)
+        if served is not None:
+            self.say(f"Serving by what was measured of {', '.join(names)}.")
+        return served
+
+    def moved(self, artifacts: Artifacts, machines: dict[str, str]) -> Served | None:
+        """What is served then; None if told to stop. Raises `UserError`."""
+        began_s = time.monotonic()
+        if not self.head.move(artifacts, machines):
+            return None
+        moving_s = time.monotonic() - began_s
+        return Served(artifacts=artifacts, machines=machines, moving_s=moving_s)
 
 
 def _looking_out(
@@ -155,30 +193,24 @@ def _looking_out(
     return lookout
 
 
-def _roll(members: Members, options: HeadOptions, known: tuple[str, ...]) -> tuple[str, ...]:
-    """Who is there: the head's own servers, those known before in their order, then new ones."""
-    there = [*options.servers, *sorted(members.joined())]
-    return tuple(dict.fromkeys([*(name for name in known if name in there), *there]))
-
-
 class _Watch:
     """Sets an event once others are there than those planned for."""
 
     def __init__(
         self,
         members: Members,
-        options: HeadOptions,
+        roll: Roll,
         known: tuple[str, ...],
         leaving: threading.Event,
     ) -> None:
-        self._members, self._options, self._known = members, options, known
+        self._members, self._roll, self._known = members, roll, known
         self._leaving = leaving
         threading.Thread(target=self._run, name="watching members", daemon=True).start()
 
     def _run(self) -> None:
         missed_s = 0.0
         while not self._leaving.wait(_LOOK_S):
-            there = set(_roll(self._members, self._options, self._known))
+            there = set(self._roll.call(self._members.joined(), self._known))
             missed_s = 0.0 if there >= set(self._known) else missed_s + _LOOK_S
             if there - set(self._known) or missed_s > MISSED_S:
                 self._leaving.set()
