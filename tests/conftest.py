@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import gc
 import os
+import ssl
 import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
@@ -18,6 +21,13 @@ os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 # Those there are otherwise do not spin while they wait: other tests have the cores.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
+# What is imported while tests are collected stays, and is not worth looking for garbage in.
+gc.disable()
+
+EXAMPLES = float(os.environ.get("TRIMMOE_EXAMPLES") or (0.5 if "CI" in os.environ else 1.0))
+"""Share of a property's examples that are tried; 10 for a long run."""
+FEWEST = 10
+"""Examples that are tried of a property that names as many."""
 
 LONGEST = (
     "test_serve_e2e",
@@ -54,6 +64,36 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return order.get(item.path.stem, len(order)), item.path not in slow
 
     items.sort(key=turn)
+    for item in items:
+        _take_share(item)
+
+
+def _take_share(item: pytest.Item) -> None:
+    """Have hypothesis try `EXAMPLES` of what a property's settings say."""
+    test = getattr(item, "obj", None)
+    own = getattr(test, "_hypothesis_internal_use_settings", None)
+    if own is None or EXAMPLES == 1.0 or getattr(test, "_examples_shared", False):
+        return
+    wanted = max(min(own.max_examples, FEWEST), round(EXAMPLES * own.max_examples))
+    function = getattr(test, "__func__", test)
+    function._hypothesis_internal_use_settings = type(own)(own, max_examples=wanted)
+    function._examples_shared = True
+
+
+def pytest_collection_finish() -> None:
+    """From here on there is garbage."""
+    gc.enable()
+    gc.freeze()
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _authorities() -> Iterator[None]:
+    """Whom this machine trusts is read once: it takes 20 ms, which every request would take that is
+    made by a client of its own."""
+    with pytest.MonkeyPatch.context() as patch:
+        once = functools.cache(ssl.create_default_context)
+        patch.setattr(ssl, "create_default_context", once)
+        yield
 
 
 @pytest.fixture(autouse=True)

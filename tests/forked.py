@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import subprocess
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -12,6 +14,7 @@ from dataclasses import replace
 from multiprocessing.connection import Connection
 
 from launching import free_ports
+from quick import popen
 from trimmoe.core.plan import Plan
 from trimmoe.core.profile import Profile
 from trimmoe.core.specs import ModelSpec
@@ -26,13 +29,6 @@ from trimmoe.runtime.launch.server import TOKEN_VARIABLE, ServerSpec
 from trimmoe.runtime.launch.status import Phase
 from trimmoe.runtime.wire.keys import generate_token
 
-PRELOADED = [
-    "trimmoe.api.app",
-    "trimmoe.models.qwen2_moe",
-    "trimmoe.runtime.launch.nodes",
-    "trimmoe.runtime.launch.process",
-    "forked",
-]
 STOPPING_S = 10.0
 _LOOK_S = 0.05
 
@@ -66,12 +62,9 @@ def forked(
 
 @contextmanager
 def _processes(specs: Sequence[ServerSpec]) -> Iterator[None]:
-    os.environ["OMP_NUM_THREADS"] = "1"
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
-    token = generate_token()
+    environment = os.environ | {"OMP_NUM_THREADS": "1", TOKEN_VARIABLE: generate_token()}
     with ExitStack() as stack:
-        pipes = [stack.enter_context(_process(context, spec, token)) for spec in specs]
+        pipes = [stack.enter_context(_process(spec, environment)) for spec in specs]
         for spec, pipe in zip(specs, pipes, strict=True):
             try:
                 trouble = pipe.recv()
@@ -84,24 +77,26 @@ def _processes(specs: Sequence[ServerSpec]) -> Iterator[None]:
 
 
 @contextmanager
-def _process(context, spec: ServerSpec, token: str) -> Iterator[Connection]:
+def _process(spec: ServerSpec, environment: dict[str, str]) -> Iterator[Connection]:
     here, there = multiprocessing.Pipe()
-    process = context.Process(target=_serve, args=(spec, there, token), name=spec.name)
-    process.start()
+    command = [sys.executable, __file__, str(there.fileno())]
+    process = popen(command, env=environment, pass_fds=(there.fileno(),))
     there.close()
+    here.send(spec)
     try:
         yield here
     finally:
         here.close()
-        process.join(2 * STOPPING_S)
-        if process.is_alive():
+        try:
+            process.wait(2 * STOPPING_S)
+        except subprocess.TimeoutExpired:
             process.kill()
-            process.join()
+            process.wait()
 
 
-def _serve(spec: ServerSpec, pipe: Connection, token: str) -> None:
-    """One server until the other end of the pipe says so or is gone."""
-    os.environ[TOKEN_VARIABLE] = token
+def _serve(pipe: Connection) -> None:
+    """The server that the other end of the pipe asks for, until it says so or is gone."""
+    spec = pipe.recv()
     log_to_file(spec)
     process = ServerProcess(spec)
     while not (status := process.status()).ready:
@@ -113,3 +108,7 @@ def _serve(spec: ServerSpec, pipe: Connection, token: str) -> None:
     with suppress(EOFError):
         pipe.recv()
     process.stop(STOPPING_S)
+
+
+if __name__ == "__main__":
+    _serve(Connection(int(sys.argv[1])))

@@ -40,6 +40,7 @@ PRELOADED = (
     "trimmoe.runtime.launch.nodes",
     "trimmoe.runtime.launch.process",
     "transformers.models.qwen2_moe.modeling_qwen2_moe",
+    "launching",
     "standin",
 )
 STARTERS = (
