@@ -31,10 +31,11 @@ from trimmoe.api.app import create_app
 from trimmoe.core.artifact import written_whole
 from trimmoe.experiments.compare import CompareSettings, access_servers, compare
 from trimmoe.experiments.methods import find_method, plan_for, served
+from trimmoe.experiments.preparation import prepare
 from trimmoe.experiments.sample_text import sample_text
 from trimmoe.experiments.serve_bench import Load, Sent, run_load
 from trimmoe.models.load import load_tokenizer, open_model
-from trimmoe.runtime.launch.artifacts import Artifacts, prepare
+from trimmoe.runtime.launch.artifacts import Artifacts
 from trimmoe.runtime.launch.config import ServeConfig
 from trimmoe.runtime.launch.job import Pieces
 from trimmoe.runtime.launch.model import model_folder

@@ -14,8 +14,8 @@ import numpy as np
 
 from trimmoe.core.machines import BATCHES, Work
 from trimmoe.runtime.launch.server import NodeFactory, NodeParts
+from trimmoe.runtime.machine_report import MachineReport
 from trimmoe.runtime.picture import Picture
-from trimmoe.runtime.probe import MachineReport
 from trimmoe.runtime.service import (
     GenerationRequest,
     Health,

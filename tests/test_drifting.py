@@ -21,7 +21,7 @@ from trimmoe.runtime.launch.deployment import Report
 from trimmoe.runtime.launch.handles import ServerGone
 from trimmoe.runtime.launch.lookout import TIMED_EVERY, Glance, Lookout
 from trimmoe.runtime.launch.status import Phase, ServerStatus
-from trimmoe.runtime.probe import LinkReport, MachineReport
+from trimmoe.runtime.machine_report import LinkReport, MachineReport
 
 MOVING_S = 20.0
 

@@ -31,7 +31,7 @@ from trimmoe.experiments.evaluate import (
     planned_runs,
     print_evaluation,
 )
-from trimmoe.experiments.evaluate_tasks import EvaluateSettings
+from trimmoe.experiments.evaluate_settings import EvaluateSettings
 from trimmoe.experiments.subject import Subject, make_run
 
 WIKITEXT = (

@@ -11,9 +11,10 @@ from checkpoints import write
 from factories import random_profile
 from launching import SERVERS, Files, cluster_yaml, write_files
 from trimmoe.core.errors import UserError
+from trimmoe.experiments.preparation import prepare
 from trimmoe.experiments.sample_text import sample_text
 from trimmoe.models.load import model_spec
-from trimmoe.runtime.launch.artifacts import Artifacts, cluster_of, prepare
+from trimmoe.runtime.launch.artifacts import Artifacts, cluster_of
 from trimmoe.runtime.launch.config import ServeConfig
 from trimmoe.runtime.launch.model import served_name
 

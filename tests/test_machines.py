@@ -30,10 +30,11 @@ from trimmoe.core.specs import ClusterSpec, ModelSpec
 from trimmoe.cost.model import Accounting, cost_model
 from trimmoe.engine.guesses import guess_times_s
 from trimmoe.experiments import measuring
+from trimmoe.experiments.preparation import prepare
 from trimmoe.experiments.probing import machines_tables
-from trimmoe.runtime.launch.artifacts import Artifacts, prepare
+from trimmoe.runtime.launch.artifacts import Artifacts
 from trimmoe.runtime.launch.config import ServeConfig
-from trimmoe.runtime.probe import LinkReport, MachineReport
+from trimmoe.runtime.machine_report import LinkReport, MachineReport
 from wires import soon
 
 

@@ -26,7 +26,7 @@ from trimmoe.core.profile import Profile
 from trimmoe.core.specs import ModelSpec, Speeds
 from trimmoe.core.trace import load_trace, trace_header
 from trimmoe.engine.step import Engine
-from trimmoe.experiments import serve_cluster, serve_local, simulation
+from trimmoe.experiments import preparation, serve_cluster, serve_local, simulation
 from trimmoe.experiments.methods import METHODS, UNLIMITED, configured, find_method, plan_for
 from trimmoe.experiments.plan_vs_real import Asked, plan_vs_real
 from trimmoe.experiments.validation import Traffic, validate
@@ -36,7 +36,6 @@ from trimmoe.policy.baselines import LocalPrior, MaskedGating, MixtureOfDepths
 from trimmoe.policy.build import deploy
 from trimmoe.policy.settings import auto_trimming
 from trimmoe.policy.trim import TrimPolicy
-from trimmoe.runtime.launch import artifacts
 from trimmoe.runtime.launch.artifacts import Artifacts
 from trimmoe.runtime.launch.config import ServeConfig
 from trimmoe.runtime.launch.job import Pieces
@@ -233,9 +232,9 @@ def test_serve_runs_any_method_on_its_own_placement_with_its_own_policy(
     monkeypatch.setattr(
         serve_cluster, "serve_local", lambda _, found, pieces, __: seen.append((found, pieces))
     )
-    monkeypatch.setattr(artifacts, "_plan", lambda *_: world.plan)
+    monkeypatch.setattr(preparation, "_plan", lambda *_: world.plan)
     made = []
-    monkeypatch.setattr(artifacts, "_made", lambda *_: made.append(name) or world.plan)
+    monkeypatch.setattr(preparation, "_made", lambda *_: made.append(name) or world.plan)
     (world.folder / "cluster.yaml").write_text(cluster_yaml(SERVERS[:3]))
     folder = world.folder
     options = ["--model", str(folder / "toy"), "--profile", str(folder / "profile")]

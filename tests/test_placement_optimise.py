@@ -179,7 +179,7 @@ def test_neighbours_keep_memory_and_coverage(
     model, profile = known
     try:
         planner = make_planner(profile, model, cluster, default())
-        start = planner.seed("dispersed")
+        start = seed_placement("dispersed", planner)
     except UserError:
         return
     assert start is not None

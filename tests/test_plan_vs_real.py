@@ -13,8 +13,9 @@ from trimmoe.core.specs import Speeds
 from trimmoe.experiments import plan_vs_real as experiment
 from trimmoe.experiments.plan_matrix import choices, choices_table, goals_table, held
 from trimmoe.experiments.plan_vs_real import Asked, plan_vs_real_table, ranks_alike
+from trimmoe.experiments.preparation import prepare
 from trimmoe.experiments.serve_bench import Sent
-from trimmoe.runtime.launch.artifacts import Artifacts, prepare
+from trimmoe.runtime.launch.artifacts import Artifacts
 from trimmoe.runtime.launch.config import ServeConfig
 
 

@@ -13,8 +13,9 @@ from launching import free_ports, write_files
 from timed import timed_machines
 from trimmoe.core.errors import UserError
 from trimmoe.core.machines import Machines
+from trimmoe.experiments.preparation import prepare
 from trimmoe.experiments.self_measuring import RECENT_S, with_machines
-from trimmoe.runtime.launch.artifacts import cluster_of, model_spec_of, prepare
+from trimmoe.runtime.launch.artifacts import cluster_of, model_spec_of
 from trimmoe.runtime.launch.config import ServeConfig
 
 NOW_S = 1e9

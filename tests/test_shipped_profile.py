@@ -14,6 +14,7 @@ from trimmoe.core.errors import UserError
 from trimmoe.core.profile import load_profile
 from trimmoe.core.sample_clusters import sample_path
 from trimmoe.core.specs import ModelSpec
+from trimmoe.experiments import preparation
 from trimmoe.experiments.opening import profile_path
 from trimmoe.experiments.sample_text import sample_text
 from trimmoe.models.embedded import ensure_embedded_model
@@ -104,7 +105,7 @@ def _served(tmp_path: Path, **more: object) -> tuple[str, list[str]]:
     """Text or settings of the profile that is served with, and what was said."""
     given = {"cluster": sample_path("local4"), "plan_iterations": 0} | more
     said: list[str] = []
-    made = artifacts.prepare(
+    made = preparation.prepare(
         ServeConfig.model_validate(given),
         sample=lambda: sample_text("calibration"),
         say=said.append,
@@ -117,7 +118,7 @@ def _served(tmp_path: Path, **more: object) -> tuple[str, list[str]]:
 def test_serving_calibrates_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, more: dict[str, object]
 ) -> None:
-    monkeypatch.setattr(artifacts, "model_folder", lambda _: str(ensure_embedded_model()))
+    monkeypatch.setattr(preparation, "model_folder", lambda _: str(ensure_embedded_model()))
     found, said = _served(tmp_path, **more)
     assert found == load_profile(shipped_profile(tmp_path)).hash
     assert said == ["Planning for local4 ..."]
@@ -142,8 +143,8 @@ def test_where_it_will_not_do_it_is_said_why(
     (tmp_path / "mine.txt").write_text("Mine.")
     monkeypatch.chdir(tmp_path)
     spare = load_profile(shipped_profile(tmp_path))
-    monkeypatch.setattr(artifacts, "model_folder", lambda _: str(ensure_embedded_model()))
-    monkeypatch.setattr(artifacts, "_calibrated", lambda *_: spare)
+    monkeypatch.setattr(preparation, "model_folder", lambda _: str(ensure_embedded_model()))
+    monkeypatch.setattr(preparation, "_calibrated", lambda *_: spare)
     _, said = _served(tmp_path, **more)
     assert why in said[0]
     assert said[1].startswith("Calibrating embedded")
@@ -152,8 +153,9 @@ def test_where_it_will_not_do_it_is_said_why(
 def test_another_build_of_the_model_is_calibrated(
     files: Files, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(artifacts, "model_folder", lambda _: str(files.model))
-    monkeypatch.setattr(artifacts, "_calibrated", lambda *_: load_profile(files.profile))
+    for module in (preparation, artifacts):
+        monkeypatch.setattr(module, "model_folder", lambda _: str(files.model))
+    monkeypatch.setattr(preparation, "_calibrated", lambda *_: load_profile(files.profile))
     found, said = _served(tmp_path, cluster=files.cluster)
     assert "another build" in said[0]
     assert found == load_profile(files.profile).hash

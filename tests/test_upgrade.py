@@ -17,8 +17,9 @@ from launching import PATIENCE_S, Serving, answers, await_answer, free_ports, st
 from test_launch_supervise import GONE, Answer, Fake, supervisor
 from trimmoe.core.errors import UserError
 from trimmoe.runtime.launch.deployment import Hello, Refused, Wanted
-from trimmoe.runtime.launch.folder import Note, RunFolder
+from trimmoe.runtime.launch.folder import RunFolder
 from trimmoe.runtime.launch.members import Members
+from trimmoe.runtime.launch.note import Note
 from trimmoe.runtime.launch.signals import Stop
 from trimmoe.runtime.launch.status import Phase, ServerStatus
 from trimmoe.runtime.launch.watching import supervising

@@ -19,6 +19,7 @@ from trimmoe.runtime.node.picture import picture_of
 from trimmoe.runtime.node.records.passengers import MalformedPassengers
 from trimmoe.runtime.node.records.units import Part
 from trimmoe.runtime.node.records.verdict import judged
+from trimmoe.runtime.node.stats import service_stats
 from trimmoe.runtime.picture import State
 from trimmoe.runtime.service import Unavailable
 from trimmoe.runtime.wire.protocol import VERIFIES_SINCE, Version
@@ -60,7 +61,7 @@ async def test_a_server_that_lies_is_found_by_a_third_and_left_out(
         assert tokens_of(made[1]) == tiny.greedy([7, 4], 12, eos=None)
         assert node.jury.left_out == {liar}
         await until(lambda: node.planner.settled and _asked_first(cluster) != liar)
-        stats = node.reporter.stats(node, 0, 0)
+        stats = service_stats(node.parts, 0, 0)
         assert (stats.left_out, stats.wrong_results > 0) == (1, True)
         assert node._verifying().all()
         before = Version(VERIFIES_SINCE.major, VERIFIES_SINCE.minor - 1)
@@ -81,7 +82,7 @@ async def test_where_it_gathers_a_lie_is_found_too(tiny: Tiny) -> None:
         (made,) = await answers(cluster, [(0, request([3, 4, 5], 12))])
         assert tokens_of(made) == tiny.greedy([3, 4, 5], 12, eos=None)
         assert cluster.nodes[1].jury.left_out == {liar}
-        assert picture_of(cluster.nodes[1]).servers[liar].state is State.LEFT_OUT
+        assert picture_of(cluster.nodes[1].parts).servers[liar].state is State.LEFT_OUT
 
 
 async def test_of_two_who_differ_nobody_knows_which_lies(

@@ -25,7 +25,7 @@ from trimmoe.evaluate.reference import ExactReference
 from trimmoe.evaluate.tasks import prepare, reference_answers
 from trimmoe.evaluate.teacher import Score
 from trimmoe.experiments.compare import Outcome, change, outcome_row
-from trimmoe.experiments.evaluate_tasks import EvaluateSettings
+from trimmoe.experiments.evaluate_settings import EvaluateSettings
 from trimmoe.experiments.methods import find_method
 from trimmoe.experiments.subject import Run, Subject, make_run, serve_run
 

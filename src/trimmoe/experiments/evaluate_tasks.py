@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,29 +12,8 @@ from rich.console import Console
 from trimmoe.core.errors import UserError
 from trimmoe.evaluate.local_data import LocalData, input_hashes, local_data
 from trimmoe.evaluate.optional import require_harness
-from trimmoe.evaluate.scoring import Scoring
+from trimmoe.experiments.evaluate_settings import EvaluateSettings
 from trimmoe.experiments.methods import find_method
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class EvaluateSettings:
-    """What is evaluated and how."""
-
-    methods: tuple[str, ...]
-    """Beside exact execution, which always runs."""
-    budgets: tuple[float, ...] = (0.02,)
-    confidence: float = 0.9
-    limit: int | None = None
-    """Documents of each task."""
-    num_fewshot: int | None = None
-    """None: as the task says."""
-    max_gen_toks: int | None = None
-    max_length: int | None = None
-    """Positions used of the context; None: all."""
-    at_once: int = 16
-    """Sequences decoded together."""
-    seed: int = 0
-    scoring: Scoring = Scoring.LAYERS
 
 
 def evaluation(

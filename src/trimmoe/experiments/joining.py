@@ -16,6 +16,7 @@ from trimmoe.core.specs import ClusterSpec
 from trimmoe.experiments.drifting import Drift
 from trimmoe.experiments.explain import explain_plan
 from trimmoe.experiments.measuring import measured
+from trimmoe.experiments.preparation import profile_of, searched_plan
 from trimmoe.experiments.sample_text import sample_text
 from trimmoe.placement.capacity import used_bytes
 from trimmoe.placement.make import default
@@ -23,7 +24,7 @@ from trimmoe.placement.moving import too_large_beside
 from trimmoe.placement.optimise import SearchSettings
 from trimmoe.placement.stand_ins import copies_bytes
 from trimmoe.runtime.launch.addresses import Endpoint
-from trimmoe.runtime.launch.artifacts import Artifacts, model_spec_of, profile_of, searched_plan
+from trimmoe.runtime.launch.artifacts import Artifacts, model_spec_of
 from trimmoe.runtime.launch.config import ServeConfig
 from trimmoe.runtime.launch.deployment import Hello
 from trimmoe.runtime.launch.head import ServerView

@@ -27,7 +27,7 @@ from trimmoe.runtime.launch.addresses import Endpoint
 from trimmoe.runtime.launch.artifacts import Artifacts
 from trimmoe.runtime.launch.config import ServeConfig
 from trimmoe.runtime.launch.model import served_name
-from trimmoe.runtime.probe import LinkReport, MachineReport
+from trimmoe.runtime.machine_report import LinkReport, MachineReport
 
 PATIENCE_S = 120.0
 """For one server to time itself."""

@@ -12,11 +12,11 @@ from trimmoe.calibrate.trace import TraceSettings, record_trace
 from trimmoe.core.plan import Plan
 from trimmoe.core.profile import Profile
 from trimmoe.core.trace import TRACE_FORMAT, Trace, load_trace
+from trimmoe.experiments.preparation import digest, kept
 from trimmoe.experiments.sample_text import sample_text
 from trimmoe.models.base import MoEView
 from trimmoe.models.embedded.materialise import default_cache_dir
 from trimmoe.progress import Bars
-from trimmoe.runtime.launch.artifacts import digest, kept
 
 _LOG = logging.getLogger("trimmoe")
 

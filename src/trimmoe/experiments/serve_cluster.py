@@ -14,10 +14,11 @@ from trimmoe.api.settings import ApiSettings
 from trimmoe.core.errors import UserError
 from trimmoe.experiments.joining import JoinedPlanner
 from trimmoe.experiments.methods import chosen, find_method, plan_for, served
+from trimmoe.experiments.preparation import prepare
 from trimmoe.experiments.sample_text import sample_text
 from trimmoe.placement.make import as_published
 from trimmoe.policy.settings import PolicySettings
-from trimmoe.runtime.launch.artifacts import Artifacts, cluster_of, prepare
+from trimmoe.runtime.launch.artifacts import Artifacts, cluster_of
 from trimmoe.runtime.launch.config import ServeConfig
 from trimmoe.runtime.launch.deployment import DEFAULT_PORT, deployed_endpoints
 from trimmoe.runtime.launch.job import Pieces

@@ -15,6 +15,7 @@ from trimmoe.core.precision import Precision
 from trimmoe.core.specs import ModelSpec
 from trimmoe.experiments import answering
 from trimmoe.experiments.opening import open_view, resolved
+from trimmoe.experiments.preparation import prepare
 from trimmoe.experiments.sample_text import sample_text
 from trimmoe.facade.plan import Plan
 from trimmoe.facade.token import Token
@@ -23,7 +24,6 @@ from trimmoe.models.load import load_tokenizer
 from trimmoe.policy.settings import PolicySettings, exact
 from trimmoe.runtime.decoder import AloneDriver
 from trimmoe.runtime.generate import Driver, check_prompt
-from trimmoe.runtime.launch.artifacts import prepare
 from trimmoe.runtime.launch.config import serve_config
 from trimmoe.runtime.local import LocalDriver
 from trimmoe.runtime.sampling import Sampling

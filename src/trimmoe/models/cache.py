@@ -12,7 +12,7 @@ from torch import Tensor
 
 from trimmoe.core.errors import UserError
 from trimmoe.core.specs import IntArray
-from trimmoe.models.base import TokenBatch
+from trimmoe.models.batch import TokenBatch
 
 _FIRST_CAPACITY = 64
 

@@ -285,3 +285,11 @@ def torch_dtype(entry: Entry) -> torch.dtype:
             f"bfloat16."
         )
     return PLAIN_DTYPES[entry.dtype]
+
+
+def unfitting(checkpoint: Listing, name: str) -> UserError:
+    """The error for a tensor of a shape that config.json does not say."""
+    return UserError(
+        f"The tensor {name} in {checkpoint.folder} has another shape than config.json says; fetch "
+        "the checkpoint again or check that both belong together."
+    )

@@ -26,7 +26,7 @@ from trimmoe.models.compiled.build import (
     turns_whole_heads,
 )
 from trimmoe.models.compiled.view import CompiledView
-from trimmoe.models.decoder_view import DecoderView, window_of
+from trimmoe.models.decoder_view import DecoderView, KeysValues, window_of
 from trimmoe.models.experts import ExpertStacks
 from trimmoe.models.family import (
     ExpertChoice,
@@ -37,9 +37,6 @@ from trimmoe.models.family import (
     refuse_quantised,
 )
 from trimmoe.models.sane import built
-
-KeysValues = Callable[[Any, Tensor], tuple[Tensor, Tensor]]
-"""Attention module and normed hidden states [B, T, d] to keys and values [B, T, heads, size]."""
 
 
 def plain_keys_values(attention: Any, normed: Tensor) -> tuple[Tensor, Tensor]:
@@ -126,7 +123,9 @@ class DecoderFamily:
             return view
         refuse_quantised(spec.name, precision)
         return DecoderView(
-            family=self,
+            keys_values=self.keys_values,
+            apply_rotary=self.apply_rotary,
+            rounds_gates=self.rounds_gates,
             geometry=geometry,
             model=model,
             stacks=stacks,

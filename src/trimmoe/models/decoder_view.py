@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -17,8 +17,8 @@ from trimmoe.models.cache import KVCache, cache_argument
 from trimmoe.models.experts import ExpertStacks
 from trimmoe.models.family import Geometry
 
-if TYPE_CHECKING:
-    from trimmoe.models.decoder import DecoderFamily
+KeysValues = Callable[[Any, Tensor], tuple[Tensor, Tensor]]
+"""Attention module and normed hidden states [B, T, d] to keys and values [B, T, heads, size]."""
 
 
 class _Through:
@@ -69,7 +69,10 @@ class DecoderView(MoEView):
 
     def __init__(
         self,
-        family: DecoderFamily,
+        *,
+        keys_values: KeysValues,
+        apply_rotary: Callable[..., tuple[Tensor, Tensor]],
+        rounds_gates: bool,
         geometry: Geometry,
         model: Any,
         stacks: ExpertStacks,
@@ -82,10 +85,10 @@ class DecoderView(MoEView):
         self.dtype = dtype
         self.device = device
         self.bytes_read = bytes_read
-        self._family = family
+        self._keys_values, self._apply_rotary = keys_values, apply_rotary
         self._model = model
         self._stacks = stacks
-        self._rounds_gates = family.rounds_gates and dtype != torch.float32
+        self._rounds_gates = rounds_gates and dtype != torch.float32
         layers = model.model.layers
         self._cache_argument = cache_argument(layers[0].self_attn)
         self._windows = [window_of(layer.self_attn, model.config) for layer in layers]
@@ -245,9 +248,9 @@ class DecoderView(MoEView):
     def _propagate(self, block: Any, hidden: Tensor, batch: TokenBatch, cache: KVCache) -> None:
         assert batch.rotary is not None
         attention = block.self_attn
-        keys, values = self._family.keys_values(attention, block.input_layernorm(hidden))
+        keys, values = self._keys_values(attention, block.input_layernorm(hidden))
         keys = keys.transpose(1, 2)
-        _, keys = self._family.apply_rotary(keys, keys, *batch.rotary)
+        _, keys = self._apply_rotary(keys, keys, *batch.rotary)
         cache.write(attention.layer_idx, keys, values.transpose(1, 2), batch)
 
 

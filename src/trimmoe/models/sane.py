@@ -5,15 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from trimmoe.core.errors import UserError
-from trimmoe.models.checkpoint import Listing
-
-if TYPE_CHECKING:
-    from trimmoe.models.family import Geometry
+from trimmoe.models.family import Geometry
 
 _LARGEST = 1 << 31
 """Of any whole number; contexts are the largest."""
@@ -60,11 +57,3 @@ def built(make: Callable[[], Any], folder: Path) -> Any:
             f"config.json in {folder} describes a model that cannot be made ({why[0][:300]}); "
             "fetch the checkpoint again."
         ) from error
-
-
-def unfitting(checkpoint: Listing, name: str) -> UserError:
-    """The error for a tensor of a shape that config.json does not say."""
-    return UserError(
-        f"The tensor {name} in {checkpoint.folder} has another shape than config.json says; fetch "
-        "the checkpoint again or check that both belong together."
-    )

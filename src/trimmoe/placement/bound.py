@@ -29,7 +29,7 @@ from scipy.sparse import csr_array
 
 from trimmoe.core.specs import BoolArray, FloatArray, IntArray
 from trimmoe.cost.model import host_delay_s
-from trimmoe.placement.make import Planner
+from trimmoe.placement.planner import Planner
 
 MOST_ENTRIES = 400_000
 """Matrix entries up to which the program is tried."""

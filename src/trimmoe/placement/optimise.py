@@ -1,6 +1,6 @@
 """The planner at full length: seeds, greedy growth, local search, and the trimmed value at last.
 
-Every seed plan is evaluated and grown greedily (`make.Planner.finished`), the search goes on from
+Every seed plan is evaluated and grown greedily (`Planner.finished`), the search goes on from
 all of these (`search`), and what wins gets the replicas that still save something in the memory
 left. With the trimmed objective the best of this and every seed are ranked anew by their trimmed
 value, and the search goes on with trimmed tables, at the price the best one pays, among routes over
@@ -23,16 +23,9 @@ from trimmoe.core.profile import Profile
 from trimmoe.core.specs import BoolArray, ClusterSpec, IntArray, ModelSpec
 from trimmoe.placement.bound import Bound, exact_bound
 from trimmoe.placement.landscape import ExactObjective, Landscape, Objective
-from trimmoe.placement.make import (
-    Placement,
-    Planner,
-    PlanSettings,
-    as_plan,
-    default,
-    distinct_routes,
-    make_planner,
-)
+from trimmoe.placement.make import as_plan, default, distinct_routes, make_planner
 from trimmoe.placement.mutate import Mutator
+from trimmoe.placement.planner import Placement, Planner, PlanSettings
 from trimmoe.placement.redundancy import add_marginal_replicas
 from trimmoe.placement.search import Search
 from trimmoe.placement.seeds import SEEDS, seed_placement

@@ -31,7 +31,8 @@ from trimmoe.core.specs import BoolArray, ClusterSpec, FloatArray, IntArray, Mod
 from trimmoe.cost.model import host_delay_s
 from trimmoe.placement.capacity import human_bytes, used_bytes
 from trimmoe.placement.live import delay_after_s
-from trimmoe.placement.make import Placement, Planner, PlanSettings, make_planner
+from trimmoe.placement.make import make_planner
+from trimmoe.placement.planner import Placement, Planner, PlanSettings
 from trimmoe.placement.routes import traffic
 
 _LOSS_SHARE = 0.01

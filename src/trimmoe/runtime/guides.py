@@ -19,11 +19,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from trimmoe.core.specs import BoolArray, IntArray
+from trimmoe.runtime.served import ServedModel
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
-    from trimmoe.runtime.service import ServedModel
 
 _log = logging.getLogger(__name__)
 _SPACE = r"( |\n[ \t]{0,16})?"

@@ -3,30 +3,41 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import torch
 
-from trimmoe.runtime.picture import LinkPicture, Picture, ServerPicture, State
+from trimmoe.runtime.decoder import Outline
+from trimmoe.runtime.picture import (
+    LinkPicture,
+    Picture,
+    RequestPicture,
+    ServerPicture,
+    State,
+)
 from trimmoe.runtime.probe import used_bytes
-from trimmoe.runtime.service import LinkStats
-
-if TYPE_CHECKING:
-    from trimmoe.runtime.local_service import LocalService
+from trimmoe.runtime.service import Health, LinkStats, ServiceStats
 
 
-def picture_of(service: LocalService) -> Picture:
-    """Links are charged, not used, and all work is done by the process itself."""
-    outline, health, stats = service.decoder.outline, service.health(), service.stats()
-    requests, running, waiting = service.under_way()
-    up = ServerPicture(state=State.UP, uptime_s=time.monotonic() - service.since_s)
+def picture_of(
+    outline: Outline,
+    health: Health,
+    stats: ServiceStats,
+    requests: Sequence[RequestPicture],
+    *,
+    since_s: float,
+    tokens: int,
+) -> Picture:
+    """Links are charged, not used, and all work is done by the process itself, which has served
+    since `since_s` of the monotonic clock and made so many tokens."""
+    up = ServerPicture(state=State.UP, uptime_s=time.monotonic() - since_s)
     here = replace(
         up,
         kv_usage=stats.kv_cache_usage,
-        running=running,
-        queued=waiting,
-        tokens=service.tokens,
+        running=stats.running,
+        queued=stats.waiting,
+        tokens=tokens,
         memory_bytes=used_bytes(torch.device("cpu")),
     )
     servers = [up] * len(outline.layout.servers)
@@ -42,8 +53,8 @@ def picture_of(service: LocalService) -> Picture:
         routes=outline.routes,
         policy=outline.policy,
         requests=tuple(requests),
-        running=running,
-        waiting=waiting,
+        running=stats.running,
+        waiting=stats.waiting,
     )
 
 

@@ -142,20 +142,26 @@ class LocalService:
         )
 
     def picture(self) -> Picture:
-        return picture_of(self)
+        return picture_of(
+            self.decoder.outline,
+            self.health(),
+            self.stats(),
+            self.under_way(),
+            since_s=self.since_s,
+            tokens=self.tokens,
+        )
 
     def leave(self) -> None:
         self.leaving = True
 
-    def under_way(self) -> tuple[list[RequestPicture], int, int]:
-        """The oldest requests, and how many run and wait."""
+    def under_way(self) -> list[RequestPicture]:
+        """The oldest requests."""
         now_s, shared = time.monotonic(), self._shared
         with shared.changed:
             running, waiting = list(shared.running.values()), list(shared.waiting)
         shown = [(job, "reading" if job.next_token < 0 else "answering") for job in running]
         shown += [(job, "waiting") for job in waiting]
-        told = [_shown(job, state, now_s) for job, state in shown[:MOST_REQUESTS]]
-        return told, len(running), len(waiting)
+        return [_shown(job, state, now_s) for job, state in shown[:MOST_REQUESTS]]
 
     def cancel(self, job: _Job) -> None:
         """Forget a job: at once if it waits, before the next step if it runs."""

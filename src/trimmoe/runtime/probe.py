@@ -7,8 +7,7 @@ import os
 import platform
 import time
 import uuid
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +18,6 @@ from trimmoe.core.machines import BATCHES, Work
 from trimmoe.core.specs import FloatArray
 from trimmoe.models.base import DROPPED, MoEView
 from trimmoe.runtime.home import Own, held_here, home_layers
-from trimmoe.runtime.wire.base import LinkEstimate
 
 FEWEST, MOST = 5, 40
 """Times that one kind of work is timed with one size of batch."""
@@ -31,49 +29,6 @@ _QUANTILES = (0.1, 0.5, 0.9)
 _SOFTWARE_TIMES, _SOFTWARE_ROWS = 15, 1000
 _SPREAD = 8
 """Experts that are timed one after another, so that none is in the processor's cache."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LinkReport:
-    """The link to one peer; None where it is not known yet."""
-
-    peer: str
-    delay_s: float | None
-    bandwidth_bytes_per_s: float | None
-    jitter_s: float | None
-    """What round trips take beyond the shortest, on average."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class MachineReport:
-    """One server about itself."""
-
-    server: str
-    machine: str
-    """Tells machines apart."""
-    device: str
-    threads: int
-    free_bytes: int
-    software_s: float
-    """What the interpreter takes for a fixed piece of work: how quick software is there."""
-    work_s: FloatArray
-    """Quantiles 0.1, 0.5 and 0.9, [3, W, B] seconds."""
-    links: tuple[LinkReport, ...]
-
-
-def link_reports(estimates: Iterable[LinkEstimate]) -> tuple[LinkReport, ...]:
-    """What a transport has learnt of its links."""
-    return tuple(
-        LinkReport(
-            peer=link.peer,
-            delay_s=link.delay_s,
-            bandwidth_bytes_per_s=link.bandwidth_bytes_per_s,
-            jitter_s=None
-            if link.round_trip_s is None or link.delay_s is None
-            else max(link.round_trip_s - 2 * link.delay_s, 0.0),
-        )
-        for link in estimates
-    )
 
 
 def machine_name() -> str:

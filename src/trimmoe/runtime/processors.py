@@ -10,16 +10,13 @@ depth are drawn alike at a position.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from trimmoe.runtime.guides import forbidden
+from trimmoe.runtime.sampling_params import Sampling
 from trimmoe.runtime.seen import Seen
-
-if TYPE_CHECKING:
-    from trimmoe.runtime.sampling import Sampling
 
 
 def shaped(logits: Tensor, sampling: Sampling, position: int, seen: Seen | None) -> Tensor:

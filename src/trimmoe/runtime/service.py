@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Literal, Protocol
 
 import numpy as np
 
@@ -19,28 +19,14 @@ from trimmoe.policy.settings import PolicySettings
 from trimmoe.runtime.counters import ExpertUse
 from trimmoe.runtime.guides import guides_of
 from trimmoe.runtime.picture import Picture
-from trimmoe.runtime.sampling import Sampling
+from trimmoe.runtime.sampling_params import Sampling
 from trimmoe.runtime.scores import Score
 from trimmoe.runtime.seen import Seen
+from trimmoe.runtime.served import ServedModel
 
 FinishReason = Literal["stop", "length"]
 NEVER_EXIT = 2.0
 """A confidence that no exit head can reach."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ServedModel:
-    """What is served, as its users see it."""
-
-    id: str
-    tokenizer: Any
-    """A transformers tokenizer."""
-    context_length: int
-    vocab_size: int
-    created: int
-    """Unix time at which it began to be served, in seconds."""
-    stop_ids: frozenset[int] = frozenset()
-    """Tokens that end an answer."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

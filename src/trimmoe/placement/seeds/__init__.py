@@ -5,11 +5,10 @@ Each is a function of the planner that gives hosts and routes, and stages where 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 
 from trimmoe.core.errors import UserError
+from trimmoe.core.specs import IntArray
 from trimmoe.placement.baseline import dispersed_hosts
 from trimmoe.placement.pipeline import (
     compact_stages,
@@ -17,6 +16,7 @@ from trimmoe.placement.pipeline import (
     stage_hosts,
     staircase_routes,
 )
+from trimmoe.placement.planner import Placement, Planner
 from trimmoe.placement.routes import home_routes
 from trimmoe.placement.seeds.activation import activation_aware
 from trimmoe.placement.seeds.balanced import load_balanced
@@ -24,10 +24,6 @@ from trimmoe.placement.seeds.base import Seed, SeedPlan
 from trimmoe.placement.seeds.edgeshard import edgeshard_latency, edgeshard_throughput
 from trimmoe.placement.seeds.single import single_server
 from trimmoe.placement.seeds.slim import slim_caching
-
-if TYPE_CHECKING:
-    from trimmoe.core.specs import IntArray
-    from trimmoe.placement.make import Placement, Planner
 
 __all__ = ["SEEDS", "Seed", "SeedPlan", "seed_placement", "seed_plan"]
 

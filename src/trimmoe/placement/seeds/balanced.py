@@ -16,16 +16,12 @@ Reconstructed here:
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 
 from trimmoe.core.specs import BoolArray, FloatArray, IntArray
+from trimmoe.placement.planner import Planner
 from trimmoe.placement.routes import home_routes
 from trimmoe.placement.seeds.base import SeedPlan, covered
-
-if TYPE_CHECKING:
-    from trimmoe.placement.make import Planner
 
 
 def load_balanced(planner: Planner) -> SeedPlan | None:

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from trimmoe.core.specs import BoolArray, IntArray, ModelSpec
 from trimmoe.placement.capacity import used_bytes
-
-if TYPE_CHECKING:
-    from trimmoe.placement.make import Planner
+from trimmoe.placement.planner import Planner
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,7 +24,7 @@ class SeedPlan:
     """Server of every layer, [N], where the seed is a pipeline."""
 
 
-Seed = Callable[["Planner"], SeedPlan | None]
+Seed = Callable[[Planner], SeedPlan | None]
 """A seed plan of a cluster; None where the method cannot serve the model there.
 
 Raises `UserError` if the experts do not fit at all.

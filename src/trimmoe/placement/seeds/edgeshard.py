@@ -20,18 +20,14 @@ Reconstructed here:
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 
 from trimmoe.core.specs import BoolArray, FloatArray, IntArray
 from trimmoe.cost.expected import expected_layer_delay_s
 from trimmoe.cost.kernels import njit
 from trimmoe.placement.pipeline import stage_hosts, staircase_routes
+from trimmoe.placement.planner import Planner
 from trimmoe.placement.seeds.base import SeedPlan
-
-if TYPE_CHECKING:
-    from trimmoe.placement.make import Planner
 
 MOST_SERVERS = 12
 

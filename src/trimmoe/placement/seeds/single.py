@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 
+from trimmoe.placement.planner import Planner
 from trimmoe.placement.seeds.base import SeedPlan
-
-if TYPE_CHECKING:
-    from trimmoe.placement.make import Planner
 
 
 def single_server(planner: Planner) -> SeedPlan | None:

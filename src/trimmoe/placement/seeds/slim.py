@@ -18,17 +18,13 @@ Reconstructed here:
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 
 from trimmoe.core.specs import BoolArray, FloatArray, IntArray
 from trimmoe.cost.model import CostModel
+from trimmoe.placement.planner import Planner
 from trimmoe.placement.routes import home_routes
 from trimmoe.placement.seeds.base import SeedPlan, covered
-
-if TYPE_CHECKING:
-    from trimmoe.placement.make import Planner
 
 STORAGE_STEPS = 2048
 """Steps into which a server's storage is divided; an expert's size is rounded up to steps."""

@@ -19,7 +19,7 @@ from trimmoe.runtime.launch.status import Phase, ServerStatus
 
 if TYPE_CHECKING:
     from trimmoe.runtime.launch.process import ServerProcess
-    from trimmoe.runtime.probe import MachineReport
+    from trimmoe.runtime.machine_report import MachineReport
 
 _WATCH_S = 1.0
 """Between two looks whether there is a supervisor."""

@@ -20,7 +20,7 @@ from trimmoe.runtime.launch.addresses import Endpoint, endpoints
 from trimmoe.runtime.launch.artifacts import Artifacts, model_spec_of
 from trimmoe.runtime.launch.config import ServeConfig
 from trimmoe.runtime.launch.status import Phase, ServerStatus
-from trimmoe.runtime.probe import LinkReport, MachineReport
+from trimmoe.runtime.machine_report import LinkReport, MachineReport
 from trimmoe.runtime.wire.keys import KeyPair, derive_keys
 
 DEFAULT_PORT = 7900

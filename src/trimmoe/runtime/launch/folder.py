@@ -11,7 +11,7 @@ import contextlib
 import fcntl
 import os
 import pickle
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,6 +23,7 @@ from trimmoe.core.private import (
     require_private,
     write_private,
 )
+from trimmoe.runtime.launch.note import Note
 
 if TYPE_CHECKING:
     # A server's process listens before it imports what takes seconds.
@@ -34,19 +35,6 @@ _LONGEST_SOCKET = 100
 SPARE = "spare"
 Name = int | str
 """Of a process in a run folder: a server's index, or `SPARE`."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Note:
-    """What every version of this software understands of a job; written as plain values."""
-
-    version: str
-    """Of the software that wrote it."""
-    wire: int
-    """Major version of the protocol that its servers speak."""
-    cluster: str
-    """Equal where servers of one version may take the place of those of another."""
-    token: str = field(repr=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,7 @@ from trimmoe.runtime.launch.members import Members
 from trimmoe.runtime.launch.signals import Stop
 from trimmoe.runtime.launch.status import Phase, ServerStatus
 from trimmoe.runtime.launch.supervise import Patience, Supervisor
-from trimmoe.runtime.probe import MachineReport
+from trimmoe.runtime.machine_report import MachineReport
 
 Say = Callable[[str], None]
 

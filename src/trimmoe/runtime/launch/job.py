@@ -15,9 +15,9 @@ from trimmoe.policy.settings import PolicySettings
 from trimmoe.runtime.launch.addresses import Endpoint
 from trimmoe.runtime.launch.artifacts import Artifacts
 from trimmoe.runtime.launch.config import ServeConfig
-from trimmoe.runtime.launch.folder import Note
 from trimmoe.runtime.launch.model import served_name
 from trimmoe.runtime.launch.nodes import real_node
+from trimmoe.runtime.launch.note import Note
 from trimmoe.runtime.launch.server import NodeFactory, ServerSpec
 from trimmoe.runtime.launch.tls import Tls
 from trimmoe.runtime.service import InferenceService

@@ -11,7 +11,7 @@ from trimmoe.core.errors import UserError
 from trimmoe.runtime.launch.artifacts import Artifacts
 from trimmoe.runtime.launch.handles import ServerGone
 from trimmoe.runtime.launch.status import ServerStatus
-from trimmoe.runtime.probe import LinkReport, MachineReport
+from trimmoe.runtime.machine_report import LinkReport, MachineReport
 
 LOOK_S = 20.0
 """Between two looks."""

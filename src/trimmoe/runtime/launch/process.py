@@ -25,7 +25,7 @@ from trimmoe.core.errors import UserError
 from trimmoe.models.embedded.materialise import default_cache_dir
 from trimmoe.runtime.launch.server import Orders, ServerSpec, Started, run_server
 from trimmoe.runtime.launch.status import Phase, ServerStatus
-from trimmoe.runtime.probe import MachineReport, link_reports
+from trimmoe.runtime.machine_report import MachineReport, link_reports
 
 _log = logging.getLogger(__name__)
 

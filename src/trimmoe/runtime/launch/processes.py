@@ -19,7 +19,7 @@ from trimmoe.runtime.launch.job import Job
 from trimmoe.runtime.launch.process import log_path
 from trimmoe.runtime.launch.server import TOKEN_VARIABLE
 from trimmoe.runtime.launch.status import ServerStatus
-from trimmoe.runtime.probe import MachineReport
+from trimmoe.runtime.machine_report import MachineReport
 
 _CHILD = "trimmoe.runtime.launch.child"
 _POLL_S = 0.02

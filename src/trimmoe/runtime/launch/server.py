@@ -30,7 +30,7 @@ from trimmoe.runtime.http import HttpServer
 from trimmoe.runtime.launch.addresses import KEEP_ALIVE_S, Endpoint, listener
 from trimmoe.runtime.launch.model import model_folder
 from trimmoe.runtime.launch.tls import Tls
-from trimmoe.runtime.probe import MachineReport
+from trimmoe.runtime.machine_report import MachineReport
 from trimmoe.runtime.service import InferenceService, ServedModel
 from trimmoe.runtime.wire.base import Carrier
 from trimmoe.runtime.wire.codec import MessageTypes

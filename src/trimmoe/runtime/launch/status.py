@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields
 from enum import StrEnum
 from typing import Any
 
-from trimmoe.runtime.probe import LinkReport
+from trimmoe.runtime.machine_report import LinkReport
 
 
 class Phase(StrEnum):

@@ -11,8 +11,9 @@ from typing import Any
 
 from trimmoe.core.errors import UserError
 from trimmoe.runtime.launch.control import Control, Question, Unreachable
-from trimmoe.runtime.launch.folder import Note, RunFolder
+from trimmoe.runtime.launch.folder import RunFolder
 from trimmoe.runtime.launch.job import Job
+from trimmoe.runtime.launch.note import Note
 from trimmoe.runtime.launch.signals import Stop
 
 _LEAVING_S = 20.0

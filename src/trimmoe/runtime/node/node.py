@@ -28,6 +28,7 @@ from trimmoe.policy.build import PolicyMaker
 from trimmoe.policy.settings import PolicySettings
 from trimmoe.runtime.copies import able_policy
 from trimmoe.runtime.guides import guides_of
+from trimmoe.runtime.machine_report import MachineReport, link_reports
 from trimmoe.runtime.node.compute.completion import withdrawn
 from trimmoe.runtime.node.compute.executor import Executor
 from trimmoe.runtime.node.compute.pace import EmulatedPace, Pace
@@ -36,6 +37,7 @@ from trimmoe.runtime.node.front.access import Backroom, Desk
 from trimmoe.runtime.node.front.entrance import Entrance
 from trimmoe.runtime.node.front.jobs import Begun
 from trimmoe.runtime.node.mail import Mail
+from trimmoe.runtime.node.parts import Parts
 from trimmoe.runtime.node.picture import picture_of
 from trimmoe.runtime.node.records.checks import Geometry
 from trimmoe.runtime.node.records.messages import (
@@ -56,21 +58,14 @@ from trimmoe.runtime.node.schedule.floor import Floor
 from trimmoe.runtime.node.schedule.pump import Hands, Pump
 from trimmoe.runtime.node.schedule.scheduler import Scheduler
 from trimmoe.runtime.node.settings import NodeSettings
+from trimmoe.runtime.node.stats import NodeSnapshot, service_stats, snapshot
 from trimmoe.runtime.node.switchboard import Switchboard
 from trimmoe.runtime.node.watch.deployments import Basis, Built
 from trimmoe.runtime.node.watch.jury import Jury
 from trimmoe.runtime.node.watch.planner import Planner
-from trimmoe.runtime.node.watch.reports import NodeSnapshot, Reporter
+from trimmoe.runtime.node.watch.reports import Reporter
 from trimmoe.runtime.picture import layout_of
-from trimmoe.runtime.probe import (
-    MachineReport,
-    free_bytes,
-    link_reports,
-    machine_name,
-    time_software,
-    time_work,
-    used_bytes,
-)
+from trimmoe.runtime.probe import free_bytes, machine_name, time_software, time_work, used_bytes
 from trimmoe.runtime.service import Health, InferenceService, ServedModel
 from trimmoe.runtime.wire.base import (
     PeerChange,
@@ -254,7 +249,27 @@ class Node:
 
     def snapshot(self) -> NodeSnapshot:
         """What there is to say about this server now."""
-        return self.reporter.snapshot(self)
+        return snapshot(self.parts)
+
+    @property
+    def parts(self) -> Parts:
+        """What this server is made of, once it serves."""
+        return Parts(
+            server=self.settings.server,
+            cluster=self.cluster,
+            layout=self.layout,
+            transport=self._transport,
+            executor=self.executor,
+            floor=self.floor,
+            pump=self.pump,
+            desk=self.desk,
+            planner=self.planner,
+            reporter=self.reporter,
+            jury=self.jury,
+            malformed=self.malformed,
+            health=self.health,
+            guesses_now=self.guesses_now,
+        )
 
     def guesses_now(self) -> bool:
         """Whether this server guesses ahead for those who ask it now."""
@@ -307,8 +322,8 @@ class Node:
             least_chance=self._least_chance,
             chunk=settings.prefill_chunk,
             health=self.health,
-            stats=lambda running, waiting: self.reporter.stats(self, running, waiting),
-            picture=lambda: picture_of(self),
+            stats=lambda running, waiting: service_stats(self.parts, running, waiting),
+            picture=lambda: picture_of(self.parts),
             ledger_shape={
                 "layer_count": self._view.spec.layer_count,
                 "server_count": len(self._names),

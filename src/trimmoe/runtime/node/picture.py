@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
+from trimmoe.runtime.node.parts import Parts
 from trimmoe.runtime.node.records.messages import Vitals, Weather
 from trimmoe.runtime.picture import (
     LinkPicture,
@@ -14,29 +13,26 @@ from trimmoe.runtime.picture import (
     policy_picture,
 )
 
-if TYPE_CHECKING:
-    from trimmoe.runtime.node.node import Node
-
 _NOTHING = Vitals(0, 0, 0, 0.0, [])
 
 
-def picture_of(node: Node) -> Picture:
+def picture_of(parts: Parts) -> Picture:
     """Everything at this moment; costs nothing but the writing down."""
-    health, desk, planner = node.health(), node.desk, node.planner
-    servers = range(len(node.layout.servers))
-    states = [_state(node, server) for server in servers]
+    health, desk, planner = parts.health(), parts.desk, parts.planner
+    servers = range(len(parts.layout.servers))
+    states = [_state(parts, server) for server in servers]
     built = planner.in_force
     return Picture(
-        server=node.settings.server,
+        server=parts.server,
         ok=health.ok,
         reason=health.reason,
-        layout=node.layout,
+        layout=parts.layout,
         servers=tuple(
             _server(state, planner.weather_of(server))
             for server, state in zip(servers, states, strict=True)
         ),
         links=tuple(
-            _link(node, source, destination, states)
+            _link(parts, source, destination, states)
             for source in servers
             for destination in servers
             if source != destination
@@ -45,19 +41,19 @@ def picture_of(node: Node) -> Picture:
             built.route_of(server) if state is State.UP else None
             for server, state in zip(servers, states, strict=True)
         ),
-        policy=_policy(node),
+        policy=_policy(parts),
         requests=tuple(desk.under_way()),
         running=desk.running,
         waiting=desk.waiting,
     )
 
 
-def _state(node: Node, server: int) -> State:
-    if server in node.jury.left_out:
+def _state(parts: Parts, server: int) -> State:
+    if server in parts.jury.left_out:
         return State.LEFT_OUT
-    if server in node.planner.lost:
+    if server in parts.planner.lost:
         return State.LOST
-    return State.STARTING if node.planner.weather_of(server) is None else State.UP
+    return State.STARTING if parts.planner.weather_of(server) is None else State.UP
 
 
 def _server(state: State, weather: Weather | None) -> ServerPicture:
@@ -77,15 +73,15 @@ def _server(state: State, weather: Weather | None) -> ServerPicture:
     )
 
 
-def _link(node: Node, source: int, destination: int, states: list[State]) -> LinkPicture:
-    weather = node.planner.weather_of(source)
+def _link(parts: Parts, source: int, destination: int, states: list[State]) -> LinkPicture:
+    weather = parts.planner.weather_of(source)
     vitals = None if weather is None else weather.vitals
     up = not {State.LOST, State.LEFT_OUT} & {states[source], states[destination]}
     return LinkPicture(
         source=source,
         destination=destination,
         delay_s=None if weather is None else weather.delay_s[destination],
-        planned_delay_s=float(node.cluster.delay_s[source, destination]),
+        planned_delay_s=float(parts.cluster.delay_s[source, destination]),
         bandwidth_bytes_per_s=(
             None if weather is None else weather.bandwidth_bytes_per_s[destination]
         ),
@@ -94,12 +90,12 @@ def _link(node: Node, source: int, destination: int, states: list[State]) -> Lin
     )
 
 
-def _policy(node: Node) -> PolicyPicture:
-    settings, said = node.planner.settings, node.desk.answers.guessing
+def _policy(parts: Parts) -> PolicyPicture:
+    settings, said = parts.planner.settings, parts.desk.answers.guessing
     return policy_picture(
         settings,
-        guessing=bool(settings.guesses) and node.guesses_now(),
+        guessing=bool(settings.guesses) and parts.guesses_now(),
         guesses_made=said.made,
         guesses_right=said.right,
-        engines_built=node.planner.builds,
+        engines_built=parts.planner.builds,
     )

@@ -17,13 +17,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import msgspec
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from trimmoe.runtime.wire.protocol import Version
+from trimmoe.runtime.wire.version import Version
 
 Frame = bytes | bytearray | memoryview
 

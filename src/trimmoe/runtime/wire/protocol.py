@@ -12,23 +12,12 @@ tell which one it meets.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import msgspec
 
 from trimmoe.runtime.wire.base import Frame
 from trimmoe.runtime.wire.codec import MalformedFrame, checked_decode
-
-
-class Version(NamedTuple):
-    """Of the protocol."""
-
-    major: int
-    minor: int
-
-    def __str__(self) -> str:
-        return f"{self.major}.{self.minor}"
-
+from trimmoe.runtime.wire.version import Version
 
 WIRE_VERSION = Version(2, 2)
 """What this software speaks."""

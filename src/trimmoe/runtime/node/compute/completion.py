@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -14,6 +14,8 @@ from torch import Tensor
 from trimmoe.core.events import Complete, Receipt, Trailed
 from trimmoe.core.ledger import Ledger
 from trimmoe.core.profile import ExitState
+from trimmoe.policy.settings import PolicySettings
+from trimmoe.runtime.node.compute.runner import ModelRunner
 from trimmoe.runtime.node.records.messages import (
     NO_TOKEN,
     After,
@@ -32,21 +34,22 @@ from trimmoe.runtime.node.records.units import Unit, rows_of
 from trimmoe.runtime.sampling import draw
 from trimmoe.runtime.scores import Score
 
-if TYPE_CHECKING:
-    from trimmoe.runtime.node.compute.executor import Executor
-
 Told = TypeVar("Told", After, Token)
 
 
 def completed(
-    worker: Executor, command: Complete, units: Sequence[Unit], hidden: Tensor
+    runner: ModelRunner,
+    settings: PolicySettings,
+    command: Complete,
+    units: Sequence[Unit],
+    hidden: Tensor,
 ) -> list[Parcel]:
     """Predict from the last states [n, d]: tokens to their access servers, states onward."""
     propagating: list[Parcel] = []
-    state = worker.engine.settings.exit_state
-    exits = command.layer < worker.view.spec.layer_count
+    state = settings.exit_state
+    exits = command.layer < runner.view.spec.layer_count
     if not exits:
-        hidden = _tail(worker, units, hidden)
+        hidden = _tail(runner, units, hidden)
     elif state is ExitState.FROZEN:
         propagating = _propagated(command.layer, units, hidden)
     elif state is ExitState.DENSE:
@@ -54,9 +57,9 @@ def completed(
     receipts: dict[int, deque[Receipt]] = {}
     for each in command.receipts:
         receipts.setdefault(each.sequence, deque()).append(each)
-    drafts = exits and worker.engine.settings.drafts
+    drafts = exits and settings.drafts
     tokens = []
-    logits = worker.view.logits(hidden)
+    logits = runner.view.logits(hidden)
     for unit, scores, ledger in zip(units, logits, command.ledgers, strict=True):
         left = receipts.get(unit.seat.sequence)
         receipt = left.popleft() if left else None
@@ -75,11 +78,15 @@ def completed(
 
 
 def trailed(
-    worker: Executor, command: Trailed, units: Sequence[Unit], hidden: Tensor
+    runner: ModelRunner,
+    settings: PolicySettings,
+    command: Trailed,
+    units: Sequence[Unit],
+    hidden: Tensor,
 ) -> list[Parcel]:
     """What full depth says of tokens that were predicted before it, from last states [n, d]."""
-    logits = worker.view.logits(_tail(worker, units, hidden))
-    drafts = worker.engine.settings.drafts
+    logits = runner.view.logits(_tail(runner, units, hidden))
+    drafts = settings.drafts
     told = []
     for row, (unit, scores) in enumerate(zip(units, logits, strict=True)):
         token = token_of(unit, scores) if drafts else None
@@ -108,9 +115,9 @@ def _followed(units: Sequence[Unit], told: Sequence[After]) -> list[Parcel]:
     return [Parcel(to=access, message=Followed(after=each)) for access, each in by_access]
 
 
-def _tail(worker: Executor, units: Sequence[Unit], hidden: Tensor) -> Tensor:
-    batch = worker.batch(units)
-    return batch.pack(worker.view.tail(batch.unpack(hidden), batch, worker.cache))
+def _tail(runner: ModelRunner, units: Sequence[Unit], hidden: Tensor) -> Tensor:
+    batch = runner.batch(units)
+    return batch.pack(runner.view.tail(batch.unpack(hidden), batch, runner.cache))
 
 
 def token_of(

@@ -7,7 +7,6 @@ without slots on this server go on, before this server's own slots are run.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -15,16 +14,14 @@ from torch import Tensor
 
 from trimmoe.core.specs import IntArray
 from trimmoe.core.wave import Wave
+from trimmoe.runtime.node.compute.runner import ModelRunner
 from trimmoe.runtime.node.compute.shipping import Cargo, Split, dispatched, onward
 from trimmoe.runtime.node.records.messages import Parcel
-
-if TYPE_CHECKING:
-    from trimmoe.runtime.node.compute.executor import Executor
-    from trimmoe.runtime.node.records.outcome import Outcome
+from trimmoe.runtime.node.records.outcome import Outcome
 
 
 def run_and_ship(
-    worker: Executor,
+    runner: ModelRunner,
     depart: Callable[[IntArray], Wave],
     cargo: Cargo,
     split: Split,
@@ -38,16 +35,16 @@ def run_and_ship(
     `depart` gives what the engine has of some of the rows; `entering`: whether it has them about
     to enter the next layer already.
     """
-    experts, leaves = split.at(worker.server), split.leaves
+    experts, leaves = split.at(runner.server), split.leaves
 
     def run(which: IntArray) -> None:
         if which.size:
             staying, leaving = which[~leaves[which]], which[leaves[which]]
-            if worker.view.widths.moving == cargo.attended.shape[1]:
-                give(which, worker.view.gathered)
+            if runner.view.widths.moving == cargo.attended.shape[1]:
+                give(which, runner.view.gathered)
             else:
-                give(leaving, worker.view.gathered_part)
-                give(staying, worker.view.gathered)
+                give(leaving, runner.view.gathered_part)
+                give(staying, runner.view.gathered)
 
     def give(which: IntArray, how: Callable[..., Tensor]) -> None:
         if which.size:
@@ -61,16 +58,16 @@ def run_and_ship(
             return []
         return onward(cargo, split, which, depart(which), entering=entering)
 
-    works = split.used[:, worker.server]
+    works = split.used[:, runner.server]
     light, rest = np.flatnonzero(leaves & ~works), np.flatnonzero(works | ~leaves)
     # Of raw rows the shared expert runs where they gather.
     run(light[~split.raw[light]])
-    worker.verifier.choose(cargo, split, np.flatnonzero(leaves))
+    runner.verifier.choose(cargo, split, np.flatnonzero(leaves))
     parcels = dispatched(cargo, split, np.flatnonzero(leaves)) + ship(light)
     if not rest.size:
         outcome.parcels += parcels
         return
-    worker.emit(parcels, outcome)
+    runner.emit(parcels, outcome)
     run(rest)
-    worker.pace.experts(cargo.layer, experts)
+    runner.pace.experts(cargo.layer, experts)
     outcome.parcels += ship(np.flatnonzero(leaves & works))

@@ -6,7 +6,7 @@ row has left it as a `Wave` row of its own, so that the engine can be exchanged 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -42,22 +42,21 @@ from trimmoe.runtime.node.compute.completion import completed, trailed
 from trimmoe.runtime.node.compute.execution import run_and_ship
 from trimmoe.runtime.node.compute.homes import Homes
 from trimmoe.runtime.node.compute.pace import Pace
+from trimmoe.runtime.node.compute.runner import ModelRunner
 from trimmoe.runtime.node.compute.segments import Segments
 from trimmoe.runtime.node.compute.shipping import Cargo, Split
-from trimmoe.runtime.node.compute.states import entering, leaving, states_of
+from trimmoe.runtime.node.compute.states import entering, states_of
 from trimmoe.runtime.node.compute.verifying import Verifier
 from trimmoe.runtime.node.records.messages import Parcel, Start
 from trimmoe.runtime.node.records.outcome import Arrival, LogEntry, Outcome
 from trimmoe.runtime.node.records.readings import Foreseen
 from trimmoe.runtime.node.records.rows import Rows
 from trimmoe.runtime.node.records.sequences import Seat
-from trimmoe.runtime.node.records.units import Unit, boarded, epochs_of
+from trimmoe.runtime.node.records.units import Unit, boarded, told_epochs
 from trimmoe.runtime.observe import Observer
 
-_KEPT_BATCHES = 16
 
-
-class Executor:
+class Executor(ModelRunner):
     """See the module's docstring. `server` is this server's index."""
 
     def __init__(
@@ -73,12 +72,7 @@ class Executor:
         log_events: bool = False,
         verifier: Verifier | None = None,
     ) -> None:
-        self.verifier = verifier or Verifier.idle()
-        self.view, self.server = view, server
-        self.pace = pace or Pace()
-        self.send: Callable[[list[Parcel]], None] | None = None
-        """Sends what can leave before its batch is through; without it nothing does."""
-        self.cache = view.new_cache(slots=slots)
+        super().__init__(view, server=server, slots=slots, pace=pace, verifier=verifier)
         self.homes = Homes.of(view, slots, profile if engine.settings.guesses else None)
         self.engines = [engine]
         self.state = engine.start()
@@ -92,7 +86,6 @@ class Executor:
         """What follows the last layer."""
         self._draws = np.random.default_rng(seed)
         self._wave = 0
-        self._batches: dict[tuple[tuple[int, ...], tuple[int, ...]], TokenBatch] = {}
         self.index_routes()
 
     @property
@@ -229,7 +222,7 @@ class Executor:
                 [one.position for one in chosen],
                 [1] * len(chosen),
                 [],
-                epochs_of(chosen),
+                told_epochs([one.epoch for one in chosen]),
             )
             start = Start(rows=rows, tokens=[one.token for one in chosen])
             parcels.append(Parcel(to=first, message=start, wave=tokens.take(which)))
@@ -262,20 +255,6 @@ class Executor:
         output = torch.cat([states_of(self.view, unit, layer) for unit in ordered])
         self._executed(identity, layer, np.arange(len(ordered)), output, ordered, outcome)
         return outcome
-
-    def batch(self, units: Sequence[Unit]) -> TokenBatch:
-        """The units' rows as one step; the same units pass many layers together."""
-        slots = tuple(unit.seat.slot for unit in units)
-        key = (slots, tuple(unit.start for unit in units))
-        if any(unit.count > 1 for unit in units):
-            return self.view.batch(self.cache, slots, [unit.positions for unit in units])
-        if key not in self._batches:
-            if len(self._batches) >= _KEPT_BATCHES:
-                self._batches.clear()
-            self._batches[key] = self.view.batch(
-                self.cache, slots, [unit.positions for unit in units]
-            )
-        return self._batches[key]
 
     def execute(
         self,
@@ -319,13 +298,6 @@ class Executor:
         else:
             self._executed(command.wave, layer, rows[staying], kept, units, outcome)
 
-    def emit(self, parcels: list[Parcel], outcome: Outcome) -> None:
-        """Send parcels now if that is possible, or with the rest of the outcome."""
-        if self.send is None:
-            outcome.parcels += parcels
-        elif parcels:
-            self.send(leaving(parcels))
-
     def _executed(
         self,
         wave: int,
@@ -364,11 +336,11 @@ class Executor:
                 for unit, token in zip(which, predicted, strict=True):
                     unit.probe = token
             elif isinstance(command, Complete):
-                outcome.parcels += completed(self, command, which, hidden)
+                outcome.parcels += completed(self, self.engine.settings, command, which, hidden)
                 if command.layer == self.view.spec.layer_count:
                     outcome.written += [(unit, self._end) for unit in which]
             elif isinstance(command, Trailed):
-                outcome.parcels += trailed(self, command, which, hidden)
+                outcome.parcels += trailed(self, self.engine.settings, command, which, hidden)
                 outcome.written += [(unit, self._end) for unit in which]
             else:
                 self.go_on(which, self.departed(wave, command.rows), hidden, outcome)

@@ -22,7 +22,7 @@ from trimmoe.models.sums import sums_in
 from trimmoe.runtime.node.records.messages import NOBODY, Dispatch, Onward, Parcel
 from trimmoe.runtime.node.records.rows import Rows
 from trimmoe.runtime.node.records.sums import parted
-from trimmoe.runtime.node.records.units import Unit, epochs_of, tokens_of
+from trimmoe.runtime.node.records.units import Unit, tokens_of, told_epochs
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -131,7 +131,7 @@ class Cargo:
             [unit.start for unit in units],
             counts.tolist(),
             [] if whole else self.offset[which].tolist(),
-            epochs_of(units),
+            told_epochs([unit.epoch for unit in units]),
             tokens_of(units) if moving else [],
         )
 

@@ -19,8 +19,6 @@ from trimmoe.runtime.seen import UNKNOWN
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from trimmoe.runtime.node.records.outcome import Arrival
-
 OWN_RAW = -1
 """In place of a server: this one's slots and shared expert for rows that came raw."""
 
@@ -253,7 +251,7 @@ def rows_of(units: Sequence[Unit]) -> Rows:
         [unit.start for unit in units],
         [unit.count for unit in units],
         [],
-        epochs_of(units),
+        told_epochs([unit.epoch for unit in units]),
         tokens_of(units),
     )
 
@@ -267,7 +265,6 @@ def tokens_of(units: Sequence[Unit]) -> list[int]:
     return tokens if max(tokens) > UNKNOWN else []
 
 
-def epochs_of(setting_out: Sequence[Unit] | Sequence[Arrival]) -> list[int]:
-    """As in `Rows`."""
-    epochs = [one.epoch for one in setting_out]
+def told_epochs(epochs: list[int]) -> list[int]:
+    """As in `Rows`: none where nothing was ever withdrawn."""
     return epochs if any(epochs) else []

@@ -2,52 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from trimmoe.runtime.node.records.messages import Vitals, Weather
-from trimmoe.runtime.service import LinkStats, ServiceStats
-from trimmoe.runtime.wire.base import Counters, Transport
+from trimmoe.runtime.wire.base import Transport
 from trimmoe.runtime.wire.estimates import RunningAverage
-
-if TYPE_CHECKING:
-    from trimmoe.runtime.node.node import Node
 
 WAITING_HALF_LIFE_S = 5.0
 BUSY_HALF_LIFE_S = 1.5
 """Short: what guesses cost others shows at once."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class NodeSnapshot:
-    """One server at one moment."""
-
-    server: str
-    ok: bool
-    reason: str
-    peers_up: tuple[str, ...]
-    sequences: int
-    """Under way, whose routes cross this server."""
-    retained: int
-    """Sequences that are over and whose states are kept here."""
-    kv_cache_usage: float
-    queued: int
-    """Items that are ready to be computed."""
-    gathering: int
-    """Units whose partial sums are still to come."""
-    batches: Mapping[str, int]
-    """By kind of step."""
-    items: Mapping[str, int]
-    """Items in those batches."""
-    waiting_s: float
-    """Mean time that slots of generated tokens wait here before they are begun."""
-    restarts: int
-    """Attempts of this server's users that were lost."""
-    engines_built: int
-    malformed: Mapping[str, int]
-    """Messages that made no sense, by type."""
-    traffic: Counters
 
 
 @dataclass(kw_only=True, slots=True)
@@ -129,56 +93,4 @@ class Reporter:
             memory_bytes=memory_bytes,
             uptime_s=self._now() - self._since_s,
             sent_bytes=[sent[name].size_bytes if name in sent else 0 for name in self._names],
-        )
-
-    def stats(self, node: Node, running: int, waiting: int) -> ServiceStats:
-        """For `/metrics`."""
-        links, sent = self._transport.link_estimates(), self._transport.counters.sent
-        feedback = node.executor.state.feedback
-        return ServiceStats(
-            running=running,
-            waiting=waiting,
-            kv_cache_usage=max([node.floor.seats.usage, *self.kv_usage.values()]),
-            links=tuple(
-                LinkStats(
-                    source=self._transport.name,
-                    destination=peer,
-                    size_bytes=sent[peer].size_bytes if peer in sent else 0,
-                    round_trip_s=links[peer].round_trip_s if peer in links else None,
-                )
-                for peer in self._names
-                if peer != self._transport.name
-            ),
-            expert_executions=node.executor.counter.counts.copy(),
-            audits=feedback.audits,
-            false_exits=feedback.false_exits,
-            guesses=node.desk.answers.guessing.made,
-            right_guesses=node.desk.answers.guessing.right,
-            prefix_queries=node.desk.memory.asked,
-            prefix_hits=node.desk.memory.tokens,
-            verified=node.jury.verified,
-            wrong_results=node.jury.wrong,
-            left_out=len(node.jury.left_out),
-        )
-
-    def snapshot(self, node: Node) -> NodeSnapshot:
-        """See the fields."""
-        health = node.health()
-        return NodeSnapshot(
-            server=self._transport.name,
-            ok=health.ok,
-            reason=health.reason,
-            peers_up=tuple(sorted(self._transport.peers_up())),
-            sequences=len(node.floor.seats),
-            retained=node.floor.seats.retained,
-            kv_cache_usage=node.floor.seats.usage,
-            queued=len(node.floor.scheduler),
-            gathering=len(node.floor.gather),
-            batches=dict(node.pump.batch_counts),
-            items=dict(node.pump.item_counts),
-            waiting_s=self.waiting_s,
-            restarts=node.desk.restarts,
-            engines_built=node.planner.builds,
-            malformed=dict(node.malformed),
-            traffic=self._transport.counters,
         )
