@@ -89,7 +89,8 @@ class Scripted:
 
     def submit(self, request: GenerationRequest) -> TokenStream:
         self.asked.append(request)
-        return _Script(self._tokens, request.sampling.logprobs)
+        left = self._tokens[len(request.received) :]
+        return _Script(left, request.sampling.logprobs)
 
     def health(self) -> Health:
         return Health(ok=True)

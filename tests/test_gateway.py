@@ -101,10 +101,18 @@ class Faulty:
             self.deaf = True
             await asyncio.sleep(60)
         if self.ending != "cut":
-            body = {"error": {"message": "told to", "type": self.ending}}
-            yield f"data: {json.dumps(body)}\n\ndata: [DONE]\n\n".encode()
+            yield self.failure(path)
             return
         raise ConnectionResetError
+
+    def failure(self, path: str) -> bytes:
+        """What a stream ends with that cannot go on."""
+        if path == "/v1/responses":
+            codes = {"server_error": "unavailable", "rate_limit_error": "overloaded"}
+            body: Any = {"type": "error", "code": codes[self.ending], "message": "told to"}
+            return f"event: error\ndata: {json.dumps(body)}\n\n".encode()
+        body = {"error": {"message": "told to", "type": self.ending}}
+        return f"data: {json.dumps(body)}\n\ndata: [DONE]\n\n".encode()
 
 
 @pytest.fixture(scope="module")

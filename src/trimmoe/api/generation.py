@@ -56,6 +56,8 @@ class Answer:
         self.request = request
         self.made = self.cached_tokens = 0
         """Tokens of the answer, with those made elsewhere, and of the prompt that were kept."""
+        self.replayed: list[Piece] = []
+        """What the tokens made elsewhere gave, a piece each."""
         self.ledger: Ledger | None = None
         self._calls = calls
         self._text = codec.stream(() if calls is None else calls.marks)
@@ -100,6 +102,7 @@ class Answer:
             elif self.made == request.max_new_tokens:
                 reason = "length"
             piece = self._read((), *self._shown(token, reason))
+            self.replayed.append(piece)
             if piece.finish_reason is not None:
                 return piece.finish_reason
         return None

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import chain
 from typing import Any, Literal
 from uuid import uuid4
 
-from pydantic import BaseModel
+from pydantic import BaseModel, SerializerFunctionWrapHandler, model_serializer
 
 from trimmoe.api.calls import CallPart
 from trimmoe.api.generation import Piece
 from trimmoe.api.response_requests import ResponseRequest
-from trimmoe.api.responses import LedgerUsage, TokenLogprob, Usage
+from trimmoe.api.responses import LedgerUsage, TokenLogprob, Usage, without_nulls
 from trimmoe.api.text import TextCodec
 from trimmoe.api.wording import token_logprobs
 
@@ -121,6 +122,11 @@ class ResponseEvent(BaseModel):
     name: str | None = None
     arguments: str | None = None
     logprobs: list[TokenLogprob] | None = None
+    token_ids: list[int] | None = None
+
+    @model_serializer(mode="wrap")
+    def _without_nulls(self, nested: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        return without_nulls(nested(self))
 
 
 class Transcript:
@@ -128,6 +134,7 @@ class Transcript:
 
     def __init__(self, body: ResponseRequest, codec: TextCodec) -> None:
         self._codec, self._logprobs = codec, body.wants_logprobs
+        self._ids_wanted, self._untold = body.return_token_ids, list[int]()
         self._count = 0
         self._items: list[OutputMessage | OutputCall] = []
         choice = body.tool_choice
@@ -153,12 +160,19 @@ class Transcript:
         for name in ("created", "in_progress"):
             yield self._event(f"response.{name}", response=self.response)
 
+    def replay(self, pieces: Sequence[Piece]) -> None:
+        """Nobody is told again of what came from elsewhere, but all that follows counts on."""
+        events = [self.open(), *(self.push(piece) for piece in pieces)] if pieces else []
+        for _ in chain(*events):
+            pass
+
     def push(self, piece: Piece) -> Iterator[ResponseEvent]:
         """A piece came."""
+        self._untold += [event.token for event in piece.tokens]
         if piece.text:
             yield from self._say(piece)
         for part in piece.calls:
-            yield from self._call(part)
+            yield from self._call(part, is_last=part is piece.calls[-1])
 
     def close(self, reason: str | None, counts: Usage) -> Iterator[ResponseEvent]:
         """The answer is over."""
@@ -191,9 +205,16 @@ class Transcript:
         (said,) = message.content
         said.text += piece.text
         said.logprobs += told
-        yield self._of_text("delta", message, delta=piece.text, logprobs=told)
+        tokens = None if piece.calls else self._tokens()
+        yield self._of_text("delta", message, delta=piece.text, logprobs=told, token_ids=tokens)
 
-    def _call(self, part: CallPart) -> Iterator[ResponseEvent]:
+    def _tokens(self) -> list[int] | None:
+        """Those that whoever has the piece's last event has all of: an answer is continued behind
+        them."""
+        told, self._untold = self._untold, []
+        return told if self._ids_wanted else None
+
+    def _call(self, part: CallPart, *, is_last: bool) -> Iterator[ResponseEvent]:
         if part.id is not None:
             assert part.name is not None
             yield from self._begin(
@@ -203,7 +224,8 @@ class Transcript:
             call = self._items[-1]
             assert isinstance(call, OutputCall)
             call.arguments += part.arguments
-            yield self._of_arguments("delta", call, delta=part.arguments)
+            tokens = self._tokens() if is_last else None
+            yield self._of_arguments("delta", call, delta=part.arguments, token_ids=tokens)
 
     def _begin_message(self) -> Iterator[ResponseEvent]:
         message = OutputMessage(id=f"msg_{uuid4().hex}")

@@ -8,7 +8,7 @@ from pydantic import Field, ValidationError
 
 from trimmoe.api.errors import ApiError
 from trimmoe.api.requests import ChatRequest, FunctionSpec
-from trimmoe.api.sampled import Body, Drawn, NonEmpty
+from trimmoe.api.sampled import Body, Drawn, NonEmpty, Received
 
 _INCLUDABLE = "message.output_text.logprobs"
 
@@ -121,6 +121,11 @@ class ResponseRequest(Drawn):
     background: Literal[False] = False
     previous_response_id: str | None = None
     """Refused: nothing of a response is kept."""
+    return_token_ids: bool = False
+    """Add `token_ids` to events, of the tokens since the last event that had some."""
+    continue_token_ids: Received | None = None
+    """Tokens of the answer that came already, from any server of the cluster: events go on behind
+    those that told of them, under ids of their own."""
 
     @property
     def wants_logprobs(self) -> bool:
@@ -149,6 +154,7 @@ def as_chat(body: ResponseRequest) -> ChatRequest:
         "max_tokens": body.max_output_tokens,
         "logprobs": body.wants_logprobs,
         "top_logprobs": (body.top_logprobs or 0) if body.wants_logprobs else None,
+        "continue_token_ids": body.continue_token_ids,
     }
     try:
         return ChatRequest.model_validate(common | asked)

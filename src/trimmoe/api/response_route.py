@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
@@ -12,13 +11,18 @@ from starlette.responses import JSONResponse, Response
 
 from trimmoe.api.chat import chat_requests, reader_of
 from trimmoe.api.context import Serving
-from trimmoe.api.errors import ErrorDetail
 from trimmoe.api.generation import Answer, EndReason, collect, usage
 from trimmoe.api.openapi import generation_responses
 from trimmoe.api.response_items import ResponseBody, ResponseEvent, Transcript
 from trimmoe.api.response_requests import ResponseRequest, as_chat
 from trimmoe.api.responses import Usage
-from trimmoe.api.streaming import EventStream, Framing, until_gone
+from trimmoe.api.streaming import (
+    EventStream,
+    Framing,
+    named_event,
+    named_failure,
+    until_gone,
+)
 
 router = APIRouter()
 
@@ -38,6 +42,7 @@ async def responses(body: ResponseRequest, http: Request, context: Serving) -> R
         reader_of(offer)(),
     )
     try:
+        transcript.replay(answer.replayed)
         if not body.stream:
             piece = await until_gone(http.receive, collect(answer.pieces()))
             for _ in transcript.push(piece):
@@ -59,11 +64,11 @@ def _counts(answer: Answer) -> Usage:
 
 
 async def _events(answer: Answer, transcript: Transcript) -> AsyncGenerator[BaseModel]:
-    """Everything in order, from the first token on."""
+    """Everything in order, from the first token on, or behind the tokens that came already."""
     reason: EndReason | None = None
     try:
         async with aclosing(answer.pieces()) as pieces:
-            begun = False
+            begun = bool(answer.replayed)
             async for piece in pieces:
                 if not begun:
                     for event in transcript.open():
@@ -79,13 +84,7 @@ async def _events(answer: Answer, transcript: Transcript) -> AsyncGenerator[Base
 
 def _event(event: BaseModel) -> bytes:
     assert isinstance(event, ResponseEvent)
-    text = event.model_dump_json(exclude_none=True)
-    return f"event: {event.type}\ndata: {text}\n\n".encode()
+    return named_event(event.type, event.model_dump_json())
 
 
-def _failure(error: ErrorDetail) -> bytes:
-    told = {"type": "error", "code": error.code, "message": error.message, "param": error.param}
-    return f"event: error\ndata: {json.dumps(told)}\n\n".encode()
-
-
-_EVENTS = Framing(event=_event, failure=_failure, end=b"")
+_EVENTS = Framing(event=_event, failure=named_failure, end=b"")

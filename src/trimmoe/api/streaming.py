@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -102,6 +103,17 @@ CHUNKS = Framing(
     event=_chunk, failure=lambda error: _chunk(ErrorBody(error=error)) + DONE, end=DONE
 )
 """Of completions and chats."""
+
+
+def named_event(kind: str, text: str) -> bytes:
+    """An event of a stream whose events have names."""
+    return f"event: {kind}\ndata: {text}\n\n".encode()
+
+
+def named_failure(error: ErrorDetail) -> bytes:
+    """What such a stream ends with that cannot go on."""
+    told = {"type": "error", "code": error.code, "message": error.message, "param": error.param}
+    return named_event("error", json.dumps(told))
 
 
 class EventStream(Response):

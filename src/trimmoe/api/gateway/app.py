@@ -21,11 +21,23 @@ from trimmoe.api.errors import ApiError, ClientGone
 from trimmoe.api.gateway.pool import Backend, Pool
 from trimmoe.api.gateway.progress import Chunk, Progress, continuable
 from trimmoe.api.gateway.relay import NOBODY, Refused, Relay
+from trimmoe.api.gateway.response_progress import (
+    ResponseProgress,
+    response_continuable,
+    whole_response,
+)
 from trimmoe.api.gateway.whole import Whole
 from trimmoe.api.guards import BodyLimit, Stopping
-from trimmoe.api.streaming import CHUNKS, EventStream, until_gone
+from trimmoe.api.streaming import (
+    CHUNKS,
+    EventStream,
+    Framing,
+    named_event,
+    named_failure,
+    until_gone,
+)
 
-ANSWERS = ("/v1/completions", "/v1/chat/completions")
+ANSWERS, RESPONSES = ("/v1/completions", "/v1/chat/completions"), "/v1/responses"
 _HOP = frozenset(
     {
         *("accept-encoding", "connection", "content-length", "host", "keep-alive"),
@@ -100,8 +112,19 @@ class _Gateway:
         chunks = self.relay.chunks(http.url.path, _onward(http.headers), progress)
         if not progress.streamed:
             return JSONResponse(await until_gone(http.receive, _whole(chunks)))
-        first = await until_gone(http.receive, anext(chunks))
-        return EventStream(first, chunks, _CHUNKS)
+        return await _stream(http, chunks, _CHUNKS)
+
+    async def respond(self, http: Request) -> Response:
+        """The same in the newer form."""
+        content = await _content(http)
+        body = _json(content)
+        if not response_continuable(body):
+            return await self.passed_on(http, content)
+        progress = ResponseProgress(body)
+        events = self.relay.chunks(http.url.path, _onward(http.headers), progress)
+        if not progress.streamed:
+            return JSONResponse(await until_gone(http.receive, whole_response(events)))
+        return await _stream(http, events, _EVENTS)
 
     async def passed_on(self, http: Request, content: bytes) -> Response:
         """Whatever it is, from the first server that takes it, as it comes."""
@@ -183,11 +206,15 @@ def create_gateway(settings: GatewaySettings) -> FastAPI:
     async def answer(http: Request) -> Response:
         return await gateway.answer(http)
 
+    async def respond(http: Request) -> Response:
+        return await gateway.respond(http)
+
     async def anything(http: Request) -> Response:
         return await gateway.passed_on(http, await _content(http))
 
     for path in ANSWERS:
         app.add_api_route(path, answer, methods=["POST"])
+    app.add_api_route(RESPONSES, respond, methods=["POST"])
     app.add_api_route("/{path:path}", anything, methods=_METHODS)
     app.add_middleware(BodyLimit, max_bytes=settings.max_body_bytes)
     app.add_middleware(Stopping)
@@ -214,6 +241,12 @@ def _onward(headers: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in headers.items() if name.lower() not in _HOP}
 
 
+async def _stream(http: Request, chunks: AsyncGenerator[Chunk], framing: Framing) -> Response:
+    """Chunks as they come, from the first on: what prevents it still has a status."""
+    first = await until_gone(http.receive, anext(chunks))
+    return EventStream(first, chunks, framing)
+
+
 async def _whole(chunks: AsyncGenerator[Chunk]) -> dict[str, Any]:
     whole = Whole()
     async with aclosing(chunks):
@@ -226,7 +259,12 @@ def _event(chunk: Chunk) -> bytes:
     return b"data: " + msgspec.json.encode(chunk) + b"\n\n"
 
 
+def _named(event: Chunk) -> bytes:
+    return named_event(event["type"], msgspec.json.encode(event).decode())
+
+
 _CHUNKS = replace(CHUNKS, event=_event)
+_EVENTS = Framing(event=_named, failure=named_failure, end=b"")
 
 
 def urls_of(servers: Sequence[str]) -> tuple[str, ...]:

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 _SEED_BITS = 53
 Chunk = dict[str, Any]
 """One event of a stream, as servers write them."""
+
+
+def seed_of(body: Mapping[str, Any]) -> Any:
+    """What an answer is drawn with, wherever its tokens are drawn."""
+    given = body.get("seed")
+    return secrets.randbits(_SEED_BITS) if given is None else given
 
 
 class Progress:
@@ -21,9 +27,7 @@ class Progress:
         options = body.get("stream_options") or {}
         self._usage_wanted = not self.streamed or bool(options.get("include_usage"))
         self._ids_wanted = bool(body.get("return_token_ids"))
-        self._seed = body.get("seed")
-        if self._seed is None:
-            self._seed = secrets.randbits(_SEED_BITS)
+        self._seed = seed_of(body)
         self._tokens = [list(each) for each in _begun(body)]
         self._opened: set[int] = set()
         self._finished: set[int] = set()
@@ -91,10 +95,15 @@ def continuable(body: Any) -> bool:
         if not isinstance(options, dict) or not body.get("stream"):
             return False
         flags.append(options.get("include_usage"))
-    if any(each is not None and not isinstance(each, bool) for each in flags):
+    if not are_flags(flags):
         return False
     count = _choices(body)
     return 0 < count <= _MOST_CHOICES and _fits(body.get("continue_token_ids"), count)
+
+
+def are_flags(given: Sequence[Any]) -> bool:
+    """Whether all of these are true, false, or not given."""
+    return all(each is None or isinstance(each, bool) for each in given)
 
 
 _MOST_CHOICES = 4096

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import httpx
 import msgspec
@@ -14,7 +14,7 @@ import msgspec
 from trimmoe.api.errors import ApiError
 from trimmoe.api.gateway.events import DONE, payloads
 from trimmoe.api.gateway.pool import Backend, Pool
-from trimmoe.api.gateway.progress import Chunk, Progress
+from trimmoe.api.gateway.progress import Chunk
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 1.0
 MOST_FAULTS = 3
@@ -33,10 +33,29 @@ class Refused(Exception):
     def error(self) -> ApiError:
         """The same for a client that has had a part of an answer."""
         try:
-            message = msgspec.json.decode(self.content)["error"]["message"]
-        except (msgspec.DecodeError, KeyError, TypeError):
+            told = msgspec.json.decode(self.content)
+            message = told.get("error", told)["message"]
+        except (AttributeError, msgspec.DecodeError, KeyError, TypeError):
             message = "The answer could not be continued; try again shortly."
         return ApiError(self.status, str(message))
+
+
+class Course(Protocol):
+    """How far an answer has come at its client."""
+
+    begun: bool
+    """Whether anything of it came."""
+    over: bool
+    """Whether all of it came."""
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """What to ask a server for now."""
+        ...
+
+    def received(self, chunk: Chunk) -> Chunk | None:
+        """Book a server's chunk; what the client is to see of it."""
+        ...
 
 
 class _Trouble(Exception):
@@ -73,7 +92,7 @@ class Relay:
         """How often an answer went on at another server."""
 
     async def chunks(
-        self, path: str, headers: Mapping[str, str], progress: Progress
+        self, path: str, headers: Mapping[str, str], progress: Course
     ) -> AsyncGenerator[Chunk]:
         """What the client is to see. Raises `Refused` before the first chunk, `ApiError` after."""
         tries, tried = _Tries(), set[Backend]()
@@ -97,7 +116,7 @@ class Relay:
             except _Trouble as trouble:
                 self._book(trouble, tries, progress)
 
-    def _book(self, trouble: _Trouble, tries: _Tries, progress: Progress) -> None:
+    def _book(self, trouble: _Trouble, tries: _Tries, progress: Course) -> None:
         """Remember why an attempt ended; raises if nobody else can do better."""
         refused = trouble.refused
         if refused is None:
@@ -110,7 +129,7 @@ class Relay:
         if (400 <= refused.status < 500 and refused.status != _BUSY) or tries.faults == MOST_FAULTS:
             _give_up(refused, progress)
 
-    async def _next_round(self, tries: _Tries, progress: Progress) -> None:
+    async def _next_round(self, tries: _Tries, progress: Course) -> None:
         """All servers were asked: whether and when to ask them again."""
         if tries.busy is not None and not progress.begun:
             # They have queues of their own; another one here would only be longer.
@@ -125,7 +144,7 @@ class Relay:
         tries.busy = None
 
     async def _attempt(
-        self, backend: Backend, path: str, headers: Mapping[str, str], progress: Progress
+        self, backend: Backend, path: str, headers: Mapping[str, str], progress: Course
     ) -> AsyncGenerator[Chunk]:
         """Chunks from one server. Raises `_Trouble` unless the answer is complete."""
         with backend.serving():
@@ -133,8 +152,8 @@ class Relay:
                 async with aclosing(self._events(backend, path, headers, progress)) as events:
                     while (payload := await _heard(backend, anext(events, DONE))) != DONE:
                         chunk: Any = msgspec.json.decode(payload)
-                        if "error" in chunk:
-                            raise _Trouble(_said(chunk["error"], payload))
+                        if "error" in chunk or chunk.get("type") == "error":
+                            raise _Trouble(_said(chunk.get("error", chunk), payload))
                         backend.spoke()
                         yield chunk
             except (httpx.HTTPError, msgspec.DecodeError) as error:
@@ -144,7 +163,7 @@ class Relay:
                 raise _Trouble
 
     async def _events(
-        self, backend: Backend, path: str, headers: Mapping[str, str], progress: Progress
+        self, backend: Backend, path: str, headers: Mapping[str, str], progress: Course
     ) -> AsyncGenerator[bytes]:
         url, content = f"{backend.url}{path}", msgspec.json.encode(progress.body)
         async with self._client.stream("POST", url, headers=headers, content=content) as got:
@@ -165,7 +184,7 @@ async def _heard(backend: Backend, wait: Any) -> bytes:
         raise _Trouble from error
 
 
-def _give_up(refused: Refused | None, progress: Progress) -> None:
+def _give_up(refused: Refused | None, progress: Course) -> None:
     if refused is None:
         raise ApiError(503, NOBODY, code="unavailable")
     raise refused.error() if progress.begun else refused
@@ -173,6 +192,13 @@ def _give_up(refused: Refused | None, progress: Progress) -> None:
 
 def _said(error: Any, payload: bytes) -> Refused:
     """An event that says why a stream ends; by then there is no status any more."""
-    kinds = {"server_error": 503, "rate_limit_error": _BUSY}
-    kind = error.get("type") if isinstance(error, dict) else None
-    return Refused(kinds.get(str(kind), 400), {}, payload)
+    if not isinstance(error, dict):
+        return Refused(400, {}, payload)
+    if error.get("type") == "error":
+        # Of responses: they have no other type, and servers' own failures no code.
+        return Refused(_BY_CODE.get(str(error.get("code")), 400), {}, payload)
+    return Refused(_BY_TYPE.get(str(error.get("type")), 400), {}, payload)
+
+
+_BY_TYPE = {"server_error": 503, "rate_limit_error": _BUSY}
+_BY_CODE = {"None": 503, "unavailable": 503, "overloaded": _BUSY}
