@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -21,6 +21,7 @@ from trimmoe.core.precision import Precision
 from trimmoe.core.profile import Profile
 from trimmoe.core.specs import IntArray
 from trimmoe.models.base import MoEView
+from trimmoe.models.draft import DraftModel
 from trimmoe.models.load import open_model
 from trimmoe.policy.settings import PRESETS, PolicySettings
 from trimmoe.runtime.node.node import Node
@@ -112,6 +113,8 @@ class Servers:
     settings: dict[str, Any]
     sockets: bool = False
     quantise: Precision = Precision.NONE
+    draft: Callable[[], DraftModel] | None = None
+    """Opens every server's own."""
     network: MemoryNetwork = field(default_factory=MemoryNetwork)
     transports: dict[int, LinkTransport] = field(default_factory=dict)
     nodes: dict[int, Node] = field(default_factory=dict)
@@ -163,6 +166,7 @@ class Servers:
             transport=self.transports[server],
             settings=NodeSettings(server=server, **self.settings),
             model=self.tiny.model(),
+            draft=None if self.draft is None else self.draft(),
         )
         self.nodes[server] = node
         await node.start()
@@ -200,6 +204,7 @@ async def running(
     sockets: bool = False,
     network: MemoryNetwork | None = None,
     quantise: Precision = Precision.NONE,
+    draft: Callable[[], DraftModel] | None = None,
     **settings: Any,
 ) -> AsyncGenerator[Servers]:
     """All servers of a plan, up and connected."""
@@ -213,6 +218,7 @@ async def running(
         sockets=sockets,
         network=network or MemoryNetwork(),
         quantise=quantise,
+        draft=draft,
     )
     try:
         for server in range(len(servers.names)):

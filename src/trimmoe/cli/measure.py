@@ -14,6 +14,7 @@ from rich.markup import escape
 from trimmoe.cli.options import (
     Confidence,
     Device,
+    DraftModel,
     Dtype,
     GivenBudget,
     ModelOption,
@@ -26,7 +27,7 @@ from trimmoe.cli.options import (
     require_folder,
 )
 from trimmoe.core.precision import Precision
-from trimmoe.experiments.opening import open_view, profile_path, resolved
+from trimmoe.experiments.opening import open_drafts, open_view, profile_path, resolved
 
 
 def generate(
@@ -41,6 +42,7 @@ def generate(
     budget: GivenBudget = None,
     confidence: Confidence = 0.9,
     access: Annotated[str | None, typer.Option(help="The server the user talks to.")] = None,
+    draft_model: DraftModel = None,
     max_new_tokens: Annotated[int, typer.Option(min=1)] = 40,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 0.0,
     chat: Annotated[bool, typer.Option(help="Wrap the prompt in the chat template.")] = False,
@@ -72,7 +74,8 @@ def generate(
     check_prompt(ids, spec.context_length)
     view = open_view(path, dtype, device, quantise=quantise)
     engine = method_engine(named, placed, calibrated, view.spec, policy)
-    driver = LocalDriver(view, calibrated, engine, slots=1, seed=seed)
+    draft = open_drafts(draft_model, view, tokenizer, policy, slots=1)
+    driver = LocalDriver(view, calibrated, engine, slots=1, seed=seed, draft=draft)
     pieces = []
     console.print(escape(prompt), end="", style="dim", highlight=False)
     for one in answer(

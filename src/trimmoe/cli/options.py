@@ -37,6 +37,13 @@ ProfileOption = Annotated[
 PlanOption = Annotated[Path, typer.Option("--plan", help="Made by `trimmoe plan`.")]
 CLUSTER_HELP = "A cluster file, or the name of a sample: see `trimmoe clusters`."
 Output = Annotated[Path, typer.Option("--output", "-o", help="Where to write the result.")]
+DraftModel = Annotated[
+    str | None,
+    typer.Option(
+        "--draft-model",
+        help="A small model of the same vocabulary that guesses too: folder, hub id or GGUF file.",
+    ),
+]
 Budget = Annotated[
     float, typer.Option(min=0.0, max=1.0, help="Flip rate a generated token may lose on average.")
 ]

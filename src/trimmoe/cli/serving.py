@@ -16,6 +16,7 @@ from trimmoe.cli.options import (
     Budget,
     Confidence,
     Device,
+    DraftModel,
     Dtype,
     ModelOption,
     Quantise,
@@ -26,7 +27,7 @@ from trimmoe.cli.options import (
 )
 from trimmoe.core.errors import UserError
 from trimmoe.core.precision import Precision
-from trimmoe.experiments.opening import open_view, resolved
+from trimmoe.experiments.opening import open_drafts, open_view, resolved
 
 if TYPE_CHECKING:
     from trimmoe.runtime.launch.config import ServeConfig
@@ -45,6 +46,7 @@ def serve_local(
     budget: Budget = 0.02,
     confidence: Confidence = 0.9,
     access: Annotated[str | None, typer.Option(help="The server the users talk to.")] = None,
+    draft_model: DraftModel = None,
     host: str = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 8000,
     api_key: Annotated[
@@ -72,8 +74,9 @@ def serve_local(
     from trimmoe.core.profile import load_profile
     from trimmoe.experiments import serve_local as local
     from trimmoe.experiments.answering import server_index
-    from trimmoe.experiments.methods import find_method
+    from trimmoe.experiments.methods import configured, find_method
     from trimmoe.models.load import load_tokenizer
+    from trimmoe.policy.settings import exact
     from trimmoe.runtime.decoder import ExactDecoder
     from trimmoe.runtime.launch.tls import tls_of
     from trimmoe.runtime.local_service import LocalService
@@ -97,8 +100,10 @@ def serve_local(
         view = open_view(path, dtype, device, quantise=quantise)
         local.use_threads(view, threads)
         if calibrated is None or placed is None:
+            open_drafts(draft_model, view, tokenizer, exact(), slots=max_num_seqs)
             decoder = ExactDecoder(view, slots=max_num_seqs)
         else:
+            policy = configured(chosen, budget=budget, confidence=confidence)
             decoder = local.planned_decoder(
                 view,
                 calibrated,
@@ -109,6 +114,7 @@ def serve_local(
                 slots=max_num_seqs,
                 access=server_index(placed.cluster.server_names, access),
                 seed=seed,
+                draft=open_drafts(draft_model, view, tokenizer, policy, slots=max_num_seqs),
             )
         name = served_model_name or ("embedded" if model == "embedded" else None)
         served = local.served_model(path, view, tokenizer, name)
@@ -266,6 +272,7 @@ def serve(
         float | None,
         typer.Option(help="Share of other servers' results computed twice; default 0."),
     ] = None,
+    draft_model: DraftModel = None,
     page: Annotated[
         bool | None,
         typer.Option("--page/--no-page", help="A page at `/` of each server; default: yes."),
@@ -340,6 +347,7 @@ def serve(
         "quantise": quantise, "threads": threads, "device": device,
         "patience": patience, "spare": spare,
         "prefix_cache": prefix_cache, "page": page, "verify_share": verify_share,
+        "draft_model": draft_model,
         "tls_certificate": tls_certificate, "tls_key": tls_key,
     }  # fmt: skip
     chosen = serve_config(config, given, default_cluster=_default_cluster, open_to_all=head)

@@ -33,6 +33,11 @@ class Passed:
 
 FIRST_CHANCE, _LATELY = 0.9, 0.05
 """What guesses of a new stream are taken to be right, and how much each one says of the next."""
+_FORGOTTEN = 0.01
+"""How much of that a source gets back with every token while another one guesses, so that it is
+tried again."""
+OWN, DRAFT_MODEL = 0, 1
+"""Sources of guesses: a server's own pass, and a small model beside it."""
 
 
 def window(chance: float, least: float, most: int) -> int:
@@ -43,6 +48,33 @@ def window(chance: float, least: float, most: int) -> int:
     if chance < least:
         return 0
     return min(int(math.log(least) / math.log(chance) + 1e-9), most)
+
+
+@dataclass(kw_only=True, slots=True)
+class Source:
+    """Something that guesses what a stream goes on with."""
+
+    guess_s: float
+    """Time of a guess."""
+    chance: float = FIRST_CHANCE
+    """That a guess has of being right, by those of late."""
+    able: bool = True
+    """Whether it can guess at all."""
+
+    def interval_s(self, whole_s: float, least: float, most: int) -> float:
+        """From one token to the next, to be expected where each takes `whole_s` to full depth and
+        back and `least` and `most` bound the window."""
+        ahead = max(window(self.chance, least, most), 1)
+        right_s = min(max(self.guess_s, whole_s / (1 + ahead)), whole_s)
+        return self.chance * right_s + (1.0 - self.chance) * whole_s
+
+    def learn(self, right: bool) -> None:
+        """Word of a guess has come."""
+        self.chance += _LATELY * (right - self.chance)
+
+    def rest(self) -> None:
+        """Another source has guessed a token."""
+        self.chance += _FORGOTTEN * max(FIRST_CHANCE - self.chance, 0.0)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -57,22 +89,46 @@ class Lead:
     guesses: int
     """The most that may be ahead."""
     guess_s: float
-    """Time of a guess."""
+    """Time of a guess of the server's own pass."""
+    others_s: tuple[float, ...] = ()
+    """The same of other sources."""
     least: float = 0.0
     """Chance that all of those ahead have to have of being right."""
-    chance: float = FIRST_CHANCE
-    """That a guess has, by those of late."""
+    sources: list[Source] = field(init=False)
+    turn: int = OWN
+    """The source that guesses."""
+    _whole_s: float = 0.0
+    """What the last token took."""
     _through_s: deque[float] = field(default_factory=deque)
     """When those tokens are through that are under way when the next one sets out."""
+
+    def __post_init__(self) -> None:
+        self.sources = [Source(guess_s=each_s) for each_s in (self.guess_s, *self.others_s)]
 
     @property
     def window(self) -> int:
         """How many may be ahead now."""
-        return window(self.chance, self.least, self.guesses)
+        return window(self.sources[self.turn].chance, self.least, self.guesses)
 
-    def after(self, whole_s: float, *, guessed: bool, right: bool) -> Passed:
+    def choose(self) -> int:
+        """Give the turn to the source with which tokens are expected to follow one another soonest,
+        by what its guesses take and how often they were right lately."""
+        if len(self.sources) > 1:
+            able = [at for at, source in enumerate(self.sources) if source.able]
+            self.turn = min(able, key=self._interval_s)
+        return self.turn
+
+    def _interval_s(self, at: int) -> float:
+        return self.sources[at].interval_s(self._whole_s, self.least, self.guesses)
+
+    def after(
+        self, whole_s: float, *, guessed: bool, right: bool, source: int | None = OWN
+    ) -> Passed:
         """The next token sets out and takes `whole_s` seconds to full depth and back; whether what
-        it predicts is guessed, and rightly."""
+        it predicts is guessed, and rightly, and by which source; None where that was none of
+        them."""
+        guess_s = self.sources[self.turn if source is None else source].guess_s
+        self._whole_s = whole_s
         ahead = len(self._through_s)
         done_s = max(whole_s, self._through_s[-1]) if ahead else whole_s
         self._through_s.append(done_s)
@@ -81,12 +137,15 @@ class Lead:
         if guessed and right:
             confirmed = len(self._through_s) - 1 - max(self.window, 1)
             free_s = self._through_s[confirmed] if confirmed >= 0 else 0.0
-            interval_s = min(max(self.guess_s, free_s), done_s)
+            interval_s = min(max(guess_s, free_s), done_s)
         elif guessed:
             most = max(self.window, 1)
-            in_vain = sum(made * self.guess_s <= done_s for made in range(1, most + 1))
-        if guessed:
-            self.chance += _LATELY * (right - self.chance)
+            in_vain = sum(made * guess_s <= done_s for made in range(1, most + 1))
+        for at, one in enumerate(self.sources):
+            if guessed and at == source:
+                one.learn(right)
+            elif at != self.turn:
+                one.rest()
         left = (at_s - interval_s for at_s in self._through_s)
         self._through_s = deque(at_s for at_s in left if at_s > 0)
         return Passed(interval_s=interval_s, in_vain=in_vain)
@@ -171,6 +230,12 @@ def guess_times_s(cost: CostModel, top_k: int) -> FloatArray:
     if cost.guess_s is not None:
         return cost.guess_s
     return _layer_times_s(cost, top_k).sum(axis=1)
+
+
+def draft_times_s(cost: CostModel, top_k: int, size: float) -> FloatArray:
+    """What it takes each server to guess a token with a draft model that is `size` times the work
+    of a guess of its own, [M] seconds."""
+    return guess_times_s(cost, top_k) * size
 
 
 def _layer_times_s(cost: CostModel, top_k: int) -> FloatArray:

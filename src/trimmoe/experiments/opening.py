@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from trimmoe.core.errors import UserError
 from trimmoe.core.precision import Precision
@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     import torch
 
     from trimmoe.models.base import MoEView
+    from trimmoe.models.draft import DraftModel
+    from trimmoe.policy.settings import PolicySettings
 
 BESIDE_WEIGHTS_BYTES = 2_000_000_000
 """What calibrating takes besides the weights, for the widths of published models."""
@@ -61,6 +63,33 @@ def open_view(
         compiled=compiled,
         quantise=quantise,
     )
+
+
+def open_drafts(
+    named: str | None, view: MoEView, tokenizer: Any, policy: PolicySettings, *, slots: int
+) -> DraftModel | None:
+    """The draft model of a command line if it names one. Raises `UserError`."""
+    from trimmoe.models.draft import Served, open_draft
+
+    if named is None:
+        return None
+    require_guesses(policy)
+    served = Served(
+        tokenizer=tokenizer,
+        vocab_size=view.spec.vocab_size,
+        dtype=view.dtype,
+        device=view.device,
+    )
+    return open_draft(named, served, slots=slots)
+
+
+def require_guesses(policy: PolicySettings) -> None:
+    """Raise `UserError` unless a policy has any use for a draft model."""
+    if not policy.guesses:
+        raise UserError(
+            f"A draft model guesses what answers go on with, and {policy.name} follows no guesses; "
+            "leave out --draft-model or choose a method that does, such as speculative."
+        )
 
 
 def torch_dtype(dtype: str, device: str) -> torch.dtype | None:

@@ -14,6 +14,7 @@ from trimmoe.api.settings import ApiSettings
 from trimmoe.core.errors import UserError
 from trimmoe.experiments.joining import JoinedPlanner
 from trimmoe.experiments.methods import chosen, find_method, plan_for, served
+from trimmoe.experiments.opening import require_guesses
 from trimmoe.experiments.preparation import prepare
 from trimmoe.experiments.sample_text import sample_text
 from trimmoe.placement.make import as_published
@@ -41,6 +42,13 @@ which no real servers can do."""
 
 def pieces_of(config: ServeConfig) -> Pieces:
     """The policy and the app that `config` asks for. Raises `UserError`."""
+    pieces = _pieces_of(config)
+    if config.draft_model is not None:
+        require_guesses(pieces.policy)
+    return pieces
+
+
+def _pieces_of(config: ServeConfig) -> Pieces:
     app = partial(create_app, settings=ApiSettings(api_keys=config.api_keys, page=config.page))
     if config.method is None:
         return Pieces(policy=_policy(config), app=app)

@@ -21,6 +21,7 @@ from trimmoe.core.profile import Profile
 from trimmoe.experiments.methods import Method, configured, make_engine, plan_for, require_fitting
 from trimmoe.models.base import MoEView
 from trimmoe.models.checkpoint import resolve
+from trimmoe.models.draft import DraftModel
 from trimmoe.models.formats.choose import folder_of
 from trimmoe.runtime.decoder import PlannedDecoder
 from trimmoe.runtime.http import HttpServer
@@ -76,9 +77,10 @@ def planned_decoder(
     slots: int,
     access: int,
     seed: int,
+    draft: DraftModel | None = None,
 ) -> PlannedDecoder:
-    """The method beside a plan; raises `UserError` if profile, plan and model do not fit, or the
-    method's own placement cannot serve the model."""
+    """The method beside a plan, and a `draft` model if it is to guess with one; raises `UserError`
+    if profile, plan and model do not fit, or the method's own placement cannot serve the model."""
     require_fitting(profile, plan, view.spec)
     settings = configured(method, budget=budget, confidence=confidence)
     own = plan_for(method, plan, profile, view.spec)
@@ -91,6 +93,7 @@ def planned_decoder(
         access=access,
         seed=seed,
         layout=layout_of(view.spec, own),
+        draft=draft,
     )
 
 

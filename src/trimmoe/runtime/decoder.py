@@ -15,6 +15,7 @@ from trimmoe.core.profile import Profile
 from trimmoe.core.specs import IntArray
 from trimmoe.engine.step import Engine
 from trimmoe.models.base import EncoderDecoderView, MoEView
+from trimmoe.models.draft import DraftModel
 from trimmoe.models.exact import full_depth
 from trimmoe.runtime.counters import ExpertCounter, ExpertUse
 from trimmoe.runtime.local import Decoded, LocalDriver
@@ -105,12 +106,14 @@ class PlannedDecoder:
         seed: int = 0,
         prefix_cache: bool = True,
         layout: Layout | None = None,
+        draft: DraftModel | None = None,
     ) -> None:
-        """`layout` is what people are shown; None: one server that has everything."""
+        """`layout` is what people are shown; None: one server that has everything. `draft` guesses
+        too."""
         self._slots, self._access, self._profile = slots, access, profile
         self.outline = _outline(view, engine, access, layout)
         self._driver = LocalDriver(
-            view, profile, engine, slots=slots, seed=seed, prefix_cache=prefix_cache
+            view, profile, engine, slots=slots, seed=seed, prefix_cache=prefix_cache, draft=draft
         )
         self._driver.log = []
         self._names = server_names

@@ -13,11 +13,18 @@ import torch
 from torch import Tensor
 
 from trimmoe.core.ledger import Ledger
-from trimmoe.engine.guesses import Lead, guess_times_s
+from trimmoe.engine.guesses import Lead, draft_times_s, guess_times_s
 from trimmoe.engine.step import Engine
 from trimmoe.models.base import EncoderDecoderView, MoEView
+from trimmoe.runtime.drafter import Drafter
 from trimmoe.runtime.home import ROWS_AT_ONCE, Guess, guessed, home_states, owns
 from trimmoe.runtime.texts import batches
+
+_CHUNK = 64
+"""Tokens that a draft model reads at once."""
+Guesses = tuple[Guess, ...]
+"""Of what follows a token, by source."""
+_NOTHING = Guess(token=-1, confidence=0.0)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -40,7 +47,9 @@ class Guesser:
     here is in nobody's books.
     """
 
-    def __init__(self, view: MoEView, engine: Engine, *, slots: int) -> None:
+    def __init__(
+        self, view: MoEView, engine: Engine, *, slots: int, drafter: Drafter | None = None
+    ) -> None:
         assert engine.hosts is not None, "servers guess with the experts that they hold"
         self.guessed = 0
         """Tokens so far after which a guess was confident enough to be followed."""
@@ -48,18 +57,27 @@ class Guesser:
         """Those of them where full depth predicted the same."""
         self._view, self._settings = view, engine.settings
         self._own = owns(view, engine.profile, engine.hosts, engine.stand_in_bits)
-        self._guess_s = guess_times_s(engine.cost, view.spec.top_k)
+        self._drafter = drafter
+        top_k = view.spec.top_k
+        self._guess_s = [guess_times_s(engine.cost, top_k)]
+        if drafter is not None:
+            size = drafter.size(view.spec)
+            self._guess_s.append(draft_times_s(engine.cost, top_k, size))
         self.cache = view.new_cache(slots=slots)
         self._streams: dict[int, _Stream] = {}
 
-    def open(self, sequence: int, *, slot: int, access: int, length: int = 0) -> None:
-        """Begin a sequence that enters at server `access`, of which so many tokens are read."""
+    def open(self, sequence: int, *, slot: int, access: int, read: Sequence[int] = ()) -> None:
+        """Begin a sequence that enters at server `access`, of which these tokens are read."""
+        own_s, *others_s = (float(each_s[access]) for each_s in self._guess_s)
         lead = Lead(
             guesses=self._settings.guesses,
-            guess_s=float(self._guess_s[access]),
+            guess_s=own_s,
+            others_s=tuple(others_s),
             least=self._settings.guess_chance,
         )
-        self._streams[sequence] = _Stream(slot=slot, access=access, lead=lead, length=length)
+        self._streams[sequence] = _Stream(slot=slot, access=access, lead=lead, length=len(read))
+        # What is kept for sequences that begin alike is the server's own only.
+        self._drafted(sequence, 0, read)
 
     def attach(self, sequence: int, states: Tensor) -> None:
         """Give a sequence its encoder's states [S, d], before it reads anything."""
@@ -69,39 +87,74 @@ class Guesser:
     def close(self, sequence: int) -> None:
         """End a sequence."""
         del self._streams[sequence]
+        if self._drafter is not None:
+            self._drafter.close(sequence)
 
     def read(self, tokens: Mapping[int, Sequence[int]]) -> None:
         """Feed tokens to sequences of which nobody asks what follows them."""
+        for sequence, row in tokens.items():
+            self._drafted(sequence, self._streams[sequence].length, row)
         for some in self._together(tokens):
             self._states({sequence: tokens[sequence] for sequence in some})
 
-    def guess(self, tokens: Mapping[int, Sequence[int]]) -> dict[int, list[Guess]]:
+    def guess(self, tokens: Mapping[int, Sequence[int]]) -> dict[int, list[Guesses]]:
         """Feed tokens to sequences; what is taken to follow each of them."""
-        made: dict[int, list[Guess]] = {}
+        drafted = {
+            sequence: self._drafted(sequence, self._streams[sequence].length, row)
+            for sequence, row in tokens.items()
+        }
+        made: dict[int, list[Guesses]] = {}
         for some in self._together(tokens):
             states = self._states({sequence: tokens[sequence] for sequence in some})
             guesses = iter(guessed(self._view, states))
-            made |= {sequence: [next(guesses) for _ in tokens[sequence]] for sequence in some}
+            for sequence in some:
+                own = [next(guesses) for _ in tokens[sequence]]
+                sources = [own] if self._drafter is None else [own, drafted[sequence]]
+                made[sequence] = list(zip(*sources, strict=True))
         return made
+
+    def asked(self, sequence: int, guesses: Guesses) -> Guess:
+        """What the source guesses whose turn it is in a sequence."""
+        return guesses[self._streams[sequence].lead.turn]
 
     def is_sure(self, guess: Guess) -> bool:
         """Whether it is probable enough for something to set out on it."""
         return guess.confidence >= self._settings.guess_confidence
 
+    @torch.inference_mode()
+    def _drafted(self, sequence: int, start: int, tokens: Sequence[int]) -> list[Guess]:
+        """What the draft model takes to follow each of these tokens, if there is one."""
+        if self._drafter is None:
+            return []
+        made: list[Guess] = []
+        for first in range(0, len(tokens), _CHUNK):
+            some = tokens[first : first + _CHUNK]
+            scores = self._drafter.read_all(sequence, start + first, some)
+            if scores is None:
+                made += [_NOTHING] * len(some)
+                continue
+            confidence, token = scores.float().softmax(-1).max(-1)
+            made += map(Guess, token.tolist(), confidence.tolist())
+        return made
+
     def led(self, sequence: int) -> bool:
         """Whether a sequence's next token sets out on a guess, by what was booked last."""
         return self._streams[sequence].led
 
-    def booked(self, sequence: int, guess: Guess, prediction: int, whole: Ledger) -> Ledger:
-        """The ledger of a sequence's next token, which took `whole` by itself, where this was
+    def booked(self, sequence: int, guesses: Guesses, prediction: int, whole: Ledger) -> Ledger:
+        """The ledger of a sequence's next token, which took `whole` by itself, where these were
         guessed of it and that is what full depth predicts."""
+        guess = self.asked(sequence, guesses)
         is_sure = self.is_sure(guess)
         is_right = guess.token == prediction
         self.guessed += is_sure
         self.right += is_sure and is_right
         stream = self._streams[sequence]
         stream.led = is_sure and is_right
-        return stream.lead.after(whole.delay_s, guessed=is_sure, right=is_right).booked(whole)
+        lead = stream.lead
+        passed = lead.after(whole.delay_s, guessed=is_sure, right=is_right, source=lead.turn)
+        lead.choose()
+        return passed.booked(whole)
 
     def _together(self, tokens: Mapping[int, Sequence[int]]) -> list[list[int]]:
         """Sequences that pass the layers together: those of one server's users."""

@@ -47,7 +47,7 @@ from trimmoe.core.wave import Wave, join_waves
 from trimmoe.engine.state import EngineState
 from trimmoe.models.base import EncoderDecoderView
 from trimmoe.runtime.execution import Running
-from trimmoe.runtime.home import Guess
+from trimmoe.runtime.guesser import Guesses
 from trimmoe.runtime.local import LocalDriver
 from trimmoe.runtime.passes import Pass
 from trimmoe.runtime.recorded import WAVE, Books, Recording, Replay
@@ -122,7 +122,7 @@ class Layerwise:
                 self._first.setdefault(text, number)
         self._frontier = 0
         self._places: dict[int, tuple[int, int]] = {}
-        self._guessed: dict[int, list[Guess]] = {}
+        self._guessed: dict[int, list[Guesses]] = {}
         self._draws: list[FloatArray] = []
         self._tokens: dict[tuple[int, int], _Token] = {}
         self._last: list[tuple[int, int]] = []
@@ -211,12 +211,13 @@ class Layerwise:
             return False
         if step <= self._frontier:
             return guesser.led(text)
-        before, guess = self._tokens.get((text, step - 1)), self._at_home(text, step - 1)
+        before, guesses = self._tokens.get((text, step - 1)), self._at_home(text, step - 1)
+        guess = guesser.asked(text, guesses)
         if not guesser.is_sure(guess):
             return False
         return before is None or guess.token == before.recording.prediction[before.row]
 
-    def _at_home(self, text: int, step: int) -> Guess:
+    def _at_home(self, text: int, step: int) -> Guesses:
         """What a text's server guesses of the token of a step."""
         return self._guessed[text][step - self._first[text]]
 

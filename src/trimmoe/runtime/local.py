@@ -36,8 +36,10 @@ from trimmoe.engine.books import checked
 from trimmoe.engine.state import EngineState
 from trimmoe.engine.step import Engine
 from trimmoe.models.base import EncoderDecoderView, MoEView
+from trimmoe.models.draft import DraftModel
 from trimmoe.models.exact import full_depth
 from trimmoe.runtime.copies import able
+from trimmoe.runtime.drafter import Drafter
 from trimmoe.runtime.execution import Execution, Running
 from trimmoe.runtime.guesser import Guesser
 from trimmoe.runtime.places import Places
@@ -81,8 +83,10 @@ class LocalDriver:
         slots: int,
         seed: int = 0,
         prefix_cache: bool = False,
+        draft: DraftModel | None = None,
     ) -> None:
-        """`prefix_cache`: whether what was read is kept for sequences that begin alike."""
+        """`prefix_cache`: whether what was read is kept for sequences that begin alike; `draft`
+        guesses too, where the policy guesses."""
         engine = able(view, engine)
         self.view, self.engine = view, engine
         self.state: EngineState = engine.start()
@@ -90,7 +94,8 @@ class LocalDriver:
         self.execution = Execution(view, profile, slots=slots, exit_state=exit_state)
         self.guesser: Guesser | None = None
         if engine.settings.guesses:
-            self.guesser = Guesser(view, engine, slots=slots)
+            drafter = None if draft is None else Drafter(draft)
+            self.guesser = Guesser(view, engine, slots=slots, drafter=drafter)
         self.log: list[tuple[Event, tuple[Command, ...]]] | None = None
         """Set to a list to record every event with its commands, e.g. to replay them."""
         caches = [self.execution.cache]
@@ -149,7 +154,10 @@ class LocalDriver:
         if self.guesser is not None:
             for (opened, _), at in zip(admitted, places, strict=True):
                 self.guesser.open(
-                    opened.sequence, slot=at.slot, access=opened.access, length=at.start
+                    opened.sequence,
+                    slot=at.slot,
+                    access=opened.access,
+                    read=at.tokens[: at.start],
                 )
         for sequence, at, states in zip(sequences, places, encoded, strict=False):
             assert isinstance(self.view, EncoderDecoderView)
@@ -318,7 +326,7 @@ def _guessed(guesser: Guesser, tokens: dict[int, int], done: list[Decoded]) -> l
     guesses = guesser.guess({sequence: [token] for sequence, token in tokens.items()})
     told = []
     for one in done:
-        (guess,), prediction = guesses[one.sequence], int(one.logits.argmax())
-        ledger = guesser.booked(one.sequence, guess, prediction, one.ledger)
+        (made,), prediction = guesses[one.sequence], int(one.logits.argmax())
+        ledger = guesser.booked(one.sequence, made, prediction, one.ledger)
         told.append(replace(one, ledger=ledger))
     return told

@@ -76,8 +76,9 @@ class GenerationRequest:
 class Ahead:
     """What was taken for a token before full depth had predicted it, and set out in its place."""
 
-    kind: Literal["guess", "copy", "draft"]
-    """Guessed by its user's server, or copied from what came before, or predicted at an exit."""
+    kind: Literal["guess", "model", "copy", "draft"]
+    """Guessed by its user's server or that one's draft model, or copied from what came before, or
+    predicted at an exit."""
     right: bool
     withdrawn: tuple[int, ...] = ()
     """Tokens that were withdrawn since it was wrong: itself and those that followed it."""

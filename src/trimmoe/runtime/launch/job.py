@@ -128,6 +128,7 @@ def server_spec(
         patience_s=config.patience,
         prefix_cache=config.prefix_cache,
         verify_share=config.verify_share,
+        draft_model=config.draft_model,
         quantise=config.quantise,
         threads=config.threads,
         emulate_links=emulate if links is None else links,

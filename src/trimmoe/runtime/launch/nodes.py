@@ -33,6 +33,7 @@ def make_node(parts: NodeParts) -> RunningNode:
             seed=spec.index,
         ),
         model=parts.model,
+        draft=parts.draft,
     )
 
 

@@ -23,6 +23,7 @@ from trimmoe.core.precision import Precision
 from trimmoe.core.profile import Profile
 from trimmoe.core.specs import IntArray
 from trimmoe.models.base import BytesRead, MoEView
+from trimmoe.models.draft import DraftModel, Served, open_draft
 from trimmoe.models.load import known_device, load_tokenizer, open_model
 from trimmoe.policy.build import PolicyMaker
 from trimmoe.policy.settings import PolicySettings
@@ -70,6 +71,7 @@ class NodeParts:
     view: MoEView
     transport: LinkTransport
     model: ServedModel
+    draft: DraftModel | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -116,6 +118,8 @@ class ServerSpec:
     node: NodeFactory
     prefix_cache: bool = True
     verify_share: float = 0.0
+    draft_model: str | None = None
+    """What guesses too; found on the server's own machine."""
     tls: Tls | None = None
     """What HTTP is served with; None: plain."""
     version: str = trimmoe.__version__
@@ -195,8 +199,13 @@ async def run_server(spec: ServerSpec, orders: Orders, started: Callable[[Starte
         for peer in spec.endpoints:
             if peer.name != spec.name:
                 transport.connect(peer.name, peer.wire_address)
+        model = _served_model(spec, view, path)
         parts = NodeParts(
-            spec=spec, view=view, transport=transport, model=_served_model(spec, view, path)
+            spec=spec,
+            view=view,
+            transport=transport,
+            model=model,
+            draft=_draft(spec, view, model.tokenizer),
         )
         await _met(transport, spec, orders.stop)
         node = spec.node.make(parts)
@@ -246,6 +255,19 @@ def open_own_part(spec: ServerSpec, path: str) -> MoEView:
     )
     spec.profile.require_model(view.spec)
     return view
+
+
+def _draft(spec: ServerSpec, view: MoEView, tokenizer: Any) -> DraftModel | None:
+    """The draft model, if there is one. Raises `UserError`."""
+    if spec.draft_model is None:
+        return None
+    served = Served(
+        tokenizer=tokenizer,
+        vocab_size=view.spec.vocab_size,
+        dtype=view.dtype,
+        device=view.device,
+    )
+    return open_draft(model_folder(spec.draft_model), served, slots=spec.kv_slots)
 
 
 def _copies(spec: ServerSpec) -> IntArray | None:

@@ -21,12 +21,14 @@ from trimmoe.core.errors import UserError
 from trimmoe.core.plan import Plan
 from trimmoe.core.profile import Profile
 from trimmoe.core.specs import BoolArray
-from trimmoe.engine.guesses import guess_times_s
+from trimmoe.engine.guesses import draft_times_s, guess_times_s
 from trimmoe.models.base import EncoderDecoderView, MoEView
+from trimmoe.models.draft import DraftModel
 from trimmoe.placement.live import live_hosts
 from trimmoe.policy.build import PolicyMaker
 from trimmoe.policy.settings import PolicySettings
 from trimmoe.runtime.copies import able_policy
+from trimmoe.runtime.drafter import Drafter
 from trimmoe.runtime.guides import guides_of
 from trimmoe.runtime.machine_report import MachineReport, link_reports
 from trimmoe.runtime.node.compute.completion import withdrawn
@@ -85,7 +87,7 @@ class Node:
     `view` holds the dense part and this server's experts. `transport` speaks `MESSAGE_TYPES`; its
     peers are named as in the plan. Whoever made it starts it before the node and closes it after.
     A node that fails closes it itself, so that the others see it gone; `health` says so. `maker`
-    makes another policy than that of the settings `policy`.
+    makes another policy than that of the settings `policy`; `draft` guesses too, where that does.
     """
 
     def __init__(
@@ -99,11 +101,13 @@ class Node:
         settings: NodeSettings,
         model: ServedModel,
         maker: PolicyMaker | None = None,
+        draft: DraftModel | None = None,
     ) -> None:
         if isinstance(view, EncoderDecoderView):
             raise UserError("A model with an encoder runs in one process only; use `generate`.")
         self.settings, self.model = settings, model
         self._view, self._transport = view, transport
+        self._drafter = None if draft is None else Drafter(draft)
         policy = able_policy(view, profile, plan, policy, settings.server)
         sharing = {"machine": settings.machine, "at_once": settings.at_once}
         self._basis = Basis.of(plan, profile, view.spec, policy, maker, **sharing)
@@ -343,6 +347,7 @@ class Node:
                 seed=self.settings.seed,
                 pace=self._pace(),
                 log_events=self.settings.log_events,
+                drafter=self._drafter,
                 verifier=Verifier(
                     self.settings.verify_share, self._hosts(built), self._verifying()
                 ),
@@ -371,7 +376,7 @@ class Node:
         if share is None:
             return Pace()
         planned, top_k = self._basis.planned.cost, self._view.spec.top_k
-        return EmulatedPace.of(planned, self.settings.server, share, top_k)
+        return EmulatedPace.of(planned, self.settings.server, share, top_k, self._draft_size)
 
     def _withdrawn(self, units: Sequence[Unit]) -> None:
         for parcel in withdrawn(units, self._view.spec.hidden_bytes):
@@ -401,9 +406,23 @@ class Node:
         streams = self.desk.running + sum(self.reporter.running.values())
         return self.executor.least_chance(route, streams)
 
-    def _guess_s(self) -> float:
-        cost = self.planner.in_force.engine.cost
-        return float(guess_times_s(cost, self._view.spec.top_k)[self.settings.server])
+    @property
+    def _draft_size(self) -> float:
+        """Of the draft model, as in `draft_times_s`."""
+        return 0.0 if self._drafter is None else self._drafter.size(self._view.spec)
+
+    def _guess_s(self) -> tuple[float, ...]:
+        """What a guess takes, by source: the draft model's too as the cost model has it, unless
+        that was measured and so was this."""
+        cost, here = self.planner.in_force.engine.cost, self.settings.server
+        own_s = float(guess_times_s(cost, self._view.spec.top_k)[here])
+        if self._drafter is None:
+            return (own_s,)
+        draft_s = draft_times_s(cost, self._view.spec.top_k, self._draft_size)[here]
+        took_s = self._drafter.token_s
+        if cost.guess_s is None or took_s is None:
+            return own_s, float(draft_s)
+        return own_s, took_s * self.settings.slowdown
 
     def _task_ended(self, task: asyncio.Task[None]) -> None:
         """A loop that ends by an error takes the whole server out of service."""

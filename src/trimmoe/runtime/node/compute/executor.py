@@ -38,6 +38,7 @@ from trimmoe.core.wave import Wave
 from trimmoe.engine.step import Engine
 from trimmoe.models.base import MoEView, Routing, TokenBatch
 from trimmoe.runtime.counters import ExpertCounter
+from trimmoe.runtime.drafter import Drafter
 from trimmoe.runtime.node.compute.completion import completed, trailed
 from trimmoe.runtime.node.compute.execution import run_and_ship
 from trimmoe.runtime.node.compute.homes import Homes
@@ -71,8 +72,10 @@ class Executor(ModelRunner):
         pace: Pace | None = None,
         log_events: bool = False,
         verifier: Verifier | None = None,
+        drafter: Drafter | None = None,
     ) -> None:
         super().__init__(view, server=server, slots=slots, pace=pace, verifier=verifier)
+        self.drafter = drafter
         self.homes = Homes.of(view, slots, profile if engine.settings.guesses else None)
         self.engines = [engine]
         self.state = engine.start()
@@ -181,6 +184,7 @@ class Executor(ModelRunner):
     def close(self, sequence: int) -> None:
         """Close an account if there is one."""
         self.homes.close(sequence)
+        self._no_draft(sequence)
         if sequence in self.state.accounts:
             self.tell(SequenceClosed(sequence=sequence))
 
@@ -188,8 +192,14 @@ class Executor(ModelRunner):
         """Close an account and keep what this server has read of its sequence up to `read`, and the
         states to read on from there up to `length`."""
         self.homes.retain(sequence, read, length)
+        self._no_draft(sequence)
         if sequence in self.state.accounts:
             self.tell(SequenceClosed(sequence=sequence))
+
+    def _no_draft(self, sequence: int) -> None:
+        """What the draft model has read of a sequence is not kept for others."""
+        if self.drafter is not None:
+            self.drafter.close(sequence)
 
     def settle(self, receipts: tuple[Receipt, ...], agrees: list[bool]) -> None:
         """Tokens of this server's users finished elsewhere, or were audited anywhere."""

@@ -31,6 +31,9 @@ def guess(worker: Executor, layer: int, readings: Sequence[Reading]) -> Outcome:
     """Readings that are about to enter a layer pass some; who finds no place is forgotten. Of one
     that has guessed something that is read, and what follows guessed as well."""
     open_ones = [one for one in readings if not one.void and one.sequence in worker.state.accounts]
+    if drafted := [one for one in open_ones if one.by_draft_model]:
+        others = [one for one in open_ones if one is not drafted[0]]
+        return draft(worker, drafted[0], others)
     ready = [one for one in worker.homes.seated(open_ones) if _may_begin(worker, one)]
     if not ready:
         return Outcome()
@@ -59,7 +62,7 @@ def guess(worker: Executor, layer: int, readings: Sequence[Reading]) -> Outcome:
     if layer == layers:
         states = batch.pack(homes.view.tail(hidden, batch, homes.cache))
         last = np.cumsum([len(one.tokens) for one in going]) - 1
-        _guess_all(worker, going, states[torch.from_numpy(last)])
+        _guess_all(going, homes.view.logits(states[torch.from_numpy(last)]))
         return _outcome(worker, [one for one in going if _goes_on(worker, one)], going, others)
     states = batch.pack(hidden).split([len(one.tokens) for one in going])
     for one, its in zip(going, states, strict=True):
@@ -110,10 +113,34 @@ def _entering(worker: Executor, going: Sequence[Reading], batch: TokenBatch) -> 
     return worker.homes.view.embed(batch.pad([one.tokens for one in going]), batch)
 
 
-def _guess_all(worker: Executor, going: Sequence[Reading], states: Tensor) -> None:
-    """What follows each of these, by what came out of all layers last, [n, d]."""
+def draft(worker: Executor, one: Reading, others: Sequence[Reading]) -> Outcome:
+    """The draft model reads what a reading has or, at its next turns, what it has guessed last."""
+    assert worker.drafter is not None
+    start, tokens = one.start, one.tokens
+    if one.made:
+        start, tokens = one.position + len(one.made) - 1, one.made[-1:]
+    scores = worker.drafter.read(one.sequence, start, tokens)
+    if scores is not None:
+        worker.pace.draft(len(tokens))
+        _guess_all([one], scores[None])
+        if _draft_on(worker, one):
+            return Outcome(reading=[one, *others])
+    one.failed = not one.made
+    return Outcome(guessed=[] if one.void else [one], reading=list(others))
+
+
+def _draft_on(worker: Executor, one: Reading) -> bool:
+    """Whether the draft model reads what it has guessed last."""
+    unlikely = one.confidence[-1] < worker.engine.settings.guess_confidence
+    if one.void or unlikely or len(one.made) > one.more:
+        return False
+    return time.perf_counter() < one.made_s + AHEAD_S
+
+
+def _guess_all(going: Sequence[Reading], logits: Tensor) -> None:
+    """What follows each of these, by their logits [n, V]."""
     now_s = time.perf_counter()
-    for one, scores in zip(going, worker.homes.view.logits(states), strict=True):
+    for one, scores in zip(going, logits, strict=True):
         position = one.position + len(one.made)
         chosen_from = shaped(scores, one.sampling, position, one.seen)
         one.made_s = one.made_s or now_s
@@ -140,5 +167,6 @@ def _read_on(worker: Executor, one: Reading) -> bool:
     assert one.hidden is not None
     batch = homes.view.batch(homes.cache, homes.slots_of([one]), [(position,)])
     hidden = _through(worker, first, last, batch.unpack(one.hidden), batch, 1)
-    _guess_all(worker, [one], batch.pack(homes.view.tail(hidden, batch, homes.cache)))
+    states = batch.pack(homes.view.tail(hidden, batch, homes.cache))
+    _guess_all([one], homes.view.logits(states))
     return _goes_on(worker, one)

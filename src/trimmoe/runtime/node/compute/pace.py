@@ -14,7 +14,7 @@ import numpy as np
 from trimmoe.core.specs import FloatArray, IntArray
 from trimmoe.cost.batching import batch_s
 from trimmoe.cost.model import CostModel
-from trimmoe.engine.guesses import guess_times_s
+from trimmoe.engine.guesses import draft_times_s, guess_times_s
 from trimmoe.models.base import DROPPED
 
 
@@ -36,6 +36,9 @@ class Pace:
     def guess(self, rows: int) -> None:
         """So many rows pass a layer with the experts at hand."""
 
+    def draft(self, rows: int) -> None:
+        """So many rows pass the draft model."""
+
 
 @dataclass(kw_only=True, slots=True)
 class EmulatedPace(Pace):
@@ -49,12 +52,18 @@ class EmulatedPace(Pace):
     """Of one row that is read by itself, in a layer."""
     batch_share: float
     """As in `cost.batching`."""
+    draft_s: float = 0.0
+    """Of one row in the draft model."""
     _due_s: float = field(default=0.0)
 
     @staticmethod
-    def of(cost: CostModel, server: int, batch_share: float, top_k: int) -> EmulatedPace:
-        """The pace of one server of the cost model's cluster."""
+    def of(
+        cost: CostModel, server: int, batch_share: float, top_k: int, draft_size: float = 0.0
+    ) -> EmulatedPace:
+        """The pace of one server of the cost model's cluster; `draft_size` as in
+        `engine.guesses.draft_times_s`."""
         return EmulatedPace(
+            draft_s=float(draft_times_s(cost, top_k, draft_size)[server]),
             dense_s=cost.dense_s[server],
             expert_s=cost.form_s[server],
             guess_s=float(guess_times_s(cost, top_k)[server]) / cost.layer_count,
@@ -77,6 +86,9 @@ class EmulatedPace(Pace):
         for at in range(experts.shape[1]):
             self.dense(first + at, experts.shape[0])
             self.experts(first + at, experts[:, at])
+
+    def draft(self, rows: int) -> None:
+        self._spend(batch_s(self.draft_s, rows, self.batch_share))
 
     def guess(self, rows: int) -> None:
         self._spend(batch_s(self.guess_s, rows, self.batch_share))

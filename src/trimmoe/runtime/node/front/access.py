@@ -304,7 +304,8 @@ class Desk:
         self.memory.began(job, attempt, attempt.start)
         guesses = room.planner.settings.guesses
         if guesses:
-            attempt.lead = Lead(guesses=guesses, guess_s=room.guess_s())
+            own_s, *others_s = room.guess_s()
+            attempt.lead = Lead(guesses=guesses, guess_s=own_s, others_s=tuple(others_s))
             attempt.seen = job.request.seen(self.model)
         start, epoch = attempt.start, attempt.epoch
         room.post(prompt(attempt.route[0], attempt.sequence, ids, start=start, epoch=epoch))

@@ -14,7 +14,7 @@ from math import isinf
 from trimmoe.core.events import SequenceOpened
 from trimmoe.core.ledger import Ledger
 from trimmoe.policy.settings import BudgetRule
-from trimmoe.runtime.node.front.drafts import Guessing, Kind
+from trimmoe.runtime.node.front.drafts import GUESSED, Guessing, Kind
 from trimmoe.runtime.node.front.jobs import Attempt, Backroom, Job
 from trimmoe.runtime.node.front.memory import Memory
 from trimmoe.runtime.node.records.messages import After, Parcel, Token, Withdraw
@@ -93,11 +93,17 @@ class Answers:
             if attempt.reading is not asked:
                 continue
             attempt.reading = None
+            if asked.failed:
+                if attempt.lead is not None:
+                    attempt.lead.sources[asked.source].able = False
+                self.guess(job, attempt)
+                continue
             following = len(job.request.prompt_ids) + len(job.tokens) + len(attempt.pending)
             if asked.position == following > attempt.prompt:
                 followed = self._followed(job, attempt, asked)
                 # What nothing follows need not be read again before word has come of it.
-                attempt.read += min(followed, len(asked.made) - 1)
+                read = attempt.read_by(asked.source) + min(followed, len(asked.made) - 1)
+                attempt.goes_on_from(asked.source, read)
                 if not followed:
                     continue
             self.guess(job, attempt)
@@ -109,7 +115,8 @@ class Answers:
         for at, (token, confidence) in enumerate(each):
             if confidence < least:
                 return at
-            if not self._set_out(job, attempt, guessed.position + at, token, "guess"):
+            kind = GUESSED[guessed.source]
+            if not self._set_out(job, attempt, guessed.position + at, token, kind):
                 return at
         return len(guessed.made)
 
@@ -145,7 +152,12 @@ class Answers:
         guess = attempt.pending.token_at(token.position)
         if attempt.lead is not None and ledger is not None and token.charge is None:
             right = guess is not None and guess.token == token.token
-            passed = attempt.lead.after(ledger.delay_s, guessed=guess is not None, right=right)
+            passed = attempt.lead.after(
+                ledger.delay_s,
+                guessed=guess is not None,
+                right=right,
+                source=attempt.pending.source_at(token.position),
+            )
             # What is sent in vain tells itself when it is withdrawn.
             ledger = replace(ledger, delay_s=passed.interval_s)
         if guess is not None:
@@ -175,25 +187,27 @@ class Answers:
         lead.least = room.least_chance(attempt.route)
         if isinf(lead.least):
             return
-        ids = self._looked_up(job, attempt)
+        ids, source = self._looked_up(job, attempt), lead.choose()
         if attempt.pending.drafts >= lead.window:
             return
-        tokens = tuple(ids[attempt.read : attempt.read + room.chunk])
+        start = attempt.read_by(source)
+        tokens = tuple(ids[start : start + room.chunk])
         if not tokens:
             return
         if attempt.seen is not None:
             attempt.seen.tokens = ids
         attempt.reading = Reading(
             sequence=attempt.sequence,
-            start=attempt.read,
+            start=start,
             tokens=tokens,
+            source=source,
             route=attempt.route,
             sampling=request.sampling,
             seen=attempt.seen,
-            more=self._more(job, attempt, attempt.read + len(tokens)),
+            more=self._more(job, attempt, start + len(tokens)),
         )
         room.guess(attempt.reading)
-        attempt.read += len(tokens)
+        attempt.goes_on_from(source, start + len(tokens))
 
     def _more(self, job: Job, attempt: Attempt, position: int) -> int:
         """How many of the guesses that follow one at a position may be made with it."""
@@ -249,10 +263,7 @@ class Answers:
                 self._in_vain(job, entry.ledger)
         attempt.epoch, attempt.stranded = attempt.epoch + 1, None
         attempt.lookup.pending.clear()
-        attempt.read = min(attempt.read, token.position)
-        if attempt.reading is not None:
-            attempt.read = min(attempt.read, attempt.reading.start)
-            attempt.reading.void, attempt.reading = True, None
+        attempt.withdraw(token.position)
         for early in attempt.early.values():
             if early.ledger is not None:
                 self._in_vain(job, unpack_ledger(early.ledger, **self._room.ledger_shape))

@@ -17,7 +17,9 @@ from trimmoe.core.ledger import Ledger
 from trimmoe.runtime.node.records.messages import Token
 from trimmoe.runtime.service import Ahead
 
-Kind = Literal["guess", "copy", "draft"]
+Kind = Literal["guess", "model", "copy", "draft"]
+GUESSED: tuple[Kind, ...] = ("guess", "model")
+"""By source, as `engine.guesses` numbers them."""
 
 
 @dataclass(eq=False, kw_only=True, slots=True)
@@ -61,6 +63,12 @@ class Pending:
     def token_at(self, position: int) -> Token | None:
         """That of this position if there is one."""
         return next((one.token for one in self.entries if one.token.position == position), None)
+
+    def source_at(self, position: int) -> int | None:
+        """What guessed the token of this position; None where no source of guesses did."""
+        kinds = (one.kind for one in self.entries if one.token.position == position)
+        kind = next(kinds, None)
+        return GUESSED.index(kind) if kind in GUESSED else None
 
     def add(self, token: Token, ledger: Ledger | None, kind: Kind = "draft") -> Token:
         """The next token came, if it is ahead of full depth then so; given back as it is to be

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from trimmoe.core.events import Receipt, SequenceOpened
 from trimmoe.core.ledger import Ledger
-from trimmoe.engine.guesses import Lead
+from trimmoe.engine.guesses import OWN, Lead
 from trimmoe.runtime.node.front.drafts import Pending
 from trimmoe.runtime.node.front.lookup import Lookup
 from trimmoe.runtime.node.records.messages import Parcel, Prefix, Token
@@ -71,6 +71,8 @@ class Attempt:
     """What guesses are drawn after, where draws look back."""
     read: int = 0
     """Up to where this server has read the sequence by itself, or is about to."""
+    drafted: int = 0
+    """The same of its draft model."""
     reading: Reading | None = None
     """What it is about to."""
     stranded: int | None = None
@@ -87,7 +89,26 @@ class Attempt:
     @property
     def has_read(self) -> int:
         """Up to where this server is through with its own reading."""
-        return self.read if self.reading is None else self.reading.start
+        reading = self.reading
+        return self.read if reading is None or reading.by_draft_model else reading.start
+
+    def read_by(self, source: int) -> int:
+        """Up to where a source of guesses has read it, or is about to."""
+        return self.read if source == OWN else self.drafted
+
+    def goes_on_from(self, source: int, position: int) -> None:
+        """Where that source reads on."""
+        if source == OWN:
+            self.read = position
+        else:
+            self.drafted = position
+
+    def withdraw(self, position: int) -> None:
+        """Tokens from a position on were withdrawn: they are read anew."""
+        if (reading := self.reading) is not None:
+            self.goes_on_from(reading.source, reading.start)
+            reading.void, self.reading = True, None
+        self.read, self.drafted = min(self.read, position), min(self.drafted, position)
 
     def strand(self) -> None:
         """It cannot go on if a stranded token is one of the answer; a draft may yet be wrong."""
@@ -170,8 +191,8 @@ class Backroom:
     settle: Callable[[tuple[Receipt, ...], list[bool]], None]
     arrive: Callable[[Arrival], None]
     guess: Callable[[Reading], None]
-    guess_s: Callable[[], float]
-    """What a guess takes this server."""
+    guess_s: Callable[[], tuple[float, ...]]
+    """What a guess takes this server, by source."""
     least_chance: Callable[[tuple[int, ...]], float]
     """That guesses of sequences on a route have to have of being right to be followed now; infinite
     where none is worth its time."""

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from trimmoe.core.specs import IntArray
+from trimmoe.engine.guesses import DRAFT_MODEL, OWN
 from trimmoe.runtime.sampling import Sampling
 from trimmoe.runtime.seen import Seen
 
@@ -25,6 +26,8 @@ class Reading:
     tokens: tuple[int, ...]
     route: tuple[int, ...]
     sampling: Sampling
+    source: int = OWN
+    """What reads them, as `engine.guesses` numbers it."""
     seen: Seen | None = None
     """The sequence's tokens up to what is guessed, where draws look back."""
     layer: int = 0
@@ -43,6 +46,8 @@ class Reading:
     """The sequence's place, where this server has any of the route's layers."""
     void: bool = False
     """Whether they were withdrawn."""
+    failed: bool = False
+    """Whether its source cannot read them."""
 
     @property
     def sequences(self) -> tuple[int, ...]:
@@ -51,6 +56,10 @@ class Reading:
     @property
     def positions(self) -> range:
         return range(self.start, self.position)
+
+    @property
+    def by_draft_model(self) -> bool:
+        return self.source == DRAFT_MODEL
 
     @property
     def is_next(self) -> bool:

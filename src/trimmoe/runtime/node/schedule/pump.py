@@ -207,6 +207,9 @@ class Pump:
         took_s = self._took_s.get(work.step)
         if not self._may_be_short or took_s is None or work.step in _LONG:
             return False
+        if work.step is Step.GUESS and any(one.by_draft_model for one in work.items):
+            # It is not interrupted, and reads text at once.
+            return False
         return took_s * len(work.items) < SHORT_S
 
     def _count(self, work: Work) -> None:
