@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -11,6 +12,7 @@ import numpy as np
 
 from trimmoe.core.ledger import Ledger
 from trimmoe.core.specs import BoolArray, FloatArray, IntArray
+from trimmoe.cost.batching import BATCH_SHARE
 from trimmoe.cost.model import CostModel
 from trimmoe.policy.settings import PolicySettings
 
@@ -151,6 +153,42 @@ class Lead:
         return Passed(interval_s=interval_s, in_vain=in_vain)
 
 
+@dataclass(kw_only=True, slots=True)
+class Chunks:
+    """One stream that has its servers to itself and whose guesses are verified so many at a time.
+
+    They are made one upon the other, then the known token and all of them pass the layers as one
+    batch. Up to the first wrong one they are all through together.
+    """
+
+    guesses: int
+    guess_s: float
+    row_s: float
+    """What one more row takes a batch."""
+    turn: int = OWN
+    _left: int = 0
+    """Guesses of the chunk behind the token that comes next."""
+    _whole: bool = True
+    """Whether the next token begins a chunk."""
+
+    def choose(self) -> int:
+        """There is one source only."""
+        return self.turn
+
+    def after(
+        self, whole_s: float, *, guessed: bool, right: bool, source: int | None = OWN
+    ) -> Passed:
+        """As of `Lead`: a chunk's first token takes as long as all of it."""
+        interval_s = 0.0
+        if self._whole:
+            self._left = self.guesses
+            interval_s = whole_s + self.guesses * (self.guess_s + self.row_s)
+        goes_on = guessed and right and self._left > 0
+        in_vain = 0 if goes_on else self._left
+        self._left, self._whole = self._left - 1, not goes_on
+        return Passed(interval_s=interval_s, in_vain=in_vain)
+
+
 @dataclass(frozen=True, kw_only=True)
 class GuessRules:
     """When users' servers guess what answers go on with; R routes, the first M by access server."""
@@ -180,6 +218,8 @@ class GuessRules:
         are busy, but with others' streams; what a stream's own tokens take keeps nobody else
         waiting. Infinite where guesses are not worth their time, see `PolicySettings.guess_below`.
         """
+        if self.settings.guess_chunks:
+            return np.zeros(self.busy.shape)
         others = 1.0 - 1.0 / max(streams, 1)
         least = np.maximum(self.settings.guess_chance, self.busy * others)
         below = self.settings.guess_below
@@ -187,6 +227,17 @@ class GuessRules:
             return least
         crowded = self.cost.occupancy[self.routes].max(1) * others >= below
         return np.where(crowded | self._late | (streams >= self.streams), np.inf, least)
+
+    def leads(self, least: FloatArray, others_s: Sequence[FloatArray] = ()) -> Leads:
+        """How streams get on by access server, whose guesses have to have the chance `least` [M];
+        other sources than the servers' own pass take `others_s` [M] each."""
+        return Leads(
+            settings=self.settings,
+            guess_s=guess_times_s(self.cost, self.top_k),
+            others_s=tuple(others_s),
+            row_s=row_times_s(self.cost, self.routes, self.top_k),
+            least=least,
+        )
 
     @cached_property
     def _whole_s(self) -> FloatArray:
@@ -205,6 +256,44 @@ class GuessRules:
         guess_s = guess_times_s(self.cost, self.top_k)
         more = np.full(self.routes.shape[0] - guess_s.size, guess_s.max())
         return np.concatenate([guess_s, more]) >= self._whole_s
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Leads:
+    """How streams get on, by access server."""
+
+    settings: PolicySettings
+    guess_s: FloatArray
+    """[M]."""
+    others_s: tuple[FloatArray, ...]
+    """Of other sources, [M] each."""
+    row_s: FloatArray
+    """What one more row takes a batch on its way, [M]."""
+    least: FloatArray
+    """[M]."""
+
+    def of(self, access: int) -> Lead | Chunks:
+        """A new stream's."""
+        most, guess_s = self.settings.guesses, float(self.guess_s[access])
+        if self.settings.guess_chunks:
+            return Chunks(guesses=most, guess_s=guess_s, row_s=float(self.row_s[access]))
+        return Lead(
+            guesses=most,
+            guess_s=guess_s,
+            others_s=tuple(float(each[access]) for each in self.others_s),
+            least=float(self.least[access]),
+        )
+
+
+def row_times_s(cost: CostModel, routes: IntArray, top_k: int) -> FloatArray:
+    """What one more row takes a batch on the way of each server's users: what it adds to the time
+    of the layers, and of sending what is behind them to the next server, [M] seconds."""
+    layers = np.arange(cost.layer_count)
+    vector_s = np.maximum(cost.transfer_s - cost.token_transfer_s, 0.0)
+    layer_s = _layer_times_s(cost, top_k) * (1.0 - BATCH_SHARE)
+    ways = routes[: cost.server_count]
+    sent_s = vector_s[ways[:, :-1], ways[:, 1:]].sum(axis=1)
+    return sent_s + layer_s[ways, layers].sum(axis=1)
 
 
 def stream_share(cost: CostModel, routes: IntArray, top_k: int, whole_s: FloatArray) -> FloatArray:

@@ -220,7 +220,8 @@ def print_comparison(console: Console, content: dict[str, Any]) -> None:
     """The table and what ours mean against the fastest that waits for every token in turn."""
     console.print(comparison_table(content))
     rows = content["methods"]
-    plain = [row for row in rows if not row["budget_per_token"] and row["method"] not in _EARLY]
+    early = (*_EARLY, *(row["method"] for row in rows if row["policy"]["guesses"]))
+    plain = [row for row in rows if not row["budget_per_token"] and row["method"] not in early]
     if not plain:
         return
     best = min(plain, key=lambda row: row["delay_per_token_ms"])

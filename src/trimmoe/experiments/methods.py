@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 from trimmoe.core.errors import UserError
 from trimmoe.core.plan import Plan, plan_header
@@ -46,6 +47,7 @@ from trimmoe.policy.settings import (
     lossless,
     paper,
     paper_substitute_only,
+    ring,
     speculative,
     substitute_only,
     trimmoe,
@@ -60,6 +62,8 @@ class Method:
     settings: Callable[[], PolicySettings]
     seed: SeedName | None = None
     """Run on this seed plan over the same machines instead of the given plan."""
+    copies: bool = False
+    """Whether its seed plan gets the copies of experts that ours guesses with, in as many bytes."""
     home: bool = False
     """Run the placement expert by expert from home, not along its own routes."""
     load_replicas: bool = False
@@ -173,6 +177,25 @@ METHODS = {
     "trimmoe": Method(title="TrimMoE", settings=trimmoe),
     "lossless": Method(title="lossless (drafts)", settings=lossless),
     "speculative": Method(title="speculative", settings=speculative),
+    "ring": Method(title="ring, chunks of 4", settings=ring, seed="pipeline", copies=True),
+    "ring-8": Method(
+        title="ring, chunks of 8",
+        settings=partial(ring, 8),
+        seed="pipeline",
+        copies=True,
+    ),
+    "ring-16": Method(
+        title="ring, chunks of 16",
+        settings=partial(ring, 16),
+        seed="pipeline",
+        copies=True,
+    ),
+    "ring-edgeshard-16": Method(
+        title="EdgeShard ring, chunks of 16",
+        settings=partial(ring, 16),
+        seed="edgeshard_latency",
+        copies=True,
+    ),
     "auto": Method(title="auto", settings=auto),
     "guessing": Method(title="guess + trim", settings=guessing),
     "final-exits": Method(title="with final exits", settings=final_exits),
@@ -231,6 +254,11 @@ def served(name: str, *, budget: float, confidence: float) -> PolicySettings:
     Nothing moves KV caches along with tokens.
     """
     settings = configured(find_method(name), budget=budget, confidence=confidence)
+    if settings.guess_chunks:
+        raise UserError(
+            f"Servers cannot run the method {name}, which is there to compare with; leave it "
+            "out, or see `trimmoe compare` and `trimmoe simulate`."
+        )
     if settings.accounting is Accounting.MIGRATE:
         raise UserError(
             f"Servers cannot run the method {name}, whose tokens move without their KV cache; "
@@ -301,6 +329,7 @@ def seeded_plan(method: Method, plan: Plan, profile: Profile, model: ModelSpec) 
         hosts=seed.hosts,
         routes=seed.routes,
         expert_capacity_bytes=planner.capacity,
+        stand_in_bits=planner.stand_in_bits(seed.hosts, seed.routes) if method.copies else None,
     )
 
 

@@ -19,9 +19,9 @@ from trimmoe.core.errors import UserError
 from trimmoe.core.specs import ModelSpec
 from trimmoe.models.base import EncoderDecoderView, MoEView
 from trimmoe.models.cache import cache_argument
-from trimmoe.models.checkpoint import resolve
+from trimmoe.models.checkpoint import read_config, resolve
 from trimmoe.models.exact import full_depth
-from trimmoe.models.formats.choose import folder_of, gguf_files, model_name, read_settings
+from trimmoe.models.formats.choose import folder_of, gguf_files, model_name
 from trimmoe.models.load import known_device, load_tokenizer, model_spec, open_model
 
 _NO_END = 1 << 30
@@ -167,9 +167,10 @@ def _has_experts(path: Path) -> bool:
 def _modules(path: Path, name: str, served: Served) -> Any:
     from transformers import AutoModelForCausalLM
 
-    read_settings(path)
-    inside = {"gguf_file": files[0].name} if (files := gguf_files(path)) else {}
-    if not inside:
+    if files := gguf_files(path):
+        inside: dict[str, Any] = {"gguf_file": files[0].name}
+    else:
+        read_config(path)
         # Nothing is unpickled.
         inside = {"use_safetensors": True}
     try:

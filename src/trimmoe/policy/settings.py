@@ -25,6 +25,10 @@ GUESS_BELOW = 0.75
 more than they save; measured, see docs/performance.md."""
 
 
+RING_DRAFTS = 4
+"""Tokens that a ring of stages verifies at a time, behind the one that is known."""
+
+
 class BudgetRule(StrEnum):
     """How a sequence's budget is portioned to its tokens."""
 
@@ -95,6 +99,9 @@ class PolicySettings:
     what follows sets out; more is needed where servers are busy with other streams."""
     guess_confidence: float = GUESS_CONFIDENCE
     """Probability that a server gives its guess at which what follows sets out."""
+    guess_chunks: bool = False
+    """Whether guesses are made `guesses` at a time and verified in one pass, as other systems do:
+    the next ones are made when word of all of them has come."""
     guess_below: float | None = None
     """Nothing is guessed where a machine on a token's route is at work for so large a share of what
     it can do, or where a guess takes no less than a token at full depth; None: guesses are made
@@ -215,6 +222,19 @@ def lossless() -> PolicySettings:
 def speculative() -> PolicySettings:
     """Exact execution of tokens that users' own servers guess ahead, several under way at once."""
     return replace(exact(), name="speculative", guesses=GUESSES)
+
+
+def ring(drafted: int = RING_DRAFTS) -> PolicySettings:
+    """What public systems do over slow links: so many tokens are drafted, however improbable, and
+    verified in one pass through the stages; then the next ones."""
+    return replace(
+        exact(),
+        name="ring",
+        guesses=drafted,
+        guess_chunks=True,
+        guess_chance=0.0,
+        guess_confidence=0.0,
+    )
 
 
 def auto() -> PolicySettings:

@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from trimmoe.core.ledger import Ledger
-from trimmoe.engine.guesses import Lead, draft_times_s, guess_times_s
+from trimmoe.engine.guesses import Chunks, Lead, draft_times_s
 from trimmoe.engine.step import Engine
 from trimmoe.models.base import EncoderDecoderView, MoEView
 from trimmoe.runtime.drafter import Drafter
@@ -33,7 +34,7 @@ class _Stream:
 
     slot: int
     access: int
-    lead: Lead
+    lead: Lead | Chunks
     length: int = 0
     """Tokens that its cache holds."""
     led: bool = False
@@ -58,23 +59,18 @@ class Guesser:
         self._view, self._settings = view, engine.settings
         self._own = owns(view, engine.profile, engine.hosts, engine.stand_in_bits)
         self._drafter = drafter
-        top_k = view.spec.top_k
-        self._guess_s = [guess_times_s(engine.cost, top_k)]
+        others_s = []
         if drafter is not None:
             size = drafter.size(view.spec)
-            self._guess_s.append(draft_times_s(engine.cost, top_k, size))
+            others_s.append(draft_times_s(engine.cost, view.spec.top_k, size))
+        least = np.full(engine.cost.server_count, engine.settings.guess_chance)
+        self._leads = engine.guess_rules.leads(least, others_s)
         self.cache = view.new_cache(slots=slots)
         self._streams: dict[int, _Stream] = {}
 
     def open(self, sequence: int, *, slot: int, access: int, read: Sequence[int] = ()) -> None:
         """Begin a sequence that enters at server `access`, of which these tokens are read."""
-        own_s, *others_s = (float(each_s[access]) for each_s in self._guess_s)
-        lead = Lead(
-            guesses=self._settings.guesses,
-            guess_s=own_s,
-            others_s=tuple(others_s),
-            least=self._settings.guess_chance,
-        )
+        lead = self._leads.of(access)
         self._streams[sequence] = _Stream(slot=slot, access=access, lead=lead, length=len(read))
         # What is kept for sequences that begin alike is the server's own only.
         self._drafted(sequence, 0, read)

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
-from trimmoe.core.specs import FloatArray, IntArray
-from trimmoe.engine.guesses import Lead
+from trimmoe.core.specs import IntArray
+from trimmoe.engine.guesses import Chunks, Lead, Leads
 from trimmoe.simulator.tally import DELAY_S, Books
 from trimmoe.simulator.world import RIGHT, WRONG
 
@@ -19,12 +19,8 @@ from trimmoe.simulator.world import RIGHT, WRONG
 class Expected:
     """The leads of all requests that have begun."""
 
-    guesses: int
-    least: FloatArray
-    """See `GuessRules.least_among`, [M]."""
-    guess_s: FloatArray
-    """[M]."""
-    _leads: dict[int, Lead] = field(default_factory=dict)
+    leads: Leads
+    _leads: dict[int, Lead | Chunks] = field(default_factory=dict)
 
     def put_right(
         self, books: Books, rows: IntArray, guess: IntArray, requests: IntArray, access: IntArray
@@ -35,8 +31,7 @@ class Expected:
         columns = (column.tolist() for column in (rows, guess, requests, access))
         for row, made, request, server in zip(*columns, strict=True):
             if request not in self._leads:
-                guess_s, least = float(self.guess_s[server]), float(self.least[server])
-                self._leads[request] = Lead(guesses=self.guesses, guess_s=guess_s, least=least)
+                self._leads[request] = self.leads.of(server)
             passed = self._leads[request].after(
                 float(delay_s[row]), guessed=made in (RIGHT, WRONG), right=made == RIGHT
             )

@@ -5,6 +5,9 @@ nothing else to do. Then the next token follows behind it through the layers, un
 them are ahead of what is through; in that case as soon as one is. Tokens are through in turn. A
 wrong guess is followed by copies of the token that it was made after, one guess after another, and
 these are withdrawn when that token has come to its user (see `turns`).
+
+In `chunks`, so many set out behind a token that nothing is ahead of, and none before all of them
+are through. Each sets out as it is guessed, which is somewhat sooner than all in one frame.
 """
 
 from __future__ import annotations
@@ -20,8 +23,9 @@ def led(rows, asked, state, unit, request):
     """A token begins, perhaps behind others, and what it predicts is guessed meanwhile."""
     newest = asked.newest[request]
     if newest == NONE:
-        asked.row[request] = unit
+        asked.row[request], asked.chunk[request] = unit, 0
     else:
+        asked.chunk[request] += 1
         rows.after[newest] = unit
         _behind(rows, unit, newest)
     asked.newest[request], asked.coming[request] = unit, False
@@ -43,7 +47,10 @@ def guessing(world, rows, asked, state, request, ticket, layer):
     asked.ticket[request] = NONE
     if rows.guess[asked.newest[request]] == UNSURE:
         return
-    if asked.under_way[request] + asked.copies[request] > rows.window[asked.newest[request]]:
+    if world.chunks:
+        if asked.chunk[request] + asked.copies[request] < world.guesses:
+            _follow_up(rows, asked, state, request)
+    elif asked.under_way[request] + asked.copies[request] > rows.window[asked.newest[request]]:
         asked.held[request] = True
     else:
         _follow_up(rows, asked, state, request)

@@ -28,7 +28,6 @@ from trimmoe.core.ledger import Ledger
 from trimmoe.core.specs import IntArray
 from trimmoe.core.trace import Trace
 from trimmoe.engine.books import checked
-from trimmoe.engine.guesses import Lead, guess_times_s
 from trimmoe.engine.step import Engine
 from trimmoe.simulator.feed import TraceFeed, require_guesses
 
@@ -113,16 +112,13 @@ def _followed(
     """The ledgers of tokens [T] that take `whole` by themselves and follow one another on guesses;
     `access` [S]."""
     settings, length = engine.settings, feed.trace.length
-    guess_s = guess_times_s(engine.cost, feed.trace.experts.shape[2])
     tokens = np.arange(feed.trace.token_count)
     at = access[tokens // length]
     least = engine.guess_rules.least_among(1)
     guessed, right = feed.guesses(tokens, at, least[at], settings)
     guessed &= tokens % length < length - 1
-    leads = [
-        Lead(guesses=settings.guesses, guess_s=float(guess_s[server]), least=float(least[server]))
-        for server in access
-    ]
+    known = engine.guess_rules.leads(least[: engine.cost.server_count])
+    leads = [known.of(int(server)) for server in access]
     return [
         leads[token // length]
         .after(ledger.delay_s, guessed=bool(guessed[token]), right=bool(right[token]))

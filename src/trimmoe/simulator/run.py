@@ -140,6 +140,7 @@ class _Run:
             whole=engine.settings.exit_state is ExitState.WHOLE,
             drafts=engine.settings.drafts,
             guesses=engine.settings.guesses,
+            chunks=engine.settings.guess_chunks,
             slots=trace.experts.shape[2],
         )
         self.decider = Ahead(
@@ -185,10 +186,8 @@ class _Run:
         """Rows of tokens that are with their users and still leave states in the layers left, and
         of what follows wrong drafts or guesses and has not been withdrawn everywhere."""
         self.expected = Expected(
-            guesses=self.world.guesses,
-            # The leads are of streams that have their servers to themselves.
-            least=engine.guess_rules.least_among(1),
-            guess_s=self.world.guess_s,
+            # They are of streams that have their servers to themselves.
+            leads=engine.guess_rules.leads(engine.guess_rules.least_among(1)),
         )
         self.units = Units.empty(cost.layer_count, cost.server_count, cost.hidden_bytes)
         self.until_s = 0.0

@@ -144,6 +144,7 @@ class RequestTable:
                 coming=np.zeros(count, dtype=bool),
                 ticket=np.full(count, NONE),
                 held=np.zeros(count, dtype=bool),
+                chunk=np.zeros(count, dtype=np.int64),
                 hindmost=np.full(count, NONE),
                 copies=zeros.copy(),
                 trail=np.full(count, NONE),

@@ -77,6 +77,8 @@ class World(NamedTuple):
     """Whether exits are drafts: nothing sets out on one before that ahead of it is confirmed."""
     guesses: int
     """The most guesses of a request that may be ahead of what full depth has confirmed."""
+    chunks: bool
+    """Whether they are made so many at a time, and the next ones when all are through."""
     guess_s: FloatArray
     """Time of a guess, [M]."""
     machine: IntArray
@@ -178,6 +180,8 @@ class Asked(NamedTuple):
     """Of the entry of the guess that is being made, or NONE, [R]."""
     held: np.ndarray
     """Whether a guess is made and has to wait because too many are ahead, bool [R]."""
+    chunk: IntArray
+    """How many set out on guesses since none was under way, [R]."""
     hindmost: IntArray
     """The newest or the last of its copies that set out on a wrong guess, [R]."""
     copies: IntArray
@@ -208,6 +212,7 @@ def make_world(
     whole: bool,
     drafts: bool,
     guesses: int,
+    chunks: bool,
     slots: int,
 ) -> World:
     """The constants of a run; seconds are the cost model's, split at the propagation delay. Tokens
@@ -241,6 +246,7 @@ def make_world(
         whole=whole,
         drafts=drafts,
         guesses=guesses,
+        chunks=chunks,
         guess_s=guess_times_s(cost, slots),
         machine=np.ascontiguousarray(machine),
         at_once=np.ascontiguousarray(at_once),
