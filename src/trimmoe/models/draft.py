@@ -174,7 +174,7 @@ def _modules(path: Path, name: str, served: Served) -> Any:
         # Nothing is unpickled.
         inside = {"use_safetensors": True}
     try:
-        model = AutoModelForCausalLM.from_pretrained(
+        model: Any = AutoModelForCausalLM.from_pretrained(
             folder_of(path), dtype=served.dtype, trust_remote_code=False, **inside
         )
     except Exception as error:  # Model classes raise many kinds, none of them ours.
