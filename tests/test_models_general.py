@@ -20,11 +20,11 @@ import zoo
 from trimmoe.cli import app
 from trimmoe.core.errors import UserError
 from trimmoe.models.base import MoEView
+from trimmoe.models.cache import SNAPSHOTS, KVCache
 from trimmoe.models.compiled.forms import FORMS
 from trimmoe.models.exact import exact_logits, full_depth, greedy
 from trimmoe.models.from_config import require_served, sizes_from_config
 from trimmoe.models.general import attention
-from trimmoe.models.general.caching import SNAPSHOTS, GeneralCache
 from trimmoe.models.general.catalogue import (
     COMPILED_TEXT_PARTS,
     ENCODER_DECODERS,
@@ -41,13 +41,14 @@ from trimmoe.runtime.probe import time_work
 KNOWN = {*FAST, *ENCODER_DECODERS, *SERVED, *TEXT_PARTS, *UNSERVED}
 
 
-@pytest.fixture(scope="module")
-def delta(tmp_path_factory: pytest.TempPathFactory) -> MoEView:
+@pytest.fixture(scope="module", params=[True, False], ids=["compiled", "modules"])
+def delta(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> MoEView:
     """A view of a model with recurrent states."""
-    return open_model(zoo.write("qwen3_next", tmp_path_factory.mktemp("delta")))
+    folder = zoo.write("qwen3_next", tmp_path_factory.mktemp("delta"))
+    return open_model(folder, compiled=request.param)
 
 
-def _stepped(view: MoEView, cache: GeneralCache, tokens: list[int], start: int) -> torch.Tensor:
+def _stepped(view: MoEView, cache: KVCache, tokens: list[int], start: int) -> torch.Tensor:
     """Logits [T, V] after each token, fed one by one."""
     made = []
     for at, token in enumerate(tokens, start):
@@ -61,7 +62,6 @@ def _stepped(view: MoEView, cache: GeneralCache, tokens: list[int], start: int) 
 @torch.inference_mode()
 def test_withdrawn_tokens_are_taken_back_from_snapshots(delta: MoEView) -> None:
     cache = delta.new_cache(slots=1)
-    assert isinstance(cache, GeneralCache)
     cache.alloc()
     (right, wrong) = zoo.prompts(20, 9)
     expected = exact_logits(delta, [right])[0]
@@ -79,7 +79,6 @@ def test_withdrawn_tokens_are_taken_back_from_snapshots(delta: MoEView) -> None:
 def test_no_sequence_begins_with_states_of_another(delta: MoEView) -> None:
     assert not delta.rewinds
     cache = delta.new_cache(slots=1)
-    assert isinstance(cache, GeneralCache)
     first, second = zoo.prompts(7, 5)
     with torch.inference_mode():
         _stepped(delta, cache, first, 0) if cache.alloc() == 0 else None
@@ -96,7 +95,7 @@ def test_work_is_timed_where_states_cannot_be_cut_back(delta: MoEView) -> None:
 @pytest.mark.parametrize("family", ["deepseek_v32", "qwen3_next", "mimo_v2_flash"])
 def test_what_attention_keeps_is_what_a_configuration_says(tmp_path: Path, family: str) -> None:
     """Compressed keys and those of an indexer, states, heads of unequal sizes."""
-    view = open_model(zoo.write(family, tmp_path))
+    view = open_model(zoo.write(family, tmp_path), compiled=False)
     sizes = sizes_from_config(tmp_path / "config.json")
     cache = view.new_cache(slots=2)
     cache.alloc()

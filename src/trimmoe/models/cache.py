@@ -15,6 +15,17 @@ from trimmoe.core.specs import IntArray
 from trimmoe.models.batch import TokenBatch
 
 _FIRST_CAPACITY = 64
+SNAPSHOTS = 18
+"""Recurrent states kept of a sequence in a layer: as many tokens may be withdrawn, less one, and
+guesses are sixteen at most."""
+
+
+def lost_state(length: int) -> UserError:
+    """The error where a recurrent state after so many tokens is asked for and not there."""
+    return UserError(
+        f"This model's state after {length} tokens is no longer kept, so that the answer cannot go "
+        f"on from there; ask again."
+    )
 
 
 def cache_argument(module: Any) -> str:
@@ -164,7 +175,7 @@ class KVCache:
         capacity = _FIRST_CAPACITY if slabs is None else slabs[0].shape[2]
         while capacity < length:
             capacity *= 2
-        grown = self._empty(min(capacity, max(self.context_limit, length)))
+        grown = self._empty(block, min(capacity, max(self.context_limit, length)))
         if slabs is not None:
             for old, new in zip(slabs, grown, strict=True):
                 new[:, :, : old.shape[2]] = old
@@ -178,10 +189,15 @@ class KVCache:
             self._addresses = np.pad(self._addresses, ((0, missing), (0, 0)))
         self._addresses[block] = keys.data_ptr(), values.data_ptr(), self.slots, keys.shape[2]
 
-    def _empty(self, capacity: int) -> tuple[Tensor, Tensor]:
+    def _sizes(self, block: int) -> tuple[int, int]:
+        """Heads of a block, and what a row of one takes in memory."""
+        return self._heads, self._padded_size
+
+    def _empty(self, block: int, capacity: int) -> tuple[Tensor, Tensor]:
         # Zeros, because a masked score still meets its value: 0 * NaN would be NaN. Outside
         # inference mode, because a slab made inside it could not be written outside it.
-        shape = (self.slots, self._heads, capacity, self._padded_size)
+        heads, size = self._sizes(block)
+        shape = (self.slots, heads, capacity, size)
         with torch.inference_mode(False):
             keys = self._zeros(shape)
             return keys, keys if self._once else self._zeros(shape)

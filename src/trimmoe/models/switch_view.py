@@ -33,10 +33,6 @@ class SwitchCache(KVCache):
         super().forget()
         self.sources.forget()
 
-    def free(self, slot: int) -> None:
-        super().free(slot)
-        self.source_lengths[slot] = 0
-
 
 class _States:
     """One block's keys and values of the encoder's states, as cross attention looks for them."""

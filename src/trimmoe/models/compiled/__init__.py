@@ -17,6 +17,7 @@ _COMPILED = (
     "attending",
     "attention",
     "columns",
+    "delta_step",
     "gating",
     "kinds",
     "lanes",

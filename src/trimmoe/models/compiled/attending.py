@@ -8,18 +8,24 @@ from __future__ import annotations
 import numpy as np
 
 from trimmoe.models.compiled.attention import (
+    address,
     attention,
     floats,
     head_norm,
     jit,
     norm,
+    own_shape,
     rotate,
+    slabs_of,
     whole_panels,
     wide,
     write,
 )
 from trimmoe.models.compiled.columns import (
     ATTENTION_NORM,
+    ATTENTION_POST,
+    DELTA,
+    GATE,
     KEY_BIAS,
     KEY_NORM,
     KEY_VALUE,
@@ -30,12 +36,16 @@ from trimmoe.models.compiled.columns import (
     QUERY_NORM,
     SHARED_UP,
     SINKS,
+    TURNED_AT,
     VALUE_BIAS,
+    VALUE_NORM,
     WINDOW,
 )
+from trimmoe.models.compiled.delta_step import delta
 from trimmoe.models.compiled.kinds import NORM_HEADS, NORM_WHOLE
+from trimmoe.models.compiled.lanes import LANES, exp_lanes
 from trimmoe.models.compiled.latent_step import RUN_EXPAND, RUN_KEYS, RUN_QUERIES, latent
-from trimmoe.models.compiled.product import DATA, RECORD, product
+from trimmoe.models.compiled.product import DATA, IN, OUT, RECORD, product
 
 
 @jit
@@ -61,7 +71,7 @@ def _clip(x, size, limit):
 
 
 @jit
-def _shaped(shape, x, heads, weight, rotary, positions):
+def _shaped(shape, block, x, heads, weight, rotary, positions):
     """Norm, clip and turn queries or keys [n, heads * head] in place; `weight` is the norm's."""
     size = heads * shape.head
     if shape.qk_norm == NORM_WHOLE:
@@ -70,7 +80,7 @@ def _shaped(shape, x, heads, weight, rotary, positions):
         _clip(x, size, shape.clip)
     if shape.qk_norm == NORM_HEADS:
         head_norm(x, heads, shape.head, weight, shape.epsilon)
-    rotate(x, heads, shape.head, 0, shape.rotary, rotary, positions)
+    rotate(x, heads, shape.head, 0, shape.rotary, rotary, block[TURNED_AT], positions)
 
 
 @jit
@@ -83,7 +93,7 @@ def _queries(shape, block, normed, rotary, positions):
         return query
     times(shape, block, QUERY, normed, count, query)
     biased(query, block[QUERY_BIAS], size)
-    _shaped(shape, query, shape.heads, block[QUERY_NORM], rotary, positions)
+    _shaped(shape, block, query, shape.heads, block[QUERY_NORM], rotary, positions)
     return query
 
 
@@ -100,45 +110,87 @@ def _keys_values(shape, block, normed, rotary, positions):
     times(shape, block, KEY_VALUE, normed, count, both)
     key = np.zeros((count, wide(size)), dtype=np.float32)
     value = np.zeros((count, wide(size)), dtype=np.float32)
+    # Of one matrix for both, values are what keys are before anything is done to them.
+    behind = padded if block[KEY_VALUE + OUT] > padded else 0
     # Element by element here and elsewhere: slices take the compiler seconds.
     for r in range(count):
         for i in range(size):
-            key[r, i], value[r, i] = both[r, i], both[r, padded + i]
+            key[r, i], value[r, i] = both[r, i], both[r, behind + i]
     biased(key, block[KEY_BIAS], size)
     biased(value, block[VALUE_BIAS], size)
-    _shaped(shape, key, shape.kv_heads, block[KEY_NORM], rotary, positions)
+    _shaped(shape, block, key, shape.kv_heads, block[KEY_NORM], rotary, positions)
     if shape.clip < np.inf:
         _clip(value, size, shape.clip)
+    if block[VALUE_NORM] != 0:
+        head_norm(value, shape.kv_heads, shape.head, block[VALUE_NORM], shape.epsilon)
     return key, value
 
 
 @jit
-def attend(shape, block, hidden, rotary, places, keys, values, aside):
-    """Attention of one block with its residual, on hidden [n, wide(d)] in place."""
-    count = hidden.shape[0]
-    normed = np.zeros_like(hidden)
-    norm(hidden, block[ATTENTION_NORM], shape.hidden, shape.epsilon, normed)
+def _gated(shape, block, normed, mixed):
+    """Multiply what heads give [n, wide(H * head)] with the sigmoid of its gates, in place."""
+    size = block[GATE + OUT]
+    gates = np.zeros((normed.shape[0], wide(size)), dtype=np.float32)
+    times(shape, block, GATE, normed, normed.shape[0], gates)
+    for r in range(normed.shape[0]):
+        for i in range(size):
+            gates[r, i] = -gates[r, i]
+        at = address(gates) + r * gates.shape[1] * 4
+        exp_lanes(at, at, (size + LANES - 1) // LANES)
+        for i in range(size):
+            mixed[r, i] *= np.float32(1.0) / (np.float32(1.0) + gates[r, i])
+
+
+@jit
+def _mixed(shape, block, normed, rotary, places, slab, aside):
+    """What the heads of a block give of rows [n, wide(d)], [n, wide]."""
+    if block[DELTA] != 0:
+        made = np.zeros((normed.shape[0], block[OUTPUT + IN]), dtype=np.float32)
+        delta(shape, block, normed, places, slab, made)
+        return made
     query = _queries(shape, block, normed, rotary, places[1])
     key, value = _keys_values(shape, block, normed, rotary, places[1])
     mixed, window, sinks = np.zeros_like(query), block[WINDOW], block[SINKS]
+    keys, values = slabs_of(shape, slab)
     attention(shape, window, sinks, query, key, value, places, keys, values, aside, mixed)
     if shape.latent > 0:
-        expanded = np.zeros((count, wide(shape.heads * shape.value)), dtype=np.float32)
+        expanded = np.zeros((normed.shape[0], wide(shape.heads * shape.value)), dtype=np.float32)
         latent(shape, block, RUN_EXPAND, mixed, rotary, places[1], expanded)
         mixed = expanded
+    if block[GATE + OUT] > 0:
+        _gated(shape, block, normed, mixed)
+    return mixed
+
+
+@jit
+def attend(shape, block, hidden, rotary, places, slab, aside):
+    """Attention of one block with its residual, on hidden [n, wide(d)] in place; `slab` is where
+    what it keeps is, as `segment` has it."""
+    count = hidden.shape[0]
+    normed = np.zeros_like(hidden)
+    norm(hidden, block[ATTENTION_NORM], shape.hidden, shape.epsilon, normed)
+    mixed = _mixed(own_shape(shape, block), block, normed, rotary, places, slab, aside)
     after = block[SHARED_UP + DATA]
     product(block[OUTPUT : OUTPUT + RECORD], mixed, count, normed, shape.threads, after)
     biased(normed, block[OUTPUT_BIAS], shape.hidden)
+    if block[ATTENTION_POST] != 0:
+        norm(normed, block[ATTENTION_POST], shape.hidden, shape.epsilon, normed)
     for r in range(count):
         for i in range(shape.hidden):
             hidden[r, i] += normed[r, i]
 
 
 @jit
-def leave(shape, block, hidden, rotary, places, keys, values):
-    """Only write the keys and values that hidden [n, wide] has in a block."""
+def leave(shape, block, hidden, rotary, places, slab):
+    """Only keep what later tokens need of hidden [n, wide] in a block."""
     normed = np.zeros_like(hidden)
     norm(hidden, block[ATTENTION_NORM], shape.hidden, shape.epsilon, normed)
-    key, value = _keys_values(shape, block, normed, rotary, places[1])
+    if block[DELTA] != 0:
+        unused = np.zeros((hidden.shape[0], block[OUTPUT + IN]), dtype=np.float32)
+        delta(shape, block, normed, places, slab, unused)
+        return
+    own = own_shape(shape, block)
+    key, value = _keys_values(own, block, normed, rotary, places[1])
+    keys, values = slabs_of(own, slab)
     for r in range(hidden.shape[0]):
-        write(shape, key, value, places, r, keys, values)
+        write(own, key, value, places, r, keys, values)

@@ -13,6 +13,7 @@ from numba import njit, prange, types
 from numba.core import cgutils
 from numba.np.numpy_support import carray
 
+from trimmoe.models.compiled.columns import HEAD, KV_HEADS, TURNED
 from trimmoe.models.compiled.kinds import GATED_SILU, SCORES_SOFTMAX
 from trimmoe.models.compiled.lanes import LANES, exp_lanes, intrinsic, make_dots, make_mix
 
@@ -71,6 +72,19 @@ class Shape(NamedTuple):
     """Numbers that a head gives there."""
     threads: int = 1
     """That large products and long prompts may use."""
+
+
+@jit
+def own_shape(shape, block):
+    """The shape of a block, whose attention need not be as large as that of others."""
+    head = block[HEAD]
+    return Shape(
+        shape.hidden, shape.heads, block[KV_HEADS], head, whole_panels(head), shape.experts,
+        shape.top_k, shape.epsilon, shape.renormalise, shape.qk_norm, shape.clip, shape.routed,
+        shape.scale, block[TURNED], shape.scores, shape.groups, shape.kept_groups,
+        shape.best_of_group, shape.gate_scale, shape.gated, shape.steepness, shape.limit,
+        shape.latent, shape.value, shape.threads,
+    )  # fmt: skip
 
 
 @jit
@@ -151,9 +165,9 @@ def head_norm(x, heads, head, weight, epsilon):
 
 
 @jit
-def rotate(x, heads, head, first, size, rotary, positions):
+def rotate(x, heads, head, first, size, rotary, begin, positions):
     """Rotary embedding of the numbers [first, first + size) of every head, in place; `rotary` are
-    cosine and sine [positions, size]."""
+    cosine and sine [positions, >= begin + size], of which it takes those from `begin` on."""
     cosine, sine = rotary
     half = size // 2
     for r in range(x.shape[0]):
@@ -162,8 +176,9 @@ def rotate(x, heads, head, first, size, rotary, positions):
             start = h * head + first
             for i in range(half):
                 a, b = x[r, start + i], x[r, start + half + i]
-                x[r, start + i] = a * cosine[at, i] - b * sine[at, i]
-                x[r, start + half + i] = b * cosine[at, half + i] + a * sine[at, half + i]
+                x[r, start + i] = a * cosine[at, begin + i] - b * sine[at, begin + i]
+                far = begin + half + i
+                x[r, start + half + i] = b * cosine[at, far] + a * sine[at, far]
 
 
 @jit

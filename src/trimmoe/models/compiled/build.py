@@ -14,8 +14,10 @@ from trimmoe.core.precision import Precision
 from trimmoe.core.specs import IntArray
 from trimmoe.models.compiled import columns
 from trimmoe.models.compiled.attention import Shape
-from trimmoe.models.compiled.forms import DEFAULT, SHARED, Form
-from trimmoe.models.compiled.kinds import NORM_HEADS, NORM_NONE, NORM_WHOLE
+from trimmoe.models.compiled.beside import add_beside, value_norm
+from trimmoe.models.compiled.delta import add_delta
+from trimmoe.models.compiled.forms import DEFAULT, LINEAR, SHARED, Form
+from trimmoe.models.compiled.kinds import GATED_GELU, NORM_HEADS, NORM_NONE, NORM_WHOLE
 from trimmoe.models.compiled.lanes import LANES
 from trimmoe.models.compiled.latent import add_latent, is_latent
 from trimmoe.models.compiled.packing import packed
@@ -26,19 +28,25 @@ from trimmoe.models.experts import ExpertStack, ReadLayer
 from trimmoe.models.family import Geometry
 from trimmoe.models.quantise import placed
 
-_ROTARY = frozenset({"default", "linear", "llama3", "yarn"})
+_ROTARY = frozenset({"default", "linear", "llama3", "proportional", "yarn"})
 """Whose angles depend on the position alone."""
+_ACTIVATION = {GATED_GELU: "gelu_pytorch_tanh"}
+"""What configurations call it; silu elsewhere."""
 
 
-def can_compile(config: Any, dtype: torch.dtype, device: torch.device) -> bool:
+def can_compile(
+    config: Any, dtype: torch.dtype, device: torch.device, form: Form = DEFAULT
+) -> bool:
     """Whether the compiled blocks know what a configuration asks of all of them."""
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-    kind = rope.get("rope_type", "default")
+    each = [one for one in rope.values() if isinstance(one, dict)] or [rope]
+    acts = (getattr(config, name, None) for name in ("hidden_act", "hidden_activation"))
+    act = next((one for one in acts if one is not None), "silu")
     return (
         dtype is torch.float32
         and device.type == "cpu"
-        and getattr(config, "hidden_act", "silu") == "silu"
-        and kind in _ROTARY
+        and act == _ACTIVATION.get(form.gated, "silu")
+        and all(one.get("rope_type", "default") in _ROTARY for one in each)
     )
 
 
@@ -49,26 +57,32 @@ def turns_whole_heads(config: Any) -> bool:
 
 
 def parts_of(
-    decoder: Any, head: Tensor, loaded: tuple[frozenset[int], ...], precision: Precision
+    decoder: Any,
+    head: Tensor,
+    loaded: tuple[frozenset[int], ...],
+    precision: Precision,
+    form: Form = DEFAULT,
 ) -> Parts:
     """The ends of a model whose `head` are these rows [V, d]."""
-    embed, rotary = decoder.embed_tokens.weight, decoder.rotary_emb
-    (embeddings,), size = placed([packed([embed], precision)]), _turned(decoder)
+    embed = decoder.embed_tokens.weight
+    (embeddings,) = placed([packed([embed], precision)])
     return Parts(
         loaded=loaded,
         precision=precision,
         has_shared=any(_shared(each.mlp) is not None for each in decoder.layers),
         embeddings=embeddings,
         head=embeddings if head is embed else placed([packed([head], precision)])[0],
-        last_norm=decoder.norm.weight.detach().float().numpy().copy(),
-        rotary=lambda ids: _angles(rotary, ids, size),
+        last_norm=_norm(decoder.norm, form).detach().float().numpy().copy(),
+        rotary=lambda ids: _angles(decoder.rotary_emb, ids),
+        embedding_scale=float(getattr(decoder.embed_tokens, "embed_scale", 1.0)),
+        logit_cap=getattr(decoder.config, "final_logit_softcapping", None),
     )
 
 
 def shape_of(config: Any, geometry: Geometry, decoder: Any, form: Form = DEFAULT) -> Shape:
     """What all blocks have in common."""
-    attention = decoder.layers[0].self_attn
-    clip = getattr(config, "clip_qkv", None)
+    attention = next(one.self_attn for one in decoder.layers if hasattr(one, "self_attn"))
+    clip, turned = getattr(config, "clip_qkv", None), _turned(decoder.rotary_emb)
     renormalises = form.renormalises
     best = form.best_of_group(config)
     return Shape(
@@ -80,7 +94,7 @@ def shape_of(config: Any, geometry: Geometry, decoder: Any, form: Form = DEFAULT
         renormalise=geometry.gates_renormalised if renormalises is None else renormalises,
         clip=float("inf") if clip is None else float(clip),
         routed=getattr(config, "moe_intermediate_size", None) or config.intermediate_size,
-        rotary=_turned(decoder),
+        rotary=turned[_kind(attention, turned)],
         scores=form.scores,
         groups=int(config.n_group) if best else 1,
         kept_groups=int(config.topk_group) if best else 1,
@@ -111,11 +125,11 @@ def _heads(config: Any, attention: Any) -> dict[str, Any]:
         whole = attention.q_norm.weight.shape[0] != head
         norm = NORM_WHOLE if whole else NORM_HEADS
     return {
-        "kv_heads": config.num_key_value_heads,
+        "kv_heads": attention.k_proj.weight.shape[0] // head,
         "head": head,
         "head_wide": head + -head % LANES,
         "qk_norm": norm,
-        "scale": 1.0 / math.sqrt(head),
+        "scale": float(attention.scaling),
     }
 
 
@@ -132,13 +146,17 @@ def tables_of(
     """All blocks; experts are read layer by layer."""
     tables = Tables.empty(shape, geometry.block_count, geometry.moe_blocks)
     for block, layer in enumerate(decoder.layers):
-        _attention(tables, block, layer, precision)
+        _attention(tables, block, layer, decoder.rotary_emb, precision, form)
         tables.blocks[block, columns.WINDOW] = windows[block] or 0
-        tables.vector(block, columns.EXPERTS_NORM, layer.post_attention_layernorm.weight)
+        if form.beside:
+            add_beside(tables, block, layer)
+        else:
+            tables.vector(block, columns.EXPERTS_NORM, _norm(layer.post_attention_layernorm, form))
         _dense(tables, block, layer.mlp, precision)
     for number, block in enumerate(geometry.moe_blocks):
-        mlp = decoder.layers[block].mlp
-        gate = getattr(mlp, form.router)
+        layer = decoder.layers[block]
+        mlp = layer.mlp
+        gate = (layer if form.beside else mlp).get_submodule(form.router)
         # Routers stay as they are: what they say is what everything is decided by.
         tables.matrix(block, {columns.ROUTER: packed([gate.weight], Precision.NONE)})
         tables.vector(block, columns.ROUTER_BIAS, getattr(gate, "bias", None))
@@ -151,31 +169,48 @@ def tables_of(
     return tables
 
 
-def _attention(tables: Tables, block: int, layer: Any, precision: Precision) -> None:
+def _norm(norm: Any, form: Form) -> Tensor:
+    """What a norm multiplies with."""
+    return norm.weight.detach().float() + 1.0 if form.about_one else norm.weight
+
+
+def _attention(
+    tables: Tables, block: int, layer: Any, rotary: Any, precision: Precision, form: Form
+) -> None:
+    tables.vector(block, columns.ATTENTION_NORM, _norm(layer.input_layernorm, form))
+    if hasattr(layer, LINEAR):
+        add_delta(tables, block, getattr(layer, LINEAR), precision)
+        return
     attention = layer.self_attn
-    tables.vector(block, columns.ATTENTION_NORM, layer.input_layernorm.weight)
     if is_latent(attention):
         add_latent(tables, block, attention, precision)
         return
-    query, key, value = attention.q_proj, attention.k_proj, attention.v_proj
+    _sizes(tables, block, attention, rotary)
+    key, value = attention.k_proj, attention.v_proj
+    query, gate = attention.q_proj.weight, None
+    if form.gates_heads:
+        each = query.unflatten(0, (-1, 2, attention.head_dim))
+        query, gate = each[:, 0].flatten(0, 1), each[:, 1].flatten(0, 1)
     matrices = {
-        columns.QUERY: [query.weight],
-        columns.KEY_VALUE: [key.weight, value.weight],
+        columns.QUERY: [query],
+        columns.KEY_VALUE: [one.weight for one in (key, value) if one is not None],
+        **({} if gate is None else {columns.GATE: [gate]}),
         columns.OUTPUT: [attention.o_proj.weight],
     }
     tables.matrix(block, {at: packed(each, precision) for at, each in matrices.items()})
     biases = (
-        (columns.QUERY_BIAS, query),
+        (columns.QUERY_BIAS, attention.q_proj),
         (columns.KEY_BIAS, key),
         (columns.VALUE_BIAS, value),
         (columns.OUTPUT_BIAS, attention.o_proj),
     )
     for column, part in biases:
-        tables.vector(block, column, part.bias)
+        tables.vector(block, column, None if part is None else part.bias)
+    tables.vector(block, columns.VALUE_NORM, value_norm(attention))
     tables.vector(block, columns.SINKS, getattr(attention, "sinks", None))
     if hasattr(attention, "q_norm"):
-        tables.vector(block, columns.QUERY_NORM, attention.q_norm.weight)
-        tables.vector(block, columns.KEY_NORM, attention.k_norm.weight)
+        tables.vector(block, columns.QUERY_NORM, _norm(attention.q_norm, form))
+        tables.vector(block, columns.KEY_NORM, _norm(attention.k_norm, form))
 
 
 def _shared(mlp: Any) -> Any | None:
@@ -225,14 +260,40 @@ def stand_in(
     view.stand_in_bits = bits
 
 
-def _turned(decoder: Any) -> int:
-    """Numbers of a head that rotary embedding turns."""
-    return 2 * decoder.rotary_emb.inv_freq.numel()
+def _sizes(tables: Tables, block: int, attention: Any, rotary: Any) -> None:
+    """Note how large attention of a block is, and where its angles are."""
+    turned = _turned(rotary)
+    kind = _kind(attention, turned)
+    before = [size for other, size in turned.items() if other < kind]
+    tables.blocks[block, columns.HEAD] = attention.head_dim
+    tables.blocks[block, columns.KV_HEADS] = attention.k_proj.weight.shape[0] // attention.head_dim
+    tables.blocks[block, [columns.TURNED, columns.TURNED_AT]] = turned[kind], sum(before)
 
 
-def _angles(rotary: Any, ids: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """Cosine and sine of positions [1, P], [1, P, size] each."""
-    made = rotary(torch.empty(0), position_ids=ids)
+def _kind(attention: Any, turned: dict[str, int]) -> str:
+    """Which of the angles an attention takes."""
+    return attention.layer_type if len(turned) > 1 else next(iter(turned))
+
+
+def _turned(rotary: Any) -> dict[str, int]:
+    """Numbers of a head that rotary embedding turns, by the kind of attention, of which there may
+    be but one, without a name."""
+    if hasattr(rotary, "inv_freq"):
+        return {"": 2 * rotary.inv_freq.numel()}
+    kinds = sorted(rotary.rope_init_fns)
+    return {kind: 2 * getattr(rotary, f"{kind}_inv_freq").numel() for kind in kinds}
+
+
+def _angles(rotary: Any, ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Cosine and sine of positions [1, P], [1, P, rotary] each, of one kind after another."""
+    made = [_of_kind(rotary, ids, kind, size) for kind, size in _turned(rotary).items()]
+    cosines, sines = zip(*made, strict=True)
+    return torch.cat(cosines, -1), torch.cat(sines, -1)
+
+
+def _of_kind(rotary: Any, ids: Tensor, kind: str, size: int) -> tuple[Tensor, Tensor]:
+    named = {"layer_type": kind} if kind else {}
+    made = rotary(torch.empty(0), position_ids=ids, **named)
     both = (made.real, made.imag) if isinstance(made, Tensor) else made
     cosine, sine = (
         part if part.shape[-1] == size else torch.cat((part, part), -1) for part in both

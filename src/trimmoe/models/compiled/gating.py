@@ -8,8 +8,10 @@ from __future__ import annotations
 import numpy as np
 
 from trimmoe.models.compiled.attention import address, floats, jit, whole_panels, wide
-from trimmoe.models.compiled.kinds import GATED_CLAMPED
+from trimmoe.models.compiled.kinds import GATED_CLAMPED, GATED_GELU
 from trimmoe.models.compiled.lanes import LANES, exp_lanes
+
+_SLOPE, _CUBIC = np.float32(2.0 * np.sqrt(2.0 / np.pi)), np.float32(0.044715)
 
 
 @jit
@@ -25,6 +27,31 @@ def gated_silu(both, rows, size):
         for i in range(size):
             inner[r, i] = both[r, i] / (np.float32(1.0) + room[i]) * both[r, up + i]
     return inner
+
+
+@jit
+def gated_gelu(both, rows, size):
+    """gelu(gate) * up; shapes as in `gated_silu`."""
+    inner = np.zeros((rows, wide(size)), dtype=np.float32)
+    room = np.zeros(wide(size), dtype=np.float32)
+    at, steps, up = address(room), (size + LANES - 1) // LANES, whole_panels(size)
+    for r in range(rows):
+        for i in range(size):
+            gate = both[r, i]
+            # Half of one more than tanh(y) is a sigmoid of 2 y.
+            room[i] = -_SLOPE * (gate + _CUBIC * gate * gate * gate)
+        exp_lanes(at, at, steps)
+        for i in range(size):
+            inner[r, i] = both[r, i] / (np.float32(1.0) + room[i]) * both[r, up + i]
+    return inner
+
+
+@jit
+def gated(shape, both, rows, size):
+    """What lies between the projections of a shared expert or a dense block."""
+    if shape.gated == GATED_GELU:
+        return gated_gelu(both, rows, size)
+    return gated_silu(both, rows, size)
 
 
 @jit
@@ -58,4 +85,4 @@ def between(shape, both, rows, bias):
                 both[r, up + i] += values[size + i]
     if shape.gated == GATED_CLAMPED:
         return _clamped(both, rows, size, shape.steepness, shape.limit)
-    return gated_silu(both, rows, size)
+    return gated(shape, both, rows, size)

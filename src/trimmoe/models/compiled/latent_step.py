@@ -85,7 +85,7 @@ def _queries(info, block, normed, rotary, positions, query, threads):
         for r in range(count):
             for i in range(size):
                 query[r, start + i] = met[r, i]
-    rotate(query, heads, head, size, turned, rotary, positions)
+    rotate(query, heads, head, size, turned, rotary, 0, positions)
 
 
 @jit
@@ -102,7 +102,7 @@ def _keys(info, block, normed, rotary, positions, key, threads):
         for i in range(size, head):
             key[r, i] = both[r, i]
     norm(compressed, block[KEY_NORM], size, floats(info[EPSILON], 1)[0], key)
-    rotate(key, 1, head, size, info[TURNED], rotary, positions)
+    rotate(key, 1, head, size, info[TURNED], rotary, 0, positions)
 
 
 @jit

@@ -26,4 +26,8 @@ class Parts:
     head: Packed
     last_norm: NDArray[np.float32]
     rotary: Rotary
-    """Position ids [1, P] to cosine and sine [1, P, rotary]."""
+    """Position ids [1, P] to cosine and sine [1, P, rotary], of one kind of block after another."""
+    embedding_scale: float = 1.0
+    """What rows of the embeddings are multiplied with."""
+    logit_cap: float | None = None
+    """Logits are held within it by a hyperbolic tangent."""

@@ -8,10 +8,20 @@ from __future__ import annotations
 import numpy as np
 
 from trimmoe.models.compiled.attending import biased, times
-from trimmoe.models.compiled.attention import address, floats, jit, weigh
-from trimmoe.models.compiled.columns import CORRECTION, ROUTER, ROUTER_BIAS
+from trimmoe.models.compiled.attention import address, floats, jit, norm, weigh
+from trimmoe.models.compiled.columns import CORRECTION, ROUTER, ROUTER_BIAS, ROUTER_NORM, SCALES
 from trimmoe.models.compiled.kinds import SCORES_SIGMOID
 from trimmoe.models.compiled.lanes import LANES, exp_lanes
+
+
+@jit
+def asked(shape, block, hidden, normed):
+    """What a router reads: a norm of its own of hidden [n, wide(d)], or what experts read."""
+    if block[ROUTER_NORM] == 0:
+        return normed
+    own = np.zeros_like(hidden)
+    norm(hidden, block[ROUTER_NORM], shape.hidden, shape.epsilon, own)
+    return own
 
 
 @jit
@@ -45,6 +55,10 @@ def route(shape, block, normed, logits, probabilities, experts, gates):
         if shape.gate_scale != 1.0:
             for j in range(shape.top_k):
                 gates[r, j] *= np.float32(shape.gate_scale)
+        if block[SCALES] != 0:
+            scales = floats(block[SCALES], shape.experts)
+            for j in range(shape.top_k):
+                gates[r, j] *= scales[experts[r, j]]
         if shape.scores == SCORES_SIGMOID:
             _shares(probabilities[r], shape.experts)
 

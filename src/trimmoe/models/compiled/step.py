@@ -15,28 +15,32 @@ from trimmoe.models.compiled.attention import (
     floats,
     jit,
     norm,
-    slabs_of,
     whole_panels,
     wide,
 )
 from trimmoe.models.compiled.columns import (
+    BOTH_POST,
     DOWN,
     DOWN_BIAS,
     EXPERTS_NORM,
     LAYER,
+    OUTPUT_SCALE,
     QUERY,
+    ROUTED_POST,
     SHARED_DOWN,
     SHARED_MIX,
+    SHARED_NORM,
+    SHARED_POST,
     SHARED_UP,
     UP,
     UP_BIAS,
 )
-from trimmoe.models.compiled.gating import between, gated_silu
+from trimmoe.models.compiled.gating import between, gated
 from trimmoe.models.compiled.lanes import LANES, exp_lanes
 from trimmoe.models.compiled.product import DATA, OUT, RECORD, product
-from trimmoe.models.compiled.routing import route
+from trimmoe.models.compiled.routing import asked, route
 
-__all__ = ["Shape", "attend", "leave", "norm", "route", "slabs_of", "wide"]
+__all__ = ["Shape", "asked", "attend", "leave", "norm", "route", "wide"]
 
 
 @jit
@@ -52,7 +56,7 @@ def dense(shape, block, normed, after, out):
     count, size = normed.shape[0], block[SHARED_UP + OUT] // 2
     both = np.empty((count, 2 * size), dtype=np.float32)
     product(block[SHARED_UP : SHARED_UP + RECORD], normed, count, both, shape.threads, after)
-    inner = gated_silu(both, count, size)
+    inner = gated(shape, both, count, size)
     product(block[SHARED_DOWN : SHARED_DOWN + RECORD], inner, count, out, shape.threads, after)
     if block[SHARED_MIX + OUT] > 0:
         share = np.zeros((count, LANES), dtype=np.float32)
@@ -137,9 +141,9 @@ def routed(shape, weights, normed, experts, gates, after, out):
 
 
 @jit
-def dense_block(shape, block, hidden, rotary, places, keys, values, aside):
+def dense_block(shape, block, hidden, rotary, places, slab, aside):
     """A whole block without routed experts, on hidden [n, wide] in place."""
-    attend(shape, block, hidden, rotary, places, keys, values, aside)
+    attend(shape, block, hidden, rotary, places, slab, aside)
     normed, given = np.zeros_like(hidden), np.zeros_like(hidden)
     read(shape, block, hidden, normed)
     dense(shape, block, normed, 0, given)
@@ -149,8 +153,36 @@ def dense_block(shape, block, hidden, rotary, places, keys, values, aside):
 
 
 @jit
+def behind(shape, block, hidden, given, out):
+    """Into `out`, float64 [n, wide], a layer's output where norms follow its experts, of which the
+    routed ones gave `given`, float64 [n, wide]."""
+    read_too, shared = np.zeros_like(hidden), np.zeros_like(hidden)
+    norm(hidden, block[SHARED_NORM], shape.hidden, shape.epsilon, read_too)
+    dense(shape, block, read_too, 0, shared)
+    norm(shared, block[SHARED_POST], shape.hidden, shape.epsilon, shared)
+    both = np.zeros_like(hidden)
+    for r in range(hidden.shape[0]):
+        for i in range(shape.hidden):
+            both[r, i] = given[r, i]
+    norm(both, block[ROUTED_POST], shape.hidden, shape.epsilon, both)
+    for r in range(hidden.shape[0]):
+        for i in range(shape.hidden):
+            both[r, i] += shared[r, i]
+    norm(both, block[BOTH_POST], shape.hidden, shape.epsilon, both)
+    scale = floats(block[OUTPUT_SCALE], 1)[0]
+    for r in range(hidden.shape[0]):
+        for i in range(shape.hidden):
+            out[r, i] = (hidden[r, i] + both[r, i]) * scale
+
+
+@jit
 def gathered(shape, block, weights, hidden, normed, experts, gates, after, out):
     """Into `out`, float64 [n, wide], hidden and what a layer's experts give."""
+    if block[BOTH_POST] != 0:
+        given = np.zeros(hidden.shape, dtype=np.float64)
+        routed(shape, weights, normed, experts, gates, after, given)
+        behind(shape, block, hidden, given, out)
+        return
     if block[SHARED_UP + OUT] > 0:
         shared = np.zeros_like(hidden)
         first = _following(_slots_of(weights, experts), weights, -1, after)
@@ -185,9 +217,10 @@ def segment(
     `ends` are the first block and the one after the last, of `blocks` [B, COLUMNS]. `weights`
     [B, F, EXPERT]: where an expert's matrices are, by block. `settled` [B, E]: experts whose slots
     run here without a decision. `hidden` [n, wide] is changed in place. `slabs` [B, 4]: addresses
-    of keys and values, their slots, their capacity. `found`: experts [B, n, k] by block and what
-    the router said of the last layer it was asked for: logits, probabilities [n, wide(E)], gates
-    [n, k], normed [n, wide]. Into `kept` [n, wide] go the rows as they enter block `kept_at`.
+    of keys and values, their slots, their capacity, or what `delta` takes. `found`: experts
+    [B, n, k] by block and what the router said of the last layer it was asked for: logits,
+    probabilities [n, wide(E)], gates [n, k], normed [n, wide]. Into `kept` [n, wide] go the rows
+    as they enter block `kept_at`.
 
     Returns the block it stopped at, `ends[1]` if it passed all. Attention and router of the block
     it stopped at are done, its experts are not.
@@ -199,13 +232,13 @@ def segment(
             for r in range(hidden.shape[0]):
                 for i in range(hidden.shape[1]):
                     kept[r, i] = hidden[r, i]
-        keys, values = slabs_of(shape, slabs[b])
         if block[LAYER] < 0:
-            dense_block(shape, block, hidden, rotary, places, keys, values, False)
+            dense_block(shape, block, hidden, rotary, places, slabs[b], False)
             continue
-        attend(shape, block, hidden, rotary, places, keys, values, False)
+        attend(shape, block, hidden, rotary, places, slabs[b], False)
         read(shape, block, hidden, normed)
-        route(shape, block, normed, logits, probabilities, experts[b], gates)
+        reads = asked(shape, block, hidden, normed)
+        route(shape, block, reads, logits, probabilities, experts[b], gates)
         free = True
         for r in range(hidden.shape[0]):
             for j in range(shape.top_k):
@@ -237,6 +270,21 @@ def _stood_in(shape, stands, rank, normed, experts, gates, held, out):
 
 
 @jit
+def _finish_both(shape, block, weights, hidden, normed, experts, gates, after, rest):
+    """As `finish` where norms follow the experts, with what stands in for some, rest [n, wide]."""
+    total = np.empty(hidden.shape, dtype=np.float64)
+    for r in range(hidden.shape[0]):
+        for i in range(hidden.shape[1]):
+            total[r, i] = rest[r, i]
+    routed(shape, weights, normed, experts, gates, after, total)
+    whole = np.empty(hidden.shape, dtype=np.float64)
+    behind(shape, block, hidden, total, whole)
+    for r in range(hidden.shape[0]):
+        for i in range(shape.hidden):
+            hidden[r, i] = whole[r, i]
+
+
+@jit
 def home_segment(shape, blocks, ends, weights, held, stands, rank, hidden, rotary, places, slabs):
     """Take rows through blocks with the experts `held` [B, E] and what stands in for the others.
 
@@ -251,13 +299,13 @@ def home_segment(shape, blocks, ends, weights, held, stands, rank, hidden, rotar
     normed, rest = np.zeros_like(hidden), np.zeros_like(hidden)
     for b in range(ends[0], ends[1]):
         block = blocks[b]
-        keys, values = slabs_of(shape, slabs[b])
         if block[LAYER] < 0:
-            dense_block(shape, block, hidden, rotary, places, keys, values, False)
+            dense_block(shape, block, hidden, rotary, places, slabs[b], False)
             continue
-        attend(shape, block, hidden, rotary, places, keys, values, False)
+        attend(shape, block, hidden, rotary, places, slabs[b], False)
         read(shape, block, hidden, normed)
-        route(shape, block, normed, logits, probabilities, experts, gates)
+        reads = asked(shape, block, hidden, normed)
+        route(shape, block, reads, logits, probabilities, experts, gates)
         lacking = False
         for r in range(count):
             for j in range(shape.top_k):
@@ -265,9 +313,14 @@ def home_segment(shape, blocks, ends, weights, held, stands, rank, hidden, rotar
                 here[r, j] = experts[r, j] if is_held else -1
                 lacking = lacking or not is_held
         after = blocks[b + 1, QUERY + DATA] if b + 1 < ends[1] else 0
-        finish(shape, block, weights[b], hidden, normed, here, gates, after)
-        if lacking and rank > 0:
+        has_rest = lacking and rank > 0
+        if has_rest:
             _stood_in(shape, stands[b], rank, normed, experts, gates, held[b], rest)
+        if has_rest and block[BOTH_POST] != 0:
+            _finish_both(shape, block, weights[b], hidden, normed, here, gates, after, rest)
+            continue
+        finish(shape, block, weights[b], hidden, normed, here, gates, after)
+        if has_rest:
             for r in range(count):
                 for i in range(shape.hidden):
                     hidden[r, i] += rest[r, i]

@@ -58,6 +58,8 @@ class Tables:
     kept: list[Any] = field(default_factory=list)
     matrices: dict[tuple[int, int], tuple[Packed, Packed]] = field(default_factory=dict)
     """What experts are made of, by block and expert."""
+    deltas: dict[int, NDArray[np.int64]] = field(default_factory=dict)
+    """What is known of linear attention, by block."""
 
     @staticmethod
     def empty(shape: Shape, block_count: int, block_of: Sequence[int]) -> Tables:
@@ -65,6 +67,8 @@ class Tables:
         blocks = np.zeros((block_count, columns.COLUMNS), dtype=np.int64)
         blocks[:, columns.LAYER] = -1
         blocks[list(block_of), columns.LAYER] = np.arange(len(block_of))
+        usual = (shape.head, shape.kv_heads, shape.rotary)
+        blocks[:, [columns.HEAD, columns.KV_HEADS, columns.TURNED]] = usual
         experts = np.zeros((block_count, FORMS * shape.experts, columns.EXPERT), dtype=np.int64)
         return Tables(shape=shape, blocks=blocks, experts=experts, block_of=tuple(block_of))
 
@@ -92,6 +96,12 @@ class Tables:
         table = np.concatenate([np.array(known, dtype=np.int64), *records])
         self.kept.append(table)
         self.blocks[block, columns.LATENTS] = table.ctypes.data
+
+    def delta(self, block: int, known: Sequence[int]) -> None:
+        """Note what is `known` of linear attention."""
+        table = np.array(known, dtype=np.int64)
+        self.deltas[block] = table
+        self.blocks[block, columns.DELTA] = table.ctypes.data
 
     def expert(self, block: int, expert: int, parts: ExpertParts, precision: Precision) -> None:
         """Note an expert; the matrices of its gate and up projection are one."""

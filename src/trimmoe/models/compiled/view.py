@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -22,10 +22,14 @@ from trimmoe.models.base import (
     Routing,
     Segment,
     TokenBatch,
+    Widths,
 )
 from trimmoe.models.batching import describe
 from trimmoe.models.cache import KVCache
 from trimmoe.models.compiled import columns, one_at_a_time, step
+from trimmoe.models.compiled.caching import BlockCache
+from trimmoe.models.compiled.delta import sizes_of
+from trimmoe.models.compiled.lanes import LANES
 from trimmoe.models.compiled.product import RECORD, product
 from trimmoe.models.compiled.tables import ExpertParts, Tables, record
 from trimmoe.models.quantise import Packed, pack, pack_bits
@@ -79,6 +83,9 @@ class CompiledView(MoEView):
         nothing = np.zeros((tables.blocks.shape[0], 2 * RECORD), dtype=np.int64)
         self._no_maps = Maps(table=nothing, rank=0)
         self._moe_blocks = np.array(tables.block_of)
+        self._adds = not tables.blocks[:, columns.BOTH_POST].any()
+        """Whether what experts give is added to the state, and no norm lies between."""
+        self._states = {block: sizes_of(known) for block, known in tables.deltas.items()}
         self._layouts: dict[object, tuple[BoolArray, BoolArray]] = {}
         """Tables of experts by layer and by block, by where the former are in memory, which they
         keep."""
@@ -88,6 +95,15 @@ class CompiledView(MoEView):
     @property
     def loaded(self) -> tuple[frozenset[int], ...]:
         return self._parts.loaded
+
+    @property
+    def widths(self) -> Widths:
+        usual = super().widths
+        return usual if self._adds else replace(usual, moving=usual.attended + usual.part)
+
+    @property
+    def rewinds(self) -> bool:
+        return not self._states
 
     @property
     def chains(self) -> bool:
@@ -100,13 +116,14 @@ class CompiledView(MoEView):
         self._tables.shape = self._tables.shape._replace(threads=threads)
 
     def new_cache(self, *, slots: int) -> KVCache:
-        shape = self._tables.shape
-        return KVCache(
+        tables = self._tables
+        heads = tables.blocks[:, columns.HEAD]
+        return BlockCache(
+            heads=tables.blocks[:, columns.KV_HEADS].tolist(),
+            sizes=(heads + -heads % LANES).tolist(),
+            states=self._states,
             slots=slots,
-            heads=shape.kv_heads,
-            head_size=shape.head,
-            padded_size=shape.head_wide,
-            values_are_keys=shape.latent > 0,
+            values_are_keys=tables.shape.latent > 0,
             context_limit=self.spec.context_length,
             dtype=self.dtype,
             device=self.device,
@@ -121,6 +138,8 @@ class CompiledView(MoEView):
 
     def embed(self, token_ids: Tensor, batch: TokenBatch) -> Tensor:
         rows = torch.from_numpy(self._parts.embeddings.rows(token_ids.reshape(-1).numpy()))
+        if self._parts.embedding_scale != 1.0:
+            rows = rows * self._parts.embedding_scale
         return rows.unflatten(0, tuple(token_ids.shape))
 
     def attend(self, layer: int, hidden: Tensor, batch: TokenBatch, cache: KVCache) -> Tensor:
@@ -132,6 +151,7 @@ class CompiledView(MoEView):
     def attend_whatif(
         self, layer: int, hidden: Tensor, positions: Tensor, slot: int, cache: KVCache
     ) -> Tensor:
+        self._refuse_what_ifs()
         rows, (first, at) = widened(hidden), self._blocks_of(layer)
         self._attended(range(first, at + 1), rows, _beside(positions, slot), cache, aside=True)
         return self._narrowed(rows)
@@ -144,6 +164,7 @@ class CompiledView(MoEView):
         return batch.unpack(self._narrowed(rows))
 
     def tail_whatif(self, hidden: Tensor, positions: Tensor, slot: int, cache: KVCache) -> Tensor:
+        self._refuse_what_ifs()
         rows = widened(hidden)
         self._attended(self._last_blocks, rows, _beside(positions, slot), cache, aside=True)
         return self._narrowed(rows)
@@ -153,10 +174,9 @@ class CompiledView(MoEView):
         block, shape = self._tables.blocks[self._tables.block_of[layer]], self._tables.shape
         found = _Found.of(shape, 0, rows.shape[0])
         step.read(shape, block, rows, found.normed)
+        reads = step.asked(shape, block, rows, found.normed)
         experts = np.empty((rows.shape[0], shape.top_k), dtype=np.int64)
-        step.route(
-            shape, block, found.normed, found.logits, found.probabilities, experts, found.gates
-        )
+        step.route(shape, block, reads, found.logits, found.probabilities, experts, found.gates)
         return self._routing(found, experts)
 
     def shared(self, layer: int, hidden: Tensor, *, normed: Tensor | None = None) -> Tensor | None:
@@ -213,6 +233,43 @@ class CompiledView(MoEView):
         step.gathered(*self._stack(layer), rows, read, chosen, weights, 0, total)
         return self._narrowed(total)
 
+    def gathered_part(
+        self,
+        layer: int,
+        hidden: Tensor,
+        experts: IntArray,
+        gates: Tensor,
+        *,
+        normed: Tensor | None = None,
+    ) -> Tensor:
+        if self._adds:
+            return self.gathered(layer, hidden, experts, gates, normed=normed)
+        chosen = torch.from_numpy(np.ascontiguousarray(experts))
+        given = self.experts(layer, hidden, chosen, gates, normed=normed)
+        return torch.cat([hidden.to(given.dtype), given], 1)
+
+    def whole(self, layer: int, moved: Tensor) -> Tensor:
+        if self._adds:
+            return moved
+        hidden, given = moved.split([self.widths.attended, self.widths.part], 1)
+        return self._behind(layer, hidden.float(), given)
+
+    def finish(
+        self, layer: int, hidden: Tensor, shared: Tensor | None, routed: Tensor | None
+    ) -> Tensor:
+        if self._adds:
+            return super().finish(layer, hidden, shared, routed)
+        given = torch.zeros_like(hidden) if routed is None else routed
+        return self._behind(layer, hidden, given).float()
+
+    def _behind(self, layer: int, hidden: Tensor, given: Tensor) -> Tensor:
+        """A layer's output, [n, d] in double precision, where norms follow its experts."""
+        rows, wide = widened(hidden), widened(given.double())
+        total = np.empty(rows.shape, dtype=np.float64)
+        shape, block, _ = self._stack(layer)
+        step.behind(shape, block, rows, wide, total)
+        return self._narrowed(total)
+
     def head(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         if self._restored is None:
             self._restored = torch.from_numpy(self._parts.head.restored)
@@ -223,7 +280,8 @@ class CompiledView(MoEView):
         vocabulary = self.spec.vocab_size
         out = np.empty((rows.shape[0], step.wide(vocabulary)), dtype=np.float32)
         product(self._head_record, rows, rows.shape[0], out, self._tables.shape.threads, 0)
-        return torch.from_numpy(out)[:, :vocabulary]
+        logits, cap = torch.from_numpy(out)[:, :vocabulary], self._parts.logit_cap
+        return logits if cap is None else torch.tanh(logits / cap) * cap
 
     def propagate(self, layer: int, hidden: Tensor, batch: TokenBatch, cache: KVCache) -> None:
         first, at = self._blocks_of(layer)
@@ -265,6 +323,7 @@ class CompiledView(MoEView):
             -1 if wanted is None else self._blocks_of(wanted)[0],
             kept,
         )
+        _check_states(cache)
         layer = last if stopped == end else int(tables.blocks[stopped, columns.LAYER])
         passed = self._moe_blocks[first:layer]
         return Segment(
@@ -379,7 +438,12 @@ class CompiledView(MoEView):
             self._places(batch),
             cache.addresses(range(begin, end), batch.length),
         )
+        _check_states(cache)
         return self._narrowed(rows)
+
+    def _refuse_what_ifs(self) -> None:
+        if self._states:
+            raise NotImplementedError("a recurrent state answers no what-if")
 
     def _by_block(self, experts: BoolArray) -> BoolArray:
         """Which of these experts [N, E] are here, by block, [B, E]; whoever asks does not change
@@ -418,18 +482,18 @@ class CompiledView(MoEView):
         tables, length = self._tables, int(places[1].max()) + 1
         slabs, rotary = cache.addresses(blocks, length), self._rotary_tables(length)
         for at in blocks:
-            keys, values = step.slabs_of(tables.shape, slabs[at])
             is_dense = tables.blocks[at, columns.LAYER] < 0
             run = step.dense_block if is_dense else step.attend
-            run(tables.shape, tables.blocks[at], rows, rotary, places, keys, values, aside)
+            run(tables.shape, tables.blocks[at], rows, rotary, places, slabs[at], aside)
+        _check_states(cache)
 
     def _propagated(self, blocks: range, hidden: Tensor, batch: TokenBatch, cache: KVCache) -> None:
         tables, rows = self._tables, widened(batch.pack(hidden))
         slabs = cache.addresses(blocks, batch.length)
         rotary, places = self._rotary_tables(batch.length), self._places(batch)
         for at in blocks:
-            keys, values = step.slabs_of(tables.shape, slabs[at])
-            step.leave(tables.shape, tables.blocks[at], rows, rotary, places, keys, values)
+            step.leave(tables.shape, tables.blocks[at], rows, rotary, places, slabs[at])
+        _check_states(cache)
 
     def _read(self, layer: int, hidden: Tensor, normed: Tensor | None) -> Floats:
         """What the experts of a layer read, wide."""
@@ -516,18 +580,23 @@ class _Found:
         )
 
 
+def _check_states(cache: KVCache) -> None:
+    assert isinstance(cache, BlockCache), "a cache of another view"
+    cache.check_states()
+
+
 def _beside(positions: Tensor, slot: int) -> tuple[IntArray, IntArray]:
     """Places of what-if queries [S] into one slot."""
     where = np.ascontiguousarray(positions.numpy(), dtype=np.int64)
     return np.full_like(where, slot), where
 
 
-def widened(rows: Tensor) -> Floats:
-    """A copy of [n, d] as wide rows."""
+def widened(rows: Tensor) -> Any:
+    """A copy of [n, d] as wide rows, in the same precision."""
     given = rows.numpy()
     count, size = given.shape
     if step.wide(size) == size:
         return given.copy()
-    whole = np.zeros((count, step.wide(size)), dtype=np.float32)
+    whole = np.zeros((count, step.wide(size)), dtype=given.dtype)
     whole[:, :size] = given
     return whole

@@ -13,12 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from trimmoe.core.errors import UserError
 from trimmoe.models.base import TokenBatch
-from trimmoe.models.cache import KVCache
-
-SNAPSHOTS = 16
-"""States kept of a sequence in a layer: as many tokens may be withdrawn, less one."""
+from trimmoe.models.cache import SNAPSHOTS, KVCache, lost_state
 
 States = dict[Hashable, Tensor]
 """What one mixer keeps of one sequence after some token, each [1, ...]."""
@@ -124,10 +120,7 @@ class GeneralCache(KVCache):
         if length == 0:
             return None
         if not snapshots or snapshots[-1].length != length:
-            raise UserError(
-                f"This model's state after {length} tokens is no longer kept, so that the answer "
-                f"cannot go on from there; ask again."
-            )
+            raise lost_state(length)
         return snapshots[-1].states
 
     def _room(self, key: Hashable, like: Sequence[Tensor], length: int) -> tuple[Tensor, ...]:

@@ -79,7 +79,7 @@ TEXT_PARTS = (
 )
 """Of models that see or hear too: what reads and writes text is served, the rest is not loaded."""
 
-COMPILED_TEXT_PARTS = ("kimi_k25",)
+COMPILED_TEXT_PARTS = ("gemma4", "kimi_k25", "qwen3_5_moe")
 """Those whose text part is of a compiled family."""
 
 ALIASES = {"kimi_k2": "deepseek_v3"}

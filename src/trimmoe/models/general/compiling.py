@@ -32,7 +32,9 @@ def form_of(skeleton: Skeleton, dtype: torch.dtype, device: torch.device) -> For
     """The form of a model's blocks if compiled blocks do all that its modules do, else None."""
     config = skeleton.text_config
     form = FORMS.get(config.model_type)
-    if form is None or changes_logits(config) or not can_compile(config, dtype, device):
+    if form is None or not can_compile(config, dtype, device, form):
+        return None
+    if changes_logits(config, capped=form.caps_logits):
         return None
     paths = {block: one.path for block, one in skeleton.experts.items()}
     head = skeleton.model.get_output_embeddings()
@@ -63,16 +65,17 @@ def compiled_view(
         decoder,
         loaded,
         lambda layer: read(layer, chosen[layer]),
-        [_window(layer.self_attn) for layer in skeleton.layers],
+        [_window(layer) for layer in skeleton.layers],
         precision,
         form,
     )
     head: Any = skeleton.model.get_output_embeddings()
-    view = CompiledView(parts_of(decoder, head.weight, loaded, precision), tables, spec, bytes_read)
+    parts = parts_of(decoder, head.weight, loaded, precision, form)
+    view = CompiledView(parts, tables, spec, bytes_read)
     if stand_ins is not None:
         stand_in(view, read, stand_ins, form)
     return view
 
 
-def _window(attention: Any) -> int | None:
-    return getattr(attention, "sliding_window", None)
+def _window(layer: Any) -> int | None:
+    return getattr(getattr(layer, "self_attn", None), "sliding_window", None)

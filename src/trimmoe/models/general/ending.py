@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from trimmoe.models.general.packed import Held
 
 _CLOSE = 1e-3
-_SCALES = ("logits_scaling", "logit_scale", "final_logit_softcapping", "lm_head_multiplier")
+_CAP = "final_logit_softcapping"
+_SCALES = ("logits_scaling", "logit_scale", _CAP, "lm_head_multiplier")
 
 
 class Ending:
@@ -145,13 +146,15 @@ def _simple(scale: float) -> float:
     return float(near) if abs(float(near) / scale - 1) < 0.01 else scale
 
 
-def changes_logits(config: Any) -> bool:
-    """Whether a text configuration names anything that is done to logits."""
-    return any(getattr(config, name, None) not in (None, 1.0) for name in _SCALES)
+def changes_logits(config: Any, *, capped: bool = False) -> bool:
+    """Whether a text configuration names anything that is done to logits, but for their limits if
+    they may be `capped`."""
+    names = [name for name in _SCALES if not (capped and name == _CAP)]
+    return any(getattr(config, name, None) not in (None, 1.0) for name in names)
 
 
 def _cap(config: Any) -> float | None:
-    return getattr(config.get_text_config(), "final_logit_softcapping", None)
+    return getattr(config.get_text_config(), _CAP, None)
 
 
 def _last_norm(

@@ -12,10 +12,10 @@ from torch import Tensor
 from trimmoe.core.specs import IntArray, ModelSpec
 from trimmoe.models.base import BytesRead, MoEView, Routing, TokenBatch, Widths
 from trimmoe.models.batching import describe
-from trimmoe.models.cache import KVCache
+from trimmoe.models.cache import SNAPSHOTS, KVCache
 from trimmoe.models.experts import ExpertStacks
 from trimmoe.models.general.attention import Positions
-from trimmoe.models.general.caching import SNAPSHOTS, GeneralCache
+from trimmoe.models.general.caching import GeneralCache
 from trimmoe.models.general.ending import Ending
 from trimmoe.models.general.halves import Halves
 from trimmoe.models.general.passing import Beside, Passing
