@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file
 
 import zoo
+from kquants import K_QUANTS, random_blocks
 from trimmoe.core.errors import UserError
 from trimmoe.models.compiled.view import CompiledView
 from trimmoe.models.exact import exact_logits
@@ -178,23 +179,46 @@ def _routed(writer: gguf.GGUFWriter, model: str, config: dict[str, Any]) -> None
         writer.add_expert_group_used_count(config["topk_group"])
 
 
-def convert(folder: Path, model: str, file: Path, kind: Kind) -> None:
-    """Write a checkpoint as llama.cpp does; matrices in `kind`."""
+def convert(folder: Path, model: str, file: Path, kind: Kind, *, decoded: bool = False) -> None:
+    """Write a checkpoint as llama.cpp does, matrices in `kind`; or, `decoded`, what they stand for
+    then in full precision."""
     tensors = {n: t.numpy() for n, t in load_file(folder / "model.safetensors").items()}
     config = json.loads((folder / "config.json").read_text())
     writer = gguf.GGUFWriter(file, ARCHITECTURES[model])
     _settings(writer, model, config)
-    for name, value in _their_tensors(tensors, model, config).items():
-        if kind is Kind.F32 or value.ndim == 1 or name.endswith(".bias"):
-            writer.add_tensor(name, np.ascontiguousarray(value))
+    for at, (name, value) in enumerate(_their_tensors(tensors, model, config).items()):
+        plain = np.ascontiguousarray(value)
+        its = _kind_of(name, plain, kind)
+        if its is Kind.F32:
+            writer.add_tensor(name, plain)
+            continue
+        is_random = its in K_QUANTS
+        stored = (
+            random_blocks(its, plain.shape, seed=at) if is_random else gguf.quantize(plain, its)
+        )
+        if decoded:
+            writer.add_tensor(name, gguf.dequantize(stored, its).reshape(plain.shape))
         else:
-            writer.add_tensor(
-                name, gguf.quantize(np.ascontiguousarray(value), kind), raw_dtype=kind
-            )
+            writer.add_tensor(name, stored, raw_dtype=its)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+def _kind_of(name: str, value: Array, kind: Kind) -> Kind:
+    """What a tensor is stored as: routers and vectors stay whole, and of K-quants llama.cpp takes
+    others where rows are not made of their blocks."""
+    if value.ndim == 1 or name.endswith(".bias"):
+        return Kind.F32
+    if kind not in K_QUANTS:
+        return kind
+    if "ffn_gate_inp" in name:
+        return Kind.F32
+    fits = [
+        one for one in (kind, Kind.Q8_0) if value.shape[-1] % gguf.GGML_QUANT_SIZES[one][0] == 0
+    ]
+    return fits[0] if fits else Kind.F32
 
 
 def _equal(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> None:
@@ -242,6 +266,35 @@ def test_it_computes_with_what_the_blocks_stand_for(tmp_path: Path, model: str) 
 def _rounded(value: torch.Tensor) -> torch.Tensor:
     stored = gguf.quantize(value.numpy(), Kind.Q8_0)
     return torch.from_numpy(gguf.dequantize(stored, Kind.Q8_0).reshape(value.shape))
+
+
+_WIDE = ("hidden_size", "moe_intermediate_size", "intermediate_size")
+
+
+@pytest.mark.parametrize(
+    ("model", "kind"),
+    [
+        ("gpt_oss", Kind.Q4_K),
+        *(
+            pytest.param(model, kind, marks=pytest.mark.slow)
+            for model in ("deepseek_v2", "deepseek_v3", "glm4_moe", "minimax_m2")
+            for kind in (Kind.Q4_K, Kind.Q6_K)
+        ),
+    ],
+)
+def test_k_quants_are_what_their_blocks_stand_for(tmp_path: Path, model: str, kind: Kind) -> None:
+    """Stacked experts, fused and transposed ones, and compressed keys that are cut in two."""
+    sizes = {name: 256 for name in _WIDE if model != "gpt_oss" or name != "moe_intermediate_size"}
+    plain = zoo.write(model, tmp_path / "plain", **MORE[model] | sizes)
+    convert(plain, model, tmp_path / "few.gguf", kind)
+    convert(plain, model, tmp_path / "decoded.gguf", kind, decoded=True)
+    few = open_model(tmp_path / "few.gguf", dtype=torch.float32)
+    held = {one.tensor_type for one in gguf.GGUFReader(tmp_path / "few.gguf").tensors}
+    assert isinstance(few, CompiledView)
+    assert kind in held
+    made = exact_logits(few, ROWS)
+    _equal(made, exact_logits(open_model(tmp_path / "decoded.gguf"), ROWS))
+    assert not torch.equal(made[0][:, 0], made[0][:, 1])
 
 
 def test_what_a_file_does_not_say_is_asked_for(tmp_path: Path) -> None:

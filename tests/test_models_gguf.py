@@ -20,6 +20,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers.utils import logging
 
+from kquants import K_QUANTS, random_blocks
 from tiny import byte_tokenizer
 from trimmoe.core.errors import UserError
 from trimmoe.core.precision import Precision
@@ -45,14 +46,6 @@ ARCHITECTURES = {
     "olmoe": "olmoe",
 }
 ENCODED = [Kind.Q8_0, Kind.Q4_0, Kind.Q4_1, Kind.Q5_0, Kind.Q5_1, Kind.MXFP4, Kind.F16, Kind.BF16]
-K_QUANTS = {
-    # Where a block of 256 has its half-precision scales; all other bytes may be anything.
-    Kind.Q2_K: (80, 82),
-    Kind.Q3_K: (108,),
-    Kind.Q4_K: (0, 2),
-    Kind.Q5_K: (0, 2),
-    Kind.Q6_K: (208,),
-}
 
 
 # A model whose widths are multiples of 256, which K-quants need.
@@ -172,24 +165,12 @@ def _settings(writer: gguf.GGUFWriter, model: str, config: dict[str, Any]) -> No
         writer.add_clamp_kqv(config["clip_qkv"])
 
 
-def _random_blocks(kind: Kind, shape: tuple[int, ...]) -> NDArray[np.uint8]:
-    """Blocks of any content but for their scales, which make weights of an ordinary size."""
-    block, size = gguf.GGML_QUANT_SIZES[kind]
-    generator = np.random.default_rng(kind.value)
-    blocks = generator.integers(0, 256, (*shape[:-1], shape[-1] // block, size), dtype=np.uint8)
-    for at in K_QUANTS[kind]:
-        scales = generator.uniform(0.5, 1, (*blocks.shape[:-1], 1)).astype(np.float16)
-        small = np.float16(2e-5 if kind in (Kind.Q6_K, Kind.Q3_K) else 1e-4)
-        blocks[..., at : at + 2] = (scales * small).astype(np.float16).view(np.uint8)
-    return blocks.reshape(*shape[:-1], -1)
-
-
 def _store(values: NDArray[np.float32], kind: Kind) -> tuple[NDArray[Any], NDArray[np.float32]]:
     """What the file holds of a tensor, and what that stands for; vectors are stored plain."""
     if values.ndim == 1 or kind is Kind.F32:
         return values, values
     is_random = kind in K_QUANTS
-    stored = _random_blocks(kind, values.shape) if is_random else gguf.quantize(values, kind)
+    stored = random_blocks(kind, values.shape) if is_random else gguf.quantize(values, kind)
     return stored, gguf.dequantize(stored, kind).reshape(values.shape)
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from trimmoe.core.machines import BATCHES, Work
 from trimmoe.core.specs import FloatArray
-from trimmoe.models.base import DROPPED, MoEView
+from trimmoe.models.base import DROPPED, EncoderDecoderView, MoEView
 from trimmoe.runtime.home import Own, held_here, home_layers
 
 FEWEST, MOST = 5, 40
@@ -101,6 +101,11 @@ class _Bench:
         self.view, self.rows = view, rows
         self._cache = view.new_cache(slots=rows)
         slots = [self._cache.alloc() for _ in range(rows)]
+        if isinstance(view, EncoderDecoderView):
+            # A prompt of a usual length to attend to.
+            source = torch.zeros(_CONTEXT, view.spec.hidden_size, dtype=view.dtype)
+            for slot in slots:
+                view.attach(self._cache, slot, source.to(view.device))
         # A recurrent state costs the same at every position, and there is none but at the first.
         position = min(_CONTEXT, view.spec.context_length - 1) if view.rewinds else 0
         self._batch = view.batch(self._cache, slots, [range(position, position + 1)] * rows)

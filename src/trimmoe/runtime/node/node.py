@@ -13,11 +13,11 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
 
-from trimmoe.core.errors import UserError
 from trimmoe.core.plan import Plan
 from trimmoe.core.profile import Profile
 from trimmoe.core.specs import BoolArray
@@ -32,6 +32,7 @@ from trimmoe.runtime.drafter import Drafter
 from trimmoe.runtime.guides import guides_of
 from trimmoe.runtime.machine_report import MachineReport, link_reports
 from trimmoe.runtime.node.compute.completion import withdrawn
+from trimmoe.runtime.node.compute.encoding import attaching, encoder_of
 from trimmoe.runtime.node.compute.executor import Executor
 from trimmoe.runtime.node.compute.pace import EmulatedPace, Pace
 from trimmoe.runtime.node.compute.verifying import Verifier
@@ -103,12 +104,13 @@ class Node:
         maker: PolicyMaker | None = None,
         draft: DraftModel | None = None,
     ) -> None:
-        if isinstance(view, EncoderDecoderView):
-            raise UserError("A model with an encoder runs in one process only; use `generate`.")
         self.settings, self.model = settings, model
         self._view, self._transport = view, transport
         self._drafter = None if draft is None else Drafter(draft)
         policy = able_policy(view, profile, plan, policy, settings.server)
+        if isinstance(view, EncoderDecoderView):
+            # Whoever guesses has caches of its own, in which no encoder's states are.
+            policy = replace(policy, guesses=0)
         sharing = {"machine": settings.machine, "at_once": settings.at_once}
         self._basis = Basis.of(plan, profile, view.spec, policy, maker, **sharing)
         self.cluster = plan.cluster
@@ -172,6 +174,7 @@ class Node:
             guides_of(self.model).guide,
             copy=self._copy_slot,
             evicted=self._evicted,
+            attach=attaching(self._view, lambda: self.executor.cache, self.pump),
         )
         scheduler = Scheduler(
             max_rows=settings.max_batch, now=loop.time, waited=self.reporter.waited
@@ -186,6 +189,7 @@ class Node:
             vocab_size=spec.vocab_size,
             context_length=spec.context_length,
             loaded=self._view.loaded,
+            has_encoder=isinstance(self._view, EncoderDecoderView),
         )
         self.floor = Floor(
             geometry,
@@ -300,7 +304,9 @@ class Node:
     def _remembers(self) -> bool:
         """Whether what was read is kept: what was trimmed is no matter of its tokens alone."""
         trims = self.planner.settings.prompts_trimmed
-        return self.settings.prefix_cache and self._view.rewinds and not trims
+        # What an encoder read is no matter of the tokens that layers read.
+        reads = not isinstance(self._view, EncoderDecoderView)
+        return self.settings.prefix_cache and self._view.rewinds and reads and not trims
 
     def _backroom(self) -> Backroom:
         settings, worker = self.settings, self.executor
@@ -317,6 +323,7 @@ class Node:
             begin_anew=worker.begin_anew,
             close_account=worker.close,
             prefix_cache=self._remembers,
+            encoder=encoder_of(self._view, self.pump),
             retire=worker.retire,
             adopt=self._adopt,
             settle=worker.settle,

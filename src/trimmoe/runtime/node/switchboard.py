@@ -59,7 +59,7 @@ class Switchboard:
     def _hand_over(self, sender: int, parcel: Parcel) -> None:
         match parcel.message:
             case Reserve() as message:
-                self.entrance.admit(message)
+                self.entrance.admit(message, parcel.tensors)
             case Granted(sequence=sequence, ok=ok, kept=kept):
                 self.desk.granted(sender, sequence, ok, kept)
             case Release(sequences=sequences):

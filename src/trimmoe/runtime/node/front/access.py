@@ -13,6 +13,7 @@ import asyncio
 import itertools
 import logging
 import math
+from dataclasses import replace
 from functools import partial
 
 from trimmoe.engine.guesses import Lead
@@ -107,10 +108,17 @@ class Desk:
         ):
             raise Overloaded(RETRY_AFTER_S)
         now_s = asyncio.get_running_loop().time()
-        job = Job(request=request, since_s=now_s, tokens=list(request.received))
+        job = self._job(request, now_s)
         self._jobs.add(job)
         job.task = asyncio.create_task(self._serve(job), name=f"request {request.request_id}")
         return QueueStream(job.out, partial(self.cancel, job))
+
+    def _job(self, request: GenerationRequest, now_s: float) -> Job:
+        encoder, source = self._room.encoder, ()
+        if encoder is not None:
+            source = tuple(request.prompt_ids)
+            request = replace(request, prompt_ids=(encoder.start_token,))
+        return Job(request=request, source=source, since_s=now_s, tokens=list(request.received))
 
     def health(self) -> Health:
         health = self._room.health()
@@ -227,7 +235,9 @@ class Desk:
 
     async def _attempted(self, job: Job) -> str:
         """Run one attempt; why it ended."""
-        planner = self._room.planner
+        planner, encoder = self._room.planner, self._room.encoder
+        if encoder is not None and job.encoded is None:
+            job.encoded = await encoder.encode(job.source)
         async with self._turn:
             await planner.until_settled()
             route = planner.in_force.route_of(self._room.server)
@@ -285,7 +295,8 @@ class Desk:
             prefix=prefix,
             trimmed=self._trimmed(job, budget),
         )
-        self._post(server, reserve)
+        tensors = () if job.encoded is None else (job.encoded,)
+        self._room.post(Parcel(to=server, message=reserve, tensors=tensors))
         return grant
 
     def _trimmed(self, job: Job, budget: float) -> int:

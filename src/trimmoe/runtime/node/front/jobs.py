@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from trimmoe.core.events import Receipt, SequenceOpened
 from trimmoe.core.ledger import Ledger
@@ -19,6 +20,9 @@ from trimmoe.runtime.picture import Picture, RequestPicture
 from trimmoe.runtime.seen import Seen
 from trimmoe.runtime.service import GenerationRequest, Health, ServiceStats
 from trimmoe.runtime.streams import Item
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 NO_EXPERT = "no expert"
 
@@ -130,6 +134,12 @@ class Job:
     """A request on its way."""
 
     request: GenerationRequest
+    """As the layers read it: where there is an encoder, that reads the prompt, and they begin with
+    a token of their own."""
+    source: tuple[int, ...] = ()
+    """What the encoder reads, if there is one."""
+    encoded: Tensor | None = None
+    """What it made of that, [S, d]."""
     since_s: float = 0.0
     """When it came, by the event loop's clock."""
     out: asyncio.Queue[Item] = field(default_factory=asyncio.Queue)
@@ -164,6 +174,16 @@ class Job:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Encoder:
+    """What reads prompts for layers that do not."""
+
+    start_token: int
+    """What the layers begin with."""
+    encode: Callable[[tuple[int, ...]], Awaitable[Tensor]]
+    """What there is of a prompt for layers to attend to, [S, d]."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Backroom:
     """What the desk needs of its server."""
 
@@ -183,6 +203,8 @@ class Backroom:
     close_account: Callable[[int], None]
     prefix_cache: bool
     """Whether what was read is kept."""
+    encoder: Encoder | None
+    """What reads prompts, if the layers do not."""
     retire: Callable[[int, int, int], None]
     """Close an account and keep what this server has read of it, up to the first position; the
     sequence itself goes to the second one."""

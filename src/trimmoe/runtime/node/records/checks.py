@@ -72,6 +72,7 @@ class Geometry:
     widths: Widths
     loaded: tuple[frozenset[int], ...]
     """Experts that this server can run, by layer."""
+    has_encoder: bool = False
 
     def is_server(self, *servers: int) -> bool:
         return all(0 <= server < self.server_count for server in servers)
@@ -107,6 +108,7 @@ def _makes_sense(
             good = good and can_draw(message.sampling, vocab_size) and message.budget >= 0.0
             good = good and (message.seen is None or _is_seen(geometry, message.seen))
             good = good and 0 <= message.trimmed <= positions
+            good = good and (not geometry.has_encoder or _is_source(geometry, tensors))
         case Granted():
             good = 0 <= message.kept <= positions
         case Withdraw():
@@ -175,6 +177,14 @@ def prompt(to: int, sequence: int, ids: Sequence[int], *, start: int = 0, epoch:
     layer."""
     tokens = (torch.tensor(ids[start:], dtype=torch.int32),)
     return Parcel(to=to, message=Prompt(sequence, start, epoch), tensors=tokens)
+
+
+def _is_source(geometry: Geometry, tensors: Sequence[Tensor]) -> bool:
+    """Whether what an encoder made of a prompt is there."""
+    if len(tensors) != 1 or tensors[0].dim() != 2 or not tensors[0].is_floating_point():
+        return False
+    length, size = tensors[0].shape
+    return 0 < length <= geometry.context_length and size == geometry.hidden_size
 
 
 def _is_prefix(asked: Reserve) -> bool:

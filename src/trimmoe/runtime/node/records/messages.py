@@ -77,7 +77,8 @@ class Prefix(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Reserve(Message, frozen=True, tag="reserve"):
-    """Access server to every server of a route: keep a place for this sequence."""
+    """Access server to every server of a route: keep a place for this sequence. Where there is an
+    encoder, beside it what that made of the prompt, [S, d]."""
 
     sequence: int
     route: list[int]

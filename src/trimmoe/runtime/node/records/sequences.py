@@ -16,7 +16,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from trimmoe.models.cache import KVCache
 from trimmoe.runtime.guides import Guide
@@ -26,6 +26,9 @@ from trimmoe.runtime.node.records.samplings import unpack_sampling, unpack_seen
 from trimmoe.runtime.sampling import Sampling
 from trimmoe.runtime.scores import Score
 from trimmoe.runtime.seen import UNKNOWN, Seen
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(kw_only=True, slots=True)
@@ -144,16 +147,18 @@ class Seats:
         *,
         copy: Callable[[int, int, int], None] | None = None,
         evicted: Callable[[int], None] | None = None,
+        attach: Callable[[int, Tensor, list[int]], None] | None = None,
     ) -> None:
         """`guide` gives what holds an answer to a grammar; `copy` is told which slot's first
         positions another one is to hold, and how many; `evicted` which retained sequence had to
-        make way."""
+        make way; `attach` which slot is to attend to what an encoder made of a prompt, in which
+        layers, where there is an encoder."""
         self._cache, self._server, self._guide = cache, server, guide
-        self._copy, self._evicted = copy or cache.copy, evicted
+        self._copy, self._evicted, self._attach = copy or cache.copy, evicted, attach
         self._seats: dict[int, Seat] = {}
         self._retained: dict[int, Seat] = {}
         """Used longest ago first."""
-        self._waiting: deque[tuple[Reserve, Callable[[bool], None]]] = deque()
+        self._waiting: deque[tuple[Reserve, Callable[[bool], None], Tensor | None]] = deque()
 
     def __iter__(self) -> Iterator[Seat]:
         return iter(list(self._seats.values()))
@@ -180,17 +185,20 @@ class Seats:
 
     def is_waiting(self, sequence: int) -> bool:
         """Whether a sequence waits for a place."""
-        return any(asked.sequence == sequence for asked, _ in self._waiting)
+        return any(asked.sequence == sequence for asked, *_ in self._waiting)
 
-    def reserve(self, asked: Reserve, answer: Callable[[bool], None]) -> None:
-        """Take a place now, later or not at all; `answer` is told."""
+    def reserve(
+        self, asked: Reserve, answer: Callable[[bool], None], encoded: Tensor | None = None
+    ) -> None:
+        """Take a place now, later or not at all; `answer` is told. `encoded` is what an encoder
+        made of the prompt, [S, d]."""
         if asked.sequence in self._seats:
             answer(True)
         elif self.free and not self._waiting:
-            self._take(asked)
+            self._take(asked, encoded)
             answer(True)
         elif asked.waits:
-            self._waiting.append((asked, answer))
+            self._waiting.append((asked, answer, encoded))
         else:
             answer(False)
 
@@ -217,13 +225,13 @@ class Seats:
 
     def of_access(self, server: int) -> list[int]:
         """Sequences, seated, retained or waiting, of one server's users."""
-        known = [*self._seats, *self._retained, *(asked.sequence for asked, _ in self._waiting)]
+        known = [*self._seats, *self._retained, *(asked.sequence for asked, *_ in self._waiting)]
         return [sequence for sequence in known if access_of(sequence) == server]
 
     def _seat_waiting(self) -> None:
         while self._waiting and self.free:
-            asked, answer = self._waiting.popleft()
-            self._take(asked)
+            asked, answer, encoded = self._waiting.popleft()
+            self._take(asked, encoded)
             answer(True)
 
     def _begun(self, prefix: Prefix | None, route: tuple[int, ...]) -> Seat | None:
@@ -246,9 +254,10 @@ class Seats:
             self._evicted(oldest.sequence)
         return oldest.slot
 
-    def _take(self, asked: Reserve) -> None:
+    def _take(self, asked: Reserve, encoded: Tensor | None) -> None:
         route = tuple(asked.route)
         layers = [layer for layer, server in enumerate(route) if server == self._server]
+        own = list(layers)
         if route[-1] == self._server:
             layers.append(len(route))
         prefix = asked.prefix
@@ -261,6 +270,8 @@ class Seats:
                 self._copy(source.slot, slot, kept)
             if source.sequence in self._retained:
                 self._retained[source.sequence] = self._retained.pop(source.sequence)
+        if encoded is not None and self._attach is not None:
+            self._attach(slot, encoded, own)
         self._seats[asked.sequence] = Seat(
             sequence=asked.sequence,
             slot=slot,

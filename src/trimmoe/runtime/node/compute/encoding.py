@@ -1,0 +1,46 @@
+"""Prompts where an encoder reads them: it runs where the user is, and what it made of a prompt goes
+to every server of the route, whose layers attend to it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from trimmoe.models.base import EncoderDecoderView, MoEView
+from trimmoe.models.cache import KVCache
+from trimmoe.runtime.node.front.jobs import Encoder
+from trimmoe.runtime.node.schedule.pump import Pump
+
+
+def encoder_of(view: MoEView, pump: Pump) -> Encoder | None:
+    """What reads prompts, in the worker's thread, if the layers do not."""
+    if not isinstance(view, EncoderDecoderView):
+        return None
+    decoder = view
+
+    @torch.inference_mode()
+    def read(prompt: tuple[int, ...]) -> Tensor:
+        return decoder.encode([prompt])[0].cpu()
+
+    return Encoder(
+        start_token=decoder.start_token,
+        encode=lambda prompt: pump.apart(lambda: read(prompt)),
+    )
+
+
+def attaching(
+    view: MoEView, cache: Callable[[], KVCache], pump: Pump
+) -> Callable[[int, Tensor, list[int]], None] | None:
+    """Gives a slot of a cache what its layers attend to, before the worker's next batch."""
+    if not isinstance(view, EncoderDecoderView):
+        return None
+    decoder = view
+
+    @torch.inference_mode()
+    def attach(slot: int, encoded: Tensor, layers: list[int]) -> None:
+        states = encoded.to(device=decoder.device, dtype=decoder.dtype)
+        decoder.attach(cache(), slot, states, layers=layers)
+
+    return lambda slot, encoded, layers: pump.control(lambda: attach(slot, encoded, layers))
