@@ -174,7 +174,7 @@ class Node:
             guides_of(self.model).guide,
             copy=self._copy_slot,
             evicted=self._evicted,
-            attach=attaching(self._view, lambda: self.executor.cache, self.pump),
+            attach=attaching(self._view, lambda: self.executor.cache, self.pump.control),
         )
         scheduler = Scheduler(
             max_rows=settings.max_batch, now=loop.time, waited=self.reporter.waited
@@ -323,7 +323,7 @@ class Node:
             begin_anew=worker.begin_anew,
             close_account=worker.close,
             prefix_cache=self._remembers,
-            encoder=encoder_of(self._view, self.pump),
+            encoder=encoder_of(self._view, self.pump.apart),
             retire=worker.retire,
             adopt=self._adopt,
             settle=worker.settle,

@@ -3,19 +3,20 @@ to every server of the route, whose layers attend to it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 import torch
 from torch import Tensor
 
 from trimmoe.models.base import EncoderDecoderView, MoEView
 from trimmoe.models.cache import KVCache
-from trimmoe.runtime.node.front.jobs import Encoder
-from trimmoe.runtime.node.schedule.pump import Pump
+from trimmoe.runtime.node.records.encoder import Encoder
 
 
-def encoder_of(view: MoEView, pump: Pump) -> Encoder | None:
-    """What reads prompts, in the worker's thread, if the layers do not."""
+def encoder_of(
+    view: MoEView, apart: Callable[[Callable[[], Tensor]], Awaitable[Tensor]]
+) -> Encoder | None:
+    """What reads prompts, `apart` from batches, if the layers do not."""
     if not isinstance(view, EncoderDecoderView):
         return None
     decoder = view
@@ -26,12 +27,12 @@ def encoder_of(view: MoEView, pump: Pump) -> Encoder | None:
 
     return Encoder(
         start_token=decoder.start_token,
-        encode=lambda prompt: pump.apart(lambda: read(prompt)),
+        encode=lambda prompt: apart(lambda: read(prompt)),
     )
 
 
 def attaching(
-    view: MoEView, cache: Callable[[], KVCache], pump: Pump
+    view: MoEView, cache: Callable[[], KVCache], control: Callable[[Callable[[], None]], None]
 ) -> Callable[[int, Tensor, list[int]], None] | None:
     """Gives a slot of a cache what its layers attend to, before the worker's next batch."""
     if not isinstance(view, EncoderDecoderView):
@@ -43,4 +44,4 @@ def attaching(
         states = encoded.to(device=decoder.device, dtype=decoder.dtype)
         decoder.attach(cache(), slot, states, layers=layers)
 
-    return lambda slot, encoded, layers: pump.control(lambda: attach(slot, encoded, layers))
+    return lambda slot, encoded, layers: control(lambda: attach(slot, encoded, layers))

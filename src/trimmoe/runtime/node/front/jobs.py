@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -12,6 +12,7 @@ from trimmoe.core.ledger import Ledger
 from trimmoe.engine.guesses import OWN, Lead
 from trimmoe.runtime.node.front.drafts import Pending
 from trimmoe.runtime.node.front.lookup import Lookup
+from trimmoe.runtime.node.records.encoder import Encoder
 from trimmoe.runtime.node.records.messages import Parcel, Prefix, Token
 from trimmoe.runtime.node.records.outcome import Arrival
 from trimmoe.runtime.node.records.readings import Reading
@@ -171,16 +172,6 @@ class Job:
     def owe(self, ledger: Ledger) -> None:
         """This too is to be told with the next token."""
         self.after = ledger if self.after is None else self.after + ledger
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Encoder:
-    """What reads prompts for layers that do not."""
-
-    start_token: int
-    """What the layers begin with."""
-    encode: Callable[[tuple[int, ...]], Awaitable[Tensor]]
-    """What there is of a prompt for layers to attend to, [S, d]."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
