@@ -38,6 +38,8 @@ from trimmoe.models.load import open_model
 
 PATIENCE_S = 60.0
 _SLICE = 10_000
+_EACH = 20
+"""Requests of a kind for an operation before the next one's turn."""
 _LONGEST = 1000
 """Characters of a sentence."""
 
@@ -137,10 +139,15 @@ def clusters(folder: Path, count: int, seed: int) -> Counter[str]:
 
 
 def http(folder: Path, count: int, seed: int) -> Counter[str]:
-    """Nine operations, five of which take requests that the document allows and others."""
+    """Requests that the document allows, and others, until there were so many."""
+    found = Counter[str]()
     with served(open_tiny(folder).exact(slots=8, max_waiting=512)) as url:
-        operations = hostile_http.fuzz(url, max(count // 14, 1), seed)
-    return Counter({f"{name}: answered as the document says": count // 14 for name in operations})
+        while found.total() < count:
+            sent = hostile_http.fuzz(url, min(_EACH, count), seed)
+            found += Counter({f"{name}: as the document says": n for name, n in sent.items()})
+            print(f"{found.total()} requests", flush=True)
+            seed += 1
+    return found
 
 
 def _reads(load) -> bool:

@@ -278,7 +278,7 @@ def test_any_request_that_the_document_allows_or_not_is_answered_as_it_says(
 
     tiny = open_tiny(tmp_path_factory.mktemp("fuzzed"))
     with served(tiny.exact(slots=8, max_waiting=512)) as url:
-        assert fuzz(url, 18) == {
+        assert fuzz(url, 18).keys() == {
             "post /v1/completions",
             "post /v1/chat/completions",
             "post /v1/responses",

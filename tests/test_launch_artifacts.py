@@ -6,17 +6,22 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from rich.console import Console
 
 from checkpoints import write
 from factories import random_profile
 from launching import SERVERS, Files, cluster_yaml, write_files
 from trimmoe.core.errors import UserError
+from trimmoe.experiments.joining import JoinedPlanner
 from trimmoe.experiments.preparation import prepare
 from trimmoe.experiments.sample_text import sample_text
+from trimmoe.experiments.serve_cluster import serve_as_head
 from trimmoe.models.load import model_spec
 from trimmoe.runtime.launch.artifacts import Artifacts, cluster_of
 from trimmoe.runtime.launch.config import ServeConfig
+from trimmoe.runtime.launch.deployment import Hello
 from trimmoe.runtime.launch.model import served_name
+from trimmoe.runtime.launch.several import HeadOptions
 
 
 @pytest.fixture(scope="module")
@@ -64,6 +69,35 @@ def test_a_plan_is_made_once_and_again_for_another_cluster(files: Files, tmp_pat
     third, said = _prepared(config.model_copy(update={"cluster": other}), tmp_path)
     assert said == ["Planning for test3 ..."]
     assert third.plan.cluster.server_names == ("x", "y", "z")
+
+
+def test_a_plan_that_any_server_may_leave_is_another_one(files: Files, tmp_path: Path) -> None:
+    roomy = tmp_path / "roomy.yaml"
+    roomy.write_text(cluster_yaml(("x", "y", "z"), ratio=2.4))
+    config = _config(files, cluster=roomy, profile=files.profile, plan_iterations=20)
+    plain, _ = _prepared(config, tmp_path)
+    made, said = _prepared(config.model_copy(update={"survive": 1}), tmp_path)
+    assert said == ["Planning for test3 ..."]
+    assert made.plan.hash != plain.plan.hash
+    assert (made.plan.hosts.sum(axis=0) > 1).all()
+    small = _config(files, profile=files.profile, plan_iterations=20, survive=1)
+    with pytest.raises(UserError, match=r"2 hosts of every expert .* are missing"):
+        _prepared(small, tmp_path)
+
+
+def test_whoever_joins_is_planned_for_so_that_any_may_go(files: Files) -> None:
+    config = ServeConfig(model=str(files.model), profile=files.profile, plan_iterations=20)
+    joined = {
+        name: Hello(version="1", servers=(name,), address=name, memory_bytes=2 * 10**9, cores=cores)
+        for cores, name in enumerate(("x", "y", "z"), start=1)
+    }
+    for survive in (0, 1, 2):
+        config = config.model_copy(update={"survive": survive})
+        made = JoinedPlanner(config, print, Console(quiet=True)).nominal(joined)
+        assert (made.plan.hosts.sum(axis=0) > survive).all()
+    options = HeadOptions(address="127.0.0.1", port=1, servers=("x",), token=None)
+    with pytest.raises(UserError, match="it takes 3 servers; raise --servers"):
+        serve_as_head(config, print, Console(quiet=True), options=options, count=2, replan=True)
 
 
 def test_a_damaged_plan_is_made_again(files: Files, tmp_path: Path) -> None:

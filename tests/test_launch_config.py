@@ -57,6 +57,13 @@ def test_a_wrong_setting_is_named(given: dict, named: str) -> None:
         serve_config(None, GIVEN | given)
 
 
+@pytest.mark.parametrize("other", [{"plan": "p.safetensors"}, {"method": "exact"}])
+def test_what_a_plan_survives_is_said_where_it_is_made(other: dict) -> None:
+    assert serve_config(None, GIVEN | {"survive": 1}).survive == 1
+    with pytest.raises(UserError, match="leave out --plan and --method"):
+        serve_config(None, GIVEN | {"survive": 1} | other)
+
+
 def test_api_keys_in_a_file_that_others_can_read_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "serve.yaml"
     path.write_text("api-keys: [secret]\n")

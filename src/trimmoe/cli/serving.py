@@ -182,6 +182,13 @@ def serve(
     text: Annotated[
         list[Path] | None, typer.Option(help="What to calibrate on without a profile; repeatable.")
     ] = None,
+    survive: Annotated[
+        int | None,
+        typer.Option(
+            help="So many servers may go, and every expert still has a host; default 0. For plans "
+            "that are made here."
+        ),
+    ] = None,
     policy: Annotated[
         str | None, typer.Option(help="A preset; default: auto, which trims with --budget only.")
     ] = None,
@@ -338,7 +345,7 @@ def serve(
         return
     given = {
         "cluster": cluster, "model": model, "profile": profile, "plan": plan, "text": text or None,
-        "machines": machines,
+        "machines": machines, "survive": survive,
         "policy": policy, "method": method, "budget": budget, "confidence": confidence,
         "api_keys": api_key or None, "served_name": served_name, "host": host,
         "port_base": port_base, "wire_port_base": wire_port_base, "emulate": emulate,

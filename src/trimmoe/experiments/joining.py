@@ -118,10 +118,13 @@ class JoinedPlanner:
         return Artifacts(profile=self._profile, plan=self._planned(cluster), model=self._model)
 
     def _planned(self, cluster: ClusterSpec) -> Plan:
-        search = SearchSettings(iterations=self._config.plan_iterations)
+        config = self._config
+        search = SearchSettings(iterations=config.plan_iterations)
         told = repr((cluster.server_names, cluster.memory_bytes.tolist()))
         identity = hashlib.sha256(told.encode()).hexdigest()
-        return searched_plan(self._profile, self._model, cluster, search, default(), identity)
+        return searched_plan(
+            self._profile, self._model, cluster, search, default(), identity, survive=config.survive
+        )
 
 
 def joined_cluster(joined: Mapping[str, Hello]) -> ClusterSpec:

@@ -29,6 +29,7 @@ from trimmoe.models.embedded.materialise import default_cache_dir
 from trimmoe.models.embedded.shipped import SHIPPED_DTYPE, shipped_profile
 from trimmoe.placement.make import PlanSettings, default, make_plan
 from trimmoe.placement.optimise import SearchSettings, optimise_plan
+from trimmoe.placement.survive import surviving
 from trimmoe.progress import track
 from trimmoe.runtime.launch.artifacts import Artifacts, model_spec_of
 from trimmoe.runtime.launch.config import ServeConfig
@@ -171,11 +172,11 @@ def _plan(config: ServeConfig, profile: Profile, model: ModelSpec, folder: Path,
     search = SearchSettings(iterations=config.plan_iterations)
     cluster_hash = file_hash(config.cluster)
     return kept(
-        folder
-        / "plans"
-        / f"{_plan_key(profile, model, _inputs_hash(config), settings, search)}.safetensors",
+        folder / "plans" / f"{_plan_key(config, profile, model, settings, search)}.safetensors",
         load=load_plan,
-        make=lambda: searched_plan(profile, model, cluster, search, settings, cluster_hash),
+        make=lambda: searched_plan(
+            profile, model, cluster, search, settings, cluster_hash, survive=config.survive
+        ),
         say=say,
         what=f"Planning for {cluster.name}",
     )
@@ -188,8 +189,10 @@ def searched_plan(
     search: SearchSettings,
     settings: PlanSettings,
     cluster_hash: str,
+    *,
+    survive: int = 0,
 ) -> Plan:
-    """`optimise_plan` with a bar."""
+    """`optimise_plan` with a bar, then what any `survive` servers may leave. Raises `UserError`."""
     bar = track(range(search.iterations), f"Planning for {cluster.name}")
 
     def step(_share: float) -> bool:
@@ -197,9 +200,10 @@ def searched_plan(
         return True
 
     with closing(bar):
-        return optimise_plan(
+        found = optimise_plan(
             profile, model, cluster, search, settings, cluster_hash=cluster_hash, keep_going=step
         )
+    return surviving(found, profile, model, settings, survive) if survive else found
 
 
 def _inputs_hash(config: ServeConfig) -> str:
@@ -209,9 +213,9 @@ def _inputs_hash(config: ServeConfig) -> str:
 
 
 def _plan_key(
+    config: ServeConfig,
     profile: Profile,
     model: ModelSpec,
-    cluster_hash: str,
     settings: PlanSettings,
     search: SearchSettings,
 ) -> str:
@@ -221,9 +225,10 @@ def _plan_key(
             "profile": profile.hash,
             # As they are held, which is less where weights are quantised.
             "sizes": [model.dense_bytes, model.total_expert_bytes],
-            "cluster": cluster_hash,
+            "cluster": _inputs_hash(config),
             "settings": asdict(settings),
             "search": asdict(search),
+            "survive": config.survive,
         }
     )
 

@@ -131,8 +131,13 @@ def serve_as_head(
     if named is not None and not (replan and _is_open(config)):
         serve_head(config, artifacts_of(config, say), pieces, say, options)
         return
-    planner = JoinedPlanner(config, say, console, named)
     roll = Roll(own=options.servers, named=names, count=count or len(names))
+    if roll.count <= config.survive:
+        raise UserError(
+            f"To survive the loss of {config.survive} it takes {config.survive + 1} servers; raise "
+            "--servers."
+        )
+    planner = JoinedPlanner(config, say, console, named)
     serve_whoever_joins(config, planner, pieces_of, say, options, roll=roll, replan=replan)
 
 

@@ -42,6 +42,8 @@ class ServeConfig(BaseModel):
     calibration_tokens: Annotated[int, Field(ge=1)] = 20_000
     plan_iterations: Annotated[int, Field(ge=0)] = 2_000
     """Neighbours tried where no plan is given."""
+    survive: Annotated[int, Field(ge=0)] = 0
+    """So many servers may go, and every expert still has a host, where no plan is given."""
     policy: str | None = None
     """A preset; None: `auto`, which trims within the budget if one is given, else changes nothing.
     """
@@ -153,6 +155,11 @@ def serve_config(
         config = config.model_copy(update={"tls": True})
     if config.method is not None and config.policy is not None:
         raise UserError("A method has a policy of its own; give --method or --policy.")
+    if config.survive and (config.plan or config.method):
+        raise UserError(
+            "--survive is for plans that are made here; leave out --plan and --method, or plan with "
+            "`trimmoe plan --survive`."
+        )
     if config.cluster is None and config.plan is None and not open_to_all:
         if default_cluster is None:
             raise UserError("Nothing says which servers there are; give --cluster or --plan.")
