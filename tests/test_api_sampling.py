@@ -131,6 +131,17 @@ def test_a_low_temperature_sharpens_and_a_high_one_flattens() -> None:
     assert plain == pytest.approx(float(torch.softmax(logits, 0)[0]), abs=0.07)
 
 
+@given(_LOGITS, _SEEDS, st.floats(0, 1e-9, exclude_min=True), st.floats(0, 1))
+@example(np.array([3, 2], np.float32), 0, 5e-324, 0.8)
+def test_any_temperature_there_is_draws_a_token(
+    logits: np.ndarray, seed: int, temperature: float, min_p: float
+) -> None:
+    """The least ones as 0 does, where no two tokens are next to equally probable."""
+    plain = Sampling(seed=seed)
+    drawn = draw(torch.from_numpy(logits), replace(plain, temperature=temperature, min_p=min_p), 7)
+    assert logits[drawn.token] == pytest.approx(logits.max(), abs=1e-6)
+
+
 def test_logprobs_are_reported_only_if_asked_for() -> None:
     logits = torch.tensor([0.5, 2.0, 1.0, -1.0])
     assert draw(logits, Sampling(), 0).logprob is None

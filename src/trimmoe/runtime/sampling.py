@@ -55,7 +55,9 @@ def pick(scores: Tensor, sampling: Sampling, position: int) -> int:
     """The token that goes to `position`, from logits [V] that nothing is to be done to any more."""
     if sampling.temperature == 0:
         return int(scores.argmax())
-    scaled = scores.double().cpu() / sampling.temperature
+    wide = scores.double().cpu()
+    # From the most probable one on: by the least temperatures that there are, others overflow.
+    scaled = (wide - wide.max()) / sampling.temperature
     probabilities = torch.softmax(scaled, dim=-1).numpy()
     return choose(probabilities, sampling, uniform(sampling, position))
 
