@@ -28,6 +28,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import IO, Any, Never
 
+from trimmoe.experiments.chaos.lan import enter
+
 PRELOADED = (
     "trimmoe.api.app",
     "trimmoe.calibrate.run",
@@ -49,7 +51,7 @@ STARTERS = (
     "trimmoe.runtime.launch.processes",
 )
 """What starts processes; keepers are started by others, as ever."""
-_CHILD = "trimmoe.runtime.launch.child"
+_CHILD, _INSIDE = "trimmoe.runtime.launch.child", "trimmoe.cli.inside"
 _LONGEST = 1 << 18
 _MOST_FDS = 16
 _HIGH_FD = 100
@@ -264,6 +266,9 @@ def _become(order: Order, descriptors: Sequence[int]) -> int:
         os.close(each)
     os.environ.clear()
     os.environ.update(order.environment)
+    if _INSIDE in order.command:
+        # Before there is what starts others, which then are there too.
+        enter(order.command[2])
     if _CHILD in order.command:
         return _run(order.command)
     _own[:] = [Nursery.of_this()]

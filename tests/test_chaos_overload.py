@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -15,11 +16,12 @@ from launching import free_ports
 from serving import Tiny
 from trimmoe.api.gateway.app import GatewaySettings
 from trimmoe.api.settings import ApiSettings
-from trimmoe.experiments.chaos import overload
+from trimmoe.experiments.chaos import mixed, overload
+from trimmoe.experiments.chaos.mixed import Load, Told
 from trimmoe.experiments.chaos.overload import burst, vanish
 from trimmoe.experiments.chaos.scene import Scene
 from trimmoe.experiments.chaos.stage import Usage
-from trimmoe.experiments.chaos.streams import Asking, Seen
+from trimmoe.experiments.chaos.streams import PROMPTS, Asking, Seen
 from trimmoe.experiments.gateway import run_gateway
 from trimmoe.experiments.serve_local import listen, serve
 
@@ -52,9 +54,16 @@ def scene(answer: Answer, stage: FakeStage | None = None) -> Scene:
     )
 
 
-def whole(text: str = "ab") -> httpx.Response:
-    usage = {"completion_tokens": 2}
+def whole(text: str = "ab", tokens: int = 2) -> httpx.Response:
+    usage = {"completion_tokens": tokens}
     return httpx.Response(200, json={"choices": [{"text": text}], "usage": usage})
+
+
+def events(text: str) -> list[bytes]:
+    """A stream of one token for each letter."""
+    ends = [None] * (len(text) - 1) + ["length"]
+    told = [{"choices": [{"text": c, "finish_reason": e}]} for c, e in zip(text, ends, strict=True)]
+    return [b"data: %s\n\n" % json.dumps(each).encode() for each in told] + [b"data: [DONE]\n\n"]
 
 
 def busy(**headers: str) -> httpx.Response:
@@ -124,6 +133,35 @@ async def test_those_who_vanish_are_let_in_or_told_to_come_back(
         (busy(), ["nobody who was to vanish was let in", "HTTP 429: "]),
     ):
         assert await vanish(scene(lambda _, refused=refused: refused)) == faults
+
+
+async def test_whatever_clients_who_never_stop_get_wrong_is_counted() -> None:
+    def answer(request: httpx.Request) -> httpx.Response:
+        asked = json.loads(request.content)
+        if not asked.get("stream"):
+            return whole(TEXT[: asked["max_tokens"]], asked["max_tokens"])
+        text = "abcdefgX" if asked["prompt"] == PROMPTS[0] else TEXT
+        return httpx.Response(200, stream=httpx.ByteStream(b"".join(events(text))))
+
+    made = scene(answer)
+    load, told = Load(made, seed=1), Told()
+    while told.right < 40 or not told.wrong:
+        await asyncio.sleep(0.01)
+        heard = load.told()
+        told.right, told.wrong = told.right + heard.right, told.wrong + heard.wrong
+    await load.stop()
+    assert set(told.wrong) == {"an answer is cut off or another one"}
+    assert told.asked == told.right + len(told.wrong)
+
+
+async def test_whoever_is_told_to_come_back_does_so_and_nothing_is_wrong(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(mixed, "_LATER_S", 0.01)
+    load = Load(scene(lambda _: busy(**{"retry-after": "1"})), seed=1)
+    await asyncio.sleep(0.1)
+    await load.stop()
+    assert load.told().asked == 0
 
 
 def test_idle_connections_outlive_what_clients_keep(

@@ -16,6 +16,8 @@ from trimmoe.core.precision import Precision
 
 KINDS = ("kill", "stop", "supervisor", "keeper", "vanish", "burst", "slow")
 """Of failures that `chaos` knows."""
+OF_MACHINES = ("cut", "part", "crash")
+"""Such as there are with `--namespaces` only."""
 
 
 def gateway(
@@ -69,27 +71,54 @@ def chaos(
     plan: Annotated[Path | None, typer.Option()] = None,
     quantise: Annotated[Precision | None, typer.Option()] = None,
     policy: Annotated[str | None, typer.Option(help="Default: exact.")] = "exact",
-    emulate: Annotated[bool, typer.Option("--emulate/--no-emulate")] = True,
+    emulate: Annotated[bool | None, typer.Option("--emulate/--no-emulate")] = None,
     kv_slots: Annotated[int, typer.Option(min=8)] = 16,
     port_base: Annotated[int, typer.Option(min=1, max=65535)] = 8000,
-    minutes: Annotated[float, typer.Option(min=0.0, help="At least one failure happens.")] = 10.0,
+    minutes: Annotated[
+        float, typer.Option(min=0.0, help="Or until every kind of failure has come.")
+    ] = 10.0,
+    every: Annotated[
+        float | None,
+        typer.Option(
+            min=1.0,
+            help="A failure every so many seconds under clients who never stop asking; the last "
+            "server is spared. Default: one after the other, each under eight streams.",
+        ),
+    ] = None,
+    namespaces: Annotated[
+        bool,
+        typer.Option(
+            "--namespaces",
+            help="Each server on a machine of its own, as network namespaces of Linux, whose "
+            "cables are cut too; skipped where the system does not allow it.",
+        ),
+    ] = False,
     tokens: Annotated[int, typer.Option(min=8, help="Of every answer.")] = 48,
     failure: Annotated[
-        list[str] | None, typer.Option(help=f"Of {', '.join(KINDS)}; repeatable; default: all.")
+        list[str] | None,
+        typer.Option(
+            help=f"Of {', '.join(KINDS)}, and with --namespaces {', '.join(OF_MACHINES)}; "
+            "repeatable; default: all."
+        ),
     ] = None,
     seed: int = 0,
 ) -> None:
     """Kill, stop and overload real servers under eight streams; fails if an answer is lost."""
     import asyncio
+    import signal
     import tempfile
 
-    from trimmoe.experiments.chaos import report
+    from trimmoe.experiments.chaos import report, setting
+    from trimmoe.experiments.chaos.lan import Lan, NotAllowed, become_root_if_need_be
     from trimmoe.experiments.chaos.run import Plan, run
-    from trimmoe.experiments.chaos.stage import Stage
+    from trimmoe.runtime.launch.artifacts import servers_of
 
-    unknown = sorted(set(failure or ()) - set(KINDS))
+    kinds = (*KINDS, *OF_MACHINES) if namespaces else KINDS
+    unknown = sorted(set(failure or ()) - set(kinds))
     if unknown:
-        raise UserError(f"There is no failure `{unknown[0]}`; choose from {', '.join(KINDS)}.")
+        raise UserError(f"There is no failure `{unknown[0]}`; choose from {', '.join(kinds)}.")
+    if namespaces and cluster is None and plan is None:
+        raise UserError("Nothing says which machines there are; give --cluster or --plan.")
     given = {
         "cluster": cluster, "model": model, "profile": profile, "plan": plan,
         "quantise": quantise and quantise.value, "policy": policy, "kv-slots": kv_slots,
@@ -98,22 +127,37 @@ def chaos(
     options = [
         part for name, value in given.items() if value is not None for part in (f"--{name}", value)
     ]
-    options.append("--emulate" if emulate else "--no-emulate")
+    if emulate is not None:
+        options.append("--emulate" if emulate else "--no-emulate")
+    options = [str(each) for each in options]
     folder = Path(tempfile.mkdtemp(prefix="trimmoe-chaos-"))
-    stage = Stage(
-        [str(each) for each in options],
-        port=port_base,
-        # Next to the servers' own: links are 100 above --port-base.
-        gateway_port=port_base + 99,
-        folder=folder,
-    )
+    if namespaces:
+        names = servers_of(cluster, plan)
+        become_root_if_need_be()
+        try:
+            lan = Lan(len(names))
+        except NotAllowed as reason:
+            say(f"Skipped: this system does not allow networks of one's own; {reason}.")
+            return
+        stage = setting.on_machines_of_a_lan(options, names, lan, port=port_base, folder=folder)
+    else:
+        stage = setting.on_this_machine(options, port=port_base, folder=folder)
     todo = Plan(
-        minutes=minutes, seed=seed, tokens=tokens, capacity=kv_slots, kinds=tuple(failure or ())
+        minutes=minutes,
+        seed=seed,
+        tokens=tokens,
+        capacity=kv_slots,
+        kinds=tuple(failure or ()),
+        every_s=every,
     )
     say(f"Starting servers and a gateway; their logs are in {folder}.")
     say(report.HEADER)
+    # However it is ended, it ends all that it has started.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     result = asyncio.run(run(stage, todo, lambda outcome: say(report.line(outcome))))
     for each in report.growth(result):
         say(each)
+    for each in result.faults:
+        say(f"At the end: {each}")
     if not result.ok:
         raise typer.Exit(1)

@@ -20,7 +20,7 @@ BURST = 10
 """Times what servers have places for."""
 _SHARE = 4
 """Answers in a burst are so many times as short as others."""
-_REFUSED = "refused"
+REFUSED = "refused"
 _MOST_MB = 256.0
 """What a server may take more while it has too much to do: places in caches that it had not used
 before, and buffers of connections."""
@@ -53,8 +53,8 @@ async def burst(scene: Scene) -> list[str]:
     async with _bounded(scene) as faults:
         got = await _at_once(scene, BURST * scene.capacity)
     served = [took_s for wrong, took_s in got if not wrong]
-    refused = sum(wrong == _REFUSED for wrong, _ in got)
-    faults += sorted({wrong for wrong, _ in got if wrong not in ("", _REFUSED)})
+    refused = sum(wrong == REFUSED for wrong, _ in got)
+    faults += sorted({wrong for wrong, _ in got if wrong not in ("", REFUSED)})
     note = f"{len(served)} served, {refused} told when to come back"
     if not served:
         faults.append("nobody of the burst was served")
@@ -107,10 +107,13 @@ async def _at_once(scene: Scene, count: int) -> Sequence[tuple[str, float]]:
 
 
 async def _short(scene: Scene, at: int) -> tuple[str, float]:
-    """What is wrong with a short answer, and the seconds that it took; `_REFUSED` if it was refused
-    as it should be."""
+    return await ask(scene, at, max(1, scene.asking.tokens // _SHARE))
+
+
+async def ask(scene: Scene, at: int, tokens: int) -> tuple[str, float]:
+    """What is wrong with a whole answer of so many tokens, and the seconds that it took; `REFUSED`
+    if it was refused as it should be."""
     asking, began_s = scene.asking, time.monotonic()
-    tokens = max(1, asking.tokens // _SHARE)
     asked = asking.body(at, max_tokens=tokens)
     try:
         got = await asking.client.post(f"{asking.base}/v1/completions", json=asked)
@@ -118,7 +121,7 @@ async def _short(scene: Scene, at: int) -> tuple[str, float]:
         return f"a request broke off ({type(error).__name__})", 0.0
     took_s = time.monotonic() - began_s
     if got.status_code == httpx.codes.TOO_MANY_REQUESTS:
-        return _REFUSED if "retry-after" in got.headers else "429 without Retry-After", took_s
+        return REFUSED if "retry-after" in got.headers else "429 without Retry-After", took_s
     if got.status_code != httpx.codes.OK:
         return f"a request got HTTP {got.status_code}", took_s
     answer = got.json()

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from trimmoe.experiments.chaos.lan import Lan
 from trimmoe.experiments.chaos.stage import Stage
 from trimmoe.experiments.chaos.streams import Asking, Seen
 
@@ -23,6 +24,14 @@ class Scene:
     expected: Sequence[Seen]
     notes: list[str] = field(default_factory=list)
     """What is worth telling of the failure at hand, and no fault."""
+    spared: int | None = None
+    """A server that nothing is done to."""
 
     def some_server(self) -> int:
-        return int(self.rng.integers(len(self.stage.names)))
+        others = [at for at in range(len(self.stage.names)) if at != self.spared]
+        return int(self.rng.choice(others))
+
+    @property
+    def lan(self) -> Lan:
+        assert self.stage.lan is not None
+        return self.stage.lan

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from trimmoe.core.cluster_file import load_cluster
 from trimmoe.core.errors import UserError
@@ -10,7 +11,7 @@ from trimmoe.core.plan import Plan, load_plan
 from trimmoe.core.precision import Precision
 from trimmoe.core.profile import Profile
 from trimmoe.core.specs import ClusterSpec, ModelSpec
-from trimmoe.runtime.launch.config import ServeConfig
+from trimmoe.runtime.launch.config import ServeConfig, serve_config
 from trimmoe.runtime.launch.model import model_folder
 
 
@@ -21,6 +22,12 @@ class Artifacts:
     profile: Profile
     plan: Plan
     model: ModelSpec
+
+
+def servers_of(cluster: Path | None, plan: Path | None) -> tuple[str, ...]:
+    """Those that a cluster file, a sample cluster or else a plan names. Raises `UserError`."""
+    given = {"cluster": cluster, "plan": plan}
+    return cluster_of(serve_config(None, given)).server_names
 
 
 def cluster_of(config: ServeConfig) -> ClusterSpec:

@@ -157,8 +157,8 @@ def serve_config(
         raise UserError("A method has a policy of its own; give --method or --policy.")
     if config.survive and (config.plan or config.method):
         raise UserError(
-            "--survive is for plans that are made here; leave out --plan and --method, or plan with "
-            "`trimmoe plan --survive`."
+            "--survive is for plans that are made here; leave out --plan and --method, or plan "
+            "with `trimmoe plan --survive`."
         )
     if config.cluster is None and config.plan is None and not open_to_all:
         if default_cluster is None:
