@@ -9,10 +9,11 @@ import pytest
 
 from trimmoe.core.ledger import Kind, Ledger
 from trimmoe.cost.model import Accounting
-from trimmoe.experiments.figures.contenders import letter, pinned_best, pinned_own
+from trimmoe.experiments.figures.contenders import ARENAS, letter, pinned_best, pinned_own
 from trimmoe.experiments.methods import METHODS, configured, make_engine
 from trimmoe.policy.base import Observation
 from trimmoe.policy.baselines import exact_decision
+from trimmoe.policy.settings import PolicySettings
 from trimmoe.policy.trim import TrimPolicy
 from trimmoe.simulator.probabilities import complete_probabilities
 from trimmoe.simulator.replay import replay
@@ -106,6 +107,24 @@ def test_by_the_letter_the_predecessor_differs_from_ours_in_what_the_paper_adds_
             assert getattr(theirs, item.name) == getattr(ours, item.name), item.name
     assert theirs.horizon == 1
     assert theirs.levers == replace(ours.levers, skip=False, exit=False)
+
+
+def test_by_the_letter_whoever_trims_prompts_is_everybody_who_trims() -> None:
+    trims = {one.of: one.change(one.method.settings()).prompts_trimmed for one in letter()}
+    assert {of for of, whole in trims.items() if whole} >= {"trimmoe", "substitute-only"}
+    assert trims["mod"]
+    assert trims["moe2"]
+    assert not any(
+        one.change(one.method.settings()).prompts_trimmed for one in (*pinned_own(), *pinned_best())
+    )
+
+
+def test_one_key_is_one_policy() -> None:
+    found: dict[str, PolicySettings] = {}
+    for arena in ARENAS.values():
+        for one in arena():
+            policy = one.change(one.method.settings())
+            assert found.setdefault(one.key, policy) == policy, one.key
 
 
 def test_where_ours_moves_edgeshard_returns_nowhere_and_its_own_form_stands_beside_it() -> None:

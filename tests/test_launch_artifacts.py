@@ -93,7 +93,7 @@ def test_whoever_joins_is_planned_for_so_that_any_may_go(files: Files) -> None:
     }
     for survive in (0, 1, 2):
         config = config.model_copy(update={"survive": survive})
-        made = JoinedPlanner(config, print, Console(quiet=True)).nominal(joined)
+        made = JoinedPlanner(config, print, Console(quiet=True), None).nominal(joined)
         assert (made.plan.hosts.sum(axis=0) > survive).all()
     options = HeadOptions(address="127.0.0.1", port=1, servers=("x",), token=None)
     with pytest.raises(UserError, match="it takes 3 servers; raise --servers"):

@@ -43,7 +43,7 @@ def test_the_papers_letter() -> None:
     assert paper.exit_state is ExitState.FROZEN
     assert (paper.exit_risk, paper.draft_confidence, paper.audit_share) == (None, None, 0.0)
     on = ("one_expert", "target_transitions", "target_importance", "mean_losses")
-    for name in (*on, "user_references", "user_exits", "workload_limit"):
+    for name in (*on, "user_references", "user_exits", "workload_limit", "prompts_trimmed"):
         assert getattr(paper, name), name
     off = ("inflate", "echoes_charged", "exits_charged", "exits_weighed", "steadiness")
     for name in (*off, "slot_ranks", "hazards", "price_start"):

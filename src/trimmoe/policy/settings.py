@@ -263,8 +263,8 @@ def guessing() -> PolicySettings:
 
 
 def paper() -> PolicySettings:
-    """The paper to the letter: migrating tokens, one expert per layer, whole-layer skips, mean
-    losses, even budget, (37), (43)."""
+    """The paper to the letter: migrating tokens, one expert per layer, whole-layer skips, prompts
+    too, mean losses, even budget, (37), (43)."""
     return PolicySettings(
         name="paper",
         levers=Levers(drop_slots=False),
@@ -292,6 +292,7 @@ def paper() -> PolicySettings:
         user_references=True,
         user_exits=True,
         workload_limit=True,
+        prompts_trimmed=True,
         hazards=False,
         price_start=False,
     )

@@ -41,7 +41,7 @@ class Size:
     passages: int
     """Of held-out text, executed on every world."""
     context: int
-    """Tokens of each that run exactly."""
+    """Tokens of each that come before, its prompt, which only methods by the letter trim."""
     steps: int
     """Tokens of each that are decoded."""
 

@@ -52,6 +52,11 @@ def moving(policy: PolicySettings) -> PolicySettings:
     return policy.under(Accounting.MIGRATE)
 
 
+def whole_requests(policy: PolicySettings) -> PolicySettings:
+    """The same policy on tokens of prompts too, as the paper's own has it."""
+    return replace(policy, prompts_trimmed=True)
+
+
 def _row(
     arena: str, name: str, of: str = "", title: str | None = None, **settings: object
 ) -> Contender:
@@ -66,7 +71,7 @@ def letter() -> tuple[Contender, ...]:
     return (
         _moved_edgeshard(),
         *_beside_edgeshard(),
-        *_at_home(),
+        *(row if row.lossless else _under("letter", row, whole_requests) for row in _at_home()),
         _row(
             "letter",
             "paper-substitute-only",
@@ -96,18 +101,24 @@ def _at_home() -> tuple[Contender, ...]:
     that ours keeps to."""
     return (
         _row("letter", "slimcaching", "slimcaching"),
-        _row("letter", "moe2", "moe2", on="paper"),
-        _row("letter", "moe2-matched", "moe2-matched", on="paper"),
-        _row("letter", "mixture-of-depths", "mod", on="paper"),
-        _row("letter", "mixture-of-depths-matched", "mod-matched", on="paper"),
+        _row("own", "moe2", "moe2", on="paper"),
+        _row("own", "moe2-matched", "moe2-matched", on="paper"),
+        _row("own", "mixture-of-depths", "mod", on="paper"),
+        _row("own", "mixture-of-depths-matched", "mod-matched", on="paper"),
     )
+
+
+def _under(
+    arena: str, row: Contender, change: Callable[[PolicySettings], PolicySettings]
+) -> Contender:
+    """A row with the settings of another arena."""
+    _, name = row.key.split("/")
+    return replace(row, key=f"{arena}/{name}", change=change)
 
 
 def moving_all() -> tuple[Contender, ...]:
     """The same with every scheme moving its tokens."""
-    rows = [
-        replace(row, key=row.key.replace("letter/", "moving/"), change=moving) for row in _at_home()
-    ]
+    rows = [_under("moving", row, lambda one: moving(whole_requests(one))) for row in _at_home()]
     theirs = (row for row in letter() if row.of in ("substitute-only", OURS))
     return (_moved_edgeshard(), *rows, *theirs)
 
