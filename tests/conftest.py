@@ -8,7 +8,7 @@ import os
 import ssl
 import sys
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -75,7 +75,7 @@ def _take_share(item: pytest.Item) -> None:
     if own is None or EXAMPLES == 1.0 or getattr(test, "_examples_shared", False):
         return
     wanted = max(min(own.max_examples, FEWEST), round(EXAMPLES * own.max_examples))
-    function = getattr(test, "__func__", test)
+    function: Any = getattr(test, "__func__", test)
     function._hypothesis_internal_use_settings = type(own)(own, max_examples=wanted)
     function._examples_shared = True
 

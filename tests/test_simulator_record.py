@@ -160,7 +160,7 @@ def test_a_trace_knows_what_each_server_of_a_plan_would_guess(made: Made, trace:
         guesser.open(server, slot=0, access=server)
         (said,) = guesser.guess({server: ids[2].tolist()}).values()
         mine = slice(2 * LENGTH, 3 * LENGTH)
-        sure = [one.confidence for one in said]
+        sure = [one[0].confidence for one in said]
         np.testing.assert_allclose(sure, guessed.home_confidence[mine, server], atol=1e-3)
     arrays = {name: getattr(guessed, name) for name in trace.columns}
     for name, before in ((name, getattr(trace, name)) for name in trace.columns):

@@ -53,7 +53,7 @@ class Course(Protocol):
         """What to ask a server for now."""
         ...
 
-    def received(self, chunk: Chunk) -> Chunk | None:
+    def received(self, chunk: Chunk, /) -> Chunk | None:
         """Book a server's chunk; what the client is to see of it."""
         ...
 
