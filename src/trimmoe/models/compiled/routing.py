@@ -19,7 +19,7 @@ def asked(shape, block, hidden, normed):
     """What a router reads: a norm of its own of hidden [n, wide(d)], or what experts read."""
     if block[ROUTER_NORM] == 0:
         return normed
-    own = np.zeros_like(hidden)
+    own = np.zeros_like(normed)
     norm(hidden, block[ROUTER_NORM], shape.hidden, shape.epsilon, own)
     return own
 

@@ -252,7 +252,7 @@ class CompiledView(MoEView):
         if self._adds:
             return moved
         hidden, given = moved.split([self.widths.attended, self.widths.part], 1)
-        return self._behind(layer, hidden.float(), given)
+        return self._behind(layer, hidden.float(), given).float()
 
     def finish(
         self, layer: int, hidden: Tensor, shared: Tensor | None, routed: Tensor | None
