@@ -68,6 +68,8 @@ class Load:
                 self._told.wrong.append(wrong)
             else:
                 self._told.right += 1
+            # An answer may come without anything to wait for, and others want to ask too.
+            await asyncio.sleep(0)
 
     async def _stream(self, prompt: int, most: int | None = None) -> str:
         """What is wrong with an answer, or with so many events of it."""
