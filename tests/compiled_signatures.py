@@ -17,7 +17,7 @@ from trimmoe.models.load import open_model
 from trimmoe.policy.settings import PRESETS
 from trimmoe.runtime.launch.artifacts import Artifacts
 from trimmoe.runtime.launch.kernels import compile_decisions
-from trimmoe.runtime.node.compute.executor import Executor
+from trimmoe.runtime.node.compute.worker import Worker
 from trimmoe.runtime.node.watch.deployments import Basis, Conditions, build, prepared
 
 
@@ -41,7 +41,7 @@ def main(model: str, profile_path: str, plan_path: str) -> None:
     basis = Basis.of(plan, profile, view.spec, settings)
     built = build(basis, Conditions.planned(plan.cluster.server_count), ())
     engine = prepared(built.engine, built.engine.start().feedback)
-    worker = Executor(view, profile, engine, server=0, slots=2)
+    worker = Worker(view, profile, engine, server=0, slots=2)
     opened = [SequenceOpened(sequence=i, access=i, budget=0.02, confidence=0.9) for i in range(2)]
     for event in (*opened, TokensArrived(wave=0, sequences=(0, 1), draws=np.zeros(2))):
         worker.tell(event)

@@ -25,7 +25,7 @@ from trimmoe.runtime.node.records.messages import (
     SamplingSpec,
     Start,
 )
-from trimmoe.runtime.node.records.passengers import MalformedPassengers, unpack_wave
+from trimmoe.runtime.node.records.packing import MalformedMessage, unpack_wave
 from trimmoe.runtime.wire.base import Frame, TransportClosed
 from trimmoe.runtime.wire.codec import MalformedFrame, decode
 from trimmoe.runtime.wire.keys import keyring_from_token
@@ -105,7 +105,7 @@ def take_apart(frames: Sequence[bytes], receiver: str, geometry: Geometry) -> st
                 layer_count=geometry.layer_count,
                 server_count=geometry.server_count,
             )
-    except MalformedPassengers:
+    except MalformedMessage:
         return "nonsense"
     return "message"
 

@@ -191,7 +191,7 @@ class Servers:
 
 def _is_idle(node: Node) -> bool:
     now = node.snapshot()
-    return not (now.sequences or now.queued or now.gathering or node.executor.state.accounts)
+    return not (now.sequences or now.queued or now.gathering or node.worker.state.accounts)
 
 
 @asynccontextmanager
@@ -280,14 +280,14 @@ def vectors_sent(servers: Servers) -> IntArray:
     """Hidden vectors over every link so far, [M, M]."""
     sent = np.zeros((len(servers.names), len(servers.names)), dtype=np.int64)
     for source, node in servers.nodes.items():
-        for destination, count in node.mail.vectors_sent.items():
+        for destination, count in node.outbox.vectors_sent.items():
             sent[source, destination] = count
     return sent
 
 
 def replayed(node: Node) -> int:
     """Check a node's log event by event; rows that completed."""
-    log, engines = node.executor.log, node.executor.engines
+    log, engines = node.worker.log, node.worker.engines
     assert log is not None
     state, completed = engines[0].start(), 0
     for entry in log:

@@ -213,7 +213,7 @@ async def test_answers_are_the_same_whatever_it_guesses(
             made.append([tokens_of(events) for events in told])
             ahead = [one.ahead for events in told for one in events if one.ahead]
             await cluster.all_free()
-            drafters = [node.executor.drafter for node in cluster.nodes.values()]
+            drafters = [node.worker.drafter for node in cluster.nodes.values()]
     assert made[0] == made[1]
     by_model = [one.right for one in ahead if one.kind == "model"]
     assert by_model
@@ -241,9 +241,9 @@ async def test_answers_of_transformers_with_stops_and_prompts_of_many_chunks(
     ) as cluster:
         made = await answers(cluster, questions.among(3))
         await cluster.all_free()
-        desks = [node.desk for node in cluster.nodes.values()]
+        front_ends = [node.front_end for node in cluster.nodes.values()]
     assert [tokens_of(events) for events in made] == questions.answers
-    assert sum(desk.restarts for desk in desks) == 0
+    assert sum(front_end.restarts for front_end in front_ends) == 0
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8], ids=["greedy", "sampled"])

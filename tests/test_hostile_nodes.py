@@ -103,7 +103,7 @@ async def storm(tiny: Tiny, policy: str, seed: int, told: int) -> Liar:
         for index, node in cluster.nodes.items():
             for liar in set(cluster.nodes) - {index}:
                 # Places that it asked for are its own, and freed once it is gone.
-                node.switchboard.peer_down(liar)
+                node.inbox.peer_down(liar)
         await cluster.all_free()
         made = await answers(cluster, [(at, request([3, 4, 5], 8)) for at in range(SERVERS)])
     assert [tokens_of(one) for one in made] == [tiny.greedy([3, 4, 5], 8, eos=None)] * SERVERS
@@ -130,7 +130,7 @@ async def test_who_was_not_asked_has_no_say(tiny: Tiny) -> None:
     async with running(tiny, profile=profile, plan=plan) as cluster:
         stream = cluster.nodes[0].service.submit(request([3, 4, 5], 24))
         events = [await anext(stream)]
-        (sequence,) = cluster.nodes[0].desk._by_sequence
+        (sequence,) = cluster.nodes[0].front_end._by_sequence
         rows = torch.full((1, HIDDEN), 100.0)
         for position in range(3, 27):
             at = Rows([sequence], [position], [1], [])

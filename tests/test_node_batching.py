@@ -175,7 +175,7 @@ async def test_no_batch_is_larger_than_the_limit(tiny: Tiny) -> None:
     async with running(tiny, profile=profile, plan=plan, max_batch=3) as cluster:
         await answers(cluster, [(0, request(prompt, 12)) for prompt in PROMPTS])
         sizes = {
-            size for node in cluster.nodes.values() for step, _, size in node.pump.batches
+            size for node in cluster.nodes.values() for step, _, size in node.batch_loop.batches
             if step in ("ATTEND", "FINISH")
         }  # fmt: skip
     assert max(sizes) == 3
@@ -190,9 +190,9 @@ async def test_a_long_prompt_does_not_stall_decoding(tiny: Tiny) -> None:
         decoding = node.service.submit(request([3, 4, 5], 240))
         for _ in range(3):
             await soon(anext(decoding))
-        begun = len(node.pump.batches)
+        begun = len(node.batch_loop.batches)
         made = await soon(read(node.service.submit(request(long, 2))))
-        steps = [step for step, _, _ in node.pump.batches[begun:]]
+        steps = [step for step, _, _ in node.batch_loop.batches[begun:]]
         await decoding.aclose()
     assert tokens_of(made) == tiny.greedy(long, 2, eos=None)
     first = steps.index("CHUNK")
@@ -248,7 +248,7 @@ async def test_a_route_that_others_fill_makes_requests_wait_and_then_refused(tin
             await soon(anext(hog))
         service = cluster.nodes[0].service
         waiting = [service.submit(request([4, 5, 6], 4)) for _ in range(3)]
-        await until(lambda: cluster.nodes[0].desk.blocked)
+        await until(lambda: cluster.nodes[0].front_end.blocked)
         assert service.stats().waiting == 3
         with pytest.raises(Overloaded):
             service.submit(request([7], 2))

@@ -29,7 +29,7 @@ from trimmoe.core.ledger import Ledger
 from trimmoe.runtime.node.front.drafts import Pending
 from trimmoe.runtime.node.records.contents import affected
 from trimmoe.runtime.node.records.messages import After, Followed, Token
-from trimmoe.runtime.node.records.passengers import pack_ledger
+from trimmoe.runtime.node.records.packing import pack_ledger
 from trimmoe.runtime.service import Ahead
 
 

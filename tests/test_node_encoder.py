@@ -18,7 +18,7 @@ from trimmoe.models.base import EncoderDecoderView
 from trimmoe.models.load import open_model
 from trimmoe.runtime.node.records.checks import Geometry, check
 from trimmoe.runtime.node.records.messages import Reserve
-from trimmoe.runtime.node.records.passengers import MalformedPassengers
+from trimmoe.runtime.node.records.packing import MalformedMessage
 from trimmoe.runtime.node.records.samplings import pack_sampling
 from trimmoe.runtime.probe import time_work
 from trimmoe.runtime.sampling import Sampling
@@ -116,7 +116,7 @@ def test_a_place_without_what_the_encoder_made_is_refused(tiny: Untold) -> None:
         [torch.zeros(spec.context_length + 1, spec.hidden_size)],
         [torch.zeros(5, spec.hidden_size, dtype=torch.int64)],
     ):
-        with pytest.raises(MalformedPassengers):
+        with pytest.raises(MalformedMessage):
             check(geometry, 0, asked, wrong)
 
 

@@ -57,7 +57,7 @@ async def some(stream: TokenStream, count: int) -> list[TokenEvent]:
 
 
 def restarts(servers: Servers) -> dict[int, int]:
-    return {server: node.desk.restarts for server, node in servers.nodes.items()}
+    return {server: node.front_end.restarts for server, node in servers.nodes.items()}
 
 
 @either
@@ -98,7 +98,7 @@ async def test_a_server_that_fails_inside_is_as_good_as_dead(
         def breaks(*_: object) -> None:
             raise RuntimeError("broken on purpose")
 
-        bad.executor.states = breaks  # type: ignore[method-assign]
+        bad.worker.states = breaks  # type: ignore[method-assign]
         with pytest.raises(Unavailable, match="failed"):
             await soon(read(own))
         assert not bad.service.health().ok
@@ -121,7 +121,7 @@ async def test_sampled_answers_go_on_with_the_same_draws(
             if dies:
                 await cluster.kill(1)
             answers.append(tokens_of(events + await soon(read(stream))))
-            assert cluster.nodes[0].desk.restarts == int(dies)
+            assert cluster.nodes[0].front_end.restarts == int(dies)
     assert answers[0] == answers[1]
 
 
@@ -322,7 +322,7 @@ async def test_a_request_waits_a_while_for_the_only_host_to_come_back(tiny: Tiny
         stream = cluster.nodes[0].service.submit(request(list(range(40, 90)), 100))
         head = await some(stream, 4)
         await cluster.kill(1)
-        await until(lambda: cluster.nodes[0].desk.restarts)
+        await until(lambda: cluster.nodes[0].front_end.restarts)
         await cluster.revive(1)
         rest = await soon(read(stream))
     assert tokens_of(head + rest) == expected(tiny, list(range(40, 90)), 100)
@@ -350,7 +350,7 @@ async def test_a_link_that_stalls_briefly_costs_nothing_but_time(tiny: Tiny) -> 
         await asyncio.sleep(LINKS.silence_s / 5)
         cluster.network.resume(names[1], names[0])
         events += await soon(read(stream))
-        assert cluster.nodes[0].desk.restarts == 0
+        assert cluster.nodes[0].front_end.restarts == 0
     assert tokens_of(events) == expected(tiny, [3, 4, 5], 60)
 
 
@@ -396,7 +396,7 @@ async def test_the_budget_holds_across_a_restart(tiny: Tiny) -> None:
         rests = await soon(asyncio.gather(*(read(stream) for stream in streams)))
         await cluster.all_free()
         # The logs replay across the change of engines too.
-        assert all(len(node.executor.engines) > 1 for node in cluster.nodes.values())
+        assert all(len(node.worker.engines) > 1 for node in cluster.nodes.values())
         assert sum(replayed(node) for node in cluster.nodes.values()) > 6 * (LONG // 2)
     spent_later = 0.0
     for head, rest in zip(heads, rests, strict=True):

@@ -35,7 +35,7 @@ from trimmoe.experiments.methods import make_engine
 from trimmoe.models.compiled.view import CompiledView
 from trimmoe.policy.settings import PRESETS, PolicySettings
 from trimmoe.runtime.node.compute import guesses as guesses_module
-from trimmoe.runtime.node.compute.homes import Homes
+from trimmoe.runtime.node.compute.draft_runner import DraftRunner
 from trimmoe.runtime.node.front.drafts import Pending
 from trimmoe.runtime.node.records.messages import Token
 from trimmoe.runtime.node.records.readings import Foreseen
@@ -75,11 +75,11 @@ async def test_answers_are_those_of_transformers_however_many_are_guessed(
     ) as cluster:
         made = await answers(cluster, questions.among(3))
         await cluster.all_free()
-        desks = [node.desk for node in cluster.nodes.values()]
-        said = [desk.answers.guessing for desk in desks]
+        front_ends = [node.front_end for node in cluster.nodes.values()]
+        said = [front_end.answers.guessing for front_end in front_ends]
     assert [tokens_of(events) for events in made] == questions.answers
     assert 0 < sum(each.right for each in said) < sum(each.made for each in said)
-    assert sum(desk.restarts for desk in desks) == 0
+    assert sum(front_end.restarts for front_end in front_ends) == 0
 
 
 async def test_budgets_hold_at_every_prefix_of_answers_that_are_guessed_ahead(
@@ -91,7 +91,7 @@ async def test_budgets_hold_at_every_prefix_of_answers_that_are_guessed_ahead(
     policy = replace(PRESETS["guessing"](), guess_confidence=0.0, budget=budget)
     async with running(tiny, profile=profile, plan=plan, policy=policy) as cluster:
         made = await answers(cluster, questions.among(3, new=16))
-        said = [node.desk.answers.guessing for node in cluster.nodes.values()]
+        said = [node.front_end.answers.guessing for node in cluster.nodes.values()]
     assert spent_within(budget, made) > 0
     told = [ledger for events in made for ledger in ledgers_of(events)]
     assert all(ledger.budget == pytest.approx(budget * ledger.tokens) for ledger in told)
@@ -116,7 +116,9 @@ async def test_what_an_answer_copies_is_guessed_from_what_came_before(
             made.append([tokens_of(events) for events in told])
             kinds.append({one.ahead.kind for events in told for one in events if one.ahead})
             await cluster.all_free()
-            copied.append([node.desk.answers.guessing.copied for node in cluster.nodes.values()])
+            copied.append(
+                [node.front_end.answers.guessing.copied for node in cluster.nodes.values()]
+            )
     assert made[0] == made[1]
     assert {"copy", "guess"} <= kinds[1]
     assert not kinds[0]
@@ -142,7 +144,7 @@ async def test_tokens_of_an_answer_pass_layers_together_where_a_view_says_that_t
         for policy_settings in (PRESETS["exact"](), settings):
             async with running(tiny, profile=profile, plan=plan, policy=policy_settings) as cluster:
                 made.append([tokens_of(events) for events in await answers(cluster, asked)])
-                logs = [node.executor.log or [] for node in cluster.nodes.values()]
+                logs = [node.worker.log or [] for node in cluster.nodes.values()]
         ran.append(made)
         waves = [
             each.event.tokens.sequences
@@ -167,20 +169,20 @@ async def test_what_is_guessed_is_read_at_once_and_sets_out_with_what_is_guessed
     plan = replace(plan, hosts=hosts)
     sampling = Sampling(temperature=temperature, seed=3, stream=0)
     asked = [(0, request(words(9, seed=seed), 40, sampling=sampling)) for seed in range(3)]
-    known, found = Homes.known, []
+    known, found = DraftRunner.known, []
 
-    def counted(homes: Homes, units: Sequence[Unit]) -> Foreseen | None:
-        found.append((len(units), seen := known(homes, units)))
+    def counted(runner: DraftRunner, units: Sequence[Unit]) -> Foreseen | None:
+        found.append((len(units), seen := known(runner, units)))
         return seen
 
-    monkeypatch.setattr(Homes, "known", counted)
+    monkeypatch.setattr(DraftRunner, "known", counted)
     made = []
     for policy in (PRESETS["exact"](), guessing(6)):
         found.clear()
         async with running(tiny, profile=profile, plan=plan, policy=policy) as cluster:
             made.append([tokens_of(events) for events in await answers(cluster, asked)])
             await cluster.all_free()
-            guessing_said = cluster.nodes[0].desk.answers.guessing
+            guessing_said = cluster.nodes[0].front_end.answers.guessing
     assert made[0] == made[1]
     assert 0 < guessing_said.right < guessing_said.made
     used = [(count, seen) for count, seen in found if seen is not None]
@@ -190,7 +192,7 @@ async def test_what_is_guessed_is_read_at_once_and_sets_out_with_what_is_guessed
 
 
 def test_nothing_is_known_behind_another_token_than_was_foreseen(tiny: Tiny) -> None:
-    homes = Homes.of(tiny.view, 2, None)
+    runner = DraftRunner.of(tiny.view, 2, None)
     state = torch.zeros(1, tiny.view.spec.hidden_size)
     experts = np.zeros((1, 1, tiny.view.spec.top_k), dtype=np.int64)
 
@@ -201,18 +203,18 @@ def test_nothing_is_known_behind_another_token_than_was_foreseen(tiny: Tiny) -> 
     def unit(start: int, token: int) -> Unit:
         return Unit(seat=Seat(sequence=7, **SEAT), layer=0, start=start, tokens=(token,))
 
-    homes.foreseen[7] = foreseen(10, 11, 12)
-    both = homes.known([unit(4, 10), unit(5, 11)])
+    runner.foreseen[7] = foreseen(10, 11, 12)
+    both = runner.known([unit(4, 10), unit(5, 11)])
     assert both is not None
     assert both.hidden.shape[0] == both.experts.shape[0] == 2
-    assert homes.known([unit(6, 99)]) is None
-    homes.foreseen[7] = foreseen(10, 11, 12)
-    assert homes.known([unit(4, 99)]) is None
-    assert homes.known([unit(5, 11)]) is None, "it was foreseen behind 10"
-    homes.foreseen[7] = foreseen(10, 11, 12)
-    homes.forget(7, 5)
-    assert homes.known([unit(4, 10)]) is not None
-    assert homes.known([unit(5, 11)]) is None, "it was withdrawn"
+    assert runner.known([unit(6, 99)]) is None
+    runner.foreseen[7] = foreseen(10, 11, 12)
+    assert runner.known([unit(4, 99)]) is None
+    assert runner.known([unit(5, 11)]) is None, "it was foreseen behind 10"
+    runner.foreseen[7] = foreseen(10, 11, 12)
+    runner.forget(7, 5)
+    assert runner.known([unit(4, 10)]) is not None
+    assert runner.known([unit(5, 11)]) is None, "it was withdrawn"
 
 
 async def test_a_server_with_all_experts_is_always_right(tiny: Tiny, questions: Questions) -> None:
@@ -226,8 +228,8 @@ async def test_a_server_with_all_experts_is_always_right(tiny: Tiny, questions: 
             made = await answers(cluster, asked)
             await cluster.all_free()
             nodes = list(cluster.nodes.values())
-            sent.append([dict(node.mail.vectors_sent) for node in nodes])
-    said = [node.desk.answers.guessing for node in nodes]
+            sent.append([dict(node.outbox.vectors_sent) for node in nodes])
+    said = [node.front_end.answers.guessing for node in nodes]
     assert sum(each.made for each in said) > 0
     assert all(each.made == each.right for each in said)
     ahead = [event.ahead for events in made for event in events if event.ahead is not None]
@@ -271,12 +273,12 @@ async def test_a_user_that_leaves_frees_everything(tiny: Tiny) -> None:
                 await anext(stream)
                 await stream.aclose()
         await cluster.all_free()
-        homes = cluster.nodes[0].executor.homes
+        runner = cluster.nodes[0].worker.draft_runner
         for _ in range(100):
-            if homes.free == 2:
+            if runner.free == 2:
                 break
             await asyncio.sleep(0.01)
-        assert homes.free == 2
+        assert runner.free == 2
 
 
 def guess(position: int, which: int) -> Token:
@@ -287,7 +289,7 @@ def test_a_wrong_guess_takes_those_behind_it_along() -> None:
     pending = Pending()
     for position in (5, 6, 7):
         pending.add(guess(position, 10 * position), None)
-    assert pending.drafts == 3
+    assert pending.runner == 3
     right = Token(1, 5, 50, 0.0, [], None, None, None)
     assert pending.check(right, None) is None
     withdrawn = pending.check(replace_token(right, 6, 61), None)
@@ -313,8 +315,8 @@ async def test_guesses_pass_a_layer_at_a_time_where_layers_take_long(
     async with running(tiny, profile=profile, plan=plan, policy=guessing(3)) as cluster:
         made = await answers(cluster, questions.among(3))
         await cluster.all_free()
-        counts = [node.pump.batch_counts["GUESS"] for node in cluster.nodes.values()]
-        rows = sum(node.pump.item_counts["GUESS"] for node in cluster.nodes.values())
+        counts = [node.batch_loop.batch_counts["GUESS"] for node in cluster.nodes.values()]
+        rows = sum(node.batch_loop.item_counts["GUESS"] for node in cluster.nodes.values())
     assert [tokens_of(events) for events in made] == questions.answers
     assert all(counts)
     layers = tiny.view.spec.layer_count
@@ -376,11 +378,11 @@ async def test_auto_guesses_while_few_streams_are_under_way(
     policy = replace(guessing(3), guess_below=0.75)
     async with running(tiny, profile=profile, plan=plan, policy=policy) as cluster:
         for node in cluster.nodes.values():
-            engine = node.executor.engine
+            engine = node.worker.engine
             engine.guess_rules.__dict__["streams"] = np.full(engine.routes.shape[0], streams)
         asked = questions.among(3)[:4]
         made = [(await answers(cluster, [one]))[0] for one in asked]
-        said = [node.desk.answers.guessing.made for node in cluster.nodes.values()]
+        said = [node.front_end.answers.guessing.made for node in cluster.nodes.values()]
     assert [tokens_of(events) for events in made] == questions.answers[:4]
     assert (sum(said) > 0) == guessed
 

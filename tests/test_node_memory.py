@@ -195,22 +195,22 @@ async def test_what_a_server_read_by_itself_to_guess_is_not_read_again(
         prefill_chunk=8,
     ) as cluster:
         node, prompt = cluster.nodes[0], words(40)
-        assert node.executor.reads_from(tuple(plan.routes[0].tolist())) == 1
+        assert node.worker.reads_from(tuple(plan.routes[0].tolist())) == 1
         made = await ask(cluster, 0, prompt, 16)
         begins = [*prompt, *tokens_of(made)] if whole else prompt[:32]
         longer = [*begins, 3, 4]
         starts: list[int] = []
-        read_on = node.floor.read_on
+        read_on = node.intake.read_on
 
         def seen(readings: Iterable[Reading]) -> None:
             given = list(readings)
             starts.extend(one.start for one in given)
             read_on(given)
 
-        node.floor.read_on = seen  # type: ignore[method-assign]
-        before = node.desk.answers.guessing.made
+        node.intake.read_on = seen  # type: ignore[method-assign]
+        before = node.front_end.answers.guessing.made
         again = await ask(cluster, 0, longer, 16)
-        assert node.desk.answers.guessing.made > before
+        assert node.front_end.answers.guessing.made > before
         # It may have been about to read the last ones when the first answer was over.
         assert len(begins) - 8 <= min(starts) <= len(begins)
         assert cached(again) == (len(begins) - 1 if whole else len(begins))
@@ -222,7 +222,7 @@ async def test_who_asks_the_same_again_reads_the_last_token_only(tiny: Tiny) -> 
     prompt = words(30)
     async with running(tiny, profile=profile, plan=plan) as cluster:
         made = [await ask(cluster, 0, prompt, 8, sampling=TOLD) for _ in range(3)]
-        chunks = cluster.nodes[0].pump.item_counts["CHUNK"]
+        chunks = cluster.nodes[0].batch_loop.item_counts["CHUNK"]
         stats = cluster.nodes[0].service.stats()
     assert [cached(one) for one in made] == [0, 29, 29]
     assert told(made[0]) == told(made[1]) == told(made[2])
@@ -252,7 +252,7 @@ async def test_places_are_for_who_needs_them_and_the_longest_unused_make_way(tin
     """As many sequences run at once as without the cache; nobody keeps what others gave up."""
     profile, plan = world(tiny, servers=3, routes=hybrid_routes(3))
     async with running(tiny, profile=profile, plan=plan, kv_slots=3) as cluster:
-        memory = cluster.nodes[0].desk.memory
+        memory = cluster.nodes[0].front_end.memory
         prompts = [words(20 + n, seed=n) for n in range(5)]
         for prompt in prompts[:3]:
             await ask(cluster, 0, prompt, 4)
@@ -270,8 +270,8 @@ async def test_places_are_for_who_needs_them_and_the_longest_unused_make_way(tin
         for node in cluster.nodes.values():
             now = node.snapshot()
             assert (now.sequences, now.kv_cache_usage) == (0, 0.0)
-            assert node.floor.seats.free == 3
-        assert cluster.nodes[0].desk.restarts == 0
+            assert node.intake.seats.free == 3
+        assert cluster.nodes[0].front_end.restarts == 0
 
 
 async def test_users_of_all_servers_share_the_places_of_each(tiny: Tiny) -> None:
@@ -291,7 +291,7 @@ async def test_users_of_all_servers_share_the_places_of_each(tiny: Tiny) -> None
         await cluster.all_free()
         retained = [node.snapshot().retained for node in cluster.nodes.values()]
         assert max(retained) <= 2
-        await until(lambda: sum(len(n.desk.memory) for n in cluster.nodes.values()) <= 2)
+        await until(lambda: sum(len(n.front_end.memory) for n in cluster.nodes.values()) <= 2)
 
 
 @lossless
@@ -305,7 +305,7 @@ async def test_a_server_that_has_lost_it_has_the_others_begin_anew(
         before = await ask(cluster, 0, prompt, 8)
         longer = [*prompt, *tokens_of(before), 3, 4]
         for has in (0, 24):
-            (seat,) = cluster.nodes[1].floor.seats._retained.values()
+            (seat,) = cluster.nodes[1].intake.seats._retained.values()
             for written in seat.written.values():
                 written.cut(has)
             made = await ask(cluster, 0, longer, 12, sampling=TOLD)
@@ -319,13 +319,13 @@ async def test_a_place_that_is_gone_on_one_server_is_given_up_on_all(tiny: Tiny)
     async with running(tiny, profile=profile, plan=plan, policy=guessing(2)) as cluster:
         await ask(cluster, 0, words(20), 4)
         assert [node.snapshot().retained for node in cluster.nodes.values()] == [1, 1, 1]
-        (sequence,) = cluster.nodes[2].floor.seats._retained
-        cluster.nodes[2].floor.seats.release([sequence])
+        (sequence,) = cluster.nodes[2].intake.seats._retained
+        cluster.nodes[2].intake.seats.release([sequence])
         cluster.nodes[2]._evicted(sequence)
-        await until(lambda: not len(cluster.nodes[0].desk.memory))
+        await until(lambda: not len(cluster.nodes[0].front_end.memory))
         await until(lambda: not any(n.snapshot().retained for n in cluster.nodes.values()))
-        await until(lambda: not cluster.nodes[0].executor.homes.states)
-        assert not cluster.nodes[0].executor.homes._slot_of
+        await until(lambda: not cluster.nodes[0].worker.draft_runner.states)
+        assert not cluster.nodes[0].worker.draft_runner._slot_of
 
 
 @lossless
@@ -338,7 +338,7 @@ async def test_what_crossed_a_lost_server_is_read_again(tiny: Tiny, policy: Poli
         so_far = list(turns[0])
         so_far += tokens_of(await ask(cluster, 0, so_far, 6)) + turns[1]
         await cluster.kill(1)
-        await until(lambda: not len(cluster.nodes[0].desk.memory))
+        await until(lambda: not len(cluster.nodes[0].front_end.memory))
         await until(lambda: not cluster.nodes[0].snapshot().retained)
         there = await ask(cluster, 0, so_far, 6, sampling=TOLD)
         assert cached(there) == 0
@@ -368,7 +368,7 @@ async def test_an_answer_that_went_on_from_another_survives_a_lost_server(
         made = [await soon(anext(stream)) for _ in range(5)]
         await cluster.kill(1)
         made += await soon(read(stream))
-        assert cluster.nodes[0].desk.restarts == 1
+        assert cluster.nodes[0].front_end.restarts == 1
         assert cached(made) == 35
         expected = greedy(tiny.view, [prompt], 80)[0]
         assert tokens_of(made) == expected
@@ -435,7 +435,7 @@ async def test_conversations_all_at_once_on_uneven_links(tiny: Tiny) -> None:
         await cluster.all_free()
         stats = [node.service.stats() for node in cluster.nodes.values()]
         assert sum(one.prefix_hits for one in stats) > 0
-        assert sum(node.desk.restarts for node in cluster.nodes.values()) == 0
+        assert sum(node.front_end.restarts for node in cluster.nodes.values()) == 0
     for turns, made in zip(openings, said, strict=True):
         so_far: list[int] = []
         for turn, events in zip(turns, made, strict=True):
@@ -520,7 +520,9 @@ async def test_conversations_while_a_server_dies_and_comes_back(
         await until(lambda: not any(node.snapshot().sequences for node in survivors))
         for node in survivors:
             # What is read here for guesses is kept for as long as the states are, and no longer.
-            kept = node.desk.memory
-            await until(lambda node=node, kept=kept: len(node.executor.homes.states) <= len(kept))
-            assert all(sequence in kept for sequence in node.executor.homes.states)
-            assert node.floor.seats.free == 3
+            kept = node.front_end.memory
+            await until(
+                lambda node=node, kept=kept: len(node.worker.draft_runner.states) <= len(kept)
+            )
+            assert all(sequence in kept for sequence in node.worker.draft_runner.states)
+            assert node.intake.seats.free == 3

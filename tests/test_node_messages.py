@@ -51,8 +51,8 @@ from trimmoe.runtime.node.records.messages import (
     access_of,
     first_sequence,
 )
-from trimmoe.runtime.node.records.passengers import (
-    MalformedPassengers,
+from trimmoe.runtime.node.records.packing import (
+    MalformedMessage,
     pack_ledger,
     pack_wave,
     sealed,
@@ -108,7 +108,7 @@ def test_a_prompts_charge_beyond_what_its_tokens_were_credited_is_refused() -> N
     # Four times a float's worth, summed, may come out a bit above four times it.
     assert unpack_charge(ChargeSpec(3, 0.1 + 0.1 + 0.1), 0.1, **shape).loss <= 3 * 0.1
     for loss in (0.081, -0.01, math.nan, math.inf):
-        with pytest.raises(MalformedPassengers):
+        with pytest.raises(MalformedMessage):
             unpack_charge(ChargeSpec(4, loss), 0.02, **shape)
 
 
@@ -126,7 +126,7 @@ def test_a_wave_arrives_as_it_left(wave: Wave) -> None:
     for item in fields(Wave):
         np.testing.assert_array_equal(getattr(again, item.name), getattr(wave, item.name))
     assert (again.words.dtype, again.words.shape) == (wave.words.dtype, wave.words.shape)
-    with pytest.raises(MalformedPassengers):
+    with pytest.raises(MalformedMessage):
         unpack_wave(
             packed[:-1],
             layer=0,

@@ -97,10 +97,10 @@ async def test_dispatches_leave_before_the_own_slots_are_computed(
 
     monkeypatch.setattr(Pace, "experts", noted)
     async with running(tiny, profile=profile, plan=plan) as servers:
-        worker = {id(node.executor.pace): str(index) for index, node in servers.nodes.items()}
+        worker = {id(node.worker.pace): str(index) for index, node in servers.nodes.items()}
         for index, node in servers.nodes.items():
-            await until(partial(getattr, node.executor, "send"))
-            send = node.executor.send
+            await until(partial(getattr, node.worker, "send"))
+            send = node.worker.send
             assert send is not None
 
             def sent(parcels: list[Parcel], name: str = str(index), send=send) -> None:
@@ -110,14 +110,14 @@ async def test_dispatches_leave_before_the_own_slots_are_computed(
                     story.append((name, "dispatch"))
                 send(parcels)
 
-            node.executor.send = sent
+            node.worker.send = sent
         early = [tokens_of(events) for events in await answers(servers, asked)]
         followed = [
             [what for who, what in story if who == name] for name in dict.fromkeys(worker.values())
         ]
         assert any(pair == ("dispatch", "own slots") for one in followed for pair in pairwise(one))
         for node in servers.nodes.values():
-            node.executor.send = None
+            node.worker.send = None
         streams = [servers.nodes[access].service.submit(one) for access, one in asked]
         late = await asyncio.gather(*(read(stream) for stream in streams))
     assert early == [tokens_of(events) for events in late]

@@ -19,12 +19,12 @@ async def test_a_cluster_shows_who_is_there_what_they_hold_and_what_is_under_way
 ) -> None:
     profile, plan = world(tiny, servers=3, routes=hybrid_routes(3))
     async with running(tiny, profile=profile, plan=plan) as cluster:
-        desk = cluster.nodes[0].desk
-        await until(lambda: states(desk.picture()) == [State.UP] * 3)
-        stream = desk.submit(request([1, 2, 3, 4], 40))
+        front_end = cluster.nodes[0].front_end
+        await until(lambda: states(front_end.picture()) == [State.UP] * 3)
+        stream = front_end.submit(request([1, 2, 3, 4], 40))
         for _ in range(5):
             await anext(stream)
-        shown = desk.picture()
+        shown = front_end.picture()
         held = [server.experts for server in shown.layout.servers]
         assert held == [
             tuple(tuple(np.flatnonzero(layer).tolist()) for layer in hosts) for hosts in plan.hosts
@@ -36,20 +36,20 @@ async def test_a_cluster_shows_who_is_there_what_they_hold_and_what_is_under_way
         assert (shown.running, shown.waiting) == (1, 0)
         assert not shown.policy.trims
         await stream.aclose()
-        await until(lambda: _told(desk.picture()))
+        await until(lambda: _told(front_end.picture()))
         await cluster.kill(2)
-        await until(lambda: states(desk.picture()) == [State.UP, State.UP, State.LOST])
-        lost = desk.picture()
+        await until(lambda: states(front_end.picture()) == [State.UP, State.UP, State.LOST])
+        lost = front_end.picture()
         assert lost.routes[2] is None
         assert lost.servers[2].tokens == 0
         cut = {(link.source, link.destination) for link in lost.links if not link.up}
         assert cut == {(0, 2), (2, 0), (1, 2), (2, 1)}
         await cluster.connect(2)
-        await until(lambda: states(desk.picture())[2] is State.STARTING)
-        before_s = desk.picture().servers[0].uptime_s
+        await until(lambda: states(front_end.picture())[2] is State.STARTING)
+        before_s = front_end.picture().servers[0].uptime_s
         await cluster.start(2)
-        await until(lambda: states(desk.picture()) == [State.UP] * 3)
-        again = desk.picture()
+        await until(lambda: states(front_end.picture()) == [State.UP] * 3)
+        again = front_end.picture()
         assert again.servers[2].uptime_s < again.servers[0].uptime_s
         assert again.servers[0].uptime_s >= before_s
 

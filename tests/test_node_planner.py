@@ -25,7 +25,7 @@ from trimmoe.engine.exits import ExitRules
 from trimmoe.policy.settings import PRESETS
 from trimmoe.policy.trim import TrimPolicy, rounded_weight
 from trimmoe.runtime.node.records.messages import Weather
-from trimmoe.runtime.node.records.passengers import MalformedPassengers
+from trimmoe.runtime.node.records.packing import MalformedMessage
 from trimmoe.runtime.node.watch import planner as planner_module
 from trimmoe.runtime.node.watch.deployments import (
     CUT_DELAY_S,
@@ -108,7 +108,7 @@ async def test_measured_links_and_waiting_are_in_the_rebuilt_engines_costs() -> 
         assert cost.waiting_s.tolist() == [0.0, 0.0, 0.75, 0.0]
         assert applied[1].engine.reference_s == applied[0].engine.reference_s
         # Exact execution of prompts looks at the same costs.
-        assert not np.array_equal(applied[1].passage.server, applied[0].passage.server)
+        assert not np.array_equal(applied[1].exact_hosts.server, applied[0].exact_hosts.server)
 
 
 @pytest.mark.parametrize("nonsense", [np.nan, np.inf, -np.inf, -1.0, 0.0, 5e-324, 1e300])
@@ -247,7 +247,7 @@ async def test_there_is_an_end_to_routes(monkeypatch: pytest.MonkeyPatch) -> Non
     async with planning(basis()) as (planner, _):
         for route in ((3, 3, 0), (3, 3, 1), (3, 3, 0)):
             planner.want_route(route)
-        with pytest.raises(MalformedPassengers, match="too many routes"):
+        with pytest.raises(MalformedMessage, match="too many routes"):
             planner.want_route((3, 3, 2))
 
 
@@ -312,7 +312,7 @@ def test_experts_without_hosts_break_neither_tables_nor_routes(name: str) -> Non
         built = build(fixed, conditions, ())
         planner_module.prepared(built.engine, built.engine.start().feedback)
         assert all(lost not in route for route in built.detours.values())
-        assert built.passage.orphans.any()
+        assert built.exact_hosts.orphans.any()
 
 
 def test_changes_are_judged_against_what_is_decided_with() -> None:
@@ -348,13 +348,13 @@ async def test_engines_are_built_beside_the_decisions(
         tiny, profile=profile, plan=plan, policy=policy, measures=True, weather_s=0.05
     ) as cluster:
         for node in cluster.nodes.values():
-            policy_tables = node.executor.engine.policy.tables  # type: ignore[attr-defined]
+            policy_tables = node.worker.engine.policy.tables  # type: ignore[attr-defined]
             assert not policy_tables.on_demand
         # The links in memory are far quicker than the plan says: that is noticed and used.
         await answers(cluster, [(0, request([3, 4, i], 20)) for i in range(4)])
         node = cluster.nodes[0]
         planned = cost_model(tiny.view.spec, plan.cluster).transfer_s[0, 1]
-        await until(lambda: node.executor.engine.cost.transfer_s[0, 1] != planned)
+        await until(lambda: node.worker.engine.cost.transfer_s[0, 1] != planned)
         await answers(cluster, [(0, request([3, 4, i], 20)) for i in range(4)])
     assert builders
     assert all(name.startswith("trimmoe-plan") for name in builders)

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from trimmoe.models.cache import KVCache
-from trimmoe.runtime.node.compute import perform as perform_module
+from trimmoe.runtime.node.compute import run_batch as run_batch_module
 from trimmoe.runtime.node.compute.pace import Pace
-from trimmoe.runtime.node.mail import Mail
+from trimmoe.runtime.node.outbox import Outbox
 from trimmoe.runtime.node.records.messages import (
     ANY_POSITION,
     Lost,
@@ -25,7 +25,7 @@ from trimmoe.runtime.node.records.messages import (
     SamplingSpec,
     first_sequence,
 )
-from trimmoe.runtime.node.records.outcome import Outcome
+from trimmoe.runtime.node.records.output import BatchOutput
 from trimmoe.runtime.node.records.rows import Rows
 from trimmoe.runtime.node.records.sequences import Seat, Seats
 from trimmoe.runtime.node.records.work import Step, Work
@@ -125,11 +125,11 @@ class Wire:
 
 
 class Posted:
-    """Mail of server 0, its wire, and what was delivered to the server itself."""
+    """Outbox of server 0, its wire, and what was delivered to the server itself."""
 
     def __init__(self) -> None:
         self.wire, self.delivered = Wire(), []
-        self.mail = Mail(
+        self.outbox = Outbox(
             self.wire,  # type: ignore[arg-type]
             ("s0", "s1"),
             server=0,
@@ -139,7 +139,7 @@ class Posted:
     async def send(self, message: Message, *tensors: Tensor) -> None:
         """Post to server 1 and wait until the wire has decided about it, and word is given."""
         before = len(self.wire.sent) + len(self.wire.refused)
-        self.mail.post(Parcel(to=1, message=message, tensors=tensors))
+        self.outbox.post(Parcel(to=1, message=message, tensors=tensors))
         await until(lambda: not self.wire.refuses)
         await until(lambda: len(self.wire.sent) + len(self.wire.refused) > before)
         await asyncio.sleep(0)
@@ -155,23 +155,23 @@ async def test_what_is_not_sent_is_reported_lost() -> None:
     posted.wire.refuses = ["not up"]
     await posted.send(PARTIAL, torch.zeros(2, 4))
     assert posted.delivered == [Lost(3, ANY_POSITION), Lost(4, ANY_POSITION)]
-    assert not posted.mail.returned_to(1)
-    assert not posted.mail.vectors_sent
+    assert not posted.outbox.returned_to(1)
+    assert not posted.outbox.vectors_sent
 
 
 async def test_partial_sums_that_were_sent_are_remembered_until_asked_for() -> None:
     posted = Posted()
     await posted.send(PARTIAL, torch.zeros(2, 4))
-    assert posted.mail.vectors_sent == {1: 2}
-    assert posted.mail.returned_to(1) == {(3, 10), (4, 20)}
-    assert not posted.mail.returned_to(1)
+    assert posted.outbox.vectors_sent == {1: 2}
+    assert posted.outbox.returned_to(1) == {(3, 10), (4, 20)}
+    assert not posted.outbox.returned_to(1)
 
 
 async def test_releases_are_repeated_until_a_peer_that_is_up_takes_them() -> None:
     posted = Posted()
     posted.wire.refuses = ["not up", "its queue is full", "its queue is full"]
     for sequence in (3, 4):
-        posted.mail.post(Parcel(to=1, message=Release([sequence])))
+        posted.outbox.post(Parcel(to=1, message=Release([sequence])))
     await until(lambda: posted.wire.sent)
     assert posted.wire.sent == [("s1", Release([4]))]
     assert not posted.delivered
@@ -182,17 +182,17 @@ def test_an_emulated_machine_takes_that_many_times_longer(
     monkeypatch: pytest.MonkeyPatch, factor: float
 ) -> None:
     clock, slept = iter([10.0, 12.0]), []
-    monkeypatch.setattr(perform_module.time, "perf_counter", lambda: next(clock))
-    monkeypatch.setattr(perform_module.time, "sleep", slept.append)
+    monkeypatch.setattr(run_batch_module.time, "perf_counter", lambda: next(clock))
+    monkeypatch.setattr(run_batch_module.time, "sleep", slept.append)
 
     class Idle:
         pace = Pace()
 
-        def arrive(self, items: list) -> Outcome:
-            return Outcome()
+        def arrive(self, items: list) -> BatchOutput:
+            return BatchOutput()
 
     work = Work(step=Step.ARRIVE, layer=0, items=[])
-    perform_module.perform(Idle(), None, work, slowdown=factor)  # type: ignore[arg-type]
+    run_batch_module.run_batch(Idle(), None, work, slowdown=factor)  # type: ignore[arg-type]
     assert slept == ([] if factor == 1.0 else [4.0])
 
 

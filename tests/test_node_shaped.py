@@ -113,7 +113,7 @@ async def test_an_answer_goes_on_after_a_loss_with_all_that_it_has(
         first = [await soon(anext(aiter(stream))) for _ in range(8)]
         await servers.kill(1)
         rest = await soon(read(stream))
-        assert servers.nodes[0].desk.restarts > 0
+        assert servers.nodes[0].front_end.restarts > 0
     assert tokens_of([*first, *rest]) == expected
 
 

@@ -16,7 +16,7 @@ from trimmoe.core.plan import Plan
 from trimmoe.runtime.node.compute.shipping import Cargo, Split
 from trimmoe.runtime.node.compute.verifying import Verifier
 from trimmoe.runtime.node.picture import picture_of
-from trimmoe.runtime.node.records.passengers import MalformedPassengers
+from trimmoe.runtime.node.records.packing import MalformedMessage
 from trimmoe.runtime.node.records.units import Part
 from trimmoe.runtime.node.records.verdict import judged
 from trimmoe.runtime.node.stats import service_stats
@@ -36,8 +36,8 @@ def _held_by(plan: Plan, *servers: int) -> Plan:
 
 def _asked_first(cluster: Servers, at: int = 0) -> int:
     """Whom a server asks for experts of rows that it gathers itself."""
-    passage = cluster.nodes[at].planner.in_force.passage
-    return int(passage.server[0, at, at, 0])
+    exact_hosts = cluster.nodes[at].planner.in_force.exact_hosts
+    return int(exact_hosts.server[0, at, at, 0])
 
 
 async def test_a_server_that_lies_is_found_by_a_third_and_left_out(
@@ -76,8 +76,8 @@ async def test_where_it_gathers_a_lie_is_found_too(tiny: Tiny) -> None:
     async with running(
         tiny, profile=profile, plan=_held_by(plan, 2, 3, 4), network=network, verify_share=1.0
     ) as cluster:
-        passage = cluster.nodes[0].planner.in_force.passage
-        liar = int(passage.server[0, 0, 1, 0])
+        exact_hosts = cluster.nodes[0].planner.in_force.exact_hosts
+        liar = int(exact_hosts.server[0, 0, 1, 0])
         network.liar = cluster.names[liar]
         (made,) = await answers(cluster, [(0, request([3, 4, 5], 12))])
         assert tokens_of(made) == tiny.greedy([3, 4, 5], 12, eos=None)
@@ -157,5 +157,5 @@ def test_verdicts() -> None:
     assert judged(near, by, (0,), 1, rounding=0.001)[1].liars == {1}
     for far in (float("inf"), float("nan"), 5e30):
         assert judged({1: _part(far)}, by, (0,), 1, rounding=0.01)[1].liars == {1}
-    with pytest.raises(MalformedPassengers):
+    with pytest.raises(MalformedMessage):
         judged({1: _part(5.0, offsets=(0,))}, {(1, 2): _part(5.0, offsets=(1,))}, (), 2)

@@ -1,10 +1,10 @@
 """The compiled event loop, part three: units of one request that wait for one another.
 
-As at `runtime.node.floor`, a unit enters a layer only where those before it have left the keys and
-values that it attends to, or, of tokens, do so in the same batch. Chunks of a prompt are all under
-way at once, and what a token that exited leaves in the layers left, its *trail*, may be when the
-next token is, and so may tokens that are followed on guesses (`guessing`); all others set out when
-the one before is through. A unit that may have to wait is the *follower* of its *leader*.
+As at `runtime.node.schedule.intake`, a unit enters a layer only where those before it have left the
+keys and values that it attends to, or, of tokens, do so in the same batch. Chunks of a prompt are
+all under way at once, and what a token that exited leaves in the layers left, its *trail*, may be
+when the next token is, and so may tokens that are followed on guesses (`guessing`); all others set
+out when the one before is through. A unit that may have to wait is the *follower* of its *leader*.
 
 Where exits are drafts, the next token follows the trail of one that was right. What sets out on a
 wrong one follows that token through the layers until it has come to its user, and is *withdrawn*

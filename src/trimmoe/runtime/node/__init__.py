@@ -8,7 +8,7 @@ Four rooms, each with its contract in its `__init__`, and what they all speak of
 - `watch` measures, and plans what to decide with.
 - `records` are messages, rows and units of work.
 
-`node.Node` puts them together; `switchboard` says whom a message concerns; `mail` is the way out.
-A decode step on one server: `switchboard`, `schedule.floor`, `schedule.pump`, `compute.passing`,
+`node.Node` puts them together; `inbox` says whom a message concerns; `outbox` is the way out.
+A decode step on one server: `inbox`, `schedule.intake`, `schedule.batch_loop`, `compute.passing`,
 `compute.execution`.
 """

@@ -33,13 +33,14 @@ from trimmoe.runtime.guides import guides_of
 from trimmoe.runtime.machine_report import MachineReport, link_reports
 from trimmoe.runtime.node.compute.completion import withdrawn
 from trimmoe.runtime.node.compute.encoding import attaching, encoder_of
-from trimmoe.runtime.node.compute.executor import Executor
 from trimmoe.runtime.node.compute.pace import EmulatedPace, Pace
 from trimmoe.runtime.node.compute.verifying import Verifier
-from trimmoe.runtime.node.front.access import Backroom, Desk
-from trimmoe.runtime.node.front.entrance import Entrance
+from trimmoe.runtime.node.compute.worker import Worker
+from trimmoe.runtime.node.front.admission import Admission
+from trimmoe.runtime.node.front.front_end import Backroom, FrontEnd
 from trimmoe.runtime.node.front.jobs import Begun
-from trimmoe.runtime.node.mail import Mail
+from trimmoe.runtime.node.inbox import Inbox
+from trimmoe.runtime.node.outbox import Outbox
 from trimmoe.runtime.node.parts import Parts
 from trimmoe.runtime.node.picture import picture_of
 from trimmoe.runtime.node.records.checks import Geometry
@@ -51,18 +52,17 @@ from trimmoe.runtime.node.records.messages import (
     access_of,
     first_sequence,
 )
-from trimmoe.runtime.node.records.outcome import Arrival
+from trimmoe.runtime.node.records.output import Arrival
 from trimmoe.runtime.node.records.readings import Reading
 from trimmoe.runtime.node.records.sequences import Seats
 from trimmoe.runtime.node.records.units import Unit
 from trimmoe.runtime.node.records.verdict import rounding_of
 from trimmoe.runtime.node.records.work import Step
-from trimmoe.runtime.node.schedule.floor import Floor
-from trimmoe.runtime.node.schedule.pump import Hands, Pump
+from trimmoe.runtime.node.schedule.batch_loop import BatchLoop, LoopContext
+from trimmoe.runtime.node.schedule.intake import Intake
 from trimmoe.runtime.node.schedule.scheduler import Scheduler
 from trimmoe.runtime.node.settings import NodeSettings
 from trimmoe.runtime.node.stats import NodeSnapshot, service_stats, snapshot
-from trimmoe.runtime.node.switchboard import Switchboard
 from trimmoe.runtime.node.watch.deployments import Basis, Built
 from trimmoe.runtime.node.watch.jury import Jury
 from trimmoe.runtime.node.watch.planner import Planner
@@ -120,7 +120,7 @@ class Node:
         self._index = {name: index for index, name in enumerate(self._names)}
         assert self._names[settings.server] == transport.name
         view.use_threads(settings.threads)
-        self.pump = Pump(
+        self.batch_loop = BatchLoop(
             threads=settings.threads,
             slowdown=settings.slowdown,
             emulated=settings.batch_share is not None,
@@ -128,7 +128,7 @@ class Node:
         )
         self._planning = ThreadPoolExecutor(1, thread_name_prefix="trimmoe-plan")
         self._tasks: list[asyncio.Task[None]] = []
-        self.mail = Mail(
+        self.outbox = Outbox(
             transport,
             self._names,
             server=settings.server,
@@ -149,7 +149,7 @@ class Node:
     @property
     def service(self) -> InferenceService:
         """What this server's users talk to; there once `start` has returned."""
-        return self.desk
+        return self.front_end
 
     async def start(self) -> None:
         """Build the engine and begin to serve; servers that are not up count as lost for now."""
@@ -159,7 +159,7 @@ class Node:
             server=settings.server,
             pool=self._planning,
             apply=self._apply,
-            feedback=lambda: self.executor.state.feedback,
+            feedback=lambda: self.worker.state.feedback,
             delay_s=settings.gather_news_s,
             changed_share=settings.changed_share if settings.measures else None,
         )
@@ -169,12 +169,12 @@ class Node:
         self.reporter = Reporter(self._transport, self._names, loop.time)
         spec = self._view.spec
         seats = Seats(
-            self.executor.cache,
+            self.worker.cache,
             settings.server,
             guides_of(self.model).guide,
             copy=self._copy_slot,
             evicted=self._evicted,
-            attach=attaching(self._view, lambda: self.executor.cache, self.pump.control),
+            attach=attaching(self._view, lambda: self.worker.cache, self.batch_loop.control),
         )
         scheduler = Scheduler(
             max_rows=settings.max_batch, now=loop.time, waited=self.reporter.waited
@@ -191,7 +191,7 @@ class Node:
             loaded=self._view.loaded,
             has_encoder=isinstance(self._view, EncoderDecoderView),
         )
-        self.floor = Floor(
+        self.intake = Intake(
             geometry,
             seats,
             scheduler,
@@ -201,29 +201,29 @@ class Node:
             withdrawn=self._withdrawn,
             judge=self.jury.judge,
         )
-        self.entrance = Entrance(self.planner, seats, self.mail.post)
-        self.desk = Desk(
+        self.admission = Admission(self.planner, seats, self.outbox.post)
+        self.front_end = FrontEnd(
             self.model, self._backroom(), first_sequence(settings.server, time.time_ns() >> 20)
         )
-        self.switchboard = Switchboard(
+        self.inbox = Inbox(
             geometry=geometry,
-            desk=self.desk,
-            entrance=self.entrance,
-            floor=self.floor,
-            mail=self.mail,
+            front_end=self.front_end,
+            admission=self.admission,
+            intake=self.intake,
+            outbox=self.outbox,
             planner=self.planner,
             reporter=self.reporter,
             recent_s=settings.stall_s,
             malformed=self.malformed,
         )
         self._failure = ""
-        pumping = self.pump.run(
-            Hands(
-                floor=self.floor,
-                executor=self.executor,
-                passage=lambda: self.planner.in_force.passage,
-                post=self.mail.post,
-                guessed=self.desk.answers.guessed,
+        pumping = self.batch_loop.run(
+            LoopContext(
+                intake=self.intake,
+                worker=self.worker,
+                exact_hosts=lambda: self.planner.in_force.exact_hosts,
+                post=self.outbox.post,
+                guessed=self.front_end.answers.guessed,
                 worked=self.reporter.worked,
             )
         )
@@ -239,15 +239,15 @@ class Node:
         """Stop; open streams raise `Unavailable`."""
         self._failure = "The server is stopping."
         tasks = list(self._tasks)
-        if hasattr(self, "desk"):
-            await self.desk.close()
-            tasks += self.entrance.tasks
+        if hasattr(self, "front_end"):
+            await self.front_end.close()
+            tasks += self.admission.tasks
         self._tasks.clear()
         for task in tasks:
             task.cancel()
         # What failed was logged when it did.
         await asyncio.gather(*tasks, return_exceptions=True)
-        await self.pump.close()
+        await self.batch_loop.close()
         self._planning.shutdown(wait=False, cancel_futures=True)
         await asyncio.to_thread(self._planning.shutdown)
 
@@ -267,10 +267,10 @@ class Node:
             cluster=self.cluster,
             layout=self.layout,
             transport=self._transport,
-            executor=self.executor,
-            floor=self.floor,
-            pump=self.pump,
-            desk=self.desk,
+            worker=self.worker,
+            intake=self.intake,
+            batch_loop=self.batch_loop,
+            front_end=self.front_end,
             planner=self.planner,
             reporter=self.reporter,
             jury=self.jury,
@@ -286,8 +286,8 @@ class Node:
 
     async def measure(self) -> MachineReport:
         """What this server can do, timed now; requests wait for some seconds."""
-        software_s, work_s = await self.pump.apart(
-            lambda: (time_software(), time_work(self._view, self.executor.homes.own))
+        software_s, work_s = await self.batch_loop.apart(
+            lambda: (time_software(), time_work(self._view, self.worker.draft_runner.own))
         )
         return MachineReport(
             server=self._transport.name,
@@ -309,7 +309,7 @@ class Node:
         return self.settings.prefix_cache and self._view.rewinds and reads and not trims
 
     def _backroom(self) -> Backroom:
-        settings, worker = self.settings, self.executor
+        settings, worker = self.settings, self.worker
         return Backroom(
             server=settings.server,
             kv_slots=settings.kv_slots,
@@ -317,13 +317,13 @@ class Node:
             patience_s=settings.patience_s,
             ask=self._ask,
             planner=self.planner,
-            post=self.mail.post,
-            control=self.pump.control,
+            post=self.outbox.post,
+            control=self.batch_loop.control,
             open_account=worker.open,
             begin_anew=worker.begin_anew,
             close_account=worker.close,
             prefix_cache=self._remembers,
-            encoder=encoder_of(self._view, self.pump.apart),
+            encoder=encoder_of(self._view, self.batch_loop.apart),
             retire=worker.retire,
             adopt=self._adopt,
             settle=worker.settle,
@@ -344,8 +344,8 @@ class Node:
 
     def _apply(self, built: Built) -> None:
         """Another engine; the first one comes with the worker."""
-        if not hasattr(self, "executor"):
-            self.executor = Executor(
+        if not hasattr(self, "worker"):
+            self.worker = Worker(
                 self._view,
                 self._basis.profile,
                 built.engine,
@@ -360,11 +360,11 @@ class Node:
                 ),
             )
         else:
-            self.pump.control(lambda: self._swap(built))
+            self.batch_loop.control(lambda: self._swap(built))
 
     def _swap(self, built: Built) -> None:
-        self.executor.swap(built.engine)
-        self.executor.verifier.hosts = self._hosts(built)
+        self.worker.swap(built.engine)
+        self.worker.verifier.hosts = self._hosts(built)
 
     def _hosts(self, built: Built) -> BoolArray:
         return live_hosts(self._basis.plan.hosts, built.conditions.lost)
@@ -387,31 +387,33 @@ class Node:
 
     def _withdrawn(self, units: Sequence[Unit]) -> None:
         for parcel in withdrawn(units, self._view.spec.hidden_bytes):
-            self.mail.post(parcel)
+            self.outbox.post(parcel)
 
     def _copy_slot(self, source: int, slot: int, length: int) -> None:
-        self.pump.control(lambda: self.executor.cache.copy(source, slot, length))
+        self.batch_loop.control(lambda: self.worker.cache.copy(source, slot, length))
 
     def _evicted(self, sequence: int) -> None:
         # Not at once: whoever is told may be about to retain it.
         parcel = Parcel(to=access_of(sequence), message=Evicted(sequence))
-        asyncio.get_running_loop().call_soon(self.mail.post, parcel)
+        asyncio.get_running_loop().call_soon(self.outbox.post, parcel)
 
     def _adopt(self, sequence: int, begun: Begun, length: int) -> None:
         prefix = begun.prefix
-        self.executor.homes.adopt(sequence, prefix.sequence, begun.read, length, moves=prefix.moves)
+        self.worker.draft_runner.adopt(
+            sequence, prefix.sequence, begun.read, length, moves=prefix.moves
+        )
 
     def _arrive(self, arrival: Arrival) -> None:
-        self.floor.scheduler.put(Step.ARRIVE, 0, arrival)
-        self.pump.wake()
+        self.intake.scheduler.put(Step.ARRIVE, 0, arrival)
+        self.batch_loop.wake()
 
     def _guess(self, reading: Reading) -> None:
-        self.floor.read_on([reading])
-        self.pump.wake()
+        self.intake.read_on([reading])
+        self.batch_loop.wake()
 
     def _least_chance(self, route: tuple[int, ...]) -> float:
-        streams = self.desk.running + sum(self.reporter.running.values())
-        return self.executor.least_chance(route, streams)
+        streams = self.front_end.running + sum(self.reporter.running.values())
+        return self.worker.least_chance(route, streams)
 
     @property
     def _draft_size(self) -> float:
@@ -443,7 +445,7 @@ class Node:
 
     async def _leave(self) -> None:
         """Tell users that nothing more will come, and other servers by falling silent."""
-        await self.desk.close()
+        await self.front_end.close()
         await self._transport.close()
 
     # Messages.
@@ -455,17 +457,17 @@ class Node:
         self._deliver(self._index[received.peer], parcel)
 
     def _deliver(self, sender: int, parcel: Parcel) -> None:
-        self.switchboard.deliver(sender, parcel)
-        self.pump.wake()
+        self.inbox.deliver(sender, parcel)
+        self.batch_loop.wake()
 
     def _ask(self, sequence: int) -> None:
         for server in range(len(self._names)):
-            self.mail.post(Parcel(to=server, message=Ask(sequence)))
+            self.outbox.post(Parcel(to=server, message=Ask(sequence)))
 
     async def _look_after(self) -> None:
         while True:
             await asyncio.sleep(self.settings.stall_s)
-            self.desk.look_after()
+            self.front_end.look_after()
 
     # Peers.
 
@@ -479,7 +481,7 @@ class Node:
 
         def leave() -> None:
             self.planner.want_lost(self._lost())
-            self.switchboard.peer_down(server)
+            self.inbox.peer_down(server)
             self._tell_weather()
 
         # Not at once: whoever found out is in the middle of something.
@@ -487,17 +489,17 @@ class Node:
 
     def _undecided(self, unit: Unit) -> None:
         name = unit.name
-        loop, tell = asyncio.get_running_loop(), self.mail.tell_lost
+        loop, tell = asyncio.get_running_loop(), self.outbox.tell_lost
         loop.call_soon(partial(tell, name.sequence, name.start, disputed=True))
 
     def _peer_changed(self, change: PeerChange) -> None:
         self.planner.want_lost(self._lost())
-        if hasattr(self, "executor"):
+        if hasattr(self, "worker"):
             # Whole, so that the worker sees the one or the other.
-            self.executor.verifier.knows = self._verifying()
-        if hasattr(self, "desk"):
+            self.worker.verifier.knows = self._verifying()
+        if hasattr(self, "front_end"):
             if isinstance(change, PeerDown):
-                self.switchboard.peer_down(self._index[change.peer])
+                self.inbox.peer_down(self._index[change.peer])
             self._tell_weather()
 
     async def _report(self) -> None:
@@ -507,14 +509,14 @@ class Node:
             await asyncio.sleep(self.settings.weather_s)
 
     def _tell_weather(self) -> None:
-        weights = self.executor.loss_weights
-        usage, running = self.floor.seats.usage, self.desk.running
+        weights = self.worker.loss_weights
+        usage, running = self.intake.seats.usage, self.front_end.running
         vitals = self.reporter.vitals(
-            queued=len(self.floor.scheduler),
-            tokens=self.desk.answers.tokens,
+            queued=len(self.intake.scheduler),
+            tokens=self.front_end.answers.tokens,
             memory_bytes=used_bytes(self._view.device),
         )
         weather = self.reporter.weather(usage, self._lost(), weights, running, vitals)
         self.planner.note(self.settings.server, weather)
         for server in set(range(len(self._names))) - self._lost() - {self.settings.server}:
-            self.mail.post(Parcel(to=server, message=weather))
+            self.outbox.post(Parcel(to=server, message=weather))

@@ -7,10 +7,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from trimmoe.core.specs import ClusterSpec
-from trimmoe.runtime.node.compute.executor import Executor
-from trimmoe.runtime.node.front.access import Desk
-from trimmoe.runtime.node.schedule.floor import Floor
-from trimmoe.runtime.node.schedule.pump import Pump
+from trimmoe.runtime.node.compute.worker import Worker
+from trimmoe.runtime.node.front.front_end import FrontEnd
+from trimmoe.runtime.node.schedule.batch_loop import BatchLoop
+from trimmoe.runtime.node.schedule.intake import Intake
 from trimmoe.runtime.node.watch.jury import Jury
 from trimmoe.runtime.node.watch.planner import Planner
 from trimmoe.runtime.node.watch.reports import Reporter
@@ -28,10 +28,10 @@ class Parts:
     """As planned."""
     layout: Layout
     transport: Transport
-    executor: Executor
-    floor: Floor
-    pump: Pump
-    desk: Desk
+    worker: Worker
+    intake: Intake
+    batch_loop: BatchLoop
+    front_end: FrontEnd
     planner: Planner
     reporter: Reporter
     jury: Jury

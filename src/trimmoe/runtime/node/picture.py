@@ -18,7 +18,7 @@ _NOTHING = Vitals(0, 0, 0, 0.0, [])
 
 def picture_of(parts: Parts) -> Picture:
     """Everything at this moment; costs nothing but the writing down."""
-    health, desk, planner = parts.health(), parts.desk, parts.planner
+    health, front_end, planner = parts.health(), parts.front_end, parts.planner
     servers = range(len(parts.layout.servers))
     states = [_state(parts, server) for server in servers]
     built = planner.in_force
@@ -42,9 +42,9 @@ def picture_of(parts: Parts) -> Picture:
             for server, state in zip(servers, states, strict=True)
         ),
         policy=_policy(parts),
-        requests=tuple(desk.under_way()),
-        running=desk.running,
-        waiting=desk.waiting,
+        requests=tuple(front_end.under_way()),
+        running=front_end.running,
+        waiting=front_end.waiting,
     )
 
 
@@ -91,7 +91,7 @@ def _link(parts: Parts, source: int, destination: int, states: list[State]) -> L
 
 
 def _policy(parts: Parts) -> PolicyPicture:
-    settings, said = parts.planner.settings, parts.desk.answers.guessing
+    settings, said = parts.planner.settings, parts.front_end.answers.guessing
     return policy_picture(
         settings,
         guessing=bool(settings.guesses) and parts.guesses_now(),

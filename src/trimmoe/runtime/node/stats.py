@@ -45,12 +45,12 @@ def service_stats(parts: Parts, running: int, waiting: int) -> ServiceStats:
     """For `/metrics`."""
     own, links = parts.transport.name, parts.transport.link_estimates()
     sent = parts.transport.counters.sent
-    feedback = parts.executor.state.feedback
-    said, memory = parts.desk.answers.guessing, parts.desk.memory
+    feedback = parts.worker.state.feedback
+    said, memory = parts.front_end.answers.guessing, parts.front_end.memory
     return ServiceStats(
         running=running,
         waiting=waiting,
-        kv_cache_usage=max([parts.floor.seats.usage, *parts.reporter.kv_usage.values()]),
+        kv_cache_usage=max([parts.intake.seats.usage, *parts.reporter.kv_usage.values()]),
         links=tuple(
             LinkStats(
                 source=own,
@@ -61,7 +61,7 @@ def service_stats(parts: Parts, running: int, waiting: int) -> ServiceStats:
             for peer in parts.cluster.server_names
             if peer != own
         ),
-        expert_executions=parts.executor.counter.counts.copy(),
+        expert_executions=parts.worker.counter.counts.copy(),
         audits=feedback.audits,
         false_exits=feedback.false_exits,
         guesses=said.made,
@@ -76,7 +76,7 @@ def service_stats(parts: Parts, running: int, waiting: int) -> ServiceStats:
 
 def snapshot(parts: Parts) -> NodeSnapshot:
     """See the fields."""
-    health, seats = parts.health(), parts.floor.seats
+    health, seats = parts.health(), parts.intake.seats
     return NodeSnapshot(
         server=parts.transport.name,
         ok=health.ok,
@@ -85,12 +85,12 @@ def snapshot(parts: Parts) -> NodeSnapshot:
         sequences=len(seats),
         retained=seats.retained,
         kv_cache_usage=seats.usage,
-        queued=len(parts.floor.scheduler),
-        gathering=len(parts.floor.gather),
-        batches=dict(parts.pump.batch_counts),
-        items=dict(parts.pump.item_counts),
+        queued=len(parts.intake.scheduler),
+        gathering=len(parts.intake.gather),
+        batches=dict(parts.batch_loop.batch_counts),
+        items=dict(parts.batch_loop.item_counts),
         waiting_s=parts.reporter.waiting_s,
-        restarts=parts.desk.restarts,
+        restarts=parts.front_end.restarts,
         engines_built=parts.planner.builds,
         malformed=dict(parts.malformed),
         traffic=parts.transport.counters,

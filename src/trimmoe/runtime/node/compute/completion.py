@@ -29,7 +29,7 @@ from trimmoe.runtime.node.records.messages import (
     Token,
     Tokens,
 )
-from trimmoe.runtime.node.records.passengers import pack_ledger, pack_receipt
+from trimmoe.runtime.node.records.packing import pack_ledger, pack_receipt
 from trimmoe.runtime.node.records.units import Unit, rows_of
 from trimmoe.runtime.sampling import draw
 from trimmoe.runtime.scores import Score

@@ -17,7 +17,7 @@ from trimmoe.core.wave import Wave
 from trimmoe.runtime.node.compute.runner import ModelRunner
 from trimmoe.runtime.node.compute.shipping import Cargo, Split, dispatched, onward
 from trimmoe.runtime.node.records.messages import Parcel
-from trimmoe.runtime.node.records.outcome import Outcome
+from trimmoe.runtime.node.records.output import BatchOutput
 
 
 def run_and_ship(
@@ -26,7 +26,7 @@ def run_and_ship(
     cargo: Cargo,
     split: Split,
     normed: Tensor,
-    outcome: Outcome,
+    result: BatchOutput,
     *,
     entering: bool,
 ) -> None:
@@ -65,9 +65,9 @@ def run_and_ship(
     runner.verifier.choose(cargo, split, np.flatnonzero(leaves))
     parcels = dispatched(cargo, split, np.flatnonzero(leaves)) + ship(light)
     if not rest.size:
-        outcome.parcels += parcels
+        result.parcels += parcels
         return
-    runner.emit(parcels, outcome)
+    runner.emit(parcels, result)
     run(rest)
     runner.pace.experts(cargo.layer, experts)
-    outcome.parcels += ship(np.flatnonzero(leaves & works))
+    result.parcels += ship(np.flatnonzero(leaves & works))

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from trimmoe.models.base import TokenBatch
 from trimmoe.runtime.home import home_layers
-from trimmoe.runtime.node.compute.executor import Executor
 from trimmoe.runtime.node.compute.passing import SLICE_S
-from trimmoe.runtime.node.records.outcome import Outcome
+from trimmoe.runtime.node.compute.worker import Worker
+from trimmoe.runtime.node.records.output import BatchOutput
 from trimmoe.runtime.node.records.readings import Reading
 from trimmoe.runtime.processors import shaped
 from trimmoe.runtime.sampling import pick
@@ -27,93 +27,93 @@ AHEAD_S = 0.012
 """For so long what is guessed may wait for what is guessed upon it, to set out together."""
 
 
-def guess(worker: Executor, layer: int, readings: Sequence[Reading]) -> Outcome:
+def guess(worker: Worker, layer: int, readings: Sequence[Reading]) -> BatchOutput:
     """Readings that are about to enter a layer pass some; who finds no place is forgotten. Of one
     that has guessed something that is read, and what follows guessed as well."""
     open_ones = [one for one in readings if not one.void and one.sequence in worker.state.accounts]
     if drafted := [one for one in open_ones if one.by_draft_model]:
         others = [one for one in open_ones if one is not drafted[0]]
         return draft(worker, drafted[0], others)
-    ready = [one for one in worker.homes.seated(open_ones) if _may_begin(worker, one)]
+    ready = [one for one in worker.draft_runner.seated(open_ones) if _may_begin(worker, one)]
     if not ready:
-        return Outcome()
+        return BatchOutput()
     if made := [one for one in ready if one.made]:
         others = [one for one in ready if one is not made[0]]
         return _outcome(worker, [made[0]] if _read_on(worker, made[0]) else [], made[:1], others)
     layer = min(one.layer for one in ready)
     going = [one for one in ready if one.layer == layer]
     others = [one for one in ready if one.layer != layer]
-    homes, began_s = worker.homes, time.perf_counter()
-    batch = homes.view.batch(
-        homes.cache,
-        homes.slots_of(going),
+    runner, began_s = worker.draft_runner, time.perf_counter()
+    batch = runner.view.batch(
+        runner.cache,
+        runner.slots_of(going),
         [one.positions for one in going],
     )
-    hidden, layers = _entering(worker, going, batch), homes.view.spec.layer_count
+    hidden, layers = _entering(worker, going, batch), runner.view.spec.layer_count
     rows = sum(len(one.tokens) for one in going)
     while layer < layers:
         last = min(layer + AT_ONCE, layers)
         hidden = _through(worker, layer, last, hidden, batch, rows)
         layer = last
         if all(one.void for one in going):
-            return Outcome(reading=others)
+            return BatchOutput(reading=others)
         if time.perf_counter() - began_s >= SLICE_S:
             break
     if layer == layers:
-        states = batch.pack(homes.view.tail(hidden, batch, homes.cache))
+        states = batch.pack(runner.view.tail(hidden, batch, runner.cache))
         last = np.cumsum([len(one.tokens) for one in going]) - 1
-        _guess_all(going, homes.view.logits(states[torch.from_numpy(last)]))
+        _guess_all(going, runner.view.logits(states[torch.from_numpy(last)]))
         return _outcome(worker, [one for one in going if _goes_on(worker, one)], going, others)
     states = batch.pack(hidden).split([len(one.tokens) for one in going])
     for one, its in zip(going, states, strict=True):
         one.layer, one.hidden = layer, its
-    return Outcome(reading=going + others)
+    return BatchOutput(reading=going + others)
 
 
 def _through(
-    worker: Executor, first: int, last: int, hidden: Tensor, batch: TokenBatch, rows: int
+    worker: Worker, first: int, last: int, hidden: Tensor, batch: TokenBatch, rows: int
 ) -> Tensor:
     """So many rows, [B, T, d], through the layers [first, last) with what is at hand."""
-    homes = worker.homes
-    hidden = home_layers(homes.view, first, last, hidden, batch, homes.cache, homes.own)
+    runner = worker.draft_runner
+    hidden = home_layers(runner.view, first, last, hidden, batch, runner.cache, runner.own)
     for _ in range(first, last):
         worker.pace.guess(rows)
     return hidden
 
 
 def _outcome(
-    worker: Executor,
+    worker: Worker,
     going_on: Sequence[Reading],
     made: Sequence[Reading],
     others: Sequence[Reading],
-) -> Outcome:
+) -> BatchOutput:
     """Those that go on come to their turn again, behind whatever else there is to do."""
     for one in going_on:
         one.layer = worker.view.spec.layer_count
     done = [one for one in made if one not in going_on and not one.void]
-    return Outcome(guessed=done, reading=[*going_on, *others])
+    return BatchOutput(guessed=done, reading=[*going_on, *others])
 
 
-def _may_begin(worker: Executor, reading: Reading) -> bool:
+def _may_begin(worker: Worker, reading: Reading) -> bool:
     """Whether a reading has its states, if it needs any; else it waits for them."""
     first = worker.reads_from(reading.route)
     if reading.hidden is not None or first == 0 or reading.made:
         return True
     reading.layer = first
-    if worker.homes.found(reading):
+    if worker.draft_runner.found(reading):
         return True
-    worker.homes.waiting[reading.sequence] = reading
+    worker.draft_runner.waiting[reading.sequence] = reading
     return False
 
 
-def _entering(worker: Executor, going: Sequence[Reading], batch: TokenBatch) -> Tensor:
+def _entering(worker: Worker, going: Sequence[Reading], batch: TokenBatch) -> Tensor:
     states = [one.hidden for one in going if one.hidden is not None]
     if states:
         return batch.unpack(torch.cat(states))
-    return worker.homes.view.embed(batch.pad([one.tokens for one in going]), batch)
+    return worker.draft_runner.view.embed(batch.pad([one.tokens for one in going]), batch)
 
 
-def draft(worker: Executor, one: Reading, others: Sequence[Reading]) -> Outcome:
+def draft(worker: Worker, one: Reading, others: Sequence[Reading]) -> BatchOutput:
     """The draft model reads what a reading has or, at its next turns, what it has guessed last."""
     assert worker.drafter is not None
     start, tokens = one.start, one.tokens
@@ -124,12 +124,12 @@ def draft(worker: Executor, one: Reading, others: Sequence[Reading]) -> Outcome:
         worker.pace.draft(len(tokens))
         _guess_all([one], scores[None])
         if _draft_on(worker, one):
-            return Outcome(reading=[one, *others])
+            return BatchOutput(reading=[one, *others])
     one.failed = not one.made
-    return Outcome(guessed=[] if one.void else [one], reading=list(others))
+    return BatchOutput(guessed=[] if one.void else [one], reading=list(others))
 
 
-def _draft_on(worker: Executor, one: Reading) -> bool:
+def _draft_on(worker: Worker, one: Reading) -> bool:
     """Whether the draft model reads what it has guessed last."""
     unlikely = one.confidence[-1] < worker.engine.settings.guess_confidence
     if one.void or unlikely or len(one.made) > one.more:
@@ -148,7 +148,7 @@ def _guess_all(going: Sequence[Reading], logits: Tensor) -> None:
         one.made += (pick(chosen_from, one.sampling, position),)
 
 
-def _goes_on(worker: Executor, one: Reading) -> bool:
+def _goes_on(worker: Worker, one: Reading) -> bool:
     """Whether what a reading guessed last is taken through the layers that the sequence itself
     passes here first, which it then is; and through all others with what is at hand later on."""
     first = worker.reads_from(one.route)
@@ -160,13 +160,17 @@ def _goes_on(worker: Executor, one: Reading) -> bool:
     return len(one.made) <= one.more and time.perf_counter() < one.made_s + AHEAD_S
 
 
-def _read_on(worker: Executor, one: Reading) -> bool:
+def _read_on(worker: Worker, one: Reading) -> bool:
     """Take what was guessed last through the layers left; whether that goes on."""
-    homes, first, last = worker.homes, worker.reads_from(one.route), worker.view.spec.layer_count
+    runner, first, last = (
+        worker.draft_runner,
+        worker.reads_from(one.route),
+        worker.view.spec.layer_count,
+    )
     position = one.position + len(one.made) - 1
     assert one.hidden is not None
-    batch = homes.view.batch(homes.cache, homes.slots_of([one]), [(position,)])
+    batch = runner.view.batch(runner.cache, runner.slots_of([one]), [(position,)])
     hidden = _through(worker, first, last, batch.unpack(one.hidden), batch, 1)
-    states = batch.pack(homes.view.tail(hidden, batch, homes.cache))
-    _guess_all([one], homes.view.logits(states))
+    states = batch.pack(runner.view.tail(hidden, batch, runner.cache))
+    _guess_all([one], runner.view.logits(states))
     return _goes_on(worker, one)

@@ -27,22 +27,22 @@ from trimmoe.core.events import (
     Trailed,
 )
 from trimmoe.models.base import Routing, Segment, TokenBatch
-from trimmoe.runtime.node.compute.executor import Executor
-from trimmoe.runtime.node.records.outcome import Outcome
+from trimmoe.runtime.node.compute.worker import Worker
+from trimmoe.runtime.node.records.output import BatchOutput
 from trimmoe.runtime.node.records.units import Unit, foremost
 
 SLICE_S = 0.005
 """After which whatever has come meanwhile gets its turn."""
 
 
-def pass_segment(worker: Executor, layer: int, units: Sequence[Unit]) -> Outcome:
+def pass_segment(worker: Worker, layer: int, units: Sequence[Unit]) -> BatchOutput:
     """Units pass the layers from `layer` on that leave nothing to decide, if there are any, and
     attention, router and own slots of the one after them."""
     ordered, tokens = worker.boarded(units)
     batch, identity = worker.batch(ordered), worker.new_wave()
     last, table = _reach(worker, layer, ordered)
     last, kept_at = _kept_at(worker, layer, last, ordered)
-    known = None if layer else worker.homes.known(ordered)
+    known = None if layer else worker.draft_runner.known(ordered)
     if known is not None and known.layers < last:
         hidden, rest = known.hidden, (batch, worker.cache, table, kept_at)
         ran = worker.view.run(known.layers, last, hidden, *rest)
@@ -52,11 +52,11 @@ def pass_segment(worker: Executor, layer: int, units: Sequence[Unit]) -> Outcome
         ran = worker.view.run(layer, last, hidden, batch, worker.cache, table, kept_at)
     worker.pace.segment(layer, ran.experts)
     written = range(layer, ran.layer + (ran.routing is not None))
-    outcome = Outcome(written=[(unit, written) for unit in ordered])
+    result = BatchOutput(written=[(unit, written) for unit in ordered])
     if ran.kept is not None:
         for row, unit in enumerate(ordered):
             if worker.kept_at(unit) == kept_at:
-                worker.keep(unit, ran.kept[row : row + 1], outcome)
+                worker.keep(unit, ran.kept[row : row + 1], result)
     experts = ran.experts
     if ran.routing is not None:
         worker.pace.dense(ran.layer, len(ordered))
@@ -68,32 +68,32 @@ def pass_segment(worker: Executor, layer: int, units: Sequence[Unit]) -> Outcome
         settled=ran.experts.shape[1],
         routed=_routed(worker, identity, ran),
     )
-    _follow(worker, worker.tell(event), ordered, ran, outcome)
-    return outcome
+    _follow(worker, worker.tell(event), ordered, ran, result)
+    return result
 
 
-def _routed(worker: Executor, wave: int, ran: Segment) -> Routed | None:
+def _routed(worker: Worker, wave: int, ran: Segment) -> Routed | None:
     """What the engine wants to know of the layer that rows stopped at, if it decides upon it."""
     if ran.routing is None or not worker.engine.decides:
         return None
     return worker.observer.routed(wave, ran.layer, ran.hidden, ran.routing)
 
 
-def pass_layers(worker: Executor, layer: int, units: Sequence[Unit], *, alone: bool) -> Outcome:
+def pass_layers(worker: Worker, layer: int, units: Sequence[Unit], *, alone: bool) -> BatchOutput:
     """Units pass attention, router, decision and own slots of a layer; if they are alone, and all
     of them stay, of the next ones too, for as long as what comes meanwhile may wait."""
     until_s = time.perf_counter() + (SLICE_S if alone else 0.0)
     ordered, wave = worker.boarded(units)
     batch, identity, rows = worker.batch(ordered), worker.new_wave(), _all(ordered)
-    hidden, outcome = worker.states(layer, ordered, batch), Outcome()
+    hidden, result = worker.states(layer, ordered, batch), BatchOutput()
     worker.tell(TokensImported(wave=identity, tokens=wave, executing=False))
     while True:
         attended, routing, commands = _decided(worker, identity, layer, ordered, hidden, batch)
-        outcome.written += [(unit, range(layer, layer + 1)) for unit in ordered]
+        result.written += [(unit, range(layer, layer + 1)) for unit in ordered]
         execute = commands[0]
         if len(commands) > 1 or not _runs_here(worker, execute):
-            _carry_out(worker, layer, commands, ordered, attended, routing, outcome)
-            return outcome
+            _carry_out(worker, layer, commands, ordered, attended, routing, result)
+            return result
         assert isinstance(execute, Execute)
         experts = execute.slot_expert
         hidden = worker.view.give(layer, attended, experts, routing.gates, normed=routing.normed)
@@ -102,12 +102,12 @@ def pass_layers(worker: Executor, layer: int, units: Sequence[Unit], *, alone: b
         layer += 1
         goes_on = len(commands) == 1 and isinstance(commands[0], Attend)
         if not goes_on or time.perf_counter() >= until_s or not _may_enter(worker, layer, ordered):
-            worker.obey(commands, identity, rows, hidden, ordered, outcome)
-            return outcome
+            worker.obey(commands, identity, rows, hidden, ordered, result)
+            return result
 
 
 def _decided(
-    worker: Executor,
+    worker: Worker,
     wave: int,
     layer: int,
     units: Sequence[Unit],
@@ -122,7 +122,7 @@ def _decided(
     return attended, routing, worker.tell(worker.observer.routed(wave, layer, attended, routing))
 
 
-def _runs_here(worker: Executor, command: Command) -> bool:
+def _runs_here(worker: Worker, command: Command) -> bool:
     """Whether all rows of a batch stay and nobody else has to do with them."""
     if not isinstance(command, Execute):
         return False
@@ -131,31 +131,31 @@ def _runs_here(worker: Executor, command: Command) -> bool:
 
 
 def _carry_out(
-    worker: Executor,
+    worker: Worker,
     layer: int,
     commands: Sequence[Command],
     units: Sequence[Unit],
     attended: Tensor,
     routing: Routing,
-    outcome: Outcome,
+    result: BatchOutput,
 ) -> None:
     """Execute a layer of which some rows leave, or that some rows cannot pass."""
     for command in commands:
         if isinstance(command, Strand):
-            _strand(command, layer, units, outcome)
+            _strand(command, layer, units, result)
         else:
             assert isinstance(command, Execute)
-            worker.execute(command, None, units, attended, routing, outcome)
+            worker.execute(command, None, units, attended, routing, result)
 
 
-def _strand(command: Strand, layer: int, units: Sequence[Unit], outcome: Outcome) -> None:
+def _strand(command: Strand, layer: int, units: Sequence[Unit], result: BatchOutput) -> None:
     """Nobody can serve some of the units in a layer."""
     for unit in (units[row] for row in command.rows.tolist()):
         unit.layer = layer
-        outcome.stranded.append(unit)
+        result.stranded.append(unit)
 
 
-def _may_enter(worker: Executor, layer: int, units: Sequence[Unit]) -> bool:
+def _may_enter(worker: Worker, layer: int, units: Sequence[Unit]) -> bool:
     """Whether units need not wait for anybody to enter a layer here."""
     if not all(
         layer in unit.seat.written and unit.seat.open and not unit.is_void for unit in units
@@ -164,7 +164,7 @@ def _may_enter(worker: Executor, layer: int, units: Sequence[Unit]) -> bool:
     return _together_until(worker, layer, layer + 1, units, whole=False) > layer
 
 
-def _reach(worker: Executor, layer: int, units: Sequence[Unit]) -> tuple[int, np.ndarray]:
+def _reach(worker: Worker, layer: int, units: Sequence[Unit]) -> tuple[int, np.ndarray]:
     """The layer before which the units stop at the latest, and what is settled before it."""
     segments = worker.segments
     until = min(segments.end(unit.seat.route, layer) for unit in units)
@@ -174,7 +174,7 @@ def _reach(worker: Executor, layer: int, units: Sequence[Unit]) -> tuple[int, np
 
 
 def _together_until(
-    worker: Executor, first: int, last: int, units: Sequence[Unit], *, whole: bool
+    worker: Worker, first: int, last: int, units: Sequence[Unit], *, whole: bool
 ) -> int:
     """The first of the layers [first, last) that units in one batch may not enter yet; `last` if
     there is none. `whole`: whether all slots of the model's last layer run here, so that those of
@@ -186,7 +186,7 @@ def _together_until(
 
 
 def _kept_at(
-    worker: Executor, layer: int, last: int, units: Sequence[Unit]
+    worker: Worker, layer: int, last: int, units: Sequence[Unit]
 ) -> tuple[int, int | None]:
     """The first layer of those before `last` whose states are kept, and `last`, or the next such
     layer if there is one before it."""
@@ -196,11 +196,11 @@ def _kept_at(
 
 
 def _follow(
-    worker: Executor,
+    worker: Worker,
     commands: Sequence[Command],
     units: Sequence[Unit],
     ran: Segment,
-    outcome: Outcome,
+    result: BatchOutput,
 ) -> None:
     """Do what the engine says of rows that have come so far."""
     execute: Execute | None = None
@@ -208,20 +208,20 @@ def _follow(
     for command in commands:
         match command:
             case Strand():
-                _strand(command, ran.layer, units, outcome)
+                _strand(command, ran.layer, units, result)
             case Execute():
                 execute = command
             case Depart():
                 tokens = command.tokens
             case Complete() | Trailed():
-                worker.obey([command], command.wave, _all(units), ran.hidden, units, outcome)
+                worker.obey([command], command.wave, _all(units), ran.hidden, units, result)
             case _:
                 raise AssertionError(command)
     if execute is not None:
         assert ran.routing is not None
-        worker.execute(execute, tokens, units, ran.hidden, ran.routing, outcome)
+        worker.execute(execute, tokens, units, ran.hidden, ran.routing, result)
     elif tokens is not None:
-        worker.go_on(units, tokens, ran.hidden, outcome)
+        worker.go_on(units, tokens, ran.hidden, result)
 
 
 def _all(units: Sequence[Unit]) -> np.ndarray:

@@ -10,7 +10,7 @@ from trimmoe.runtime.node.compute.pace import Pace
 from trimmoe.runtime.node.compute.states import leaving
 from trimmoe.runtime.node.compute.verifying import Verifier
 from trimmoe.runtime.node.records.messages import Parcel
-from trimmoe.runtime.node.records.outcome import Outcome
+from trimmoe.runtime.node.records.output import BatchOutput
 from trimmoe.runtime.node.records.units import Unit
 
 _KEPT_BATCHES = 16
@@ -50,9 +50,9 @@ class ModelRunner:
             )
         return self._batches[key]
 
-    def emit(self, parcels: list[Parcel], outcome: Outcome) -> None:
-        """Send parcels now if that is possible, or with the rest of the outcome."""
+    def emit(self, parcels: list[Parcel], result: BatchOutput) -> None:
+        """Send parcels now if that is possible, or with the rest of the result."""
         if self.send is None:
-            outcome.parcels += parcels
+            result.parcels += parcels
         elif parcels:
             self.send(leaving(parcels))

@@ -18,16 +18,16 @@ from trimmoe.runtime.node.front.drafts import GUESSED, Guessing, Kind
 from trimmoe.runtime.node.front.jobs import Attempt, Backroom, Job
 from trimmoe.runtime.node.front.memory import Memory
 from trimmoe.runtime.node.records.messages import After, Parcel, Token, Withdraw
-from trimmoe.runtime.node.records.outcome import Arrival
-from trimmoe.runtime.node.records.passengers import unpack_charge, unpack_ledger, unpack_receipt
+from trimmoe.runtime.node.records.output import Arrival
+from trimmoe.runtime.node.records.packing import unpack_charge, unpack_ledger, unpack_receipt
 from trimmoe.runtime.node.records.readings import Reading
 from trimmoe.runtime.node.records.samplings import unpack_scores
 from trimmoe.runtime.service import FinishReason, TokenEvent, quality
 
 
 class Answers:
-    """Of all attempts under way at one desk; `job_of` finds a sequence's request, `end` is told of
-    those that are complete."""
+    """Of all attempts under way at one front end; `job_of` finds a sequence's request, `end` is told
+    of those that are complete."""
 
     def __init__(
         self,

@@ -14,7 +14,7 @@ from trimmoe.runtime.node.front.drafts import Pending
 from trimmoe.runtime.node.front.lookup import Lookup
 from trimmoe.runtime.node.records.encoder import Encoder
 from trimmoe.runtime.node.records.messages import Parcel, Prefix, Token
-from trimmoe.runtime.node.records.outcome import Arrival
+from trimmoe.runtime.node.records.output import Arrival
 from trimmoe.runtime.node.records.readings import Reading
 from trimmoe.runtime.node.watch.planner import Planner
 from trimmoe.runtime.picture import Picture, RequestPicture
@@ -176,7 +176,7 @@ class Job:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Backroom:
-    """What the desk needs of its server."""
+    """What the front end needs of its server."""
 
     server: int
     kv_slots: int

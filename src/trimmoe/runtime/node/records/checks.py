@@ -35,7 +35,7 @@ from trimmoe.runtime.node.records.messages import (
     Withdraw,
     access_of,
 )
-from trimmoe.runtime.node.records.passengers import MalformedPassengers
+from trimmoe.runtime.node.records.packing import MalformedMessage
 from trimmoe.runtime.node.records.plausible import (
     MOST_WEIGHTS,
     all_below,
@@ -79,9 +79,9 @@ class Geometry:
 
 
 def check(geometry: Geometry, sender: int, message: Message, tensors: Sequence[Tensor]) -> None:
-    """Raise `MalformedPassengers` unless the message can be acted upon and `sender` may send it."""
+    """Raise `MalformedMessage` unless the message can be acted upon and `sender` may send it."""
     if not (comes_from(sender, message) and _makes_sense(geometry, sender, message, tensors)):
-        raise MalformedPassengers(type(message).__name__)
+        raise MalformedMessage(type(message).__name__)
 
 
 def _makes_sense(

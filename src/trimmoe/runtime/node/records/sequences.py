@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from trimmoe.models.cache import KVCache
 from trimmoe.runtime.guides import Guide
 from trimmoe.runtime.node.records.messages import Prefix, Reserve, access_of
-from trimmoe.runtime.node.records.passengers import MalformedPassengers
+from trimmoe.runtime.node.records.packing import MalformedMessage
 from trimmoe.runtime.node.records.samplings import unpack_sampling, unpack_seen
 from trimmoe.runtime.sampling import Sampling
 from trimmoe.runtime.scores import Score
@@ -118,14 +118,14 @@ class Seat:
         return True
 
     def note(self, start: int, epoch: int, token: int) -> None:
-        """What is at a position comes by; raises `MalformedPassengers` if nobody says what it is
+        """What is at a position comes by; raises `MalformedMessage` if nobody says what it is
         and draws look back."""
         if self.seen is None or self.is_void(start, epoch):
             return
         if token != UNKNOWN:
             self.seen.put(start, token)
         elif self.seen.at(start) == UNKNOWN:
-            raise MalformedPassengers("a token without its name")
+            raise MalformedMessage("a token without its name")
 
     def is_void(self, start: int, epoch: int) -> bool:
         """Whether a unit was withdrawn."""

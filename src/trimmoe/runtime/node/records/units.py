@@ -11,7 +11,7 @@ import numpy as np
 from trimmoe.core.specs import FloatArray
 from trimmoe.core.wave import Wave, join_waves
 from trimmoe.runtime.node.records.messages import NO_TOKEN
-from trimmoe.runtime.node.records.passengers import MalformedPassengers
+from trimmoe.runtime.node.records.packing import MalformedMessage
 from trimmoe.runtime.node.records.rows import Rows, UnitName
 from trimmoe.runtime.node.records.sequences import Seat
 from trimmoe.runtime.seen import UNKNOWN
@@ -210,7 +210,7 @@ class Gather:
         came = {server: gathering.arrived[server] for server in sorted(gathering.awaited)}
         seconds = {check: gathering.seconds[check] for check in sorted(gathering.checks)}
         if not all(part.fits(unit.count) for part in (*came.values(), *seconds.values())):
-            raise MalformedPassengers("a partial sum of other rows")
+            raise MalformedMessage("a partial sum of other rows")
         if seconds:
             judged = self._judge(unit, came, seconds)
             if judged is None:

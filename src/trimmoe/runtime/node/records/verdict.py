@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from trimmoe.core.specs import FloatArray
-from trimmoe.runtime.node.records.passengers import MalformedPassengers
+from trimmoe.runtime.node.records.packing import MalformedMessage
 from trimmoe.runtime.node.records.units import Check, Part
 
 _ULPS, _LEAST_ROUNDING = 4, 2.0**-12
@@ -74,7 +74,7 @@ def judged(
         }
         asked = {each for _, offsets in second.values() for each in offsets}
         if not asked <= at.keys():
-            raise MalformedPassengers("a partial sum of other rows")
+            raise MalformedMessage("a partial sum of other rows")
         wrong = False
         for offset in sorted(asked):
             verdict.checked += 1

@@ -32,7 +32,7 @@ from trimmoe.policy.build import (
 )
 from trimmoe.policy.settings import PolicySettings
 from trimmoe.policy.trim import WEIGHT_GRID, TrimPolicy, rounded_weight
-from trimmoe.runtime.node.records.passage import Passage, passage_of
+from trimmoe.runtime.node.records.exact_hosts import ExactHosts, exact_hosts_of
 
 Route = tuple[int, ...]
 CUT_DELAY_S = 60.0
@@ -129,7 +129,7 @@ class Built:
     """An engine with what else follows from the same conditions."""
 
     engine: Engine
-    passage: Passage
+    exact_hosts: ExactHosts
     conditions: Conditions
     detours: dict[int, Route]
     """By access server: the route instead of its own, which crosses lost servers."""
@@ -182,7 +182,7 @@ def build(basis: Basis, conditions: Conditions, extra: tuple[Route, ...]) -> Bui
             reference_s=deployment.reference_s,
             route_weights=_weights(basis, rows[planned.shape[0] :]),
         ),
-        passage=passage_of(space),
+        exact_hosts=exact_hosts_of(space),
         conditions=conditions,
         detours=found,
         known=frozenset(rows),

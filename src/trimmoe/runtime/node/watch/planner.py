@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import math
 from collections.abc import Callable
-from concurrent.futures import Executor as Pool
+from concurrent.futures import Worker as Pool
 from dataclasses import replace
 from itertools import chain
 from typing import TypeVar
@@ -17,7 +17,7 @@ from trimmoe.core.profile import Profile
 from trimmoe.engine.feedback import Feedback
 from trimmoe.policy.settings import PolicySettings
 from trimmoe.runtime.node.records.messages import Weather
-from trimmoe.runtime.node.records.passengers import MalformedPassengers
+from trimmoe.runtime.node.records.packing import MalformedMessage
 from trimmoe.runtime.node.watch.deployments import (
     Basis,
     Built,
@@ -111,11 +111,11 @@ class Planner:
         self._want(replace(self._wanted, lost=lost))
 
     def want_route(self, route: Route) -> None:
-        """A sequence came on a route; know it. Raises `MalformedPassengers` for more routes than a
+        """A sequence came on a route; know it. Raises `MalformedMessage` for more routes than a
         cluster has use for: none is ever forgotten, and each makes the engine larger."""
         if route not in self._extra:
             if len(self._extra) >= MOST_ROUTES:
-                raise MalformedPassengers("too many routes")
+                raise MalformedMessage("too many routes")
             self._extra[route] = None
             self._news.set()
             self._mark_urgent()

@@ -12,19 +12,19 @@ from trimmoe.core.specs import BoolArray, IntArray
 from trimmoe.engine.prompts import decided
 from trimmoe.models.base import DROPPED, Routing
 from trimmoe.runtime.node.compute.completion import to_users, token_of
-from trimmoe.runtime.node.compute.executor import Executor
 from trimmoe.runtime.node.compute.shipping import Cargo, Split, dispatched, onward, room
 from trimmoe.runtime.node.compute.states import entering, states_of
+from trimmoe.runtime.node.compute.worker import Worker
+from trimmoe.runtime.node.records.exact_hosts import ExactHosts
 from trimmoe.runtime.node.records.messages import ChargeSpec, Parcel, Partial
-from trimmoe.runtime.node.records.outcome import Outcome
-from trimmoe.runtime.node.records.passage import Passage
+from trimmoe.runtime.node.records.output import BatchOutput
 from trimmoe.runtime.node.records.slots import Slots
 from trimmoe.runtime.node.records.sums import parted
 from trimmoe.runtime.node.records.units import Unit
 from trimmoe.runtime.scores import scored
 
 
-def pass_layer(worker: Executor, passage: Passage, layer: int, unit: Unit) -> Outcome:
+def pass_layer(worker: Worker, exact_hosts: ExactHosts, layer: int, unit: Unit) -> BatchOutput:
     """One chunk through a layer, every expert exact, at the hosts of least delay, unless the policy
     trims prompts.
 
@@ -33,29 +33,29 @@ def pass_layer(worker: Executor, passage: Passage, layer: int, unit: Unit) -> Ou
     """
     view, here = worker.view, worker.server
     batch = worker.batch([unit])
-    outcome = Outcome(written=[(unit, range(layer, layer + 1))])
+    result = BatchOutput(written=[(unit, range(layer, layer + 1))])
     if layer == 0:
         hidden = view.embed(batch.pad([unit.tokens]), batch)
     else:
         hidden = batch.unpack(states_of(view, unit, layer - 1))
         if worker.kept_at(unit) == layer:
-            worker.keep(unit, batch.pack(hidden), outcome)
+            worker.keep(unit, batch.pack(hidden), result)
     attended = batch.pack(view.attend(layer, hidden, batch, worker.cache))
     routing = view.route(layer, attended)
     worker.pace.dense(layer, unit.count)
     destination = unit.seat.route[min(layer + 1, len(unit.seat.route) - 1)]
     choose = _decided if unit.start < unit.seat.trimmed else _nearest
-    chosen = choose(worker, passage, layer, unit, attended, routing, destination)
+    chosen = choose(worker, exact_hosts, layer, unit, attended, routing, destination)
     if chosen is None:
-        outcome.stranded.append(unit)
-        return outcome
+        result.stranded.append(unit)
+        return result
     experts, server = chosen
     split = Split.of(
         experts,
         server,
         np.full(unit.count, destination),
         here=here,
-        server_count=passage.server.shape[1],
+        server_count=exact_hosts.server.shape[1],
     )
     cargo = Cargo(
         layer=layer,
@@ -69,23 +69,23 @@ def pass_layer(worker: Executor, passage: Passage, layer: int, unit: Unit) -> Ou
     rows, leaves = np.arange(unit.count), bool(split.leaves.any())
     if leaves:
         worker.verifier.choose(cargo, split, rows)
-        worker.emit(dispatched(cargo, split, rows), outcome)
+        worker.emit(dispatched(cargo, split, rows), result)
     at = split.at(here)
     give = view.gathered_part if leaves else view.gathered
     output = give(layer, attended, at, routing.gates, normed=routing.normed)
     worker.pace.experts(layer, at)
     if leaves:
         cargo.output[:] = output
-        outcome.parcels += onward(cargo, split, rows, None)
+        result.parcels += onward(cargo, split, rows, None)
     else:
         unit.hidden, unit.parts, unit.layer = output.to(view.dtype), (), layer + 1
-        outcome.ready.append(unit)
-    return outcome
+        result.ready.append(unit)
+    return result
 
 
 def _nearest(
-    worker: Executor,
-    passage: Passage,
+    worker: Worker,
+    exact_hosts: ExactHosts,
     layer: int,
     unit: Unit,
     attended: Tensor,
@@ -95,21 +95,21 @@ def _nearest(
     """What runs for the rows of a chunk, [n, k], and on which servers: all that is activated, or
     stand-ins for what nobody holds; None if there are none within the budget."""
     experts = routing.experts.cpu().numpy()
-    if passage.orphans[layer][experts].any():
+    if exact_hosts.orphans[layer][experts].any():
         classes = worker.observer.steadiness(layer, attended)
         spent = np.zeros(unit.count) if unit.spent is None else unit.spent
         left = unit.seat.budget - spent
-        found = passage.stood_in(layer, worker.server, experts, classes, left)
+        found = exact_hosts.stood_in(layer, worker.server, experts, classes, left)
         if found is None:
             return None
         experts, loss = found
         unit.spent = spent + loss
-    return experts, passage.hosts(layer, worker.server, destination, experts)
+    return experts, exact_hosts.hosts(layer, worker.server, destination, experts)
 
 
 def _decided(
-    worker: Executor,
-    passage: Passage,
+    worker: Worker,
+    exact_hosts: ExactHosts,
     layer: int,
     unit: Unit,
     attended: Tensor,
@@ -136,14 +136,14 @@ def _decided(
     return decision.slot_expert, decision.slot_server
 
 
-def end_chunk(worker: Executor, unit: Unit) -> Outcome:
+def end_chunk(worker: Worker, unit: Unit) -> BatchOutput:
     """After the last layer: dense blocks, and the first token if this was the last chunk."""
     batch, view = worker.batch([unit]), worker.view
     hidden = view.tail(
         batch.unpack(states_of(view, unit, view.spec.layer_count - 1)), batch, worker.cache
     )
     end = view.spec.layer_count
-    outcome = Outcome(written=[(unit, range(end, end + 1))])
+    result = BatchOutput(written=[(unit, range(end, end + 1))])
     seat = unit.seat
     if unit.spent is not None:
         seat.charged_tokens += int(np.count_nonzero(unit.spent))
@@ -157,11 +157,11 @@ def end_chunk(worker: Executor, unit: Unit) -> Outcome:
         logits = view.logits(batch.last(hidden))[0]
         charge = ChargeSpec(seat.charged_tokens, seat.charged_loss) if seat.charged_tokens else None
         first = token_of(unit, logits, charge=charge, scores=seat.scores)
-        outcome.parcels = to_users([unit], [first])
-    return outcome
+        result.parcels = to_users([unit], [first])
+    return result
 
 
-def run_slots(worker: Executor, layer: int, items: Sequence[Slots]) -> Outcome:
+def run_slots(worker: Worker, layer: int, items: Sequence[Slots]) -> BatchOutput:
     """Experts that live here for rows from anywhere; partial sums to where they gather."""
     view = worker.view
     width = view.widths.attended
@@ -170,7 +170,7 @@ def run_slots(worker: Executor, layer: int, items: Sequence[Slots]) -> Outcome:
     gates = entering(view, torch.cat([item.gates.cpu() for item in items]), torch.float32)
     sums = view.experts(layer, hidden, experts.to(view.device), gates)
     worker.pace.experts(layer, experts.numpy())
-    outcome, at = Outcome(), 0
+    result, at = BatchOutput(), 0
     for item in items:
         its = slice(at, at + item.rows.total)
         part, several = sums[its], np.count_nonzero(experts[its].numpy() >= 0, axis=1) > 1
@@ -180,8 +180,8 @@ def run_slots(worker: Executor, layer: int, items: Sequence[Slots]) -> Outcome:
             begun[:, -view.widths.part :] += part
             part = begun
         at += item.rows.total
-        outcome.parcels += _returned(layer, item, part, several | item.raw, view.dtype)
-    return outcome
+        result.parcels += _returned(layer, item, part, several | item.raw, view.dtype)
+    return result
 
 
 def _returned(

@@ -33,7 +33,7 @@ MOST_SUM = 1e6
 _WORD = np.dtype("<i8")
 
 
-class MalformedPassengers(ValueError):
+class MalformedMessage(ValueError):
     """Bytes that are no rows of a wave."""
 
 
@@ -51,10 +51,10 @@ def unpack_wave(
     layer_count: int,
     server_count: int,
 ) -> Wave:
-    """The rows at `layer`, on route 0 until somebody knows better; `MalformedPassengers`."""
+    """The rows at `layer`, on route 0 until somebody knows better; `MalformedMessage`."""
     count, width = len(sequences), width_of(layer_count, server_count)
     if len(packed) != count * width * _WORD.itemsize:
-        raise MalformedPassengers(f"{len(packed)} bytes for {count} rows")
+        raise MalformedMessage(f"{len(packed)} bytes for {count} rows")
     words = np.frombuffer(packed, _WORD).reshape(count, width).astype(np.int64)
     wave = Wave(
         layer=layer,
@@ -67,7 +67,7 @@ def unpack_wave(
     wave.route[:] = 0
     access = [access_of(sequence) for sequence in sequences]
     if not (_may_be(wave) and wave.access.tolist() == access):
-        raise MalformedPassengers("a layer of no kind, no such server, or other impossible values")
+        raise MalformedMessage("a layer of no kind, no such server, or other impossible values")
     return wave
 
 
@@ -131,16 +131,16 @@ def pack_ledger(ledger: Ledger) -> LedgerSpec:
 def unpack_ledger(
     packed: LedgerSpec, *, layer_count: int, server_count: int, hidden_bytes: int
 ) -> Ledger:
-    """The ledger; raises `MalformedPassengers`."""
+    """The ledger; raises `MalformedMessage`."""
     which = np.frombuffer(packed.kinds, dtype=np.uint8)
     told = which != NO_KIND
     if which.size not in (0, layer_count) or (which[told] > max(Kind)).any():
-        raise MalformedPassengers("kinds")
+        raise MalformedMessage("kinds")
     if not (told.all() or packed.corrects):
-        raise MalformedPassengers("kinds")
+        raise MalformedMessage("kinds")
     messages = np.frombuffer(packed.messages, dtype="<u2")
     if messages.size != server_count**2:
-        raise MalformedPassengers("messages")
+        raise MalformedMessage("messages")
     kinds = np.zeros((layer_count, len(Kind)), dtype=np.int64)
     kinds[np.flatnonzero(told), which[told]] = 1
     if packed.corrects:
@@ -162,14 +162,14 @@ def unpack_ledger(
 def unpack_charge(
     charge: ChargeSpec, budget: float, *, layer_count: int, server_count: int, hidden_bytes: int
 ) -> Ledger:
-    """A prompt's stand-ins as a ledger of no generated token; raises `MalformedPassengers`.
+    """A prompt's stand-ins as a ledger of no generated token; raises `MalformedMessage`.
 
     Each token that any ran for was credited `budget`, and nothing is left of it.
     """
     credited = charge.tokens * budget
     # A sum of as many floats may miss its bound by their rounding.
     if not 0.0 <= charge.loss <= credited * (1.0 + 1e-9):
-        raise MalformedPassengers("charge")
+        raise MalformedMessage("charge")
     empty = Ledger.empty(layer_count, server_count, hidden_bytes)
     return replace(empty, loss=min(charge.loss, credited), budget=credited)
 

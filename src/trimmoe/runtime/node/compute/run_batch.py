@@ -6,14 +6,14 @@ import time
 
 import torch
 
-from trimmoe.runtime.node.compute.chunks import end_chunk, pass_layer, run_slots
-from trimmoe.runtime.node.compute.executor import Executor
 from trimmoe.runtime.node.compute.guesses import guess
 from trimmoe.runtime.node.compute.passing import pass_layers, pass_segment
+from trimmoe.runtime.node.compute.prefill import end_chunk, pass_layer, run_slots
+from trimmoe.runtime.node.compute.propagation import propagate, trail
 from trimmoe.runtime.node.compute.states import leaving
-from trimmoe.runtime.node.compute.trails import propagate, trail
-from trimmoe.runtime.node.records.outcome import Outcome
-from trimmoe.runtime.node.records.passage import Passage
+from trimmoe.runtime.node.compute.worker import Worker
+from trimmoe.runtime.node.records.exact_hosts import ExactHosts
+from trimmoe.runtime.node.records.output import BatchOutput
 from trimmoe.runtime.node.records.work import Step, Work
 
 
@@ -22,19 +22,21 @@ def use_threads(count: int) -> None:
     torch.set_num_threads(count)
 
 
-def perform(worker: Executor, passage: Passage, work: Work, *, slowdown: float = 1.0) -> Outcome:
+def run_batch(
+    worker: Worker, exact_hosts: ExactHosts, work: Work, *, slowdown: float = 1.0
+) -> BatchOutput:
     """In the worker thread; takes `slowdown` times as long as it would."""
     began_s = time.perf_counter()
     worker.pace.begin()
     with torch.inference_mode():
-        outcome = _performed(worker, passage, work)
-    outcome.parcels = leaving(outcome.parcels)
+        result = _performed(worker, exact_hosts, work)
+    result.parcels = leaving(result.parcels)
     if slowdown > 1.0:
         time.sleep((time.perf_counter() - began_s) * (slowdown - 1.0))
-    return outcome
+    return result
 
 
-def _performed(worker: Executor, passage: Passage, work: Work) -> Outcome:
+def _performed(worker: Worker, exact_hosts: ExactHosts, work: Work) -> BatchOutput:
     layer, items = work.layer, work.items
     match work.step:
         case Step.ARRIVE:
@@ -52,7 +54,7 @@ def _performed(worker: Executor, passage: Passage, work: Work) -> Outcome:
         case Step.TRAIL:
             return trail(worker, layer, items)
         case Step.CHUNK:
-            return pass_layer(worker, passage, layer, items[0])
+            return pass_layer(worker, exact_hosts, layer, items[0])
         case Step.CHUNK_END:
             return end_chunk(worker, items[0])
         case Step.GUESS:

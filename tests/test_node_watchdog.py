@@ -12,7 +12,7 @@ from nodes import Servers, read, request, running, tokens_of, world
 from serving import Tiny
 from trimmoe.models.exact import greedy
 from trimmoe.runtime.node.front.jobs import Attempt
-from trimmoe.runtime.node.front.stalls import stalled
+from trimmoe.runtime.node.front.watchdog import stalled
 from trimmoe.runtime.node.records.messages import Granted, Message, Onward
 from trimmoe.runtime.service import Unavailable
 from wires import soon
@@ -56,8 +56,8 @@ async def test_an_answer_goes_on_whatever_vanished(
     async with running(tiny, profile=profile, plan=plan, stall_s=STALL_S) as cluster:
         swallow(cluster, server, kind, Nth(number))
         made = await soon(read(cluster.nodes[0].service.submit(request([3, 4, 5], 20))))
-        desk = cluster.nodes[0].desk
-        assert desk.stalls == desk.restarts == 1
+        front_end = cluster.nodes[0].front_end
+        assert front_end.stalls == front_end.restarts == 1
         await cluster.all_free()
     assert tokens_of(made) == greedy(tiny.view, [[3, 4, 5]], 20)[0]
 
@@ -76,7 +76,7 @@ async def test_slow_servers_and_full_ones_are_no_stall(tiny: Tiny) -> None:
     profile, plan = world(tiny, servers=2, routes=ROUTES)
     slow = {"stall_s": STALL_S, "kv_slots": 1}
     async with running(tiny, profile=profile, plan=plan, **slow) as cluster:
-        worker = cluster.nodes[1].executor
+        worker = cluster.nodes[1].worker
         states = worker.states
 
         def slowly(*args: Any) -> Any:
@@ -86,7 +86,7 @@ async def test_slow_servers_and_full_ones_are_no_stall(tiny: Tiny) -> None:
         worker.states = slowly  # type: ignore[method-assign]
         streams = [cluster.nodes[0].service.submit(request([3, 4, i], 4)) for i in range(3)]
         made = [await soon(read(stream)) for stream in streams]
-        assert cluster.nodes[0].desk.stalls == 0
+        assert cluster.nodes[0].front_end.stalls == 0
         await cluster.all_free()
     for index, events in enumerate(made):
         assert tokens_of(events) == greedy(tiny.view, [[3, 4, index]], 4)[0]

@@ -11,7 +11,7 @@ from trimmoe.runtime.node.records.units import Unit
 
 
 @dataclass(kw_only=True, slots=True)
-class Outcome:
+class BatchOutput:
     """What follows from a batch."""
 
     parcels: list[Parcel] = field(default_factory=list)

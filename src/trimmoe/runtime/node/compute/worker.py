@@ -41,7 +41,7 @@ from trimmoe.runtime.counters import ExpertCounter
 from trimmoe.runtime.drafter import Drafter
 from trimmoe.runtime.node.compute.completion import completed, trailed
 from trimmoe.runtime.node.compute.execution import run_and_ship
-from trimmoe.runtime.node.compute.homes import Homes
+from trimmoe.runtime.node.compute.draft_runner import DraftRunner
 from trimmoe.runtime.node.compute.pace import Pace
 from trimmoe.runtime.node.compute.runner import ModelRunner
 from trimmoe.runtime.node.compute.segments import Segments
@@ -49,7 +49,7 @@ from trimmoe.runtime.node.compute.shipping import Cargo, Split
 from trimmoe.runtime.node.compute.states import entering, states_of
 from trimmoe.runtime.node.compute.verifying import Verifier
 from trimmoe.runtime.node.records.messages import Parcel, Start
-from trimmoe.runtime.node.records.outcome import Arrival, LogEntry, Outcome
+from trimmoe.runtime.node.records.output import Arrival, BatchOutput, LogEntry
 from trimmoe.runtime.node.records.readings import Foreseen
 from trimmoe.runtime.node.records.rows import Rows
 from trimmoe.runtime.node.records.sequences import Seat
@@ -57,7 +57,7 @@ from trimmoe.runtime.node.records.units import Unit, boarded, told_epochs
 from trimmoe.runtime.observe import Observer
 
 
-class Executor(ModelRunner):
+class Worker(ModelRunner):
     """See the module's docstring. `server` is this server's index."""
 
     def __init__(
@@ -76,7 +76,9 @@ class Executor(ModelRunner):
     ) -> None:
         super().__init__(view, server=server, slots=slots, pace=pace, verifier=verifier)
         self.drafter = drafter
-        self.homes = Homes.of(view, slots, profile if engine.settings.guesses else None)
+        self.draft_runner = DraftRunner.of(
+            view, slots, profile if engine.settings.guesses else None
+        )
         self.engines = [engine]
         self.state = engine.start()
         self.segments = Segments.of(engine, server)
@@ -135,7 +137,7 @@ class Executor(ModelRunner):
 
     def begin_anew(self, opened: SequenceOpened, route: tuple[int, ...], start: int) -> None:
         """Open an account again, whose tokens from a position on were withdrawn."""
-        self.homes.forget(opened.sequence, start)
+        self.draft_runner.forget(opened.sequence, start)
         self.open(opened, route)
 
     def least_chance(self, route: tuple[int, ...], streams: int) -> float:
@@ -151,7 +153,7 @@ class Executor(ModelRunner):
         if not (self.segments.in_force and self.engine.settings.guesses):
             return 0
         if route not in self._reads_from:
-            self._reads_from[route] = self.homes.first_layer(route, self.server)
+            self._reads_from[route] = self.draft_runner.first_layer(route, self.server)
         return self._reads_from[route]
 
     def kept_at(self, unit: Unit) -> int | None:
@@ -161,12 +163,12 @@ class Executor(ModelRunner):
             return None
         return self.reads_from(unit.seat.route) or None
 
-    def keep(self, unit: Unit, states: Tensor, outcome: Outcome) -> None:
+    def keep(self, unit: Unit, states: Tensor, result: BatchOutput) -> None:
         """These states [n, d] of a unit are what readings begin with."""
         if unit.seat.sequence in self.state.accounts and not unit.is_void:
-            reading = self.homes.keep(unit.seat.sequence, unit.start, states)
+            reading = self.draft_runner.keep(unit.seat.sequence, unit.start, states)
             if reading is not None:
-                outcome.reading.append(reading)
+                result.reading.append(reading)
 
     def foresee(self, seat: Seat, position: int, token: int, first: int) -> Tensor:
         """Take a token that was guessed through the layers before `first`, all of whose experts are
@@ -178,12 +180,12 @@ class Executor(ModelRunner):
         ran = view.run(0, first, hidden, batch, self.cache, self.segments.settled(first))
         assert ran.routing is None, "an expert of these layers is elsewhere"
         seen = Foreseen(token=token, hidden=ran.hidden, experts=ran.experts)
-        self.homes.foreseen.setdefault(seat.sequence, {})[position] = seen
+        self.draft_runner.foreseen.setdefault(seat.sequence, {})[position] = seen
         return ran.hidden
 
     def close(self, sequence: int) -> None:
         """Close an account if there is one."""
-        self.homes.close(sequence)
+        self.draft_runner.close(sequence)
         self._no_draft(sequence)
         if sequence in self.state.accounts:
             self.tell(SequenceClosed(sequence=sequence))
@@ -191,7 +193,7 @@ class Executor(ModelRunner):
     def retire(self, sequence: int, read: int, length: int) -> None:
         """Close an account and keep what this server has read of its sequence up to `read`, and the
         states to read on from there up to `length`."""
-        self.homes.retain(sequence, read, length)
+        self.draft_runner.retain(sequence, read, length)
         self._no_draft(sequence)
         if sequence in self.state.accounts:
             self.tell(SequenceClosed(sequence=sequence))
@@ -208,11 +210,11 @@ class Executor(ModelRunner):
         if agrees:
             self.tell(Audited(wave=self.new_wave(), agrees=np.array(agrees)))
 
-    def arrive(self, arrivals: Sequence[Arrival]) -> Outcome:
+    def arrive(self, arrivals: Sequence[Arrival]) -> BatchOutput:
         """The next tokens of this server's users set out."""
         going = [one for one in arrivals if one.sequence in self.state.accounts]
         if not going:
-            return Outcome()
+            return BatchOutput()
         arrived = TokensArrived(
             wave=self.new_wave(),
             sequences=tuple(one.sequence for one in going),
@@ -236,7 +238,7 @@ class Executor(ModelRunner):
             )
             start = Start(rows=rows, tokens=[one.token for one in chosen])
             parcels.append(Parcel(to=first, message=start, wave=tokens.take(which)))
-        return Outcome(parcels=parcels)
+        return BatchOutput(parcels=parcels)
 
     def states(self, layer: int, units: Sequence[Unit], batch: TokenBatch) -> Tensor:
         """What the rows of units about to enter a layer are, [n, d]."""
@@ -256,15 +258,15 @@ class Executor(ModelRunner):
             self.pace.experts(layer - 1, experts)
         return states[0] if len(states) == 1 else torch.cat(states)
 
-    def finish(self, layer: int, units: Sequence[Unit]) -> Outcome:
+    def finish(self, layer: int, units: Sequence[Unit]) -> BatchOutput:
         """A layer gathered here: exits are due, or the next layer."""
         ordered, wave = self.boarded(units)
         identity = self.new_wave()
         self.tell(TokensImported(wave=identity, tokens=wave, executing=True))
-        outcome = Outcome()
+        result = BatchOutput()
         output = torch.cat([states_of(self.view, unit, layer) for unit in ordered])
-        self._executed(identity, layer, np.arange(len(ordered)), output, ordered, outcome)
-        return outcome
+        self._executed(identity, layer, np.arange(len(ordered)), output, ordered, result)
+        return result
 
     def execute(
         self,
@@ -273,7 +275,7 @@ class Executor(ModelRunner):
         units: Sequence[Unit],
         attended: Tensor,
         routing: Routing,
-        outcome: Outcome,
+        result: BatchOutput,
     ) -> None:
         """Run and send what was decided for rows of which attention and router gave these.
 
@@ -297,16 +299,16 @@ class Executor(ModelRunner):
             return tokens if chosen.size == rows.size else tokens.take(chosen)
 
         entering = tokens is not None
-        run_and_ship(self, depart, cargo, split, routing.normed[at], outcome, entering=entering)
+        run_and_ship(self, depart, cargo, split, routing.normed[at], result, entering=entering)
         staying = np.flatnonzero(~split.leaves)
         if not staying.size:
             return
         size = self.view.spec.hidden_size
         kept = cargo.output[torch.from_numpy(staying), :size].to(self.view.dtype)
         if entering:
-            self.go_on([which[row] for row in staying.tolist()], depart(staying), kept, outcome)
+            self.go_on([which[row] for row in staying.tolist()], depart(staying), kept, result)
         else:
-            self._executed(command.wave, layer, rows[staying], kept, units, outcome)
+            self._executed(command.wave, layer, rows[staying], kept, units, result)
 
     def _executed(
         self,
@@ -315,7 +317,7 @@ class Executor(ModelRunner):
         rows: IntArray,
         output: Tensor,
         units: Sequence[Unit],
-        outcome: Outcome,
+        result: BatchOutput,
     ) -> None:
         """Tell the engine what came out, [rows, d], and do what it says."""
         if self.segments.in_force:
@@ -324,7 +326,7 @@ class Executor(ModelRunner):
             event = Executed(wave=wave, confidence=np.full(rows.size, -np.inf), exit_at=last)
         else:
             event = self.observer.executed(wave, layer, output)
-        self.obey(self.tell(event), wave, rows, output, units, outcome)
+        self.obey(self.tell(event), wave, rows, output, units, result)
 
     def obey(
         self,
@@ -333,7 +335,7 @@ class Executor(ModelRunner):
         rows: IntArray,
         output: Tensor,
         units: Sequence[Unit],
-        outcome: Outcome,
+        result: BatchOutput,
     ) -> None:
         """Do what the engine says of `rows` of whom a layer's output is there, [rows, d]."""
         at = {row: index for index, row in enumerate(rows.tolist())}
@@ -346,21 +348,23 @@ class Executor(ModelRunner):
                 for unit, token in zip(which, predicted, strict=True):
                     unit.probe = token
             elif isinstance(command, Complete):
-                outcome.parcels += completed(self, self.engine.settings, command, which, hidden)
+                result.parcels += completed(self, self.engine.settings, command, which, hidden)
                 if command.layer == self.view.spec.layer_count:
-                    outcome.written += [(unit, self._end) for unit in which]
+                    result.written += [(unit, self._end) for unit in which]
             elif isinstance(command, Trailed):
-                outcome.parcels += trailed(self, self.engine.settings, command, which, hidden)
-                outcome.written += [(unit, self._end) for unit in which]
+                result.parcels += trailed(self, self.engine.settings, command, which, hidden)
+                result.written += [(unit, self._end) for unit in which]
             else:
-                self.go_on(which, self.departed(wave, command.rows), hidden, outcome)
+                self.go_on(which, self.departed(wave, command.rows), hidden, result)
 
-    def go_on(self, units: Sequence[Unit], tokens: Wave, hidden: Tensor, outcome: Outcome) -> None:
+    def go_on(
+        self, units: Sequence[Unit], tokens: Wave, hidden: Tensor, result: BatchOutput
+    ) -> None:
         """Units are about to enter a layer here, with these states [n, d]."""
         for row, unit in enumerate(units):
             unit.layer, unit.wave, unit.row = tokens.layer, tokens, row
             unit.hidden, unit.parts, unit.own = hidden[row : row + 1], (), None
-            outcome.ready.append(unit)
+            result.ready.append(unit)
 
     def boarded(self, units: Sequence[Unit]) -> tuple[list[Unit], Wave]:
         """One wave, with this server's numbers of their routes, and the units by its rows."""

@@ -16,14 +16,14 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
-from trimmoe.runtime.node.compute.executor import Executor
-from trimmoe.runtime.node.compute.perform import perform, use_threads
+from trimmoe.runtime.node.compute.run_batch import run_batch, use_threads
+from trimmoe.runtime.node.compute.worker import Worker
+from trimmoe.runtime.node.records.exact_hosts import ExactHosts
 from trimmoe.runtime.node.records.messages import Parcel, Stranded
-from trimmoe.runtime.node.records.outcome import Outcome
-from trimmoe.runtime.node.records.passage import Passage
+from trimmoe.runtime.node.records.output import BatchOutput
 from trimmoe.runtime.node.records.readings import Reading
 from trimmoe.runtime.node.records.work import Step, Work
-from trimmoe.runtime.node.schedule.floor import Floor
+from trimmoe.runtime.node.schedule.intake import Intake
 
 T = TypeVar("T")
 Control = Callable[[], None]
@@ -35,19 +35,19 @@ _LONG = frozenset({Step.CHUNK, Step.CHUNK_SLOTS, Step.CHUNK_END})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Hands:
-    """What a pump works with, and whom it tells."""
+class LoopContext:
+    """What a batch loop works with, and whom it tells."""
 
-    floor: Floor
-    executor: Executor
-    passage: Callable[[], Passage]
+    intake: Intake
+    worker: Worker
+    exact_hosts: Callable[[], ExactHosts]
     post: Callable[[Parcel], None]
     guessed: Callable[[Sequence[Reading]], None]
     worked: Callable[[float], None]
     """Told how long was worked, seconds."""
 
 
-class Pump:
+class BatchLoop:
     """The worker thread with what it is to do; `log_batches` keeps a list of all batches."""
 
     def __init__(self, *, threads: int, slowdown: float, emulated: bool, log_batches: bool) -> None:
@@ -64,7 +64,7 @@ class Pump:
         )
         self._slowdown, self._log_batches = slowdown, log_batches
         self._controls: list[Control] = []
-        self._hands: Hands | None = None
+        self._hands: LoopContext | None = None
         """None while it does not run."""
         self._due = self._busy = False
         """Whether it is about to look for work; whether the worker thread has some."""
@@ -95,7 +95,7 @@ class Pump:
             self._busy = False
             self.wake()
 
-    async def run(self, hands: Hands) -> None:
+    async def run(self, context: LoopContext) -> None:
         """Work while there is any; ends when cancelled, or by what goes wrong."""
         loop, here = asyncio.get_running_loop(), threading.get_ident()
 
@@ -105,9 +105,9 @@ class Pump:
             else:
                 loop.call_soon_threadsafe(self._send, parcels)
 
-        hands.executor.send = send_early
+        context.worker.send = send_early
         use_threads(self._threads)
-        self._loop, self._hands = loop, hands
+        self._loop, self._hands = loop, context
         self._ended: asyncio.Future[None] = loop.create_future()
         self.wake()
         try:
@@ -130,10 +130,10 @@ class Pump:
         except BaseException as error:  # As of a task: whoever awaits `run` hears of it.
             self._fail(error)
 
-    def _work(self, hands: Hands) -> None:
+    def _work(self, context: LoopContext) -> None:
         quick = True
         while quick:
-            work = hands.floor.scheduler.next()
+            work = context.intake.scheduler.next()
             controls, self._controls = self._controls, []
             if work is None and not controls:
                 return
@@ -143,12 +143,14 @@ class Pump:
                 running = self._loop.run_in_executor(self._pool, self._compute, controls, work)
                 running.add_done_callback(partial(self._computed, work, began_s))
                 return
-            self._finish(hands, work, self._compute(controls, work), began_s)
+            self._finish(context, work, self._compute(controls, work), began_s)
             # What arrived sets out at once; after all else what has come meanwhile is heard first.
             quick = work is None or work.step is Step.ARRIVE
         self.wake()
 
-    def _computed(self, work: Work | None, began_s: float, done: asyncio.Future[Outcome]) -> None:
+    def _computed(
+        self, work: Work | None, began_s: float, done: asyncio.Future[BatchOutput]
+    ) -> None:
         """The worker thread is through with a batch."""
         self._busy = False
         if self._hands is None or done.cancelled():
@@ -160,26 +162,28 @@ class Pump:
         else:
             self.wake()
 
-    def _finish(self, hands: Hands, work: Work | None, outcome: Outcome, began_s: float) -> None:
+    def _finish(
+        self, context: LoopContext, work: Work | None, result: BatchOutput, began_s: float
+    ) -> None:
         """Spread what came of a batch."""
-        self._send(outcome.parcels)
-        floor = hands.floor
+        self._send(result.parcels)
+        intake = context.intake
         if work is not None:
             took_s = self._loop.time() - began_s
             self._took_s[work.step] = took_s / len(work.items)
             if work.step is not Step.GUESS:
                 # Guesses make way: they are no reason to make fewer.
-                hands.worked(took_s)
+                context.worked(took_s)
             self._count(work)
-            floor.worked(work)
-        floor.absorb(outcome)
-        floor.read_on(outcome.reading)
-        if outcome.guessed:
-            hands.guessed(outcome.guessed)
-        for unit in outcome.stranded:
+            intake.worked(work)
+        intake.absorb(result)
+        intake.read_on(result.reading)
+        if result.guessed:
+            context.guessed(result.guessed)
+        for unit in result.stranded:
             name = unit.name
             message = Stranded(name.sequence, unit.layer, name.start, name.epoch)
-            hands.post(Parcel(to=unit.seat.access, message=message))
+            context.post(Parcel(to=unit.seat.access, message=message))
 
     def _send(self, parcels: list[Parcel]) -> None:
         if self._hands is not None:
@@ -191,14 +195,14 @@ class Pump:
         if not self._ended.done():
             self._ended.set_exception(error)
 
-    def _compute(self, controls: list[Control], work: Work | None) -> Outcome:
+    def _compute(self, controls: list[Control], work: Work | None) -> BatchOutput:
         """In the worker."""
-        hands = self._hands
+        context = self._hands
         for control in controls:
             control()
-        if work is None or hands is None:
-            return Outcome()
-        return perform(hands.executor, hands.passage(), work, slowdown=self._slowdown)
+        if work is None or context is None:
+            return BatchOutput()
+        return run_batch(context.worker, context.exact_hosts(), work, slowdown=self._slowdown)
 
     def _is_short(self, work: Work | None) -> bool:
         """Whether a batch may be expected to be over soon; controls are."""

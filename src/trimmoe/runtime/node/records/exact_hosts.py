@@ -14,7 +14,7 @@ NOBODY = -1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Passage:
+class ExactHosts:
     """Look-ups for exact execution on one deployment."""
 
     server: IntArray
@@ -58,8 +58,8 @@ class Passage:
         return np.where(chosen >= count, server, nearest)
 
 
-def passage_of(space: ActionSpace) -> Passage:
-    """The passage of prompts where decisions are made on `space`."""
+def exact_hosts_of(space: ActionSpace) -> ExactHosts:
+    """Who runs what exactly where decisions are made on `space`."""
     orphans: BoolArray = np.logical_not(space.hosts.any(axis=0))
     # Prompts are few and this happens only after failures: every slot is taken for the dearest.
     substitution_loss = space.substitution_loss.max(2)
@@ -70,7 +70,7 @@ def passage_of(space: ActionSpace) -> Passage:
     least = loss.min(3)
     found = np.where(np.isfinite(least), loss.argmin(3), NOBODY)
     copy, copy_loss = _copies(space, orphans)
-    return Passage(
+    return ExactHosts(
         server=space.menu.best_server,
         orphans=orphans,
         substitute=np.where(orphans[:, None], found, itself),
@@ -81,7 +81,7 @@ def passage_of(space: ActionSpace) -> Passage:
 
 
 def _copies(space: ActionSpace, orphans: BoolArray) -> tuple[IntArray, FloatArray]:
-    """See `Passage.copy` and `Passage.copy_loss`; slots are taken for those of most mass."""
+    """See `ExactHosts.copy` and `ExactHosts.copy_loss`; slots are taken for those of most mass."""
     layers, experts = orphans.shape
     servers, classes = space.hosts.shape[0], space.class_count
     lost = np.full((servers, layers, classes, experts), np.inf)

@@ -19,8 +19,8 @@ from trimmoe.runtime.node.records.messages import (
     Propagate,
     Start,
 )
-from trimmoe.runtime.node.records.outcome import Arrival, Outcome
-from trimmoe.runtime.node.records.passengers import MalformedPassengers, unpack_wave
+from trimmoe.runtime.node.records.output import Arrival, BatchOutput
+from trimmoe.runtime.node.records.packing import MalformedMessage, unpack_wave
 from trimmoe.runtime.node.records.readings import Reading
 from trimmoe.runtime.node.records.rows import Rows
 from trimmoe.runtime.node.records.sequences import Seat, Seats
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-class Floor:
+class Intake:
     """Turns messages about rows into scheduled work; used by the event loop only.
 
     Rows of sequences without a seat here are dropped: their request is over. So are those that were
@@ -71,13 +71,13 @@ class Floor:
     def take(
         self, sender: int, message: Message, tensors: Sequence[Tensor], wave: Wave | None = None
     ) -> None:
-        """A message came that `checks.check` lets pass; raises `MalformedPassengers` if it makes
+        """A message came that `checks.check` lets pass; raises `MalformedMessage` if it makes
         no sense all the same."""
         self._take[type(message)](sender, message, tuple(tensors), wave)
 
-    def absorb(self, outcome: Outcome) -> None:
+    def absorb(self, result: BatchOutput) -> None:
         """A batch ran: more may be ready now."""
-        for unit, layers in outcome.written:
+        for unit, layers in result.written:
             seat = unit.seat
             if unit.is_void:
                 continue
@@ -85,7 +85,7 @@ class Floor:
                 seat.written[layer].mark(unit.start, unit.count)
                 if seat.parked:
                     self._wake(seat, layer)
-        for unit in outcome.ready:
+        for unit in result.ready:
             self.enter(unit)
 
     def worked(self, work: Work) -> None:
@@ -111,7 +111,7 @@ class Floor:
         if not seat.open or self._ends_here(unit):
             return
         if layer not in seat.written:
-            raise MalformedPassengers("a layer of another server")
+            raise MalformedMessage("a layer of another server")
         behind, step = unit.behind(layer, self._geometry.layer_count), self._step(unit)
         written = seat.written[behind]
         # Tokens of one sequence pass a layer in one batch, or in this order; but the last layer,
@@ -331,7 +331,7 @@ class Floor:
         for index, ((sequence, start, epoch), where) in enumerate(message.rows.split()):
             if (seat := self.seats.get(sequence)) is not None:
                 if sender not in seat.route:
-                    raise MalformedPassengers("rows of a server that they do not pass")
+                    raise MalformedMessage("rows of a server that they do not pass")
                 seat.note(start, epoch, message.rows.token(index))
                 unit = Unit(
                     seat=seat,
@@ -346,11 +346,11 @@ class Floor:
                     self.enter(unit)
 
     def _require_gathers(self, seat: Seat, layer: int, sender: int | None = None) -> None:
-        """Raise `MalformedPassengers` unless a layer of a sequence gathers here, and `sender`, if
+        """Raise `MalformedMessage` unless a layer of a sequence gathers here, and `sender`, if
         that is said, is where it began."""
         after = seat.route[min(layer + 1, len(seat.route) - 1)]
         if after != self._server or sender not in (None, seat.route[layer]):
-            raise MalformedPassengers("rows of a server that they do not pass")
+            raise MalformedMessage("rows of a server that they do not pass")
 
     def _gathered(self, unit: Unit | None) -> None:
         if unit is None or self._ends_here(unit):

@@ -7,23 +7,23 @@ from collections.abc import Sequence
 import torch
 
 from trimmoe.runtime.node.compute.completion import trailing
-from trimmoe.runtime.node.compute.executor import Executor
 from trimmoe.runtime.node.compute.states import states_of
-from trimmoe.runtime.node.records.outcome import Outcome
+from trimmoe.runtime.node.compute.worker import Worker
+from trimmoe.runtime.node.records.output import BatchOutput
 from trimmoe.runtime.node.records.units import Unit
 
 
-def trail(worker: Executor, layer: int, units: Sequence[Unit]) -> Outcome:
+def trail(worker: Worker, layer: int, units: Sequence[Unit]) -> BatchOutput:
     """A layer without its routed experts; then the next one, here or where it is run.
 
     `layer` may be the one after the last: what else the model has there.
     """
     view, batch = worker.view, worker.batch(units)
     hidden = batch.unpack(torch.cat([states_of(view, unit, layer - 1) for unit in units]))
-    outcome = Outcome(written=[(unit, range(layer, layer + 1)) for unit in units])
+    result = BatchOutput(written=[(unit, range(layer, layer + 1)) for unit in units])
     if layer == view.spec.layer_count:
         view.tail(hidden, batch, worker.cache)
-        return outcome
+        return result
     attended = batch.pack(view.attend(layer, hidden, batch, worker.cache))
     passed = view.skip(layer, attended)
     worker.pace.dense(layer, len(units))
@@ -31,18 +31,18 @@ def trail(worker: Executor, layer: int, units: Sequence[Unit]) -> Outcome:
     for row, unit in enumerate(units):
         unit.layer, unit.hidden = layer + 1, passed[row : row + 1]
         if layer + 1 in unit.seat.written:
-            outcome.ready.append(unit)
+            result.ready.append(unit)
         else:
             away.append(row)
     if away and layer + 1 < view.spec.layer_count:
         leaving = [units[row] for row in away]
-        outcome.parcels += trailing(layer + 1, leaving, passed[torch.tensor(away)])
-    return outcome
+        result.parcels += trailing(layer + 1, leaving, passed[torch.tensor(away)])
+    return result
 
 
-def propagate(worker: Executor, layer: int, units: Sequence[Unit]) -> Outcome:
+def propagate(worker: Worker, layer: int, units: Sequence[Unit]) -> BatchOutput:
     """Keys and values of exited tokens in this server's layers from `layer` on."""
-    outcome = Outcome()
+    result = BatchOutput()
     layer_count = worker.view.spec.layer_count
     for later in range(layer, layer_count + 1):
         here = [unit for unit in units if later in unit.seat.written]
@@ -54,5 +54,5 @@ def propagate(worker: Executor, layer: int, units: Sequence[Unit]) -> Outcome:
             worker.view.propagate_tail(hidden, batch, worker.cache)
         else:
             worker.view.propagate(later, hidden, batch, worker.cache)
-        outcome.written += [(unit, range(later, later + 1)) for unit in here]
-    return outcome
+        result.written += [(unit, range(later, later + 1)) for unit in here]
+    return result

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-class Entrance:
+class Admission:
     """A sequence gets its place once the engine here knows its route; `post` sends the answer."""
 
     def __init__(self, planner: Planner, seats: Seats, post: Callable[[Parcel], None]) -> None:

@@ -16,7 +16,7 @@ from trimmoe.runtime.node.records.messages import (
     Retain,
     access_of,
 )
-from trimmoe.runtime.node.records.passengers import sealed
+from trimmoe.runtime.node.records.packing import sealed
 from trimmoe.runtime.wire.base import PeerUnreachable, Transport, TransportClosed
 
 REMEMBERED = 4096
@@ -24,7 +24,7 @@ REMEMBERED = 4096
 RETRY_S = 0.01
 
 
-class Mail:
+class Outbox:
     """The way out of a server; `deliver` takes what is addressed to the server itself."""
 
     def __init__(

@@ -20,7 +20,7 @@ from trimmoe.engine.guesses import Lead
 from trimmoe.runtime.node.front.answers import Answers
 from trimmoe.runtime.node.front.jobs import NO_EXPERT, Attempt, Backroom, Job
 from trimmoe.runtime.node.front.memory import Memory
-from trimmoe.runtime.node.front.stalls import stalled
+from trimmoe.runtime.node.front.watchdog import stalled
 from trimmoe.runtime.node.records.checks import prompt
 from trimmoe.runtime.node.records.messages import (
     ANY_POSITION,
@@ -66,7 +66,7 @@ LOST, STALLED, DISPUTED = "lost", "stalled", "disputed"
 COUNTS = {STALLED: STALL_COUNTS, DISPUTED: DISPUTE_COUNTS}
 
 
-class Desk:
+class FrontEnd:
     """An `InferenceService` on one server of a cluster."""
 
     def __init__(self, model: ServedModel, backroom: Backroom, first_sequence: int) -> None:
@@ -90,7 +90,7 @@ class Desk:
         self._closing = self.leaving = False
 
     async def start(self) -> None:
-        """The node starts its desk; nothing is left to do."""
+        """The node starts its front end; nothing is left to do."""
 
     async def close(self) -> None:
         """End all streams and take no more requests."""

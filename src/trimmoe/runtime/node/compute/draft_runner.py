@@ -23,7 +23,7 @@ from trimmoe.runtime.node.records.units import Unit
 
 
 @dataclass(kw_only=True, slots=True)
-class Homes:
+class DraftRunner:
     """Sequences that this server reads by itself."""
 
     view: MoEView
@@ -42,12 +42,12 @@ class Homes:
     """Sequences that are over; longest ago first."""
 
     @staticmethod
-    def of(view: MoEView, slots: int, profile: Profile | None) -> Homes:
+    def of(view: MoEView, slots: int, profile: Profile | None) -> DraftRunner:
         """With room for so many sequences, and what the profile has for experts elsewhere."""
         own = Own.of(view, held_here(view), bits=view.stand_in_bits)
         if profile is not None and not own.is_whole:
             own = replace(own, stands_in=stand_ins(view, profile))
-        return Homes(view=view, slots=slots, own=own)
+        return DraftRunner(view=view, slots=slots, own=own)
 
     @property
     def cache(self) -> KVCache:
