@@ -289,7 +289,7 @@ def test_a_wrong_guess_takes_those_behind_it_along() -> None:
     pending = Pending()
     for position in (5, 6, 7):
         pending.add(guess(position, 10 * position), None)
-    assert pending.runner == 3
+    assert pending.drafts == 3
     right = Token(1, 5, 50, 0.0, [], None, None, None)
     assert pending.check(right, None) is None
     withdrawn = pending.check(replace_token(right, 6, 61), None)

@@ -51,7 +51,7 @@ def trace_of_run(
         for prompt, one in zip(prompts, answers, strict=True)
     ]
     trace = _at_full_depth(view, profile, np.array(fed), hosts, stand_in_bits)
-    engines = [node.executor.engine for node in nodes]
+    engines = [node.worker.engine for node in nodes]
     if any(one.settings.withdraws or one.settled is not None for one in engines):
         return trace
     said = _said(nodes)
@@ -89,7 +89,7 @@ def _sequences(
     opened = {
         server: iter(
             entry.event.sequence
-            for entry in node.executor.log or ()
+            for entry in node.worker.log or ()
             if isinstance(entry.event, SequenceOpened)
         )
         for server, node in enumerate(nodes)
@@ -117,9 +117,9 @@ def _said(nodes: Sequence[Node]) -> dict[tuple[type, int, int], list[Said]]:
     """
     said: dict[tuple[type, int, int], list[Said]] = defaultdict(list)
     for node in nodes:
-        engines = node.executor.engines
+        engines = node.worker.engines
         state = engines[0].start()
-        for entry in node.executor.log or ():
+        for entry in node.worker.log or ():
             event = entry.event
             if isinstance(event, (Routed, Executed)):
                 wave = state.waves[event.wave]

@@ -40,8 +40,8 @@ from trimmoe.models.base import MoEView, Routing, TokenBatch
 from trimmoe.runtime.counters import ExpertCounter
 from trimmoe.runtime.drafter import Drafter
 from trimmoe.runtime.node.compute.completion import completed, trailed
-from trimmoe.runtime.node.compute.execution import run_and_ship
 from trimmoe.runtime.node.compute.draft_runner import DraftRunner
+from trimmoe.runtime.node.compute.execution import run_and_ship
 from trimmoe.runtime.node.compute.pace import Pace
 from trimmoe.runtime.node.compute.runner import ModelRunner
 from trimmoe.runtime.node.compute.segments import Segments

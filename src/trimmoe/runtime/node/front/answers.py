@@ -26,8 +26,8 @@ from trimmoe.runtime.service import FinishReason, TokenEvent, quality
 
 
 class Answers:
-    """Of all attempts under way at one front end; `job_of` finds a sequence's request, `end` is told
-    of those that are complete."""
+    """Of all attempts under way at one front end; `job_of` finds a sequence's request, `end` is
+    told of those that are complete."""
 
     def __init__(
         self,

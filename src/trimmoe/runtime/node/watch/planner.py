@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import math
 from collections.abc import Callable
-from concurrent.futures import Worker as Pool
+from concurrent.futures import Executor as Pool
 from dataclasses import replace
 from itertools import chain
 from typing import TypeVar
