@@ -18,8 +18,8 @@ from checkpoints import DECODERS, Folder, written_once
 from trimmoe.core.errors import UserError
 from trimmoe.core.precision import GROUP, Precision
 from trimmoe.models.compiled import forget_outdated
+from trimmoe.models.compiled.calls import multiply
 from trimmoe.models.compiled.lanes import Format
-from trimmoe.models.compiled.product import product
 from trimmoe.models.compiled.view import CompiledView
 from trimmoe.models.exact import exact_logits, greedy
 from trimmoe.models.load import model_spec, open_model
@@ -42,14 +42,14 @@ def _open(path: Path, **options: object) -> CompiledView:
 
 def _times(matrix: Packed, x: np.ndarray, threads: int = 1) -> np.ndarray:
     """The product with rows [n, K], [n, J]."""
-    from trimmoe.models.compiled.step import wide
+    from trimmoe.models.compiled.calls import wide
     from trimmoe.models.compiled.tables import record
 
     rows = np.zeros((x.shape[0], matrix.padded_columns), dtype=np.float32)
     rows[:, : x.shape[1]] = x
     out = np.empty((x.shape[0], wide(matrix.shape[0])), dtype=np.float32)
     (held,) = placed([matrix])
-    product(record(held), rows, x.shape[0], out, threads, 0)
+    multiply(record(held), rows, x.shape[0], out, threads)
     return out[:, : matrix.shape[0]]
 
 
@@ -110,13 +110,13 @@ import numpy as np
 from trimmoe.models.compiled import lanes
 lanes._PAIRS_AT_ONCE = ""
 from trimmoe.core.precision import GROUP, Precision
-from trimmoe.models.compiled.product import product
+from trimmoe.models.compiled.calls import multiply
 from trimmoe.models.compiled.tables import record
 from trimmoe.models.quantise import pack, placed
 weights, x = np.load(sys.argv[1]), np.load(sys.argv[2])
 out = np.empty((x.shape[0], weights.shape[0]), dtype=np.float32)
 (matrix,) = placed([pack(weights, Precision.INT8)])
-product(record(matrix), x, x.shape[0], out, 1, 0)
+multiply(record(matrix), x, x.shape[0], out, 1)
 np.save(sys.argv[3], out)
 """
 

@@ -14,8 +14,10 @@ from pathlib import Path
 from filelock import FileLock
 
 _COMPILED = (
+    "apart",
     "attending",
     "attention",
+    "calls",
     "columns",
     "delta_step",
     "gating",

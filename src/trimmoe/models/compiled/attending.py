@@ -6,8 +6,15 @@ Shapes: n rows, d the hidden size, H heads and G of keys and values. Buffers are
 from __future__ import annotations
 
 import numpy as np
+from numba import types
 
+from trimmoe.models.compiled.apart import apart
 from trimmoe.models.compiled.attention import (
+    F2,
+    I1,
+    PLACES,
+    ROTARY,
+    SHAPE,
     address,
     attention,
     floats,
@@ -44,16 +51,16 @@ from trimmoe.models.compiled.columns import (
 from trimmoe.models.compiled.delta_step import delta
 from trimmoe.models.compiled.kinds import NORM_HEADS, NORM_WHOLE
 from trimmoe.models.compiled.lanes import LANES, exp_lanes
-from trimmoe.models.compiled.latent_step import RUN_EXPAND, RUN_KEYS, RUN_QUERIES, latent
+from trimmoe.models.compiled.latent_step import latent_keys, latent_queries, latent_values
 from trimmoe.models.compiled.product import DATA, IN, OUT, RECORD, product
 
 
-@jit
+@apart(SHAPE, I1, types.int64, F2, types.int64, F2)
 def times(shape, block, column, x, rows, out):
     product(block[column : column + RECORD], x, rows, out, shape.threads, 0)
 
 
-@jit
+@apart(F2, types.int64, types.int64)
 def biased(x, bias, size):
     """Add a vector, of which the address is given, to each row."""
     if bias != 0:
@@ -89,7 +96,7 @@ def _queries(shape, block, normed, rotary, positions):
     count, size = normed.shape[0], shape.heads * shape.head
     query = np.zeros((count, wide(size)), dtype=np.float32)
     if shape.latent > 0:
-        latent(shape, block, RUN_QUERIES, normed, rotary, positions, query)
+        latent_queries(shape, block, normed, rotary, positions, query)
         return query
     times(shape, block, QUERY, normed, count, query)
     biased(query, block[QUERY_BIAS], size)
@@ -102,7 +109,7 @@ def _keys_values(shape, block, normed, rotary, positions):
     """Keys and values [n, wide(G * head)] of rows [n, wide(d)]."""
     if shape.latent > 0:
         compressed = np.zeros((normed.shape[0], wide(shape.head)), dtype=np.float32)
-        latent(shape, block, RUN_KEYS, normed, rotary, positions, compressed)
+        latent_keys(shape, block, normed, rotary, positions, compressed)
         return compressed, compressed
     count, size = normed.shape[0], shape.kv_heads * shape.head
     padded = whole_panels(size)
@@ -155,14 +162,14 @@ def _mixed(shape, block, normed, rotary, places, slab, aside):
     attention(shape, window, sinks, query, key, value, places, keys, values, aside, mixed)
     if shape.latent > 0:
         expanded = np.zeros((normed.shape[0], wide(shape.heads * shape.value)), dtype=np.float32)
-        latent(shape, block, RUN_EXPAND, mixed, rotary, places[1], expanded)
+        latent_values(shape, block, mixed, expanded)
         mixed = expanded
     if block[GATE + OUT] > 0:
         _gated(shape, block, normed, mixed)
     return mixed
 
 
-@jit
+@apart(SHAPE, I1, F2, ROTARY, PLACES, I1, types.boolean)
 def attend(shape, block, hidden, rotary, places, slab, aside):
     """Attention of one block with its residual, on hidden [n, wide(d)] in place; `slab` is where
     what it keeps is, as `segment` has it."""
@@ -180,7 +187,7 @@ def attend(shape, block, hidden, rotary, places, slab, aside):
             hidden[r, i] += normed[r, i]
 
 
-@jit
+@apart(SHAPE, I1, F2, ROTARY, PLACES, I1)
 def leave(shape, block, hidden, rotary, places, slab):
     """Only keep what later tokens need of hidden [n, wide] in a block."""
     normed = np.zeros_like(hidden)

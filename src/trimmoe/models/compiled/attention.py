@@ -6,13 +6,14 @@ with zeros to a multiple of `GROUP`.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_type_hints
 
 import numpy as np
 from numba import njit, prange, types
 from numba.core import cgutils
 from numba.np.numpy_support import carray
 
+from trimmoe.models.compiled.apart import apart
 from trimmoe.models.compiled.columns import HEAD, KV_HEADS, TURNED
 from trimmoe.models.compiled.kinds import GATED_SILU, SCORES_SOFTMAX
 from trimmoe.models.compiled.lanes import LANES, exp_lanes, intrinsic, make_dots, make_mix
@@ -72,6 +73,15 @@ class Shape(NamedTuple):
     """Numbers that a head gives there."""
     threads: int = 1
     """That large products and long prompts may use."""
+
+
+_OF = {int: types.int64, float: types.float64, bool: types.boolean}
+SHAPE = types.NamedTuple([_OF[each] for each in get_type_hints(Shape).values()], Shape)
+# Of numbers: vectors, tables, and what is kept of sequences.
+I1, I2 = types.Array(types.int64, 1, "C"), types.Array(types.int64, 2, "C")
+F2, F4 = types.Array(types.float32, 2, "C"), types.Array(types.float32, 4, "C")
+D2 = types.Array(types.float64, 2, "C")
+ROTARY, PLACES = types.UniTuple(F2, 2), types.UniTuple(I1, 2)
 
 
 @jit
@@ -135,7 +145,7 @@ def slabs_of(shape, slab):
     return keys, carray(pointer(slab[1]), sizes, np.float32)
 
 
-@jit
+@apart(F2, types.int64, types.int64, types.float64, F2)
 def norm(x, weight, size, epsilon, out):
     """RMS norm of each row of x [n, wide] into out; `weight` is an address."""
     steps = wide(size) // LANES
@@ -181,7 +191,7 @@ def rotate(x, heads, head, first, size, rotary, begin, positions):
                 x[r, start + half + i] = b * cosine[at, far] + a * sine[at, far]
 
 
-@jit
+@apart(F2, types.int64, types.Array(types.float32, 1, "C"))
 def weigh(scores, count, total):
     """Softmax of the first `count` of each row of scores [R, wide], scaled already, in place."""
     whole = count // LANES * LANES
@@ -234,7 +244,7 @@ def attention(shape, window, sinks, query, key, value, places, keys, values, asi
     `key` and `value` [n, G * head] are the rows' own. They are written into the slabs first; those
     that are looked at `aside` see their own only, and what was there before is put back.
     """
-    count, longest = query.shape[0], 0
+    count, longest = query.shape[0], np.int64(0)
     for r in range(count):
         longest = max(longest, places[1][r] + 1)
     if aside:
@@ -273,7 +283,9 @@ def _parallel(shape, window, sinks, query, places, keys, values, out, longest):
             _some(shape, window, sinks, query, places, keys, values, out, r, r + 1, longest)
 
 
-@jit
+@apart(
+    SHAPE, types.int64, types.int64, F2, PLACES, F4, F4, F2, types.int64, types.int64, types.int64
+)
 def _some(shape, window, sinks, query, places, keys, values, out, first, last, longest):
     """The rows [first, last)."""
     slots, positions = places

@@ -11,16 +11,18 @@ from torch import Tensor
 
 from trimmoe.core.precision import Precision
 from trimmoe.models.cache import SNAPSHOTS
-from trimmoe.models.compiled import columns
+from trimmoe.models.compiled import columns, delta_step
+from trimmoe.models.compiled.apart import prepare
 from trimmoe.models.compiled.attention import wide
 from trimmoe.models.compiled.caching import StateSizes
-from trimmoe.models.compiled.delta_step import INPUTS, KNOWN, channels, function, state_size
+from trimmoe.models.compiled.delta_step import INPUTS, KNOWN, channels, state_size
 from trimmoe.models.compiled.packing import packed
 from trimmoe.models.compiled.tables import Tables
 
 
 def add_delta(tables: Tables, block: int, mixer: Any, precision: Precision) -> None:
     """Note what linear attention of a block is made of."""
+    prepare(delta_step)
     inputs, gates, shares, decays = _projections(mixer)
     tables.matrix(
         block,
@@ -33,7 +35,6 @@ def add_delta(tables: Tables, block: int, mixer: Any, precision: Precision) -> N
     )
     width = mixer.conv_kernel_size
     known = (
-        function().address,
         mixer.num_k_heads,
         mixer.num_v_heads,
         mixer.head_k_dim,

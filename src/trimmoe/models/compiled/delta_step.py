@@ -4,20 +4,22 @@ A head keeps a matrix S [key, value]. A token lets it decay and writes into it b
 key reads there differs from its value; its query reads it then. What comes of a token depends on
 the state before it alone, so tokens of a sequence that come together pass in turn, head by head.
 
-Compiled by itself when a model that has it is first opened, and called by its address, as
-`latent_step` is. Shapes: n rows, H heads of values, K of keys. Buffers are `wide`.
+Compiled when a model that has it is first opened. Shapes: n rows, H heads of values, K of keys.
+Buffers are `wide`.
 """
 
 from __future__ import annotations
 
-from functools import cache
-from typing import Any
-
 import numpy as np
-from numba import cfunc, get_num_threads, njit, prange, types
+from numba import njit, prange
 from numba.np.numpy_support import carray
 
+from trimmoe.models.compiled.apart import apart
 from trimmoe.models.compiled.attention import (
+    F2,
+    I1,
+    PLACES,
+    SHAPE,
     address,
     floats,
     integers,
@@ -26,23 +28,21 @@ from trimmoe.models.compiled.attention import (
     whole_panels,
     wide,
 )
-from trimmoe.models.compiled.columns import COLUMNS, DELTA, KEY_VALUE, QUERY
-from trimmoe.models.compiled.lanes import LANES, calling, exp_lanes, intrinsic, make_dots, make_mix
+from trimmoe.models.compiled.columns import DELTA, KEY_VALUE, QUERY
+from trimmoe.models.compiled.lanes import LANES, exp_lanes, make_dots, make_mix
 from trimmoe.models.compiled.product import RECORD, product
 
 (
-    RUN, KEY_HEADS, HEADS, KEY, VALUE, WIDTH, RING, INPUTS, CONVOLUTION, DECAY, STEP_BIAS, NORM,
-    EPSILON,
-) = range(13)  # fmt: skip
-"""Columns of what is known of a block: the address of its function; heads of keys and of values and
-their sizes; tokens that the convolution sees; states and inputs that are kept of a sequence; the
-addresses of the convolution's weights [WIDTH, wide(channels)], of how fast heads forget and of what
-is added to their steps [H], of the weights of the norm [VALUE] and its epsilon.
+    KEY_HEADS, HEADS, KEY, VALUE, WIDTH, RING, INPUTS, CONVOLUTION, DECAY, STEP_BIAS, NORM, EPSILON,
+) = range(12)  # fmt: skip
+"""Columns of what is known of a block: heads of keys and of values and their sizes; tokens that the
+convolution sees; states and inputs that are kept of a sequence; the addresses of the convolution's
+weights [WIDTH, wide(channels)], of how fast heads forget and of what is added to their steps [H],
+of the weights of the norm [VALUE] and its epsilon.
 
 The matrix `QUERY` gives queries, keys and values, then gates, `KEY_VALUE` how much is written and
 then how much decays."""
-KNOWN = 13
-_ARGUMENTS = 12
+KNOWN = 12
 _LEAST = np.float32(1e-6)
 _dot = make_dots(1, 1)
 _mix2x4, _mix2x2, _mix2x1 = make_mix(2, 4), make_mix(2, 2), make_mix(2, 1)
@@ -242,18 +242,24 @@ def _heads_apart(known, rows, gates, shares, decays, slots, positions, states, o
             _head(known, h, rows, gates, shares, decays, slots, positions, states, out)
 
 
-@jit
-def _delta(known, block, normed, slots, positions, states, inputs, lacking, out, threads):
-    """What heads give of rows [n, wide(d)], into out [n, wide(H * VALUE)]."""
-    count, heads = normed.shape[0], known[HEADS]
-    _noted(known, slots, positions, states, lacking)
+@apart(SHAPE, I1, F2, PLACES, I1, F2)
+def delta(shape, block, normed, places, slab, out):
+    """What heads give of rows [n, wide(d)], into out [n, wide(H * VALUE)].
+
+    `slab`: addresses of states and of inputs of the convolution, slots, and the address where it
+    says how long a sequence is whose state it lacks.
+    """
+    known, threads = integers(block[DELTA], 1, KNOWN)[0], shape.threads
+    slots, positions = places
+    states, count, heads = slab[0], normed.shape[0], known[HEADS]
+    _noted(known, slots, positions, states, integers(slab[3], 1, 1)[0])
     padded = whole_panels(channels(known))
     both = np.empty((count, padded + whole_panels(heads * known[VALUE])), dtype=np.float32)
     product(block[QUERY : QUERY + RECORD], normed, count, both, threads, 0)
     steps = np.empty((count, 2 * whole_panels(heads)), dtype=np.float32)
     product(block[KEY_VALUE : KEY_VALUE + RECORD], normed, count, steps, threads, 0)
     rows = np.empty((count, wide(channels(known))), dtype=np.float32)
-    _convolved(known, both, slots, positions, inputs, rows)
+    _convolved(known, both, slots, positions, slab[1], rows)
     shares, decays = np.empty((count, heads), np.float32), np.empty((count, heads), np.float32)
     _steps(known, steps, shares, decays)
     if threads > 1 and count > 1:
@@ -261,50 +267,3 @@ def _delta(known, block, normed, slots, positions, states, inputs, lacking, out,
     else:
         for h in range(heads):
             _head(known, h, rows, both, shares, decays, slots, positions, states, out)
-
-
-def _run(
-    info, block, x, x_next, count, slots, positions, slab, out, out_next, threads
-):  # fmt: skip
-    """The same of arrays at these addresses; `x_next` and `out_next` are floats from row to row."""
-    known, own = integers(info, 1, KNOWN)[0], integers(slab, 1, 4)[0]
-    rows = carray(pointer(x), (count, x_next), np.float32)
-    made = carray(pointer(out), (count, out_next), np.float32)
-    _delta(
-        known, integers(block, 1, COLUMNS)[0], rows, integers(slots, 1, count)[0],
-        integers(positions, 1, count)[0], own[0], own[1], integers(own[3], 1, 1)[0], made, threads,
-    )  # fmt: skip
-
-
-@cache
-def function() -> Any:
-    """What is compiled."""
-    # What threads need is named in what is kept of this function, and is not there before.
-    get_num_threads()
-    return cfunc(types.void(*[types.int64] * (_ARGUMENTS - 1)), cache=True)(_run)
-
-
-@intrinsic
-def _call(
-    typingctx, function, info, block, x, x_next, count, slots, positions, slab, out, out_next,
-    threads,
-):  # fmt: skip  # pyright: ignore
-    """Call it by its address."""
-    return calling(_ARGUMENTS - 1)
-
-
-@jit
-def delta(shape, block, x, places, slab, out):
-    """Run it on rows x [n, wide] into `out`. `slab`: addresses of states and of inputs of the
-    convolution, slots, and the address where it says how long a sequence is whose state it
-    lacks."""
-    known = integers(block[DELTA], 1, KNOWN)
-    slots, positions = places
-    _call(
-        known[0, RUN], block[DELTA], address(block), address(x), x.shape[1], x.shape[0],
-        address(slots), address(positions), address(slab), address(out), out.shape[1],
-        shape.threads,
-    )  # fmt: skip
-    # Only their addresses went into the call: without a use after it they would be freed before.
-    if x.size < 0 or out.size < 0 or slots.size < 0 or positions.size < 0:
-        out[0, 0] = 0.0

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from trimmoe.core.precision import Precision
-from trimmoe.models.compiled import columns
-from trimmoe.models.compiled.latent_step import KNOWN, functions
+from trimmoe.models.compiled import columns, latent_step
+from trimmoe.models.compiled.apart import prepare
+from trimmoe.models.compiled.latent_step import KNOWN
 from trimmoe.models.compiled.packing import packed
 from trimmoe.models.compiled.tables import Tables
 
@@ -26,6 +27,7 @@ def is_latent(attention: Any) -> bool:
 
 def add_latent(tables: Tables, block: int, attention: Any, precision: Precision) -> None:
     """Note what attention of a block is made of."""
+    prepare(latent_step)
     turned, in_pairs = attention.qk_rope_head_dim, turns_pairs(attention)
     key = attention.kv_a_proj_with_mqa.weight
     key = _halves(key, turned) if in_pairs else key
@@ -43,7 +45,6 @@ def add_latent(tables: Tables, block: int, attention: Any, precision: Precision)
     tables.vector(block, columns.KEY_NORM, attention.kv_a_layernorm.weight)
     plain = attention.qk_nope_head_dim
     known = (
-        *(one.address for one in functions()),
         attention.num_heads,
         attention.kv_lora_rank,
         plain,

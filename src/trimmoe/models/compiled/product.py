@@ -16,6 +16,7 @@ from numba import cfunc, njit, prange, types
 from numba.misc.special import literally
 
 from trimmoe.core.precision import GROUP
+from trimmoe.models.compiled.apart import apart
 from trimmoe.models.compiled.lanes import (
     LANES,
     Format,
@@ -41,6 +42,7 @@ _ARGUMENTS = 16
 # of a panel's width with AVX-512; elsewhere sixteen, and a panel takes two.
 _MANY, _Q8_ROWS = (2, 6) if get_host_cpu_features().get("avx512f") else (1, 3)
 _Q8 = int(Format.Q8)
+_I1, _F2 = types.Array(types.int64, 1, "C"), types.Array(types.float32, 2, "C")
 # Weights come from memory as fast as it gives them where they are read from one end to the other, a
 # panel at a time for all rows, and what comes so many bytes later is fetched meanwhile: far enough
 # for memory to answer in time. That pays for so many rows, for more of them in whole numbers, with
@@ -157,7 +159,7 @@ def _shared(matrix, panels, threads, x, x_next, rows, g, g_next, out, out_next):
         )  # fmt: skip
 
 
-@njit(nogil=True, error_model="numpy", cache=True)
+@apart(_I1, _F2, types.int64, _F2, types.int64, types.int64)
 def product(matrix, x, rows, out, threads, after):
     """out[r] = matrix @ x[r] for the first `rows` rows of x [n, >= K] and out [n, >= J].
 

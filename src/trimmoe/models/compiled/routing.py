@@ -7,8 +7,19 @@ from __future__ import annotations
 
 import numpy as np
 
+from trimmoe.models.compiled.apart import apart
 from trimmoe.models.compiled.attending import biased, times
-from trimmoe.models.compiled.attention import address, floats, jit, norm, weigh
+from trimmoe.models.compiled.attention import (
+    F2,
+    I1,
+    I2,
+    SHAPE,
+    address,
+    floats,
+    jit,
+    norm,
+    weigh,
+)
 from trimmoe.models.compiled.columns import CORRECTION, ROUTER, ROUTER_BIAS, ROUTER_NORM, SCALES
 from trimmoe.models.compiled.kinds import SCORES_SIGMOID
 from trimmoe.models.compiled.lanes import LANES, exp_lanes
@@ -24,7 +35,7 @@ def asked(shape, block, hidden, normed):
     return own
 
 
-@jit
+@apart(SHAPE, I1, F2, F2, F2, I2, F2)
 def route(shape, block, normed, logits, probabilities, experts, gates):
     """Router: logits and each expert's share of all scores [n, wide(E)], the k experts chosen
     [n, k], that of most score first, with their gates."""

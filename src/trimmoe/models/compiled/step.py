@@ -7,9 +7,18 @@ padded with zeros to a multiple of `GROUP`. What blocks are made of is in `table
 from __future__ import annotations
 
 import numpy as np
+from numba import types
 
+from trimmoe.models.compiled.apart import apart
 from trimmoe.models.compiled.attending import attend, leave, times
 from trimmoe.models.compiled.attention import (
+    D2,
+    F2,
+    I1,
+    I2,
+    PLACES,
+    ROTARY,
+    SHAPE,
     Shape,
     address,
     floats,
@@ -49,7 +58,7 @@ def read(shape, block, hidden, normed):
     norm(hidden, block[EXPERTS_NORM], shape.hidden, shape.epsilon, normed)
 
 
-@jit
+@apart(SHAPE, I1, F2, types.int64, F2)
 def dense(shape, block, normed, after, out):
     """The shared expert of a block, or its whole MLP where nothing is routed: [n, wide(d)]. What is
     read `after` it is as in `routed`."""
@@ -90,7 +99,7 @@ def _following(counts, weights, expert, after):
     return after
 
 
-@jit
+@apart(SHAPE, I2, F2, I2, F2, types.int64, D2)
 def routed(shape, weights, normed, experts, gates, after, out):
     """Add to `out`, float64 [n, wide(d)], gate times expert of `experts` [n, k], -1 for none.
 
@@ -111,7 +120,8 @@ def routed(shape, weights, normed, experts, gates, after, out):
     for e in range(counts.shape[0]):
         if counts[e] == 0:
             continue
-        found = 0
+        # Of a type of its own: what is called with a plain zero is compiled for that too.
+        found = np.int64(0)
         for r in range(count):
             for j in range(slots):
                 if experts[r, j] == e:
@@ -140,7 +150,7 @@ def routed(shape, weights, normed, experts, gates, after, out):
                     out[r, i] += np.float64(np.float32(gate * each[r * slots + j, i]))
 
 
-@jit
+@apart(SHAPE, I1, F2, ROTARY, PLACES, I1, types.boolean)
 def dense_block(shape, block, hidden, rotary, places, slab, aside):
     """A whole block without routed experts, on hidden [n, wide] in place."""
     attend(shape, block, hidden, rotary, places, slab, aside)
@@ -152,7 +162,7 @@ def dense_block(shape, block, hidden, rotary, places, slab, aside):
             hidden[r, i] += given[r, i]
 
 
-@jit
+@apart(SHAPE, I1, F2, D2, D2)
 def behind(shape, block, hidden, given, out):
     """Into `out`, float64 [n, wide], a layer's output where norms follow its experts, of which the
     routed ones gave `given`, float64 [n, wide]."""
@@ -175,7 +185,7 @@ def behind(shape, block, hidden, given, out):
             out[r, i] = (hidden[r, i] + both[r, i]) * scale
 
 
-@jit
+@apart(SHAPE, I1, I2, F2, F2, I2, F2, types.int64, D2)
 def gathered(shape, block, weights, hidden, normed, experts, gates, after, out):
     """Into `out`, float64 [n, wide], hidden and what a layer's experts give."""
     if block[BOTH_POST] != 0:
@@ -197,7 +207,7 @@ def gathered(shape, block, weights, hidden, normed, experts, gates, after, out):
     routed(shape, weights, normed, experts, gates, after, out)
 
 
-@jit
+@apart(SHAPE, I1, I2, F2, F2, I2, F2, types.int64)
 def finish(shape, block, weights, hidden, normed, experts, gates, after):
     """What a layer's experts give, added to hidden [n, wide] in place; `after` is what is read
     next."""

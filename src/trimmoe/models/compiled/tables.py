@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -12,8 +13,10 @@ from torch import Tensor
 
 from trimmoe.core.precision import Precision
 from trimmoe.core.stand_ins import FORMS, number_of
-from trimmoe.models.compiled import columns
+from trimmoe.models.compiled import columns, product
+from trimmoe.models.compiled.apart import prepare
 from trimmoe.models.compiled.attention import Shape
+from trimmoe.models.compiled.lanes import Format
 from trimmoe.models.compiled.packing import packed
 from trimmoe.models.compiled.product import (
     DATA,
@@ -159,6 +162,13 @@ def record(matrix: Packed, last: Packed | None = None) -> NDArray[np.int64]:
     assert len(matrix.data) == 1 or matrix.data.strides[0] == columns[NEXT], "not `placed`"
     columns[END] = last.data.ctypes.data + last.nbytes
     columns[FORMAT], columns[OUT] = matrix.form, matrix.shape[0]
-    columns[RUN] = product_of(matrix.form).address
+    columns[RUN] = _run_of(matrix.form)
     columns[IN] = matrix.padded_columns
     return columns
+
+
+@cache
+def _run_of(form: Format) -> int:
+    """The address of the product with matrices of a format."""
+    prepare(product)
+    return product_of(form).address

@@ -26,11 +26,11 @@ from trimmoe.models.base import (
 )
 from trimmoe.models.batching import describe
 from trimmoe.models.cache import KVCache
-from trimmoe.models.compiled import columns, one_at_a_time, step
+from trimmoe.models.compiled import calls, columns, one_at_a_time
 from trimmoe.models.compiled.caching import BlockCache
 from trimmoe.models.compiled.delta import sizes_of
 from trimmoe.models.compiled.lanes import LANES
-from trimmoe.models.compiled.product import RECORD, product
+from trimmoe.models.compiled.product import RECORD
 from trimmoe.models.compiled.tables import ExpertParts, Tables, record
 from trimmoe.models.quantise import Packed, pack, pack_bits
 
@@ -89,6 +89,7 @@ class CompiledView(MoEView):
         self._layouts: dict[object, tuple[BoolArray, BoolArray]] = {}
         """Tables of experts by layer and by block, by where the former are in memory, which they
         keep."""
+        calls.prepare_all()
         with one_at_a_time():
             self._warm_up()
 
@@ -173,10 +174,10 @@ class CompiledView(MoEView):
         rows = widened(hidden)
         block, shape = self._tables.blocks[self._tables.block_of[layer]], self._tables.shape
         found = _Found.of(shape, 0, rows.shape[0])
-        step.read(shape, block, rows, found.normed)
-        reads = step.asked(shape, block, rows, found.normed)
+        calls.read(shape, block, rows, found.normed)
+        reads = calls.asked(shape, block, rows, found.normed)
         experts = np.empty((rows.shape[0], shape.top_k), dtype=np.int64)
-        step.route(shape, block, reads, found.logits, found.probabilities, experts, found.gates)
+        calls.route(shape, block, reads, found.logits, found.probabilities, experts, found.gates)
         return self._routing(found, experts)
 
     def shared(self, layer: int, hidden: Tensor, *, normed: Tensor | None = None) -> Tensor | None:
@@ -185,7 +186,7 @@ class CompiledView(MoEView):
         block, shape = self._tables.blocks[self._tables.block_of[layer]], self._tables.shape
         rows = self._read(layer, hidden, normed)
         given = np.zeros_like(rows)
-        step.dense(shape, block, rows, 0, given)
+        calls.dense(shape, block, rows, given)
         return self._narrowed(given)
 
     def experts(
@@ -201,7 +202,7 @@ class CompiledView(MoEView):
         given = np.zeros(rows.shape, dtype=np.float64)
         chosen, weights = self._slots(layer, experts.numpy(), gates)
         shape, _, here = self._stack(layer)
-        step.routed(shape, here, rows, chosen, weights, 0, given)
+        calls.routed(shape, here, rows, chosen, weights, given)
         return self._narrowed(given)
 
     def give(
@@ -215,7 +216,7 @@ class CompiledView(MoEView):
     ) -> Tensor:
         rows, read = widened(hidden), self._read(layer, hidden, normed)
         chosen, weights = self._slots(layer, experts, gates)
-        step.finish(*self._stack(layer), rows, read, chosen, weights, 0)
+        calls.finish(*self._stack(layer), rows, read, chosen, weights)
         return self._narrowed(rows)
 
     def gathered(
@@ -230,7 +231,7 @@ class CompiledView(MoEView):
         rows, read = widened(hidden), self._read(layer, hidden, normed)
         chosen, weights = self._slots(layer, experts, gates)
         total = np.empty(rows.shape, dtype=np.float64)
-        step.gathered(*self._stack(layer), rows, read, chosen, weights, 0, total)
+        calls.gathered(*self._stack(layer), rows, read, chosen, weights, total)
         return self._narrowed(total)
 
     def gathered_part(
@@ -267,7 +268,7 @@ class CompiledView(MoEView):
         rows, wide = widened(hidden), widened(given.double())
         total = np.empty(rows.shape, dtype=np.float64)
         shape, block, _ = self._stack(layer)
-        step.behind(shape, block, rows, wide, total)
+        calls.behind(shape, block, rows, wide, total)
         return self._narrowed(total)
 
     def head(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
@@ -278,8 +279,8 @@ class CompiledView(MoEView):
     def logits(self, hidden: Tensor) -> Tensor:
         rows = widened(self._normed_last(hidden))
         vocabulary = self.spec.vocab_size
-        out = np.empty((rows.shape[0], step.wide(vocabulary)), dtype=np.float32)
-        product(self._head_record, rows, rows.shape[0], out, self._tables.shape.threads, 0)
+        out = np.empty((rows.shape[0], calls.wide(vocabulary)), dtype=np.float32)
+        calls.multiply(self._head_record, rows, rows.shape[0], out, self._tables.shape.threads)
         logits, cap = torch.from_numpy(out)[:, :vocabulary], self._parts.logit_cap
         return logits if cap is None else torch.tanh(logits / cap) * cap
 
@@ -303,13 +304,13 @@ class CompiledView(MoEView):
         tables, count = self._tables, hidden.shape[0]
         begin, _ = self._blocks_of(first)
         wanted = kept_at if kept_at is not None and first <= kept_at < last else None
-        wide = step.wide(tables.shape.hidden)
+        wide = calls.wide(tables.shape.hidden)
         kept = np.empty((0 if wanted is None else count, wide), dtype=np.float32)
         end = tables.block_of[last - 1] + 1
         found = _Found.of(tables.shape, tables.blocks.shape[0], count)
         by_block = self._by_block(settled)
         rows, places = widened(hidden), self._places(batch)
-        stopped = step.segment(
+        stopped = calls.segment(
             tables.shape,
             tables.blocks,
             (begin, end),
@@ -425,7 +426,7 @@ class CompiledView(MoEView):
         tables, rows = self._tables, widened(hidden)
         maps = maps or self._no_maps
         begin, end = self._blocks_of(first)[0], tables.block_of[last - 1] + 1
-        step.home_segment(
+        calls.home_segment(
             tables.shape,
             tables.blocks,
             (begin, end),
@@ -483,7 +484,7 @@ class CompiledView(MoEView):
         slabs, rotary = cache.addresses(blocks, length), self._rotary_tables(length)
         for at in blocks:
             is_dense = tables.blocks[at, columns.LAYER] < 0
-            run = step.dense_block if is_dense else step.attend
+            run = calls.dense_block if is_dense else calls.attend
             run(tables.shape, tables.blocks[at], rows, rotary, places, slabs[at], aside)
         _check_states(cache)
 
@@ -492,7 +493,7 @@ class CompiledView(MoEView):
         slabs = cache.addresses(blocks, batch.length)
         rotary, places = self._rotary_tables(batch.length), self._places(batch)
         for at in blocks:
-            step.leave(tables.shape, tables.blocks[at], rows, rotary, places, slabs[at])
+            calls.leave(tables.shape, tables.blocks[at], rows, rotary, places, slabs[at])
         _check_states(cache)
 
     def _read(self, layer: int, hidden: Tensor, normed: Tensor | None) -> Floats:
@@ -502,10 +503,10 @@ class CompiledView(MoEView):
         block = self._tables.blocks[self._tables.block_of[layer]]
         rows = widened(hidden)
         out = np.zeros_like(rows)
-        step.read(self._tables.shape, block, rows, out)
+        calls.read(self._tables.shape, block, rows, out)
         return out
 
-    def _stack(self, layer: int) -> tuple[step.Shape, IntArray, IntArray]:
+    def _stack(self, layer: int) -> tuple[calls.Shape, IntArray, IntArray]:
         """The block with a layer's experts, and where each of them is."""
         tables, at = self._tables, self._tables.block_of[layer]
         return tables.shape, tables.blocks[at], tables.experts[at]
@@ -524,7 +525,7 @@ class CompiledView(MoEView):
         rows = widened(hidden)
         out = np.zeros_like(rows)
         shape, norm = self._tables.shape, self._parts.last_norm
-        step.norm(rows, norm.ctypes.data, shape.hidden, shape.epsilon, out)
+        calls.norm(rows, norm.ctypes.data, shape.hidden, shape.epsilon, out)
         return self._narrowed(out)
 
     def _routing(self, found: _Found, experts: IntArray) -> Routing:
@@ -560,7 +561,7 @@ class CompiledView(MoEView):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Found:
-    """Room for what routers say; shapes as `step.segment` has them."""
+    """Room for what routers say; shapes as `calls.segment` has them."""
 
     experts: IntArray
     logits: Floats
@@ -569,14 +570,14 @@ class _Found:
     normed: Floats
 
     @staticmethod
-    def of(shape: step.Shape, blocks: int, count: int) -> _Found:
-        wide = step.wide(shape.experts)
+    def of(shape: calls.Shape, blocks: int, count: int) -> _Found:
+        wide = calls.wide(shape.experts)
         return _Found(
             experts=np.empty((blocks, count, shape.top_k), dtype=np.int64),
             logits=np.empty((count, wide), dtype=np.float32),
             probabilities=np.empty((count, wide), dtype=np.float32),
             gates=np.empty((count, shape.top_k), dtype=np.float32),
-            normed=np.zeros((count, step.wide(shape.hidden)), dtype=np.float32),
+            normed=np.zeros((count, calls.wide(shape.hidden)), dtype=np.float32),
         )
 
 
@@ -595,8 +596,8 @@ def widened(rows: Tensor) -> Any:
     """A copy of [n, d] as wide rows, in the same precision."""
     given = rows.numpy()
     count, size = given.shape
-    if step.wide(size) == size:
+    if calls.wide(size) == size:
         return given.copy()
-    whole = np.zeros((count, step.wide(size)), dtype=given.dtype)
+    whole = np.zeros((count, calls.wide(size)), dtype=given.dtype)
     whole[:, :size] = given
     return whole

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from trimmoe.core.precision import Precision
+from trimmoe.models.compiled.calls import multiply
 from trimmoe.models.compiled.lanes import LANES
-from trimmoe.models.compiled.product import product
 from trimmoe.models.compiled.tables import record
 from trimmoe.models.compiled.view import widened
 from trimmoe.models.general.ports import ReaderPort, RouterPort
@@ -36,7 +36,7 @@ class Held:
         """Rows [n, K] times the matrix, float32 [n, J]; a row is the same in any company."""
         count, high = rows.shape[0], self.packed.shape[0]
         out = np.empty((count, high + -high % LANES), dtype=np.float32)
-        product(self._record, widened(rows.detach()), count, out, torch.get_num_threads(), 0)
+        multiply(self._record, widened(rows.detach()), count, out, torch.get_num_threads())
         return torch.from_numpy(out)[:, :high].contiguous()
 
 

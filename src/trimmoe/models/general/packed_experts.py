@@ -14,7 +14,7 @@ from torch import Tensor
 
 from trimmoe.core.precision import Precision
 from trimmoe.models.base import DROPPED
-from trimmoe.models.compiled import columns, step
+from trimmoe.models.compiled import calls, columns
 from trimmoe.models.compiled.kinds import NORM_NONE
 from trimmoe.models.compiled.tables import expert_record
 from trimmoe.models.compiled.view import widened
@@ -58,7 +58,8 @@ class GatedStack(ExpertStack):
             first, last = placed([pack_joined(halves, precision), last])
             self._kept.append((first, last))
             self._weights[expert] = expert_record(first, last)
-        self._shape = step.Shape(
+        calls.prepare_routed()
+        self._shape = calls.Shape(
             hidden=hidden,
             heads=1,
             kv_heads=1,
@@ -80,13 +81,12 @@ class GatedStack(ExpertStack):
             self._at(expert)
         rows = widened(normed.detach())
         given = np.zeros(rows.shape, dtype=np.float64)
-        step.routed(
+        calls.routed(
             self._shape._replace(threads=torch.get_num_threads()),
             self._weights,
             rows,
             np.ascontiguousarray(experts.numpy(), dtype=np.int64),
             np.ascontiguousarray(gates.detach().numpy(), dtype=np.float32),
-            0,
             given,
         )
         return torch.from_numpy(given)[:, : normed.shape[1]]
