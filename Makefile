@@ -55,7 +55,10 @@ suite: warm
 
 warm: $(STAMP)
 	$(BIN)/python -m compileall -q src tests
-	$(BIN)/python scripts/warm.py
+	@$(MAKE) --no-print-directory -j 2 warm-steps warm-decisions
+
+warm-%: $(STAMP)
+	$(BIN)/python scripts/warm.py $*
 
 bench: $(STAMP)
 	$(BIN)/python benchmarks/run_all.py --output bench-output $(if $(PEERS),--peers $(PEERS))

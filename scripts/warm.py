@@ -1,11 +1,15 @@
 """What two test processes would each do at once, done before: the embedded model, its plan and
-trace, and all that is compiled."""
+trace, and all that is compiled, `steps` of decoding and `decisions` side by side."""
 
 from __future__ import annotations
+
+import sys
 
 import torch
 
 import trimmoe
+from trimmoe.models.compiled import calls, delta_step, latent_step
+from trimmoe.models.compiled.apart import prepare
 from trimmoe.models.compiled.lanes import Format
 from trimmoe.models.compiled.product import product_of
 from trimmoe.models.embedded import ensure_embedded_model
@@ -14,12 +18,27 @@ from trimmoe.policy import settings
 from trimmoe.runtime.launch.artifacts import Artifacts
 from trimmoe.runtime.launch.kernels import compile_decisions
 
-for form in Format:
-    product_of(form)
-open_model(ensure_embedded_model(), dtype=torch.float32)
-model = trimmoe.load("embedded")
-plan = model.plan("local4")
-artifacts = Artifacts(profile=plan.profile, plan=plan.placed, model=model.spec)
-for each in (settings.exact(), settings.trimmoe()):
-    compile_decisions(artifacts, each)
-trimmoe.simulate(plan, rate=5, duration_s=1, warm_up_s=1, trace=plan.record(tokens=256))
+
+def steps() -> None:
+    """Compile what models compute with."""
+    open_model(ensure_embedded_model(), dtype=torch.float32)
+    for form in Format:
+        product_of(form)
+    prepare(latent_step, delta_step)
+
+
+def decisions() -> None:
+    """Compile what decides, and what the simulator runs; make what tests read."""
+    model = trimmoe.load("embedded")
+    plan = model.plan("local4")
+    artifacts = Artifacts(profile=plan.profile, plan=plan.placed, model=model.spec)
+    for each in (settings.exact(), settings.trimmoe()):
+        compile_decisions(artifacts, each)
+    # By now the steps are compiled too.
+    calls.prepare_all()
+    trace = plan.record(tokens=256)
+    trimmoe.simulate(plan, rate=5, duration_s=1, warm_up_s=1, trace=trace)
+
+
+if __name__ == "__main__":
+    {"steps": steps, "decisions": decisions}[sys.argv[1]]()
