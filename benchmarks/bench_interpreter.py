@@ -39,7 +39,7 @@ from trimmoe.runtime.service import ServedModel
 
 KERNELS = (
     "segment", "home_segment", "finish", "routed", "dense", "attend", "read", "route", "norm",
-    "multiply",
+    "multiply", "gathered", "behind", "dense_block", "leave",
 )  # fmt: skip
 PROMPT = tuple(range(300, 310))
 WARM_UP = 24
