@@ -29,8 +29,8 @@ _STRETCH = 512
 _UNROLLED = 4
 LINE = 64
 """Bytes of a cache line."""
-_FETCHED = 0, 3, 1
-"""To be read, soon, and data."""
+_FETCHED = 0, 2, 1
+"""To be read, into the second cache, and data: more than the first one can wait for is on its way."""
 _FETCHING_ROWS = 4
 
 
