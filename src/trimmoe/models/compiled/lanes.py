@@ -30,7 +30,7 @@ _UNROLLED = 4
 LINE = 64
 """Bytes of a cache line."""
 _FETCHED = 0, 2, 1
-"""To be read, into the second cache, and data: more than the first one can wait for is on its way."""
+"""To be read, into the second cache, and data; the first one can wait for few lines at a time."""
 _FETCHING_ROWS = 4
 
 
