@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trimmoe.core.errors import UserError
+from trimmoe.models.compiled.aside import compile_aside
 from trimmoe.runtime.launch.addresses import require_free
 from trimmoe.runtime.launch.config import ServeConfig
 from trimmoe.runtime.launch.deployment import Deployment, Report, open_deployment
@@ -129,6 +130,8 @@ class Machine:
             one_machine=False,
             tls=self._tls,
         )
+        if opened.config.device in (None, "auto", "cpu"):
+            compile_aside()
         compile_decisions(opened.artifacts, pieces.policy, pieces.maker)
         mine = [each for each in opened.endpoints if each.name in here]
         port = min(each.http_port for each in mine)
