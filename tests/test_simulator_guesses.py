@@ -21,6 +21,7 @@ from trimmoe.core.trace import Trace, load_trace
 from trimmoe.cost.model import Accounting
 from trimmoe.engine.guesses import Lead, guess_times_s, window
 from trimmoe.experiments.methods import make_engine
+from trimmoe.policy.build import make_policy
 from trimmoe.policy.settings import speculative
 from trimmoe.simulator.ahead import Ahead
 from trimmoe.simulator.arrivals import Requests
@@ -59,7 +60,8 @@ def guessing(one: World, guesses: int, guess_s: float) -> World:
     dense_s[0] = guess_s / LAYERS
     cost = replace(one.engine.cost, dense_s=dense_s)
     assert guess_times_s(cost, 1)[0] == pytest.approx(guess_s)
-    return replace(one, engine=replace(engine, cost=cost))
+    informed = make_policy(replace(one.deployment, cost=cost), one.profile, policy)
+    return replace(one, engine=replace(engine, cost=cost, policy=informed))
 
 
 def foreseen(one: World, tokens: Sequence[Guess], servers: int = 1) -> World:

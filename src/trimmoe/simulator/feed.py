@@ -52,6 +52,10 @@ class TraceFeed:
             exit_at=self._of("exit_at", layer, tokens),
         )
 
+    def experts(self, tokens: IntArray) -> IntArray:
+        """What tokens [n] activate, [n, N, k]."""
+        return self.trace.experts[tokens].astype(np.int64)
+
     def _of(self, name: str, layer: int, tokens: IntArray) -> np.ndarray:
         return self._layers[name][layer].take(tokens, axis=0)
 

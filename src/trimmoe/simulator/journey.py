@@ -16,6 +16,7 @@ from trimmoe.core.events import (
     Execute,
     Probe,
     Receipt,
+    SegmentRan,
     Strand,
     TokensImported,
     Trailed,
@@ -99,9 +100,78 @@ def travel(
 
     The accounts of its sequences must not be in `state`: receipts come back instead.
     """
-    count, layers = tokens.size, engine.cost.layer_count
-    journey = Itinerary.blank(count, layers, feed.trace.experts.shape[2])
-    event: Event = TokensImported(wave=TRAVELLING, tokens=wave, executing=False)
+    journey = Itinerary.blank(tokens.size, engine.cost.layer_count, feed.trace.experts.shape[2])
+    if engine.settled is None:
+        event: Event = TokensImported(wave=TRAVELLING, tokens=wave, executing=False)
+    else:
+        state, event = pass_segments(engine, state, wave, feed, tokens, journey)
+    return pass_layers(engine, state, event, wave, feed, tokens, last, journey)
+
+
+def pass_segments(
+    engine: Engine,
+    state: EngineState,
+    wave: Wave,
+    feed: TraceFeed,
+    tokens: IntArray,
+    journey: Itinerary,
+) -> tuple[EngineState, Event]:
+    """Take a wave through its layers, as many at a time as leave nothing to decide for any of its
+    tokens; what is left to tell the engine, with the state to tell it in."""
+    experts, layers = feed.experts(tokens), engine.cost.layer_count
+    free, at = _settled(engine, wave, experts), wave.layer
+    while True:
+        stops = np.flatnonzero(~free[:, at:].all(0))
+        stop = at + int(stops[0]) if stops.size else layers
+        journey.expert[:, at:stop] = experts[:, at:stop]
+        journey.server[:, at:stop] = wave.server[:, None, None]
+        journey.place[:, at : stop + 1] = wave.server[:, None]
+        event = SegmentRan(
+            wave=TRAVELLING,
+            tokens=wave,
+            experts=experts[:, at : stop + 1],
+            settled=stop - at,
+            routed=feed.routed(TRAVELLING, stop, tokens)
+            if engine.decides and stop < layers
+            else None,
+        )
+        if stop == layers:
+            return state, event
+        state, (execute, *rest) = engine.step(state, event)
+        assert isinstance(execute, Execute), "every expert has a host"
+        journey.expert[:, stop] = execute.slot_expert
+        journey.server[:, stop] = execute.slot_server
+        journey.place[:, stop + 1] = execute.destination
+        if not rest:
+            return state, feed.executed(TRAVELLING, stop, tokens)
+        (depart,) = rest
+        assert isinstance(depart, Depart)
+        wave, at = depart.tokens, stop + 1
+
+
+def _settled(engine: Engine, wave: Wave, experts: IntArray) -> BoolArray:
+    """Of tokens on their routes, which activate `experts` [n, N, k], the layers whose slots run
+    where they are and after which they stay, [n, N]."""
+    assert engine.settled is not None
+    route, layers = engine.routes[wave.route], np.arange(engine.cost.layer_count)
+    here: BoolArray = np.all(engine.settled[route[..., None], layers[:, None], experts], axis=2)
+    here[:, :-1] &= route[:, 1:] == route[:, :-1]
+    return here
+
+
+def pass_layers(
+    engine: Engine,
+    state: EngineState,
+    event: Event,
+    wave: Wave,
+    feed: TraceFeed,
+    tokens: IntArray,
+    last: BoolArray,
+    journey: Itinerary,
+) -> Itinerary:
+    """Take a wave that the engine is told of by `event` through the layers that are left, one at a
+    time."""
+    layers = engine.cost.layer_count
     state, commands = engine.step(state, event)
     pending: list[Command] = list(commands)
     while pending:
