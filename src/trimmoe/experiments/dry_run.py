@@ -30,9 +30,7 @@ def print_dry_run(
     require_served(config)
     sizes, machines = sizes_from_config(config, precision), load_cluster(cluster)
     reserve = sizes.cache_bytes(RESERVED_TOKENS)
-    fit = dry_run(
-        machines, sizes.spec, extra_bytes=sizes.encoder_expert_bytes, kv_reserve_bytes=reserve
-    )
+    fit = dry_run(machines, sizes.spec, kv_reserve_bytes=reserve)
     for line in _sizes(sizes):
         console.print(line, highlight=False)
     console.print(_table(machines, sizes, fit))
@@ -49,7 +47,7 @@ def _sizes(sizes: ModelSizes) -> list[str]:
         "weights, on disk and to fetch.",
         f"{sizes.parameters / 1e9:.2f} billion parameters, {sizes.active_parameters / 1e9:.2f} "
         f"active; as {held} all of it takes "
-        f"{human_bytes(spec.dense_bytes + spec.total_expert_bytes + sizes.encoder_expert_bytes)}.",
+        f"{human_bytes(spec.dense_bytes + spec.total_expert_bytes)}.",
         f"{spec.layer_count} MoE layers of {spec.expert_count} experts, {spec.top_k} a token: "
         f"{human_bytes(spec.total_expert_bytes)} of experts, "
         f"{human_bytes(int(spec.expert_bytes[0, 0]))} each.",
@@ -73,8 +71,8 @@ def _remarks(sizes: ModelSizes) -> list[str]:
     lines: list[str] = []
     if sizes.encoder_expert_bytes:
         lines.append(
-            f"The encoder's experts, {human_bytes(sizes.encoder_expert_bytes)}, are not placed but "
-            "held beside the dense part; a model with an encoder runs in one process only."
+            f"The encoder's experts, {human_bytes(sizes.encoder_expert_bytes)}, are in the dense "
+            "part: the encoder runs on the server that a user asks, and is not spread over others."
         )
     if not sizes.stored_is_known:
         lines.append(

@@ -75,12 +75,18 @@ class Geometry:
     """Second names of tied tensors, which files may hold and nobody reads."""
     once_per_sequence: tuple[str, ...] = ()
     """Parts of names of matrices that a token does not pass, such as cross attention's keys."""
+    aside: str | None = None
+    """Start of the names of another stack's tensors: every server holds its experts too."""
     expert_parameters: tuple[int, ...] | None = None
     """Of one expert of each MoE layer, where the names of stored tensors do not say it."""
     dense_flops: tuple[float, ...] | None = None
     """By MoE layer, in the same case, as are the next two."""
     head_flops: float = 0.0
     dense_parameters: int = 0
+
+    def is_aside(self, stored: str) -> bool:
+        """Whether a tensor is one of the other stack's."""
+        return self.aside is not None and stored.startswith(self.aside)
 
     def layer_of(self, block: int) -> int | None:
         """MoE layer that a block belongs to, None if it comes after the last one."""
@@ -139,7 +145,8 @@ def build_spec(
         dense = {
             stored: entry
             for stored, entry in checkpoint.entries.items()
-            if ".experts." not in stored and stored not in geometry.unread
+            if stored not in geometry.unread
+            and (".experts." not in stored or geometry.is_aside(stored))
         }
         flops, head_flops = _dense_flops(geometry, dense)
         dense_count = sum(entry.numel for entry in dense.values())
@@ -165,6 +172,15 @@ def build_spec(
         layer_dense_flops=flops,
         head_flops=head_flops,
         dense_bytes=precision.size_bytes(dense_count, dtype.itemsize),
+    )
+
+
+def aside_experts(geometry: Geometry, checkpoint: Listing) -> int:
+    """Parameters of the routed experts of the stack aside."""
+    return sum(
+        entry.numel
+        for stored, entry in checkpoint.entries.items()
+        if geometry.is_aside(stored) and ".experts." in stored
     )
 
 

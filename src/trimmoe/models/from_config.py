@@ -24,7 +24,7 @@ from trimmoe.core.precision import Precision
 from trimmoe.core.specs import ModelSpec
 from trimmoe.models.anatomy import Anatomy, Kept, anatomy
 from trimmoe.models.checkpoint import Entry, Listing
-from trimmoe.models.family import Family, build_spec
+from trimmoe.models.family import Family, aside_experts, build_spec
 from trimmoe.models.formats.choose import quantisation, without_quantisation
 from trimmoe.models.general.adapter import GeneralFamily
 from trimmoe.models.general.catalogue import ALIASES
@@ -54,7 +54,7 @@ class ModelSizes:
     embedding_parameters: int
     """Of `active_parameters`, the table of which a token reads one row; 0 if the head shares it."""
     encoder_expert_bytes: int
-    """Routed experts of an encoder, which a plan does not place; 0 without one."""
+    """Of the dense part, routed experts of an encoder, which a plan does not place; 0 without one."""
     kept: Kept
     """What is kept of a sequence, in elements."""
 
@@ -189,8 +189,9 @@ def _encoder_decoder(
         )
     family: Family = importlib.import_module(FAMILIES[raw["model_type"]]).FAMILY
     described = _described(path, model, dtype)
+    geometry = family.geometry(config)
     spec = build_spec(
-        family.geometry(config),
+        geometry,
         described,
         name=name,
         model_hash="",
@@ -201,7 +202,7 @@ def _encoder_decoder(
         entry.numel for stored, entry in described.entries.items() if ".experts." in stored
     )
     total = sum(entry.numel for entry in described.entries.values())
-    in_encoder = precision.size_bytes(experts, dtype.itemsize) - spec.total_expert_bytes
+    in_encoder = precision.size_bytes(aside_experts(geometry, described), dtype.itemsize)
     heads = config.num_decoder_layers * config.num_heads * config.d_kv
     return ModelSizes(
         spec=spec,

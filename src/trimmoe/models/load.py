@@ -14,7 +14,7 @@ from trimmoe.core.precision import Precision
 from trimmoe.core.specs import IntArray, ModelSpec
 from trimmoe.models.base import MoEView
 from trimmoe.models.checkpoint import Checkpoint, resolve
-from trimmoe.models.family import ExpertChoice, Family, build_spec
+from trimmoe.models.family import ExpertChoice, Family, aside_experts, build_spec
 from trimmoe.models.formats.choose import (
     folder_of,
     gguf_files,
@@ -146,11 +146,6 @@ def model_spec(
     return opened.spec(opened.dtype(dtype), hashed=hashed, quantise=quantise)
 
 
-def has_encoder(path_or_hub_id: str | Path) -> bool:
-    """Whether the model reads its prompt with an encoder, by config.json. Raises UserError."""
-    return bool(getattr(_open(path_or_hub_id).config, "is_encoder_decoder", False))
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryNeeds:
     """What the weights of a model take in memory."""
@@ -166,6 +161,7 @@ def memory_needs(path_or_hub_id: str | Path, *, dtype: torch.dtype | None = None
     opened = _open(path_or_hub_id)
     spec = opened.spec(opened.dtype(dtype), hashed=False)
     geometry, entries = opened.family.geometry(opened.config), opened.checkpoint.entries
+    aside = aside_experts(geometry, opened.checkpoint) * spec.activation_bytes
     if geometry.expert_parameters is None:
         held = (entry.numel for name, entry in entries.items() if name not in geometry.unread)
         whole = sum(held) * spec.activation_bytes
@@ -174,7 +170,7 @@ def memory_needs(path_or_hub_id: str | Path, *, dtype: torch.dtype | None = None
         whole = spec.dense_bytes + spec.total_expert_bytes
     return MemoryNeeds(
         whole_bytes=whole,
-        streamed_bytes=spec.dense_bytes + int(spec.expert_bytes.sum(axis=1).max()),
+        streamed_bytes=spec.dense_bytes - aside + int(spec.expert_bytes.sum(axis=1).max()),
     )
 
 

@@ -115,6 +115,7 @@ def _geometry(config: Any, side: str) -> Geometry:
         expert_names=ExpertNames(up=(experts + "wi.weight",), down=experts + "wo.weight"),
         block_prefix=f"{side}.block.{{block}}.",
         head_names=("shared.weight" if tied else "lm_head.weight",),
+        aside="encoder." if side == "decoder" else None,
         unread=(*unread, "lm_head.weight") if tied else unread,
         once_per_sequence=(
             "EncDecAttention.k.",

@@ -30,26 +30,25 @@ class Fit:
 
 
 def dry_run(
-    cluster: ClusterSpec, model: ModelSpec, *, extra_bytes: int = 0, kv_reserve_bytes: int = 0
+    cluster: ClusterSpec, model: ModelSpec, *, kv_reserve_bytes: int = 0
 ) -> Fit:
     """Fit a model into the servers' real memory, whatever `memory_ratio` the cluster asks for.
 
-    `extra_bytes` is what every server holds beside the dense part, `kv_reserve_bytes` what it
-    keeps for KV caches.
+    `kv_reserve_bytes` is what every server keeps for KV caches.
     """
     real = replace(cluster, memory_ratio=None)
-    fixed = extra_bytes + kv_reserve_bytes
-    room = np.maximum(cluster.memory_bytes - model.dense_bytes - fixed, 0)
+    fixed = model.dense_bytes + kv_reserve_bytes
+    room = np.maximum(cluster.memory_bytes - fixed, 0)
     piled = np.cumsum(np.sort(model.expert_bytes, axis=None))
     try:
-        capacity = expert_capacity_bytes(real, model, kv_reserve_bytes=fixed)
+        capacity = expert_capacity_bytes(real, model, kv_reserve_bytes=kv_reserve_bytes)
         packed_hosts(real, model, capacity)
         refusal = None
     except UserError as error:
         refusal = str(error)
     return Fit(
         room_bytes=room,
-        holds_dense=cluster.memory_bytes >= model.dense_bytes + fixed,
+        holds_dense=cluster.memory_bytes >= fixed,
         experts=np.searchsorted(piled, room, side="right"),
         holds_all=room >= model.total_expert_bytes,
         copies=float(room.sum() / model.total_expert_bytes),

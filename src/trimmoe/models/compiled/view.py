@@ -265,8 +265,9 @@ class CompiledView(MoEView):
 
     def _behind(self, layer: int, hidden: Tensor, given: Tensor) -> Tensor:
         """A layer's output, [n, d] in double precision, where norms follow its experts."""
-        rows, wide = widened(hidden), widened(given.double())
-        total = np.empty(rows.shape, dtype=np.float64)
+        rows = widened(hidden)
+        wide, total = np.zeros(rows.shape), np.empty(rows.shape)
+        wide[:, : self._tables.shape.hidden] = given.numpy()
         shape, block, _ = self._stack(layer)
         calls.behind(shape, block, rows, wide, total)
         return self._narrowed(total)
@@ -592,12 +593,14 @@ def _beside(positions: Tensor, slot: int) -> tuple[IntArray, IntArray]:
     return np.full_like(where, slot), where
 
 
-def widened(rows: Tensor) -> Any:
-    """A copy of [n, d] as wide rows, in the same precision."""
+def widened(rows: Tensor) -> Floats:
+    """A copy of [n, d] as wide rows."""
+    # Compiled products read by address, whatever is there.
+    assert rows.dtype is torch.float32, f"states of {rows.dtype} in compiled blocks"
     given = rows.numpy()
     count, size = given.shape
     if calls.wide(size) == size:
         return given.copy()
-    whole = np.zeros((count, calls.wide(size)), dtype=given.dtype)
+    whole = np.zeros((count, calls.wide(size)), dtype=np.float32)
     whole[:, :size] = given
     return whole

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trimmoe.core.cluster_file import load_cluster
-from trimmoe.core.errors import UserError
 from trimmoe.core.plan import Plan, load_plan
 from trimmoe.core.precision import Precision
 from trimmoe.core.profile import Profile
@@ -46,11 +45,6 @@ def model_spec_of(config: ServeConfig) -> ModelSpec:
 def _model_spec(path: str, dtype: str, quantise: Precision) -> ModelSpec:
     import torch
 
-    from trimmoe.models.load import has_encoder, model_spec
+    from trimmoe.models.load import model_spec
 
-    if has_encoder(path):
-        raise UserError(
-            f"{path} has an encoder, and such models run on one server only; use "
-            "`trimmoe serve-local` or `trimmoe generate`."
-        )
     return model_spec(path, dtype=getattr(torch, dtype), hashed=True, quantise=quantise)
