@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from checkpoints import write
 from factories import random_profile
-from launching import SERVERS, Files, cluster_yaml, write_files
+from launching import Files, cluster_yaml, write_files
 from trimmoe.core.errors import UserError
 from trimmoe.experiments.joining import JoinedPlanner
 from trimmoe.experiments.preparation import prepare
@@ -156,21 +155,6 @@ def test_a_profile_of_another_model_is_refused(files: Files, tmp_path: Path) -> 
     )
     with pytest.raises(UserError, match="calibrat"):
         _prepared(config, tmp_path)
-
-
-def test_a_model_with_an_encoder_is_refused_before_anything_is_made(tmp_path: Path) -> None:
-    """Switch Transformers: minutes of calibration would end in servers that do not start."""
-    folder, cache = tmp_path / "switch", tmp_path / "cache"
-    write("switch", folder)
-    cluster = tmp_path / "cluster.yaml"
-    cluster.write_text(cluster_yaml(SERVERS))
-    config = ServeConfig.model_validate({"cluster": cluster, "model": str(folder)})
-    said: list[str] = []
-    with pytest.raises(UserError, match=r"has an encoder.*serve-local") as refused:
-        prepare(config, sample=_sample, say=said.append, cache_dir=cache)
-    assert str(refused.value).count(".") == 1 + str(folder).count(".")
-    assert said == []
-    assert not cache.exists()
 
 
 def test_an_unreadable_plan_is_one_sentence(files: Files, tmp_path: Path) -> None:

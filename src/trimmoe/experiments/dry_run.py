@@ -63,7 +63,7 @@ def _cache(sizes: ModelSizes) -> str:
         share = sizes.kept.windowed / (sizes.kept.windowed + sizes.kept.per_position)
         parts.append(f"{share:.0%} of it for {sizes.kept.window} positions only")
     if sizes.kept.state:
-        parts.append(f"recurrent state: {human_bytes(sizes.state_bytes)} per sequence")
+        parts.append(f"recurrent states: {human_bytes(sizes.state_bytes)} per sequence")
     return ", ".join(parts)
 
 

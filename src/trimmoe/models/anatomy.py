@@ -13,6 +13,7 @@ from typing import Any
 from torch import nn
 
 from trimmoe.core.errors import UserError
+from trimmoe.models.cache import SNAPSHOTS
 
 EXPERTS = "experts"
 _COMPRESSED = ("kv_a_proj_with_mqa", "kv_a_proj")
@@ -31,7 +32,7 @@ class Kept:
     window: int
     """Positions after which it does; 0 without sliding windows."""
     state: int
-    """Recurrent state, however long the sequence is."""
+    """Recurrent states, as many as are kept to take tokens back, however long the sequence is."""
 
     def elements(self, positions: int) -> int:
         """Of so many positions."""
@@ -179,7 +180,7 @@ def _kept(blocks: Any, config: Any) -> Kept:
         else:
             whole += positions
         state += constant
-    return Kept(per_position=whole, windowed=windowed, window=window, state=state)
+    return Kept(per_position=whole, windowed=windowed, window=window, state=SNAPSHOTS * state)
 
 
 def _indexed(attention: Any) -> int:

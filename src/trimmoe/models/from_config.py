@@ -65,7 +65,7 @@ class ModelSizes:
 
     @property
     def state_bytes(self) -> int:
-        """Recurrent state of one sequence."""
+        """Recurrent states of one sequence, all that are kept."""
         return self.kept.state * self._itemsize
 
     def cache_bytes(self, positions: int) -> int:

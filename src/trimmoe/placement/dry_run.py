@@ -29,9 +29,7 @@ class Fit:
     """Why the planner would refuse; None if every expert finds a place."""
 
 
-def dry_run(
-    cluster: ClusterSpec, model: ModelSpec, *, kv_reserve_bytes: int = 0
-) -> Fit:
+def dry_run(cluster: ClusterSpec, model: ModelSpec, *, kv_reserve_bytes: int = 0) -> Fit:
     """Fit a model into the servers' real memory, whatever `memory_ratio` the cluster asks for.
 
     `kv_reserve_bytes` is what every server keeps for KV caches.
