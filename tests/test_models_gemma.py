@@ -57,10 +57,8 @@ def test_answers_are_those_of_transformers(it: zoo.Specimen) -> None:
     asked = zoo.prompts(9, 1, 14)
     assert isinstance(it.view, CompiledView)
     assert greedy(it.view, asked, 10) == [it.generated(one, 10) for one in asked]
-    shares = [
-        getattr(layer.self_attn, "v_proj", None) is None for layer in it.reference.model.layers
-    ]
-    assert any(shares) == it.reference.config.attention_k_eq_v
+    attentions = [layer.self_attn for layer in it.reference.model.layers]
+    assert any(one.v_proj is None for one in attentions) == it.reference.config.attention_k_eq_v
 
 
 @pytest.mark.parametrize("precision", list(Precision))

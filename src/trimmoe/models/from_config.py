@@ -54,7 +54,7 @@ class ModelSizes:
     embedding_parameters: int
     """Of `active_parameters`, the table of which a token reads one row; 0 if the head shares it."""
     encoder_expert_bytes: int
-    """Of the dense part, routed experts of an encoder, which a plan does not place; 0 without one."""
+    """Routed experts of an encoder, within the dense part: a plan does not place them."""
     kept: Kept
     """What is kept of a sequence, in elements."""
 
