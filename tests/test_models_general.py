@@ -244,4 +244,4 @@ def test_the_command_lists_families_and_memory(tmp_path: Path) -> None:
     shown = " ".join(CliRunner().invoke(app, ["models", str(tmp_path)]).output.split())
     assert "3 MoE layers of 8 experts, 2 a token" in shown
     assert "221.18 kB" in shown
-    assert "6.66 kB a sequence" in shown
+    assert "119.81 kB a sequence" in shown
