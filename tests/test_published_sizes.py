@@ -111,17 +111,17 @@ def test_fp8_checkpoints_keep_what_is_not_quantised() -> None:
             2 * 2 * (25 * 2048 * 1024 + 5 * 1024 * 8192),
         ),
         # Twelve layers attend; 36 have a state of 32 heads, 128 x 128, and four steps back of
-        # 2 x 16 x 128 + 32 x 128 channels.
+        # 2 x 16 x 128 + 32 x 128 channels, 18 times to take tokens back.
         (
             "Qwen3-Next-80B-A3B",
-            2 * (12 * 1024 + 36 * (32 * 128 * 128 + 4 * 8192)),
-            2 * (12 * 1024 * 8192 + 36 * (32 * 128 * 128 + 4 * 8192)),
+            2 * (12 * 1024 + 18 * 36 * (32 * 128 * 128 + 4 * 8192)),
+            2 * (12 * 1024 * 8192 + 18 * 36 * (32 * 128 * 128 + 4 * 8192)),
         ),
         # Four layers attend; 36 have a state of 48 heads, 64 x 128, and four steps back.
         (
             "Granite-4.0-H-Tiny",
-            2 * (4 * 1024 + 36 * (48 * 64 * 128 + 4 * (3072 + 256))),
-            2 * (4 * 1024 * 8192 + 36 * (48 * 64 * 128 + 4 * (3072 + 256))),
+            2 * (4 * 1024 + 18 * 36 * (48 * 64 * 128 + 4 * (3072 + 256))),
+            2 * (4 * 1024 * 8192 + 18 * 36 * (48 * 64 * 128 + 4 * (3072 + 256))),
         ),
     ],
 )
