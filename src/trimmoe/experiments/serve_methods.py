@@ -141,7 +141,7 @@ def _arguments(name: str, config: ServeConfig) -> list[str]:
         "kv-slots": config.kv_slots,
     }
     options = [f"--{key}={value}" for key, value in given.items() if value is not None]
-    switches = ("emulate", "emulate_links", "emulate_machines", "prefix_cache")
+    switches = ("emulate", "emulate_links", "emulate_machines", "prefix_cache", "spare")
     for switch in switches:
         if (on := getattr(config, switch)) is not None:
             options.append(f"--{'' if on else 'no-'}{switch.replace('_', '-')}")
