@@ -17,7 +17,8 @@ from trimmoe.experiments.client import Answer, Client, TooLong
 from trimmoe.experiments.demo import Shown, demo_table
 
 LEDGER = {
-    "layers_executed": 90, "layers_remote": 30, "layers_skipped": 10, "hops": 7, "bytes": 4_000,
+    "layers_executed": 90, "layers_remote": 30, "layers_stood_in": 5, "layers_skipped": 10,
+    "hops": 7, "bytes": 4_000,
 }  # fmt: skip
 
 
@@ -80,7 +81,7 @@ def test_turns_are_kept_until_they_are_to_be_forgotten() -> None:
 def test_an_answer_says_what_became_of_it() -> None:
     said, _ = talk(Server(), ["Hi"])
     assert "5 tokens" in said
-    assert "60% local, 30% remote, 10% skipped; 7 hops, 4 kB" in said
+    assert "60% local, 30% remote, 5% with stand-ins, 10% skipped; 7 hops, 4 kB" in said
     assert "guessed 3 right of 3" in said
 
 
@@ -113,12 +114,21 @@ def test_the_demonstrations_table_fits_a_terminal_and_is_the_clients_own() -> No
     slow = Answer(text="b", tokens=11, ttft_s=0.1, last_s=2.1)
     out = io.StringIO()
     Console(file=out, width=80).print(
-        demo_table([Shown(method="pipeline", answer=quick), Shown(method="auto", answer=slow)])
+        demo_table(
+            [
+                Shown(method="pipeline", answer=quick, expected_s=0.0432),
+                Shown(method="auto", answer=slow),
+            ]
+        )
     )
     lines = out.getvalue().splitlines()
     assert max(map(len, lines)) <= 80
-    assert any("20.0" in line and "50.0" in line and "yes" in line for line in lines)
-    assert any("5.0" in line and "200.0" in line and "no" in line for line in lines)
+    assert any(line.split()[:4] == ["pipeline", "20.0", "50.0", "43.2"] for line in lines)
+    assert any(line.split()[:4] == ["auto", "5.0", "200.0", "?"] for line in lines)
+    assert [line.split()[-1] for line in lines if "200.0" in line or "50.0" in line] == [
+        "yes",
+        "no",
+    ]
     assert "stopped" in account(Answer(tokens=1, stopped=True))
 
 

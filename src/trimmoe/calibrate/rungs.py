@@ -23,7 +23,7 @@ from trimmoe.calibrate.head import Referee
 from trimmoe.calibrate.record import Advance, Recording
 from trimmoe.calibrate.sampling import KEEP, Classes, forced
 from trimmoe.calibrate.settings import CalibrationSettings
-from trimmoe.calibrate.sweep import Sweep, Visit
+from trimmoe.calibrate.sweep import Known, Sweep, Visit
 from trimmoe.calibrate.windows import Windows, run_layer
 from trimmoe.core.profile import LossCurves, Rung
 from trimmoe.core.specs import BoolArray, FloatArray, IntArray
@@ -134,20 +134,32 @@ class _Counts:
 
 @torch.inference_mode()
 def _counted(view: MoEView, recording: Recording, trial: _Trial, advance: Advance) -> _Counts:
-    """Take whole windows through the layers."""
+    """Take whole windows through the layers, from the band's first on: before it they are as
+    recorded."""
     ran = np.zeros(trial.windows.tokens, dtype=np.int64)
     flipped = np.zeros(trial.windows.tokens, dtype=bool)
     referee, expected = Referee(view), recording.predictions
-    sweep = Sweep(view, trial.windows, folder=recording.folder)
-    for visit in sweep.visits():
+    sweep = Sweep(view, trial.windows, folder=recording.folder, known=_known(recording, trial))
+
+    def visited(visit: Visit) -> int:
         after, copies = _passed(view, visit, trial)
         ran[visit.span] += copies
         sweep.leave(visit, after)
         if visit.is_last:
             states = sweep.tail(visit, after)
             flipped[visit.span] = ~referee.agrees(states, expected[visit.span])
-        advance(len(after))
+        return len(after)
+
+    for tokens in sweep.results(visited):
+        advance(tokens)
+    advance(int(trial.band[0]) * trial.windows.tokens)
     return _Counts(trial=trial, flipped=flipped, ran=ran)
+
+
+def _known(recording: Recording, trial: _Trial) -> Known:
+    own = np.arange(trial.windows.count)
+    first = np.full(own.size, trial.band[0])
+    return Known(hidden=recording.hidden, windows=own, first=first, last=first)
 
 
 def _passed(view: MoEView, visit: Visit, trial: _Trial) -> tuple[Tensor, IntArray]:

@@ -93,7 +93,8 @@ def became(answer: Answer) -> str:
     remote = answer.share("remote")
     parts = [f"{answer.share('executed') - remote:.0%} local", f"{remote:.0%} remote"]
     for kind, word in (
-        ("substituted", "stood in for"),
+        ("substituted", "with substitutes"),
+        ("stood_in", "with stand-ins"),
         ("skipped", "skipped"),
         ("exited", "exited"),
     ):

@@ -7,7 +7,7 @@ them, computing is as fast as it is here. What is shown was timed by the client.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rich import box
@@ -15,12 +15,16 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from trimmoe.core.errors import UserError
+from trimmoe.core.machines import Machines
 from trimmoe.core.sample_clusters import sample_path
 from trimmoe.experiments.chatting import account
 from trimmoe.experiments.client import Answer, Client
+from trimmoe.experiments.demo_expected import USER, expected_s, measured_servers
 from trimmoe.experiments.explain import plot_plan
 from trimmoe.experiments.serve_cluster import artifacts_of
 from trimmoe.experiments.serve_methods import serving
+from trimmoe.runtime.launch.artifacts import Artifacts
 from trimmoe.runtime.launch.config import ServeConfig
 
 Say = Callable[[str], None]
@@ -31,6 +35,8 @@ SHOWN = (
     ("exact", "Exact on our plan: experts where links and routing want them, same answer."),
     ("auto", "The default: the user's server guesses ahead as well, same answer."),
 )
+_MEASURED = "exact"
+"""During this one servers measure themselves: exact answers take that and nothing else."""
 _WARM_TOKENS = 8
 _MS = 1e3
 
@@ -41,6 +47,8 @@ class Shown:
 
     method: str
     answer: Answer
+    expected_s: float | None = None
+    """What the cost model says of a token, by what the same servers measured of themselves."""
 
 
 def demo(
@@ -61,15 +69,39 @@ def demo(
     names = artifacts.plan.cluster.server_names
     say(f"Four servers over emulated links: {', '.join(names)}.")
     say(f"The question: {question}")
-    found = []
+    found, machines = [], None
     for method, what in SHOWN:
         console.print(f"\n[bold]{escape(what)}[/bold]")
-        with serving(method, config, names) as urls, Client(urls[0]) as client:
+        with serving(method, config, names) as urls, Client(urls[USER]) as client:
             answer = _streamed(client, console, question, tokens)
-        console.print(f"\n[dim]{escape(account(answer))}[/dim]", highlight=False)
+            console.print(f"\n[dim]{escape(account(answer))}[/dim]", highlight=False)
+            if method == _MEASURED:
+                machines = _measured(config, artifacts, say)
         found.append(Shown(method=method, answer=answer))
+    if machines is not None:
+        found = [_expected(shown, machines, artifacts) for shown in found]
     console.print(demo_table(found))
     return found
+
+
+def _measured(config: ServeConfig, artifacts: Artifacts, say: Say) -> Machines | None:
+    """What the servers that run say of themselves; None if they do not."""
+    try:
+        return measured_servers(config, artifacts)
+    except UserError as error:
+        say(f"The servers were not measured, so nothing is expected of them: {error}")
+        return None
+
+
+def _expected(shown: Shown, machines: Machines, artifacts: Artifacts) -> Shown:
+    """The same with what was to be expected."""
+    answer = shown.answer
+    right = answer.right_guesses / answer.guesses if answer.guesses else None
+    tokens = max(answer.tokens, 2)
+    return replace(
+        shown,
+        expected_s=expected_s(shown.method, machines, artifacts, tokens=tokens, right=right),
+    )
 
 
 def _streamed(client: Client, console: Console, question: str, tokens: int) -> Answer:
@@ -87,7 +119,7 @@ def demo_table(found: Sequence[Shown]) -> Table:
     """What the clients saw, side by side."""
     table = Table(title="Timed by the client", box=box.SIMPLE_HEAD)
     table.add_column("")
-    for heading in ("tokens/s", "ms a token", "first, ms", "hops", "kB", "the same answer"):
+    for heading in ("tokens/s", "ms a token", "expected", "first, ms", "hops", "kB", "same answer"):
         table.add_column(heading, justify="right")
     for shown in found:
         answer, speed = shown.answer, shown.answer.tokens_per_s
@@ -96,6 +128,7 @@ def demo_table(found: Sequence[Shown]) -> Table:
             shown.method,
             "?" if speed is None else f"{speed:.1f}",
             "?" if speed is None else f"{_MS / speed:.1f}",
+            "?" if shown.expected_s is None else f"{shown.expected_s * _MS:.1f}",
             f"{answer.ttft_s * _MS:.0f}",
             f"{answer.ledger.get('hops', 0) / count:.1f}",
             f"{answer.ledger.get('bytes', 0) / count / 1e3:.1f}",
@@ -103,7 +136,8 @@ def demo_table(found: Sequence[Shown]) -> Table:
         )
     # Of one length, or their speeds would not compare.
     table.caption = (
-        "hops and kB per token; links of local4, four processes of this machine; all answers are "
-        "of one length, past where the model would have ended them"
+        "expected: ms a token by the cost model, from what a server measured of itself and other "
+        "exact answers took; hops and kB per token; links of local4, four processes of one "
+        "machine; all answers are of one length, past where the model would have ended them"
     )
     return table

@@ -6,7 +6,7 @@ beside all this is what a client's clock says of exact answers beyond what was m
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Protocol
@@ -67,7 +67,7 @@ def measured(
             handle.begin_measuring()
             alone.append(handle.measured(PATIENCE_S))
             advance()
-        clock_s = asyncio.run(_clocked(config, where))
+        clock_s = asyncio.run(_clocked(config, where, range(len(where))))
         advance()
         for handle in handles:
             handle.begin_measuring()
@@ -79,13 +79,38 @@ def measured(
     return with_overheads(machines, artifacts, clock_s)
 
 
-async def _clocked(config: ServeConfig, where: Sequence[Endpoint]) -> FloatArray:
-    """Mean time per output token of the users of each server, [M] seconds; NaN where none came."""
+def measured_by_one(
+    config: ServeConfig,
+    artifacts: Artifacts,
+    where: Sequence[Endpoint],
+    handle: TimedServer,
+    server: int,
+) -> Machines:
+    """The same for servers of one machine, of which one speaks for all: a quarter of the time, but
+    nobody sees what they take when all compute. Raises `UserError` if it does not answer."""
+    with _bar(2) as advance:
+        handle.begin_measuring()
+        told = handle.measured(PATIENCE_S)
+        advance()
+        clock_s = asyncio.run(_clocked(config, where, [server]))
+        advance()
+    reports: list[MachineReport | None] = [None] * len(where)
+    if told is not None:
+        # Its links are its own.
+        reports = [told if at == server else replace(told, links=()) for at in range(len(where))]
+    machines = machines_of(artifacts, config, reports, [None] * len(where))
+    return with_overheads(machines, artifacts, clock_s)
+
+
+async def _clocked(
+    config: ServeConfig, where: Sequence[Endpoint], servers: Iterable[int]
+) -> FloatArray:
+    """Mean time per output token of the users of some servers, [M] seconds; NaN where none came."""
     name = config.served_name or served_name(config.model)
     found = np.full(len(where), np.nan)
-    for at, endpoint in enumerate(where):
+    for at in servers:
         load = Load(
-            base_url=endpoint.url.removesuffix("/v1"),
+            base_url=where[at].url.removesuffix("/v1"),
             endpoint="/v1/completions",
             model=name,
             prompts=PROMPTS,

@@ -33,6 +33,8 @@ from trimmoe.runtime.launch import family
 from trimmoe.runtime.launch.artifacts import Artifacts
 from trimmoe.runtime.launch.config import ServeConfig
 
+SERVED_NAME = "bench"
+"""Of the model that `serving` serves."""
 _END_S = 60.0
 _LOOK_S = 0.2
 _WARM_TOKENS = 4
@@ -126,7 +128,7 @@ def _arguments(name: str, config: ServeConfig) -> list[str]:
     given: dict[str, Any] = {
         "method": name,
         "model": config.model,
-        "served-name": "bench",
+        "served-name": SERVED_NAME,
         "profile": config.profile,
         "plan": config.plan,
         "machines": config.machines,
@@ -139,7 +141,7 @@ def _arguments(name: str, config: ServeConfig) -> list[str]:
         "kv-slots": config.kv_slots,
     }
     options = [f"--{key}={value}" for key, value in given.items() if value is not None]
-    switches = ("emulate", "emulate_links", "emulate_machines", "prefix_cache")
+    switches = ("emulate", "emulate_links", "emulate_machines", "prefix_cache", "spare")
     for switch in switches:
         if (on := getattr(config, switch)) is not None:
             options.append(f"--{'' if on else 'no-'}{switch.replace('_', '-')}")
@@ -198,7 +200,7 @@ def one_server(
     return Load(
         base_url=url,
         endpoint="/v1/completions",
-        model="bench",
+        model=SERVED_NAME,
         prompts=prompts,
         output_tokens=output_tokens,
         max_concurrency=streams,

@@ -40,7 +40,8 @@ function account(turn) {
     const share = (count) => percent(count / (layers || 1));
     facts.push(`layers ${share(told.layers_executed - told.layers_remote)} local, ${share(told.layers_remote)} remote`);
     for (const [count, word] of [
-      [told.layers_substituted, "stood in for"],
+      [told.layers_substituted, "with substitutes"],
+      [told.layers_stood_in, "with stand-ins"],
       [told.layers_skipped, "skipped"],
       [told.layers_exited, "exited"],
     ]) {

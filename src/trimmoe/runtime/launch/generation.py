@@ -20,13 +20,23 @@ from trimmoe.runtime.launch.supervise import Patience, Supervisor
 from trimmoe.runtime.launch.watching import supervising
 
 Say = Callable[[str], None]
+_LOOK_S = 0.2
 
 
 class Generation:
     """Runs in a thread of its own from when it is made."""
 
-    def __init__(self, folder: RunFolder, job: Job, say: Say, *, ready_s: float) -> None:
-        self._folder, self._job, self._say = folder, job, say
+    def __init__(
+        self,
+        folder: RunFolder,
+        job: Job,
+        say: Say,
+        *,
+        ready_s: float,
+        after: Generation | None = None,
+    ) -> None:
+        """`after` has the folder still, and is let end first."""
+        self._folder, self._job, self._say, self._after = folder, job, say, after
         self._patience = Patience(ready_s=ready_s)
         self._stop, self._leaving = Stop(), threading.Event()
         self._stop.also(self._leaving)
@@ -68,6 +78,10 @@ class Generation:
         self._thread.join()
 
     def _run(self) -> None:
+        while self._after is not None and not self._after.is_over:
+            if self._leaving.wait(_LOOK_S):
+                return
+        self._after = None
         try:
             with supervising(self._folder, self._job, self._stop, self._say) as (folder, job):
                 self._handles = start_processes(folder, job)

@@ -48,6 +48,8 @@ class Machine:
         self._token, self._kept, self._say, self._assemble = token, kept, say, assemble
         self._tls = tls
         self._running: dict[str, Generation | _Failed] = {}
+        self._turns: dict[str, int] = {}
+        """Of those that run."""
 
     @property
     def runs(self) -> tuple[str, ...]:
@@ -109,6 +111,7 @@ class Machine:
             return
         try:
             self._running[identity] = self._begun(deployment, here)
+            self._turns[identity] = deployment.turn
         except UserError as error:
             self._say(str(error))
             self._running[identity] = _Failed(str(error))
@@ -146,4 +149,18 @@ class Machine:
             import_path=importable(),
             spare=opened.config.spare,
         )
-        return Generation(folder, job, self._say, ready_s=opened.config.ready_s)
+        return Generation(
+            folder,
+            job,
+            self._say,
+            ready_s=opened.config.ready_s,
+            after=self._in_its_place(deployment.turn),
+        )
+
+    def _in_its_place(self, turn: int) -> Generation | None:
+        """Who has the folder of a turn still: a head that has forgotten what it wanted before may
+        begin with the turn of what a machine started without it."""
+        for identity, each in reversed(self._running.items()):
+            if isinstance(each, Generation) and self._turns[identity] == turn and not each.is_over:
+                return each
+        return None

@@ -185,6 +185,15 @@ def start_processes(folder: RunFolder, job: Job) -> list[ProcessHandle]:
     return handles
 
 
+def running_processes(folder: RunFolder) -> list[ProcessHandle]:
+    """The servers of a folder, to be asked by whoever does not watch them; none if nobody says what
+    they are."""
+    job = folder.read()
+    if job is None:
+        return []
+    return [ProcessHandle(folder, job, index, Spares(folder, job)) for index in job.here]
+
+
 def environment(job: Job) -> dict[str, str]:
     """What the processes of a job find in theirs."""
     before = os.environ.get("PYTHONPATH")
