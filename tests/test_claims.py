@@ -12,7 +12,15 @@ from trimmoe.experiments.figures.bench import Bench
 from trimmoe.experiments.figures.claim_facts import service
 from trimmoe.experiments.figures.claim_list import CLAIMS, Said, less, own
 from trimmoe.experiments.figures.claim_page import Assumed, claims_page
-from trimmoe.experiments.figures.claim_run import some_sequences
+from trimmoe.experiments.figures.claim_report import claims_report
+from trimmoe.experiments.figures.claim_run import (
+    SIZES,
+    Asked,
+    WorldFacts,
+    gathered,
+    some_sequences,
+    worlds_of,
+)
 from trimmoe.experiments.figures.claim_verdict import Verdict, judged, overall
 from trimmoe.experiments.figures.contenders import pinned_best
 from trimmoe.experiments.figures.world import quick
@@ -148,3 +156,20 @@ def test_worlds_take_sequences_of_their_own_until_there_are_no_more() -> None:
     expected = (starts[:, None] + [length - 2, length - 1]).reshape(-1)
     np.testing.assert_array_equal(some.experts, trace.experts[expected])
     assert some_sequences(trace, 10 * count, 10 * length, 0).token_count == trace.token_count
+
+
+def test_a_run_has_as_many_worlds_as_were_asked_for_and_says_so() -> None:
+    whole, fewer = Asked("any", None, "small", 5), Asked("any", None, "small", 5, 2)
+    assert worlds_of(whole) == range(5, 5 + SIZES["small"].worlds)
+    assert worlds_of(fewer) == range(5, 7)
+    found = [
+        WorldFacts(columns={"pinned": {"x": float(each)}}, inputs={f"w{each}": {"plan": "a" * 16}})
+        for each in worlds_of(fewer)
+    ]
+    claimed = gathered(found, [])
+    assert claimed.worlds == {"pinned": [{"x": 5.0}, {"x": 6.0}]}
+    assert list(claimed.inputs) == ["w5", "w6"]
+    page = claims_report(claimed, fewer)
+    assert "--size small --worlds 2 --seed 5" in page
+    assert "the paper's testbed, 2, on each" in page
+    assert "--worlds" not in claims_report(claimed, whole)
