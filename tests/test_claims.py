@@ -8,9 +8,15 @@ import numpy as np
 import pytest
 
 from test_figures_suite import tiny_world
-from trimmoe.experiments.figures.bench import Bench
-from trimmoe.experiments.figures.claim_facts import service
-from trimmoe.experiments.figures.claim_list import CLAIMS, Said, less, own
+from trimmoe.experiments.figures.bench import Bench, replay_row
+from trimmoe.experiments.figures.claim_facts import BUDGETS, budgeted, service
+from trimmoe.experiments.figures.claim_list import (
+    CLAIMS,
+    Said,
+    less,
+    next_ablation_ms,
+    own,
+)
 from trimmoe.experiments.figures.claim_page import Assumed, claims_page
 from trimmoe.experiments.figures.claim_report import claims_report
 from trimmoe.experiments.figures.claim_run import (
@@ -124,9 +130,11 @@ def test_failures_stand_first_with_their_reason_and_an_interval() -> None:
 
 
 def test_every_claim_that_can_fail_says_why() -> None:
-    for each in CLAIMS:
-        guaranteed = each.text.startswith("charged degradation")
-        assert each.why or guaranteed, each.text
+    guaranteed = {
+        "charged degradation within the budget of 2 %",
+        "largest share of a budget of 0.5 to 3 % that is charged",
+    }
+    assert {each.text for each in CLAIMS if not each.why} == guaranteed
 
 
 def test_requests_and_not_their_tokens_are_held_against_the_target() -> None:
@@ -173,3 +181,26 @@ def test_a_run_has_as_many_worlds_as_were_asked_for_and_says_so() -> None:
     assert "--size small --worlds 2 --seed 5" in page
     assert "the paper's testbed, 2, on each" in page
     assert "--worlds" not in claims_report(claimed, whole)
+
+
+def test_what_takes_longest_to_leave_out_is_told_from_the_next() -> None:
+    facts = {
+        "no-skip.delay_ms": 17.0,
+        "no-exit.delay_ms": 15.0,
+        "no-look-ahead.delay_ms": 16.0,
+        "no-redundancy.delay_ms": 14.0,
+    }
+    assert next_ablation_ms(facts) == 1.0
+
+
+def test_every_budget_of_the_sweep_is_held_against_what_is_charged() -> None:
+    bench = Bench(world=tiny_world(), effort=quick())
+    one = next(one for one in pinned_best() if one.of == "trimmoe")
+    found = budgeted(bench, one)
+    rows = {budget: replay_row(bench.replayed(one, budget)) for budget in BUDGETS}
+    for budget, row in rows.items():
+        assert found[f"budget-{budget:g}.delay_ms"] == row["delay_ms"]
+    assert found["budgets.used"] == max(
+        row["charged_loss_per_token"] / budget for budget, row in rows.items()
+    )
+    assert 0 < found["budgets.used"] <= 1
