@@ -50,7 +50,7 @@ TESTS = (
     "segments", "simulator_workload", "skip_gates", "stand_in_action", "tables",
     "transmission_gate", "travelling", "utility", "values",
 )  # fmt: skip
-IMPORTED = ("numpy", "scipy.optimize", "numba", "pydantic", "hypothesis", "torch", "yaml", "httpx")
+IMPORTED = ("numpy", "scipy.optimize", "numba", "pydantic", "torch", "yaml", "httpx")
 """What takes long to import and is the same for all."""
 LEFT_OUT = ("RemoveDecorator", "ExceptionReplacer")
 """Change nothing where nothing is compiled, or what no rule hangs on."""
@@ -200,7 +200,8 @@ def what_enters(name: str) -> Entered:
 
 
 def arguments(name: str) -> list[str]:
-    return ["-q", "-x", "-n", "0", "-p", "no:cacheprovider", f"tests/test_{name}.py"]
+    quiet = ["-q", "-x", "-n", "0", "-p", "no:cacheprovider"]
+    return [*quiet, "-W", "ignore::pytest.PytestAssertRewriteWarning", f"tests/test_{name}.py"]
 
 
 def tried(place: Place, way: tuple[str, int], tests: list[Entered]) -> tuple[str, str]:
