@@ -219,12 +219,12 @@ def executors(asked: Asked) -> Executors | None:
     path = resolved(recorded.model)
     view, tokenizer = open_view(path, "auto", "cpu"), load_tokenizer(path)
     ids = tokenizer("\n\n".join(read_texts(list(recorded.text))), verbose=False)["input_ids"]
-    # By the size's own worlds, so that a run of fewer has the passages of the whole one's first.
-    part = len(ids) // max(size.worlds, asked.worlds)
+    part = len(ids) // size.worlds
     passages = PassageSettings(count=size.passages, context=size.context, steps=size.steps)
 
     def of(profile: Profile, number: int) -> Execute:
-        begin = (number - seed) * part
+        # Of more worlds than the size has those that follow draw from the same parts again.
+        begin = (number - seed) % size.worlds * part
         some = ids[begin : begin + part]
         return executor(view, profile, some, passages, seed=number)
 
