@@ -92,10 +92,11 @@ def main() -> None:
     parser.add_argument("--sample", type=int, default=150)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--only", default="", help="Part of the paths to change.")
+    parser.add_argument("--tests", nargs="+", default=TESTS, help="Files, as in tests/test_X.py.")
     given = parser.parse_args()
     prepare()
-    places = [place for place in all_places() if given.only in str(place.path)]
-    found = (what_enters(name) for name in TESTS)
+    places = all_places(given.only)
+    found = (what_enters(name) for name in given.tests)
     entered = sorted(filter(None, found), key=lambda each: each.seconds)
     random = Random(given.seed)
     drawn = random.sample(places, min(given.sample, len(places)))
@@ -122,11 +123,12 @@ def prepare() -> None:
         importlib.import_module(name)
 
 
-def all_places() -> list[Place]:
+def all_places(only: str) -> list[Place]:
     """In the order of files and lines."""
     found: list[Place] = []
     for package in PACKAGES:
-        for path in sorted((ROOT / "src/trimmoe" / package).glob("*.py")):
+        folder = ROOT / "src/trimmoe" / package
+        for path in sorted(path for path in folder.glob("*.py") if only in str(path)):
             ways = defaultdict(list)
             source = Source(path)
             for name, occurrence, position in changes(path):
