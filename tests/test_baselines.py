@@ -12,7 +12,14 @@ import byhand
 from trimmoe.core.ledger import Kind
 from trimmoe.core.profile import LossCurves
 from trimmoe.cost.actions import DROPPED, ActionSpace
-from trimmoe.experiments.methods import METHODS, UNLIMITED, configured, make_engine, method_engine
+from trimmoe.experiments.methods import (
+    METHODS,
+    UNLIMITED,
+    configured,
+    load_replicated,
+    make_engine,
+    method_engine,
+)
 from trimmoe.policy.base import Observation
 from trimmoe.policy.baselines import (
     LocalPrior,
@@ -202,3 +209,23 @@ def test_every_method_runs_in_the_same_engine(name: str, world: SmallWorld) -> N
         left_out = total.share(Kind.EXITED)
         assert bool(left_out) == policy.levers.exit, "of drafts that were right"
         assert total.share(Kind.LOCAL_EXACT, Kind.REMOTE_EXACT) == pytest.approx(1.0 - left_out)
+
+
+def test_without_redundancy_routes_and_one_copy_stay_and_replicas_go_by_load_alone(
+    world: SmallWorld,
+) -> None:
+    """Beside one copy of each expert server 0 has memory for one more: of those that it does not
+    hold, the one with most activations."""
+    plan, model = world.plan, world.model
+    model = replace(model, expert_bytes=np.full_like(model.expert_bytes, 10))
+    bare = replace(plan, expert_capacity_bytes=np.zeros(2, int))
+    once = load_replicated(bare, world.profile, model)
+    assert (once.hosts.sum(axis=0) == 1).all()
+    assert (once.hosts <= plan.hosts).all()
+    room = 10 * once.hosts.sum(axis=(1, 2)) + [10, 0]
+    found = load_replicated(replace(plan, expert_capacity_bytes=room), world.profile, model)
+    np.testing.assert_array_equal(found.routes, plan.routes)
+    ((server, layer, expert),) = np.argwhere(found.hosts != once.hosts)
+    assert (server, found.hosts[server, layer, expert]) == (0, True)
+    lacking = np.where(once.hosts[0], -np.inf, world.profile.activated)
+    assert (layer, expert) == np.unravel_index(lacking.argmax(), lacking.shape)

@@ -10,8 +10,10 @@ import torch
 
 from factories import random_model_spec, random_profile
 from trimmoe.calibrate.centroids import fit_centroids
+from trimmoe.calibrate.exits import Exits
 from trimmoe.calibrate.hazard import exit_hazard
 from trimmoe.calibrate.routing_stats import expert_transitions, pattern_statistics
+from trimmoe.calibrate.settings import CalibrationSettings
 from trimmoe.runtime.observe import Observer
 
 EAST, NORTH = [1.0, 0.1, 0.0], [0.1, 1.0, 0.0]
@@ -86,6 +88,26 @@ def test_hazards_go_by_what_was_foretold_after_the_layer_before() -> None:
     assert hazard[1:, 0].tolist() == [0.25] * 3
     assert hazard[1:, 1].tolist() == pytest.approx([0.5, 7 / 11, 4 / 11])
     assert hazard[1:, 2].tolist() == [1.0] * 3
+
+
+def test_exits_and_drafts_are_each_measured_at_the_confidence_at_which_they_leave() -> None:
+    """Three layers; exits need 0.9, or 0.96 where less flips more than is tolerated, drafts 0.6
+    whatever they flip."""
+    score = np.array([[0.7, 0.95, 0.1, 0.59], [0.92, 0.1, 0.61, 0.59], [0.9, 0.9, 0.9, 0.9]])
+    settings = CalibrationSettings(confidence=0.9, exit_risk=0.01)
+    for error, threshold, exits in ((0.0, 0.9, [2, 1, 3, 3]), (0.5, 0.96, [3, 3, 3, 3])):
+        found = Exits(
+            settings=settings,
+            weight=np.zeros((3, 2)),
+            bias=np.zeros(3),
+            grid=np.array([0.5, 0.96]),
+            error_upper=np.array([error, 0.0]),
+            rate=np.ones(2),
+            score=score,
+        )
+        assert found.threshold == threshold
+        assert found.layer.tolist() == exits
+        assert found.draft_layer.tolist() == [1, 1, 2, 3]
 
 
 def test_transitions_lead_from_the_expert_of_a_layer_to_that_of_the_next() -> None:

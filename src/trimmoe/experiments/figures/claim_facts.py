@@ -18,6 +18,8 @@ from trimmoe.simulator.measure import Sample
 
 BUSY_PER_S = 80.0
 """The highest rate of Fig. 11, requests a second."""
+BUDGETS = (0.005, 0.01, 0.02, 0.03)
+"""Those of Fig. 6(b)."""
 _CONCURRENCY = 64
 _NAMES = ("edgeshard", "slimcaching", "moe2", "mod", "substitute-only", OURS)
 _TIMED = ("edgeshard", "moe2", OURS)
@@ -36,7 +38,7 @@ def facts_of(bench: Bench, column: str, models: Mapping[str, Bench]) -> dict[str
     ours = next((one for one in there if one.of == OURS), None)
     if ours is None:
         return found
-    found |= depth_facts(bench, ours) | _looking_ahead(bench, ours)
+    found |= depth_facts(bench, ours) | _looking_ahead(bench, ours) | budgeted(bench, ours)
     variants = {"letter": letter_ablations, "pinned": pinned_ablations}[column]()
     for one in bench.there(variants)[0]:
         name = "whole" if one.of == OURS else one.of
@@ -70,6 +72,16 @@ def _looking_ahead(bench: Bench, ours: Contender) -> dict[str, float]:
 
 def _then(ours: Contender, horizon: int) -> Callable[[PolicySettings], PolicySettings]:
     return lambda policy: replace(ours.change(policy), horizon=horizon)
+
+
+def budgeted(bench: Bench, ours: Contender) -> dict[str, float]:
+    """Fig. 6(b): latency by budget, and the largest share of a budget that is charged."""
+    found, used = {}, []
+    for budget in BUDGETS:
+        row = _numbers(replay_row(bench.replayed(ours, budget)))
+        found[f"budget-{budget:g}.delay_ms"] = row["delay_ms"]
+        used.append(row["charged_loss_per_token"] / budget)
+    return found | {"budgets.used": max(used)}
 
 
 def _row(bench: Bench, contender: Contender) -> dict[str, float]:

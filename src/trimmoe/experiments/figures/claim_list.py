@@ -58,6 +58,12 @@ def saved_ms(facts: Facts, geometry: str) -> float:
     return facts[f"{geometry}.moe2.delay_ms"] - facts[f"{geometry}.trimmoe.delay_ms"]
 
 
+def next_ablation_ms(facts: Facts) -> float:
+    """Latency without skips less that without any other part, whichever takes longest, ms."""
+    others = max(facts[f"{name}.delay_ms"] for name, *_ in _WITHOUT)
+    return facts["no-skip.delay_ms"] - others
+
+
 def retained(facts: Facts) -> float:
     """Predictions that stay, by what calibration charges, on the model where it is the fewest."""
     return 1.0 - max(facts[f"{model}.trimmoe.charged_loss_per_token"] for model in MODELS)
@@ -72,6 +78,12 @@ _EXITS = (
     "What depth saves is what exits leave out: much of generated tokens, little of the embedded "
     "model, and on our plan mostly local layers."
 )
+_SAME_WAY = (
+    "MoD skips layers wherever they run, MoE^2 masks experts that are far: which takes longer "
+    "hangs on how much each is let to change."
+)
+_BUYS = "On our plan hardly anything is worth spending on; by the letter exits are free."
+_SPENT = "What skips do not spend, substitutes do."
 _IN_VAIN = "Drafts that are wrong send in vain."
 _LOOK = "The myopic choice is already near what looking ahead finds."
 _LOAD = "What a request is, and how many tokens it has, the paper does not say."
@@ -84,6 +96,8 @@ _CLUSTERS = "It differs more between clusters than between the two."
 _MET = "EdgeShard crosses few links and mostly meets it; on our plan others do too."
 _EVALUATE = "`trimmoe evaluate` measures it, see docs/experiments.md for the embedded model."
 _SOLVES = "The embedded model solves none of it; `trimmoe evaluate` measures it on larger ones."
+_SEEN = -0.001
+"""A fall of which the paper says no size; less is none."""
 _SMALL, _, _LARGE = MODELS
 _WITHOUT = (
     ("no-exit", "exits", _IN_VAIN),
@@ -98,6 +112,10 @@ CLAIMS = (
          why=_INHERITED),
     Said(where="4(a)", text="latency against Substitute-Only", paper=-0.245,
          ours=less("delay_ms", "substitute-only"), why=_EXITS),
+    Said(where="4(a)", text="latency of MoD against EdgeShard", paper=0.0, said="lower",
+         ours=less("delay_ms", "edgeshard", "mod"), why=_PLACEMENT),
+    Said(where="4(a)", text="latency of MoD against MoE^2", paper=0.0, said="higher",
+         better="more", ours=less("delay_ms", "moe2", "mod"), why=_SAME_WAY),
     Said(where="4(a)", text="latency of a request, ms", paper=142.0, ours=own("request_ms"),
          kind="plain", why=_LOAD),
     Said(where="4(b)", text="traffic, GB per 1,000 tokens", paper=1.05,
@@ -129,6 +147,9 @@ CLAIMS = (
          better="more", why=_FEW),
     Said(where="5(b)", text="layers after exits", paper=0.12, ours=own("exited"), kind="share",
          better="more", why="How sure tokens are before the last layers is the model's."),
+    Said(where="5(b)", text="layers removed, skipped or after exits", paper=0.23, kind="share",
+         better="more", ours=lambda facts: facts["trimmoe.skipped"] + facts["trimmoe.exited"],
+         why=_FEW),
     Said(where="6(a)", text="perplexity, increase (paper: WikiText-103)", paper=0.38,
          ours=own("perplexity_rise"), kind="plain", why=_ONE),
     Said(where="6(a)", text="quality that MoD loses and TrimMoE does not, here share of flips",
@@ -140,6 +161,10 @@ CLAIMS = (
          why=_SOLVES),
     Said(where="6(b), Property 2", text="charged degradation within the budget of 2 %", paper=0.02,
          ours=own("charged_loss_per_token"), kind="share"),
+    Said(where="6(b)", text="largest share of a budget of 0.5 to 3 % that is charged", paper=1.0,
+         said="below 1", ours=own("used", "budgets"), kind="share"),
+    Said(where="6(b)", text="latency, budget of 2 % against 0.5 %", paper=_SEEN, said="falls",
+         ours=less("delay_ms", "budget-0.005", "budget-0.02"), why=_BUYS),
     Said(where="6(b)", text="measured degradation within the budget of 2 %", paper=0.02,
          ours=own("flip_rate"), kind="share", why=_ONE),
     Said(where="6(b)", text="the same, were all activated experts run and not one (10)",
@@ -169,6 +194,10 @@ CLAIMS = (
          ours=lambda facts: 1.0 - facts["trimmoe.flip_rate"], kind="share", why=_ONE),
     Said(where="10(a)", text="latency without skips (142 to 176 ms)", paper=0.239, better="more",
          ours=more_than_whole("no-skip", "delay_ms"), why=_FEW),
+    Said(where="10(a)", text="latency without skips less that without any other part, ms",
+         paper=0.0, said="largest", kind="plain", better="more", ours=next_ablation_ms, why=_FEW),
+    Said(where="10(c)", text="charged degradation without skips against whole", paper=_SEEN,
+         said="lower", ours=less("charged_loss_per_token", "whole", "no-skip"), why=_SPENT),
     *(Said(where="10", text=f"{what} without {part}: more than whole", paper=0.0, better="more",
            said="more", ours=more_than_whole(name, key), why=why)
       for name, part, why in _WITHOUT for key, what in _MEASURES),

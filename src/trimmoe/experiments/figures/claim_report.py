@@ -21,7 +21,9 @@ def claims_report(claimed: Claimed, asked: Asked) -> str:
 
 
 def _command(asked: Asked) -> str:
-    given = f"--size {asked.size_name} --seed {asked.seed} --geometry {asked.geometry}"
+    given = f"--size {asked.size_name}"
+    given += f" --worlds {asked.worlds_asked}" if asked.worlds_asked is not None else ""
+    given += f" --seed {asked.seed} --geometry {asked.geometry}"
     if asked.recorded is not None:
         given += f" --model {asked.recorded.model} --profile PROFILE --trace TRACE"
         given += " --text TEXT" if asked.recorded.text else ""
@@ -34,7 +36,7 @@ def _notes(asked: Asked) -> list[str]:
     pinned = asked.geometry if recorded is None else recorded.model
     notes = [
         f"Size `{asked.size_name}`, seed {asked.seed}: worlds are clusters drawn in the ranges of "
-        f"the paper's testbed, {size.worlds}, on each {effort.sequences * effort.length} tokens; "
+        f"the paper's testbed, {asked.worlds}, on each {effort.sequences * effort.length} tokens; "
         f"{asked.geometry} with generated tokens, `pinned` on {pinned}, the other models of Fig. 9 "
         f"with generated tokens. A request is an answer of {effort.output_tokens} tokens; the "
         "paper does not say how many it has. Delays are the cost model's."

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -97,44 +97,83 @@ class Asked:
     recorded: Recorded | None
     size_name: str
     seed: int
+    worlds_asked: int | None = None
+    """None: as many as the size has."""
 
     @property
     def size(self) -> Size:
         return SIZES[self.size_name]
 
+    @property
+    def worlds(self) -> int:
+        return self.size.worlds if self.worlds_asked is None else self.worlds_asked
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WorldFacts:
+    """What one world says."""
+
+    columns: dict[str, Facts]
+    inputs: dict[str, dict[str, str]]
+    """Hashes of what it was made from."""
+
+
+Executors = Callable[[Profile, int], Execute]
+"""What executes the model in a world, by its profile and number."""
+
 
 def run_claims(asked: Asked, announce: Announce) -> Claimed:
-    """Every claim on as many worlds as the size says: another cluster each, and other tokens where
+    """Every claim on as many worlds as were asked for: another cluster each, and other tokens where
     these are generated. Raises `UserError`."""
-    geometry, recorded, size, seed = asked.geometry, asked.recorded, asked.size, asked.seed
-    columns = ["letter, generated", *(["letter, embedded"] if recorded else []), "pinned"]
-    worlds: dict[str, list[Facts]] = {name: [] for name in columns}
-    inputs: dict[str, dict[str, str]] = {}
-    execute = _executors(recorded, size, seed) if recorded is not None and recorded.text else None
-    for each in range(seed, seed + size.worlds):
+    size, seed = asked.size, asked.seed
+    execute = executors(asked)
+    found = [world_facts(asked, each, execute, announce) for each in worlds_of(asked)]
+    assumed = [_assumed(asked.geometry, each, size.effort, seed, announce) for each in IMPORTANCES]
+    return gathered(found, assumed)
 
-        def told(what: str, number: int = each) -> None:
-            announce(f"world {number}, {what}")
 
-        models = {
-            name: _generated(name, size.effort, each, told)
-            for name in dict.fromkeys((geometry, *MODELS))
-        }
-        bench = models[geometry]
-        inputs |= {f"{name}, cluster {each}": one.world.inputs for name, one in models.items()}
-        compared = {name: models[name] for name in MODELS}
-        worlds["letter, generated"].append(facts_of(bench, "letter", compared))
-        if recorded is not None:
-            world = _real_world(recorded, size.effort, each, told)
-            inputs[f"{world.name}, cluster {each}"] = world.inputs
-            bench = Bench(
-                world=world, effort=size.effort, seed=each, announce=told,
-                execute=None if execute is None else execute(world.profile, each),
-            )  # fmt: skip
-            worlds["letter, embedded"].append(facts_of(bench, "letter", {}))
-        worlds["pinned"].append(facts_of(bench, "pinned", compared))
-    assumed = [_assumed(geometry, each, size.effort, seed, announce) for each in IMPORTANCES]
-    return Claimed(worlds=worlds, assumed=assumed, inputs=inputs)
+def worlds_of(asked: Asked) -> range:
+    """Their numbers, which are the seeds of what is drawn in them."""
+    return range(asked.seed, asked.seed + asked.worlds)
+
+
+def gathered(found: Sequence[WorldFacts], assumed: list[Assumed]) -> Claimed:
+    """A run of its worlds, in their order."""
+    columns = dict.fromkeys(name for each in found for name in each.columns)
+    return Claimed(
+        worlds={name: [each.columns[name] for each in found] for name in columns},
+        assumed=assumed,
+        inputs={name: hashes for each in found for name, hashes in each.inputs.items()},
+    )
+
+
+def world_facts(
+    asked: Asked, number: int, execute: Executors | None, announce: Announce
+) -> WorldFacts:
+    """All columns of one world; the same however many worlds a run has."""
+    recorded, effort = asked.recorded, asked.size.effort
+
+    def told(what: str) -> None:
+        announce(f"world {number}, {what}")
+
+    models = {
+        name: _generated(name, effort, number, told)
+        for name in dict.fromkeys((asked.geometry, *MODELS))
+    }
+    bench = models[asked.geometry]
+    inputs = {f"{name}, cluster {number}": one.world.inputs for name, one in models.items()}
+    compared = {name: models[name] for name in MODELS}
+    columns = {"letter, generated": facts_of(bench, "letter", compared)}
+    if recorded is not None:
+        world = _real_world(recorded, effort, number, told)
+        inputs[f"{world.name}, cluster {number}"] = world.inputs
+        bench = Bench(
+            world=world, effort=effort, seed=number, announce=told,
+            execute=None if execute is None else execute(world.profile, number),
+        )  # fmt: skip
+        columns["letter, embedded"] = facts_of(bench, "letter", {})
+    columns["pinned"] = facts_of(bench, "pinned", compared)
+    return WorldFacts(columns=columns, inputs=inputs)
 
 
 def _generated(geometry: str, effort: Effort, seed: int, announce: Announce) -> Bench:
@@ -166,8 +205,12 @@ def some_sequences(trace: Trace, sequences: int, length: int, number: int) -> Tr
     return replace(trace, length=length, **arrays)
 
 
-def _executors(recorded: Recorded, size: Size, seed: int) -> Callable[[Profile, int], Execute]:
-    """What executes the model in each world, on passages of its own. Raises `UserError`."""
+def executors(asked: Asked) -> Executors | None:
+    """What executes the model in each world, on passages of its own, if there is text for it.
+    Raises `UserError`."""
+    recorded, size, seed = asked.recorded, asked.size, asked.seed
+    if recorded is None or not recorded.text:
+        return None
     from trimmoe.calibrate.text import read_texts
     from trimmoe.experiments.figures.executed import PassageSettings, executor
     from trimmoe.experiments.opening import open_view, resolved
@@ -180,7 +223,8 @@ def _executors(recorded: Recorded, size: Size, seed: int) -> Callable[[Profile, 
     passages = PassageSettings(count=size.passages, context=size.context, steps=size.steps)
 
     def of(profile: Profile, number: int) -> Execute:
-        begin = (number - seed) * part
+        # Of more worlds than the size has those that follow draw from the same parts again.
+        begin = (number - seed) % size.worlds * part
         some = ids[begin : begin + part]
         return executor(view, profile, some, passages, seed=number)
 

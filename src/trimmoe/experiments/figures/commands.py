@@ -129,6 +129,10 @@ def claims(
         Literal["tiny", "small", "default"],
         typer.Option(help="Of the run; tiny only shows that it works."),
     ] = "default",
+    worlds: Annotated[
+        int | None,
+        typer.Option(min=1, help="Clusters to judge on; by default as many as the size has."),
+    ] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the facts.")] = None,
     seed: int = 0,
 ) -> None:
@@ -148,7 +152,7 @@ def claims(
     recorded = None
     if profile is not None and trace is not None:
         recorded = Recorded(model=model, profile=profile, trace=trace, text=tuple(text or ()))
-    console, asked = Console(stderr=True), Asked(geometry, recorded, size, seed)
+    console, asked = Console(stderr=True), Asked(geometry, recorded, size, seed, worlds)
     claimed = run_claims(asked, announce=lambda what: console.print(what, markup=False))
     page = claims_report(claimed, asked)
     with written_whole(output) as temporary:
