@@ -38,7 +38,7 @@ from typing import Any, NoReturn, TypeVar
 import cosmic_ray.ast  # pyright: ignore[reportMissingImports]
 import cosmic_ray.mutating  # pyright: ignore[reportMissingImports]
 import cosmic_ray.plugins  # pyright: ignore[reportMissingImports]
-import coverage
+import coverage  # pyright: ignore[reportMissingImports]
 import pytest
 
 T = TypeVar("T")
