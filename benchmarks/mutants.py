@@ -38,7 +38,7 @@ from typing import Any, NoReturn, TypeVar
 import cosmic_ray.ast  # pyright: ignore[reportMissingImports]
 import cosmic_ray.mutating  # pyright: ignore[reportMissingImports]
 import cosmic_ray.plugins  # pyright: ignore[reportMissingImports]
-import coverage
+import coverage  # pyright: ignore[reportMissingImports]
 import pytest
 
 T = TypeVar("T")
@@ -196,7 +196,8 @@ def what_enters(name: str) -> Entered | None:
         code = pytest.main(arguments(name))
         seen.stop()
         data = seen.get_data()
-        lines = {path: set(data.lines(path) or ()) for path in data.measured_files()}
+        files = data.measured_files()
+        lines: dict[str, set[int]] = {path: set(data.lines(path) or ()) for path in files}
         return code, time.process_time(), lines
 
     found = in_child(run, limit_s=inf)

@@ -163,7 +163,7 @@ def world_facts(
     bench = models[asked.geometry]
     inputs = {f"{name}, cluster {number}": one.world.inputs for name, one in models.items()}
     compared = {name: models[name] for name in MODELS}
-    columns = {"letter, generated": facts_of(bench, "letter", compared)}
+    columns: dict[str, Facts] = {"letter, generated": facts_of(bench, "letter", compared)}
     if recorded is not None:
         world = _real_world(recorded, effort, number, told)
         inputs[f"{world.name}, cluster {number}"] = world.inputs
