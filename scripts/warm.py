@@ -8,7 +8,7 @@ import sys
 import torch
 
 import trimmoe
-from trimmoe.models.compiled import calls, delta_step, latent_step
+from trimmoe.models.compiled import delta_step, latent_step
 from trimmoe.models.compiled.apart import prepare
 from trimmoe.models.compiled.lanes import Format
 from trimmoe.models.compiled.product import product_of
@@ -34,10 +34,7 @@ def decisions() -> None:
     artifacts = Artifacts(profile=plan.profile, plan=plan.placed, model=model.spec)
     for each in (settings.exact(), settings.trimmoe()):
         compile_decisions(artifacts, each)
-    # By now the steps are compiled too.
-    calls.prepare_all()
-    trace = plan.record(tokens=256)
-    trimmoe.simulate(plan, rate=5, duration_s=1, warm_up_s=1, trace=trace)
+    trimmoe.simulate(plan, rate=5, duration_s=1, warm_up_s=1, trace=plan.record(tokens=256))
 
 
 if __name__ == "__main__":

@@ -25,8 +25,11 @@ from tiny import write_tiny_checkpoint
 from trimmoe.core.artifact import file_hash
 from trimmoe.core.cluster_file import load_cluster
 from trimmoe.core.plan import Plan
+from trimmoe.experiments.preparation import prepare
 from trimmoe.models.load import model_spec
 from trimmoe.placement.make import make_plan
+from trimmoe.runtime.launch.artifacts import Artifacts
+from trimmoe.runtime.launch.config import ServeConfig
 from trimmoe.runtime.launch.status import Phase, ServerStatus
 
 PATIENCE_S = 180.0
@@ -66,6 +69,16 @@ def write_files(folder: Path, servers: Sequence[str] = SERVERS, **profiled: Any)
     plan = make_plan(profile, spec, load_cluster(cluster), cluster_hash=file_hash(cluster))
     plan.save(files.plan)
     return files
+
+
+def written_artifacts(folder: Path) -> Artifacts:
+    """What `serve` makes of the files of `write_files`."""
+    files = write_files(folder)
+    config = ServeConfig.model_validate(
+        {"cluster": files.cluster, "model": str(files.model), "profile": files.profile,
+         "plan": files.plan}
+    )  # fmt: skip
+    return prepare(config, sample=str, say=lambda _: None, cache_dir=folder)
 
 
 def cluster_yaml(servers: Sequence[str], ratio: float = 1.5) -> str:

@@ -7,12 +7,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from launching import write_files
+from launching import written_artifacts
 from timed import timed_machines
 from trimmoe.core.machines import Machines
 from trimmoe.experiments import demo_expected, measuring
 from trimmoe.experiments.demo_expected import USER, expected_s, measured_servers
-from trimmoe.experiments.preparation import prepare
 from trimmoe.runtime.launch.artifacts import Artifacts
 from trimmoe.runtime.launch.config import ServeConfig
 
@@ -21,13 +20,7 @@ _TOKENS = 16
 
 @pytest.fixture(scope="module")
 def artifacts(tmp_path_factory: pytest.TempPathFactory) -> Artifacts:
-    folder = tmp_path_factory.mktemp("files")
-    files = write_files(folder)
-    config = ServeConfig.model_validate(
-        {"cluster": files.cluster, "model": str(files.model), "profile": files.profile,
-         "plan": files.plan}
-    )  # fmt: skip
-    return prepare(config, sample=str, say=lambda _: None, cache_dir=folder)
+    return written_artifacts(tmp_path_factory.mktemp("files"))
 
 
 @pytest.fixture(scope="module")

@@ -90,8 +90,8 @@ def test_a_head_that_forgot_may_want_the_turn_that_runs(
     class Begun:
         is_over, error = False, ""
 
-        def __init__(self, *_: object, ready_s: float, after: Any) -> None:
-            self.after, self.retired = after, False
+        def __init__(self, folder: Any, *_: object, ready_s: float, after: Any) -> None:
+            self.folder, self.after, self.retired = folder, after, False
 
         def retire(self) -> None:
             self.retired = True

@@ -10,15 +10,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
 import zoo
+from compiled_rows import alone, assert_same_in_any_batch, fed, opened
 from trimmoe.core.errors import UserError
 from trimmoe.core.precision import Precision
-from trimmoe.models.cache import SNAPSHOTS, KVCache
+from trimmoe.models.cache import SNAPSHOTS
 from trimmoe.models.compiled.view import CompiledView
-from trimmoe.models.exact import full_depth
-from trimmoe.models.load import open_model
 
 VOCABULARY = 64
 
@@ -32,45 +30,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def view(folder: Path) -> CompiledView:
-    return _open(folder)
-
-
-def _open(folder: Path, precision: Precision = Precision.NONE) -> CompiledView:
-    view = open_model(folder, quantise=precision)
-    assert isinstance(view, CompiledView)
-    return view
-
-
-@torch.inference_mode()
-def _fed(view: CompiledView, cache: KVCache, rows: dict[int, tuple[int, list[int]]]) -> Tensor:
-    """Logits [n, V] after each token of sequences, by slot, that go on from a position, all passed
-    together."""
-    slots, given = list(rows), [tokens for _, tokens in rows.values()]
-    positions = [range(start, start + len(tokens)) for start, tokens in rows.values()]
-    batch = view.batch(cache, slots, positions)
-    hidden = view.embed(batch.pad(given), batch)
-    return view.logits(full_depth(view, hidden, batch, cache))
-
-
-def _alone(view: CompiledView, tokens: list[int]) -> Tensor:
-    """Logits after each token of a sequence, one token at a time."""
-    cache = view.new_cache(slots=1)
-    slot = cache.alloc()
-    return torch.cat([_fed(view, cache, {slot: (at, [one])}) for at, one in enumerate(tokens)])
+    return opened(folder)
 
 
 @pytest.mark.parametrize("precision", [Precision.NONE, Precision.INT8])
 def test_a_row_does_not_depend_on_what_it_is_batched_with(
     folder: Path, precision: Precision
 ) -> None:
-    """Prompts whole or token by token, alone or beside others, on one thread or two."""
-    view, asked = _open(folder, precision), zoo.prompts(2 * SNAPSHOTS + 3, 1, 5)
-    expected = torch.cat([_alone(view, one) for one in asked])
-    for threads in (1, 2):
-        view.use_threads(threads)
-        cache = view.new_cache(slots=3)
-        together = _fed(view, cache, {cache.alloc(): (0, one) for one in asked})
-        assert torch.equal(together, expected)
+    assert_same_in_any_batch(opened(folder, precision), zoo.prompts(2 * SNAPSHOTS + 3, 1, 5))
 
 
 _PIECES = st.lists(st.tuples(st.integers(1, 6), st.integers(0, 12)), min_size=1, max_size=8)
@@ -91,35 +58,35 @@ def test_withdrawn_tokens_leave_nothing(
     made, at = [], 0
     for number, (size, wrong) in enumerate(pieces):
         if wrong:
-            _fed(view, cache, {one: (at, rng.integers(0, VOCABULARY, wrong).tolist())})
+            fed(view, cache, {one: (at, rng.integers(0, VOCABULARY, wrong).tolist())})
         piece = (at, right[at : at + size])
-        made.append(_fed(view, cache, {one: piece, other: (number, beside[number : number + 1])}))
+        made.append(fed(view, cache, {one: piece, other: (number, beside[number : number + 1])}))
         at += size
     ours = torch.cat([rows[:-1] for rows in made])
-    assert torch.equal(ours, _alone(view, right))
-    assert torch.equal(torch.cat([rows[-1:] for rows in made]), _alone(view, beside))
+    assert torch.equal(ours, alone(view, right))
+    assert torch.equal(torch.cat([rows[-1:] for rows in made]), alone(view, beside))
 
 
 def test_as_many_tokens_as_are_guessed_may_be_withdrawn(view: CompiledView) -> None:
     (tokens,) = zoo.prompts(3 * SNAPSHOTS)
-    expected, cache = _alone(view, tokens), view.new_cache(slots=1)
+    expected, cache = alone(view, tokens), view.new_cache(slots=1)
     slot, back = cache.alloc(), SNAPSHOTS - 1
-    _fed(view, cache, {slot: (0, tokens)})
+    fed(view, cache, {slot: (0, tokens)})
     start = len(tokens) - back
-    assert torch.equal(_fed(view, cache, {slot: (start, tokens[start:])}), expected[start:])
+    assert torch.equal(fed(view, cache, {slot: (start, tokens[start:])}), expected[start:])
     with pytest.raises(UserError, match="no longer kept"):
-        _fed(view, cache, {slot: (start - 1, tokens[start - 1 : start])})
+        fed(view, cache, {slot: (start - 1, tokens[start - 1 : start])})
 
 
 def test_a_place_that_is_given_back_keeps_no_state(view: CompiledView) -> None:
     cache = view.new_cache(slots=1)
     slot, (tokens,) = cache.alloc(), zoo.prompts(6)
-    _fed(view, cache, {slot: (0, tokens)})
+    fed(view, cache, {slot: (0, tokens)})
     cache.free(slot)
     assert cache.alloc() == slot
     with pytest.raises(UserError, match="after 6 tokens"):
-        _fed(view, cache, {slot: (6, tokens[:1])})
-    assert torch.equal(_fed(view, cache, {slot: (0, tokens)}), _alone(view, tokens))
+        fed(view, cache, {slot: (6, tokens[:1])})
+    assert torch.equal(fed(view, cache, {slot: (0, tokens)}), alone(view, tokens))
 
 
 def test_what_leaves_early_keeps_the_state_that_it_would_have(view: CompiledView) -> None:

@@ -3,21 +3,18 @@ together and whatever was taken back, in few bits too, and layers whose values a
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
 import zoo
+from compiled_rows import alone, assert_same_in_any_batch, fed, opened
 from trimmoe.core.precision import Precision
 from trimmoe.models.base import DROPPED
-from trimmoe.models.cache import KVCache
 from trimmoe.models.compiled.view import CompiledView
-from trimmoe.models.exact import exact_logits, full_depth, greedy
+from trimmoe.models.exact import exact_logits, greedy
 from trimmoe.models.load import open_model
 
 VOCABULARY = 64
@@ -28,29 +25,6 @@ SHARED = {"attention_k_eq_v": True, "num_global_key_value_heads": 1}
 @pytest.fixture(scope="module", params=[{}, SHARED], ids=["apart", "keys_as_values"])
 def it(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> zoo.Specimen:
     return zoo.specimen("gemma4_text", tmp_path_factory.mktemp("gemma"), **request.param)
-
-
-def _open(folder: Path, precision: Precision) -> CompiledView:
-    view = open_model(folder, quantise=precision)
-    assert isinstance(view, CompiledView)
-    return view
-
-
-@torch.inference_mode()
-def _fed(view: CompiledView, cache: KVCache, rows: dict[int, tuple[int, list[int]]]) -> Tensor:
-    """Logits [n, V] after each token of sequences, by slot, that go on from a position, all passed
-    together."""
-    given = [tokens for _, tokens in rows.values()]
-    positions = [range(start, start + len(tokens)) for start, tokens in rows.values()]
-    batch = view.batch(cache, list(rows), positions)
-    return view.logits(full_depth(view, view.embed(batch.pad(given), batch), batch, cache))
-
-
-def _alone(view: CompiledView, tokens: list[int]) -> Tensor:
-    """Logits after each token of a sequence, one token at a time."""
-    cache = view.new_cache(slots=1)
-    slot = cache.alloc()
-    return torch.cat([_fed(view, cache, {slot: (at, [one])}) for at, one in enumerate(tokens)])
 
 
 def test_answers_are_those_of_transformers(it: zoo.Specimen) -> None:
@@ -65,14 +39,7 @@ def test_answers_are_those_of_transformers(it: zoo.Specimen) -> None:
 def test_a_row_does_not_depend_on_what_it_is_batched_with(
     it: zoo.Specimen, precision: Precision
 ) -> None:
-    """Prompts whole or token by token, alone or beside others, on one thread or two."""
-    view, asked = _open(it.folder, precision), zoo.prompts(11, 1, 5)
-    expected = torch.cat([_alone(view, one) for one in asked])
-    for threads in (1, 2):
-        view.use_threads(threads)
-        cache = view.new_cache(slots=3)
-        together = _fed(view, cache, {cache.alloc(): (0, one) for one in asked})
-        assert torch.equal(together, expected)
+    assert_same_in_any_batch(opened(it.folder, precision), zoo.prompts(11, 1, 5))
 
 
 @pytest.mark.parametrize("precision", [Precision.INT8, Precision.INT4])
@@ -81,7 +48,7 @@ def test_few_bits_are_those_that_modules_have(it: zoo.Specimen, precision: Preci
     ours, theirs = (
         torch.cat(exact_logits(view, asked))
         for view in (
-            _open(it.folder, precision),
+            opened(it.folder, precision),
             open_model(it.folder, quantise=precision, compiled=False),
         )
     )
@@ -106,10 +73,10 @@ def test_withdrawn_tokens_leave_nothing(
     slot, made, at = cache.alloc(), [], 0
     for size, wrong in pieces:
         if wrong:
-            _fed(view, cache, {slot: (at, rng.integers(0, VOCABULARY, wrong).tolist())})
-        made.append(_fed(view, cache, {slot: (at, right[at : at + size])}))
+            fed(view, cache, {slot: (at, rng.integers(0, VOCABULARY, wrong).tolist())})
+        made.append(fed(view, cache, {slot: (at, right[at : at + size])}))
         at += size
-    assert torch.equal(torch.cat(made), _alone(view, right))
+    assert torch.equal(torch.cat(made), alone(view, right))
 
 
 def test_a_layer_in_parts_is_the_layer_whole(it: zoo.Specimen) -> None:

@@ -7,13 +7,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from launching import write_files
+from launching import written_artifacts
 from trimmoe.core.errors import UserError
 from trimmoe.core.specs import Speeds
 from trimmoe.experiments import plan_vs_real as experiment
 from trimmoe.experiments.plan_matrix import choices, choices_table, goals_table, held
 from trimmoe.experiments.plan_vs_real import Asked, plan_vs_real_table, ranks_alike
-from trimmoe.experiments.preparation import prepare
 from trimmoe.experiments.serve_bench import Sent
 from trimmoe.runtime.launch.artifacts import Artifacts
 from trimmoe.runtime.launch.config import ServeConfig
@@ -100,13 +99,7 @@ def test_nothing_is_promised_of_machines_that_nobody_measured(artifacts: Artifac
 
 @pytest.fixture(scope="module")
 def artifacts(tmp_path_factory: pytest.TempPathFactory) -> Artifacts:
-    folder = tmp_path_factory.mktemp("files")
-    files = write_files(folder)
-    config = ServeConfig.model_validate(
-        {"cluster": files.cluster, "model": str(files.model), "profile": files.profile,
-         "plan": files.plan}
-    )  # fmt: skip
-    return prepare(config, sample=str, say=lambda _: None, cache_dir=folder)
+    return written_artifacts(tmp_path_factory.mktemp("files"))
 
 
 def test_speeds_are_of_as_many_servers_as_there_are() -> None:

@@ -49,7 +49,7 @@ def _model_spec(path: str, dtype: str, quantise: Precision) -> ModelSpec:
     from trimmoe.models.load import has_encoder, model_spec
 
     if has_encoder(path):
-        # Of fifty answers while a server died, one or two went on wrongly once it was back.
+        # Of 115 answers while a server died, three went on wrongly once it was back.
         raise UserError(
             f"{path} has an encoder, and servers that die and come back do not always continue "
             "answers of such models rightly yet; use `trimmoe serve-local` or `trimmoe generate`."

@@ -36,7 +36,7 @@ class Generation:
         after: Generation | None = None,
     ) -> None:
         """`after` has the folder still, and is let end first."""
-        self._folder, self._job, self._say, self._after = folder, job, say, after
+        self.folder, self._job, self._say, self._after = folder, job, say, after
         self._patience = Patience(ready_s=ready_s)
         self._stop, self._leaving = Stop(), threading.Event()
         self._stop.also(self._leaving)
@@ -83,7 +83,7 @@ class Generation:
                 return
         self._after = None
         try:
-            with supervising(self._folder, self._job, self._stop, self._say) as (folder, job):
+            with supervising(self.folder, self._job, self._stop, self._say) as (folder, job):
                 self._handles = start_processes(folder, job)
                 self._supervised()
         except UserError as error:

@@ -48,8 +48,6 @@ class Machine:
         self._token, self._kept, self._say, self._assemble = token, kept, say, assemble
         self._tls = tls
         self._running: dict[str, Generation | _Failed] = {}
-        self._turns: dict[str, int] = {}
-        """Of those that run."""
 
     @property
     def runs(self) -> tuple[str, ...]:
@@ -111,7 +109,6 @@ class Machine:
             return
         try:
             self._running[identity] = self._begun(deployment, here)
-            self._turns[identity] = deployment.turn
         except UserError as error:
             self._say(str(error))
             self._running[identity] = _Failed(str(error))
@@ -154,13 +151,13 @@ class Machine:
             job,
             self._say,
             ready_s=opened.config.ready_s,
-            after=self._in_its_place(deployment.turn),
+            after=self._in_its_place(folder),
         )
 
-    def _in_its_place(self, turn: int) -> Generation | None:
-        """Who has the folder of a turn still: a head that has forgotten what it wanted before may
+    def _in_its_place(self, folder: RunFolder) -> Generation | None:
+        """Who has a folder still: a head that has forgotten what it wanted before may
         begin with the turn of what a machine started without it."""
-        for identity, each in reversed(self._running.items()):
-            if isinstance(each, Generation) and self._turns[identity] == turn and not each.is_over:
+        for each in reversed(self._running.values()):
+            if isinstance(each, Generation) and each.folder == folder and not each.is_over:
                 return each
         return None

@@ -64,7 +64,7 @@ class BatchLoop:
         )
         self._slowdown, self._log_batches = slowdown, log_batches
         self._controls: list[Control] = []
-        self._hands: LoopContext | None = None
+        self._context: LoopContext | None = None
         """None while it does not run."""
         self._due = self._busy = False
         """Whether it is about to look for work; whether the worker thread has some."""
@@ -80,7 +80,7 @@ class BatchLoop:
 
     def wake(self) -> None:
         """There may be work."""
-        if self._hands is not None and not (self._due or self._busy):
+        if self._context is not None and not (self._due or self._busy):
             self._due = True
             self._loop.call_soon(self._turn)
 
@@ -107,13 +107,13 @@ class BatchLoop:
 
         context.worker.send = send_early
         use_threads(self._threads)
-        self._loop, self._hands = loop, context
+        self._loop, self._context = loop, context
         self._ended: asyncio.Future[None] = loop.create_future()
         self.wake()
         try:
             await self._ended
         finally:
-            self._hands = None
+            self._context = None
 
     async def close(self) -> None:
         """Wait until the worker has stopped."""
@@ -123,10 +123,10 @@ class BatchLoop:
     def _turn(self) -> None:
         """One batch, and what had to come before it."""
         self._due = False
-        if self._hands is None or self._busy:
+        if self._context is None or self._busy:
             return
         try:
-            self._work(self._hands)
+            self._work(self._context)
         except BaseException as error:  # As of a task: whoever awaits `run` hears of it.
             self._fail(error)
 
@@ -153,10 +153,10 @@ class BatchLoop:
     ) -> None:
         """The worker thread is through with a batch."""
         self._busy = False
-        if self._hands is None or done.cancelled():
+        if self._context is None or done.cancelled():
             return
         try:
-            self._finish(self._hands, work, done.result(), began_s)
+            self._finish(self._context, work, done.result(), began_s)
         except BaseException as error:
             self._fail(error)
         else:
@@ -186,18 +186,18 @@ class BatchLoop:
             context.post(Parcel(to=unit.seat.access, message=message))
 
     def _send(self, parcels: list[Parcel]) -> None:
-        if self._hands is not None:
+        if self._context is not None:
             for parcel in parcels:
-                self._hands.post(parcel)
+                self._context.post(parcel)
 
     def _fail(self, error: BaseException) -> None:
-        self._hands = None
+        self._context = None
         if not self._ended.done():
             self._ended.set_exception(error)
 
     def _compute(self, controls: list[Control], work: Work | None) -> BatchOutput:
         """In the worker."""
-        context = self._hands
+        context = self._context
         for control in controls:
             control()
         if work is None or context is None:
