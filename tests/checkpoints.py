@@ -85,7 +85,7 @@ def _qwen3_moe() -> Any:
     return transformers.Qwen3MoeForCausalLM(config)
 
 
-def _switch() -> Any:
+def _switch(**more: Any) -> Any:
     # An odd number of blocks leaves a dense one after the last MoE layer; a capacity of 3
     # makes experts drop tokens.
     config = transformers.SwitchTransformersConfig(
@@ -102,6 +102,7 @@ def _switch() -> Any:
         expert_capacity=3,
         relative_attention_num_buckets=8,
         relative_attention_max_distance=16,
+        **more,
     )
     return transformers.SwitchTransformersForConditionalGeneration(config)
 
@@ -113,6 +114,8 @@ _MODELS: dict[str, Callable[[], Any]] = {
     "olmoe": _olmoe,
     "qwen3_moe": _qwen3_moe,
     "switch": _switch,
+    # What it generates depends on what it read: the other one says the same token all the time.
+    "switch_untied": lambda: _switch(tie_word_embeddings=False),
 }
 
 

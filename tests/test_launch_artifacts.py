@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from checkpoints import write
 from factories import random_profile
-from launching import SERVERS, Files, cluster_yaml, write_files
+from launching import Files, cluster_yaml, write_files
 from trimmoe.core.errors import UserError
 from trimmoe.experiments.joining import JoinedPlanner
 from trimmoe.experiments.preparation import prepare
@@ -170,18 +169,3 @@ def test_users_call_a_model_by_its_folder_or_hub_id(files: Files) -> None:
     assert served_name(str(files.model)) == "tiny"
     assert served_name("embedded") == "embedded"
     assert served_name("mistralai/Mixtral-8x7B-v0.1") == "mistralai/Mixtral-8x7B-v0.1"
-
-
-def test_a_model_with_an_encoder_is_refused_before_anything_is_made(tmp_path: Path) -> None:
-    """Switch Transformers: minutes of calibration would end in servers that do not start."""
-    folder, cache = tmp_path / "switch", tmp_path / "cache"
-    write("switch", folder)
-    cluster = tmp_path / "cluster.yaml"
-    cluster.write_text(cluster_yaml(SERVERS))
-    config = ServeConfig.model_validate({"cluster": cluster, "model": str(folder)})
-    said: list[str] = []
-    with pytest.raises(UserError, match=r"has an encoder.*serve-local") as refused:
-        prepare(config, sample=_sample, say=said.append, cache_dir=cache)
-    assert str(refused.value).count(".") == 1 + str(folder).count(".")
-    assert said == []
-    assert not cache.exists()

@@ -258,8 +258,10 @@ def test_switch_encoder(folder: Folder) -> None:
     _close(ours, theirs)
 
 
-def test_switch_logits(folder: Folder) -> None:
-    view, model = open_model(folder("switch")), reference(folder("switch"))
+@pytest.mark.parametrize("name", ["switch", "switch_untied"])
+def test_switch_logits(folder: Folder, name: str) -> None:
+    """Also where encoder, decoder and head have embeddings of their own."""
+    view, model = open_model(folder(name)), reference(folder(name))
     sources, decoded = _tokens(11, 30, 4), [[0, *row] for row in _tokens(9, 3, 17, seed=2)]
     ours = exact_logits(view, decoded, sources=sources)
     _close(ours, _switch_expected(model, sources, decoded))

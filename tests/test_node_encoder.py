@@ -31,7 +31,7 @@ SERVERS = 4
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Untold:
-    folder = checkpoints.write("switch", tmp_path_factory.mktemp("switch"))
+    folder = checkpoints.write("switch_untied", tmp_path_factory.mktemp("switch"))
     return Untold(folder=folder, view=open_model(folder), tokenizer=None)
 
 
@@ -53,7 +53,9 @@ def _generated(folder: Path, prompt: list[int], start_token: int) -> list[int]:
 def _expected(tiny: Untold) -> list[list[int]]:
     view = tiny.view
     assert isinstance(view, EncoderDecoderView)
-    return [_generated(tiny.folder, one, view.start_token) for one in _asked()]
+    made = [_generated(tiny.folder, one, view.start_token) for one in _asked()]
+    assert len({tuple(one) for one in made}) == len(made)
+    return made
 
 
 async def test_servers_answer_as_transformers_does(tiny: Untold) -> None:
@@ -67,6 +69,17 @@ async def test_servers_answer_as_transformers_does(tiny: Untold) -> None:
         made = await answers(servers, users)
         await servers.all_free()
     assert [tokens_of(events) for events in made] == _expected(tiny)
+
+
+async def test_one_place_serves_one_user_after_the_other(tiny: Untold) -> None:
+    """Of prompts of unequal length, in answers of few steps, which are much the same steps."""
+    rng = np.random.default_rng(2)
+    profile, cluster = random_profile(rng, tiny.view.spec), random_cluster(rng, servers=SERVERS)
+    plan = random_plan(rng, tiny.view.spec, cluster, density=0.3)
+    async with running(tiny, profile=profile, plan=plan) as servers:
+        made = [await answers(servers, [(0, request(one, NEW // 3))]) for one in _asked()]
+    expected = [whole[: NEW // 3] for whole in _expected(tiny)]
+    assert [tokens_of(events) for (events,) in made] == expected
 
 
 async def test_an_answer_survives_a_server(tiny: Untold) -> None:

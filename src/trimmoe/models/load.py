@@ -146,11 +146,6 @@ def model_spec(
     return opened.spec(opened.dtype(dtype), hashed=hashed, quantise=quantise)
 
 
-def has_encoder(path_or_hub_id: str | Path) -> bool:
-    """Whether the model reads its prompt with an encoder, by config.json. Raises UserError."""
-    return bool(getattr(_open(path_or_hub_id).config, "is_encoder_decoder", False))
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryNeeds:
     """What the weights of a model take in memory."""

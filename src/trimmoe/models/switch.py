@@ -40,6 +40,7 @@ from trimmoe.models.switch_stack import SwitchEncoder
 from trimmoe.models.switch_view import SwitchView
 
 _MODEL_TYPE = "switch_transformers"
+_EMBEDDINGS = ("encoder.embed_tokens.weight", "decoder.embed_tokens.weight")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -101,7 +102,6 @@ def _geometry(config: Any, side: str) -> Geometry:
     feed_forward = 2 if side == "decoder" else 1
     experts = f"{side}.block.{{block}}.layer.{feed_forward}.mlp.experts.expert_{{expert}}."
     tied = bool(config.tie_word_embeddings)
-    unread = ("encoder.embed_tokens.weight", "decoder.embed_tokens.weight")
     return Geometry(
         family=_MODEL_TYPE,
         moe_blocks=tuple(b for b in range(count) if step and (b % step == 1 or step == 1)),
@@ -116,7 +116,7 @@ def _geometry(config: Any, side: str) -> Geometry:
         block_prefix=f"{side}.block.{{block}}.",
         head_names=("shared.weight" if tied else "lm_head.weight",),
         aside="encoder." if side == "decoder" else None,
-        unread=(*unread, "lm_head.weight") if tied else unread,
+        unread=(*_EMBEDDINGS, "lm_head.weight") if tied else (),
         once_per_sequence=(
             "EncDecAttention.k.",
             "EncDecAttention.v.",
@@ -138,15 +138,23 @@ def _load_model(
         if block.is_sparse:
             block.layer[-1].mlp.experts = nn.Identity()
             routers.append(block.layer[-1].mlp.router)
+    _tie(model, config, checkpoint)  # What is tied is not asked for.
     load_dense(model, checkpoint, stored_name=lambda name: name, dtype=dtype, device=device)
-    tied = [model.encoder.embed_tokens, model.decoder.embed_tokens]
-    if config.tie_word_embeddings:
-        tied.append(model.lm_head)
-    for module in tied:
-        module.weight = model.shared.weight
+    _tie(model, config, checkpoint)
     for router in routers:
         router.classifier.to(router.dtype)
     return model
+
+
+def _tie(model: Any, config: Any, checkpoint: Checkpoint) -> None:
+    """Have one matrix where there is one: always the embeddings that are not stored apart."""
+    both = zip((model.encoder, model.decoder), _EMBEDDINGS, strict=True)
+    tied = bool(config.tie_word_embeddings)
+    for stack, name in both:
+        if tied or name not in checkpoint.entries:
+            stack.embed_tokens.weight = model.shared.weight
+    if tied:
+        model.lm_head.weight = model.shared.weight
 
 
 FAMILY = SwitchFamily()

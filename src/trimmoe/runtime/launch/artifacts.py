@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trimmoe.core.cluster_file import load_cluster
-from trimmoe.core.errors import UserError
 from trimmoe.core.plan import Plan, load_plan
 from trimmoe.core.precision import Precision
 from trimmoe.core.profile import Profile
@@ -46,12 +45,6 @@ def model_spec_of(config: ServeConfig) -> ModelSpec:
 def _model_spec(path: str, dtype: str, quantise: Precision) -> ModelSpec:
     import torch
 
-    from trimmoe.models.load import has_encoder, model_spec
+    from trimmoe.models.load import model_spec
 
-    if has_encoder(path):
-        # Of 115 answers while a server died, three went on wrongly once it was back.
-        raise UserError(
-            f"{path} has an encoder, and servers that die and come back do not always continue "
-            "answers of such models rightly yet; use `trimmoe serve-local` or `trimmoe generate`."
-        )
     return model_spec(path, dtype=getattr(torch, dtype), hashed=True, quantise=quantise)

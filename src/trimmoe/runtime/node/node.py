@@ -174,7 +174,7 @@ class Node:
             guides_of(self.model).guide,
             copy=self._copy_slot,
             evicted=self._evicted,
-            attach=attaching(self._view, lambda: self.worker.cache, self.batch_loop.control),
+            attach=attaching(lambda: self.worker, self.batch_loop.control),
         )
         scheduler = Scheduler(
             max_rows=settings.max_batch, now=loop.time, waited=self.reporter.waited

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from trimmoe.models.base import EncoderDecoderView, MoEView
-from trimmoe.models.cache import KVCache
+from trimmoe.runtime.node.compute.runner import ModelRunner
 from trimmoe.runtime.node.records.encoder import Encoder
 
 
@@ -32,16 +32,9 @@ def encoder_of(
 
 
 def attaching(
-    view: MoEView, cache: Callable[[], KVCache], control: Callable[[Callable[[], None]], None]
+    runner: Callable[[], ModelRunner], control: Callable[[Callable[[], None]], None]
 ) -> Callable[[int, Tensor, list[int]], None] | None:
-    """Gives a slot of a cache what its layers attend to, before the worker's next batch."""
-    if not isinstance(view, EncoderDecoderView):
+    """Gives a slot of a runner what its layers attend to, before the next batch."""
+    if not isinstance(runner().view, EncoderDecoderView):
         return None
-    decoder = view
-
-    @torch.inference_mode()
-    def attach(slot: int, encoded: Tensor, layers: list[int]) -> None:
-        states = encoded.to(device=decoder.device, dtype=decoder.dtype)
-        decoder.attach(cache(), slot, states, layers=layers)
-
-    return lambda slot, encoded, layers: control(lambda: attach(slot, encoded, layers))
+    return lambda slot, encoded, layers: control(lambda: runner().attach(slot, encoded, layers))

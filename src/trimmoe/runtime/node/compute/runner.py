@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from trimmoe.models.base import MoEView
+import torch
+from torch import Tensor
+
+from trimmoe.models.base import EncoderDecoderView, MoEView
 from trimmoe.models.batch import TokenBatch
 from trimmoe.runtime.node.compute.pace import Pace
 from trimmoe.runtime.node.compute.states import leaving
@@ -49,6 +52,16 @@ class ModelRunner:
                 self.cache, slots, [unit.positions for unit in units]
             )
         return self._batches[key]
+
+    @torch.inference_mode()
+    def attach(self, slot: int, encoded: Tensor, layers: list[int]) -> None:
+        """Have a slot attend, in some layers, to what an encoder made of a prompt, [S, d]."""
+        view = self.view
+        assert isinstance(view, EncoderDecoderView)
+        states = encoded.to(device=view.device, dtype=view.dtype)
+        view.attach(self.cache, slot, states, layers=layers)
+        # A step knows how much its rows attend to: those kept are of what was there before.
+        self._batches.clear()
 
     def emit(self, parcels: list[Parcel], result: BatchOutput) -> None:
         """Send parcels now if that is possible, or with the rest of the result."""
