@@ -250,6 +250,7 @@ def test_nobody_refers_to_a_trail_that_has_ended() -> None:
         drafts=False,
         guesses=0,
         chunks=False,
+        segments=False,
         slots=1,
     )
     trailed(constants, rows, asked, state, 1)

@@ -69,6 +69,13 @@ def fan_out(world, rows, state, server, unit):
 
 
 @inlined
+def ends_here(rows, state, server, unit):
+    """Whether all slots of a unit that has fanned out run on its server, where it stays."""
+    target = int(rows.place[unit, rows.layer[unit] + 1])
+    return target == server and rows.pending[unit] == 1 and state.used[server] > 0
+
+
+@inlined
 def gather(world, rows, state, server, unit):
     """After the experts here: their sum goes to where the layer gathers."""
     row, layer = unit, rows.layer[unit]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from trimmoe.simulator.guessing import guessing, led, through
 from trimmoe.simulator.heap import inlined, njit, pop, push
-from trimmoe.simulator.layers import fan_out, gather, part, size
+from trimmoe.simulator.layers import ends_here, fan_out, gather, part, size
 from trimmoe.simulator.links import send
 from trimmoe.simulator.references import refer
 from trimmoe.simulator.service import enter, free, is_dense, quick, ready, serve, take, wake
@@ -19,8 +19,10 @@ from trimmoe.simulator.turns import (
     follow,
     follow_trail,
     go_on_in_turn,
+    may_pass,
     next_in_turn,
     note,
+    pass_on,
     trail,
     trailed,
     wanted,
@@ -28,6 +30,7 @@ from trimmoe.simulator.turns import (
 )
 from trimmoe.simulator.world import (
     AREA,
+    DENSE,
     DISPATCH,
     DONE,
     DRAFT_BACK,
@@ -234,6 +237,12 @@ def _done(world, rows, asked, state, server):
     state.group_first[:] = NONE
     state.group_vectors[:] = 0
     own, own_last = NONE, NONE
+    passes = kind == OWN and world.segments and state.batch_stays[server]
+    if passes and may_pass(rows, state, entry, layer):
+        pass_on(rows, state, server, entry, layer)
+        serve(world, rows, state, server, entry, DENSE, layer + 1)
+        return
+    stays = kind == DENSE
     while entry != NONE:
         unit, following = state.entry_unit[entry], state.entry_next[entry]
         ticket = state.entry_ticket[entry]
@@ -248,6 +257,7 @@ def _done(world, rows, asked, state, server):
                 else:
                     state.entry_next[own_last] = mine
                 own_last = mine
+            stays = stays and ends_here(rows, state, server, unit)
         else:
             if kind == OWN:
                 written(rows, state, unit)
@@ -261,6 +271,7 @@ def _done(world, rows, asked, state, server):
                 taking = state.group_vectors[0, group, target]
                 counted = state.group_vectors[1, group, target]
                 send(world, state, role, server, target, layer, first, taking, counted, 0, NONE)
+    state.batch_stays[server] = stays
     if own != NONE:
         serve(world, rows, state, server, own, OWN, layer)
     else:

@@ -141,6 +141,7 @@ class _Run:
             drafts=engine.settings.drafts,
             guesses=engine.settings.guesses,
             chunks=engine.settings.guess_chunks,
+            segments=engine.settled is not None,
             slots=trace.experts.shape[2],
         )
         self.decider = Ahead(

@@ -51,6 +51,8 @@ class State(NamedTuple):
     """Entries in service, [M]."""
     batch_kind: IntArray
     batch_layer: IntArray
+    batch_stays: np.ndarray
+    """Whether all units in service run here whatever they run in this layer, and stay, bool [M]."""
     starting: np.ndarray
     """Whether a start is due at the end of this instant, bool [M]."""
     due: IntArray
@@ -113,6 +115,7 @@ def make_state(servers: int, layers: int, experts: int) -> State:
         batch_first=np.full(servers, NONE),
         batch_kind=np.zeros(servers, dtype=np.int64),
         batch_layer=np.zeros(servers, dtype=np.int64),
+        batch_stays=np.zeros(servers, dtype=bool),
         starting=np.zeros(servers, dtype=bool),
         due=np.zeros(2 * servers, dtype=np.int64),
         serving_until_s=np.zeros(servers),

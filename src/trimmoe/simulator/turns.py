@@ -96,6 +96,37 @@ def written(rows, state, unit):
 
 
 @inlined
+def may_pass(rows, state, entry, layer):
+    """Whether the units in service enter the next layer together: none ends with this one, and none
+    waits there for a leader that is not in service too."""
+    while entry != NONE:
+        unit = state.entry_unit[entry]
+        leader = rows.leader[unit]
+        if layer + 1 == rows.layers[unit]:
+            return False
+        if leader != NONE and rows.written[leader] <= layer + 1:
+            # What is in service here is written when all of this layer is through.
+            serving = rows.layer[leader] == layer and rows.due[leader] == layer + 1
+            if not serving or rows.written[leader] > layer:
+                return False
+        entry = state.entry_next[entry]
+    return True
+
+
+@inlined
+def pass_on(rows, state, server, entry, layer):
+    """The units in service are in the next layer, without waiting for a turn."""
+    state.served[server, DENSE, 0] += 1
+    while entry != NONE:
+        state.served[server, DENSE, 1] += 1
+        unit = state.entry_unit[entry]
+        written(rows, state, unit)
+        rows.pending[unit] = 0
+        rows.layer[unit], rows.due[unit] = layer + 1, layer + 2
+        entry = state.entry_next[entry]
+
+
+@inlined
 def trail(world, rows, asked, state, server, unit, layers):
     """An exited token goes on through the layers left, in its turn."""
     rows.layers[unit], rows.trailing[unit], rows.apart[unit] = layers, True, not world.whole

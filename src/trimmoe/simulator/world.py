@@ -79,6 +79,8 @@ class World(NamedTuple):
     """The most guesses of a request that may be ahead of what full depth has confirmed."""
     chunks: bool
     """Whether they are made so many at a time, and the next ones when all are through."""
+    segments: bool
+    """Whether tokens pass the layers that leave nothing to decide in one batch."""
     guess_s: FloatArray
     """Time of a guess, [M]."""
     machine: IntArray
@@ -213,6 +215,7 @@ def make_world(
     drafts: bool,
     guesses: int,
     chunks: bool,
+    segments: bool,
     slots: int,
 ) -> World:
     """The constants of a run; seconds are the cost model's, split at the propagation delay. Tokens
@@ -247,6 +250,7 @@ def make_world(
         drafts=drafts,
         guesses=guesses,
         chunks=chunks,
+        segments=segments,
         guess_s=guess_times_s(cost, slots),
         machine=np.ascontiguousarray(machine),
         at_once=np.ascontiguousarray(at_once),
