@@ -9,6 +9,10 @@ BATCH_SHARE = 0.9
 PATIENCE = 64
 """Batches that a server may begin before others that have waited; more than most models have
 layers, so that tokens have time to catch up with those ahead of them."""
+SLICE_S = 0.005
+"""After which whatever has come meanwhile gets its turn, where several layers are passed in one."""
+LAYERS_AT_ONCE = 4
+"""That a guess passes between two looks at the clock."""
 
 
 def batch_s(one_s: float, rows: float, share: float) -> float:
@@ -18,3 +22,12 @@ def batch_s(one_s: float, rows: float, share: float) -> float:
     arithmetic, so that compiled loops can take it in as it is.
     """
     return one_s * (share + (1.0 - share) * rows)
+
+
+def guess_layers(layer_s: float, left: int) -> int:
+    """Layers of those `left` that a guess passes in one turn, each of which takes `layer_s`; plain
+    arithmetic likewise."""
+    passed = LAYERS_AT_ONCE
+    while passed < left and passed * layer_s < SLICE_S:
+        passed += LAYERS_AT_ONCE
+    return min(passed, left)

@@ -1,6 +1,6 @@
 """The compiled event loop, part six: tokens that set out on guesses of their user's server.
 
-When a token has set out, the server guesses what it predicts, layer by layer and when it has
+When a token has set out, the server guesses what it predicts, some layers at a time and when it has
 nothing else to do. Then the next token follows behind it through the layers, unless a `window` of
 them are ahead of what is through; in that case as soon as one is. Tokens are through in turn. A
 wrong guess is followed by copies of the token that it was made after, one guess after another, and
@@ -37,8 +37,8 @@ def led(rows, asked, state, unit, request):
 
 @inlined
 def guessing(world, rows, asked, state, request, ticket, layer):
-    """A guess has passed a layer. If full depth was faster, nobody wants it any more; if it is made
-    and sure enough, what follows may have to wait for room."""
+    """A guess has passed all layers up to this one. If full depth was faster, nobody wants it any
+    more; if it is made and sure enough, what follows may have to wait for room."""
     if asked.ticket[request] != ticket:
         return
     if layer + 1 < world.dense_s.shape[1]:

@@ -26,6 +26,7 @@ from trimmoe.simulator.world import (
 )
 
 _batch_s = inlined(batching.batch_s)
+_guess_layers = inlined(batching.guess_layers)
 
 
 @inlined
@@ -208,14 +209,18 @@ def is_dense(kind):
 @njit
 def _service_s(world, rows, state, server):
     """Time of a batch: what one token takes, of which weights are read once per batch (dense) or
-    per expert. Guesses pass layers as tokens do, and take as long in each."""
+    per expert. Guesses take as long in each layer, and pass several; the batch's is the last."""
     kind, layer = state.batch_kind[server], state.batch_layer[server]
     entry, tokens, counts = state.batch_first[server], 0, state.per_expert
     dense = is_dense(kind)
     if kind == HOME:
         while entry != NONE:
             tokens, entry = tokens + 1, state.entry_next[entry]
-        return _batch_s(world.guess_s[server] / world.dense_s.shape[1], tokens, world.batch_share)
+        layers = world.dense_s.shape[1]
+        layer_s = _batch_s(world.guess_s[server] / layers, tokens, world.batch_share)
+        passed = _guess_layers(layer_s, layers - layer)
+        state.batch_layer[server] = layer + passed - 1
+        return passed * layer_s
     if not dense:
         counts[:] = 0
     while entry != NONE:

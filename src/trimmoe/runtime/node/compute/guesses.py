@@ -12,17 +12,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from trimmoe.cost.batching import LAYERS_AT_ONCE, SLICE_S
 from trimmoe.models.base import TokenBatch
 from trimmoe.runtime.home import home_layers
-from trimmoe.runtime.node.compute.passing import SLICE_S
 from trimmoe.runtime.node.compute.worker import Worker
 from trimmoe.runtime.node.records.output import BatchOutput
 from trimmoe.runtime.node.records.readings import Reading
 from trimmoe.runtime.processors import shaped
 from trimmoe.runtime.sampling import pick
 
-AT_ONCE = 4
-"""Layers between two looks at the clock."""
 AHEAD_S = 0.012
 """For so long what is guessed may wait for what is guessed upon it, to set out together."""
 
@@ -52,7 +50,7 @@ def guess(worker: Worker, layer: int, readings: Sequence[Reading]) -> BatchOutpu
     hidden, layers = _entering(worker, going, batch), runner.view.spec.layer_count
     rows = sum(len(one.tokens) for one in going)
     while layer < layers:
-        last = min(layer + AT_ONCE, layers)
+        last = min(layer + LAYERS_AT_ONCE, layers)
         hidden = _through(worker, layer, last, hidden, batch, rows)
         layer = last
         if all(one.void for one in going):

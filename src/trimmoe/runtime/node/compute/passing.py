@@ -26,13 +26,11 @@ from trimmoe.core.events import (
     TokensImported,
     Trailed,
 )
+from trimmoe.cost.batching import SLICE_S
 from trimmoe.models.base import Routing, Segment, TokenBatch
 from trimmoe.runtime.node.compute.worker import Worker
 from trimmoe.runtime.node.records.output import BatchOutput
 from trimmoe.runtime.node.records.units import Unit, foremost
-
-SLICE_S = 0.005
-"""After which whatever has come meanwhile gets its turn."""
 
 
 def pass_segment(worker: Worker, layer: int, units: Sequence[Unit]) -> BatchOutput:
