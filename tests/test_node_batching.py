@@ -27,7 +27,7 @@ from trimmoe.policy.settings import PRESETS
 from trimmoe.runtime.node.records.work import Step
 from trimmoe.runtime.node.schedule.scheduler import PATIENCE, Scheduler
 from trimmoe.runtime.node.watch.reports import Reporter
-from trimmoe.runtime.service import Overloaded
+from trimmoe.runtime.service import Overloaded, TokenEvent, TokenStream
 from wires import soon, until
 
 PROMPTS = [[5 + i, 70 + i, 9, 31 + i] for i in range(16)]
@@ -259,3 +259,31 @@ async def test_a_route_that_others_fill_makes_requests_wait_and_then_refused(tin
     assert {tuple(tokens_of(events)) for events in made} == {
         tuple(tiny.greedy([4, 5, 6], 4, eos=None))
     }
+
+
+async def test_a_token_is_with_its_user_before_the_next_one_is_made(tiny: Tiny) -> None:
+    """Three tasks take it to the socket, and whoever makes tokens is in the same event loop."""
+    profile, plan = world(tiny, servers=1)
+    async with running(tiny, profile=profile, plan=plan, policy=PRESETS["exact"]()) as servers:
+        node = servers.nodes[0]
+        await read(node.service.submit(request(range(2, 8))))
+        queues: list[asyncio.Queue[TokenEvent]] = [asyncio.Queue() for _ in range(2)]
+
+        async def hand_on(at: int) -> None:
+            while True:
+                queues[at + 1].put_nowait(await queues[at].get())
+
+        async def take(stream: TokenStream) -> None:
+            async for event in stream:
+                queues[0].put_nowait(event)
+
+        made = []
+        tasks = [asyncio.create_task(take(node.service.submit(request(range(9), 12))))]
+        tasks.append(asyncio.create_task(hand_on(0)))
+        for _ in range(12):
+            await soon(queues[1].get())
+            made.append(node.front_end.answers.tokens)
+        for task in tasks:
+            task.cancel()
+    before = 8
+    assert made == list(range(before + 1, before + 13))

@@ -318,6 +318,7 @@ class Node:
             ask=self._ask,
             planner=self.planner,
             post=self.outbox.post,
+            make_way=self.batch_loop.make_way,
             control=self.batch_loop.control,
             open_account=worker.open,
             begin_anew=worker.begin_anew,

@@ -31,6 +31,9 @@ _LOOK_S = 0.005
 SHORT_S = 0.03
 """What messages may be left unheard for: of many rows less than so long, since a batch takes less
 than its rows one by one."""
+MAKE_WAY_TURNS = 8
+"""Of the event loop, until what was put out to a user is in his socket: it passes from one task to
+another on its way. Without them seven tokens are made before the first one is sent."""
 _LONG = frozenset({Step.CHUNK, Step.CHUNK_SLOTS, Step.CHUNK_END})
 
 
@@ -66,6 +69,8 @@ class BatchLoop:
         self._controls: list[Control] = []
         self._context: LoopContext | None = None
         """None while it does not run."""
+        self._turns_left = 0
+        """Turns of the event loop that are left to others before the next batch."""
         self._due = self._busy = False
         """Whether it is about to look for work; whether the worker thread has some."""
         self.batches: list[tuple[str, int, int]] = []
@@ -77,6 +82,10 @@ class BatchLoop:
         """Run something in the worker before its next batch."""
         self._controls.append(control)
         self.wake()
+
+    def make_way(self) -> None:
+        """Have what was just given to a user's stream sent before the next batch."""
+        self._turns_left = MAKE_WAY_TURNS
 
     def wake(self) -> None:
         """There may be work."""
@@ -124,6 +133,10 @@ class BatchLoop:
         """One batch, and what had to come before it."""
         self._due = False
         if self._context is None or self._busy:
+            return
+        if self._turns_left:
+            self._turns_left -= 1
+            self.wake()
             return
         try:
             self._work(self._context)
