@@ -246,19 +246,31 @@ def test_a_request_is_opened_with_what_it_asks_for_or_the_policys_own() -> None:
     model = random_model_spec(np.random.default_rng(0))
     profile = random_profile(np.random.default_rng(0), model)
     settings = replace(trimmoe(), budget=0.1, confidence=0.8, exit_risk=0.05)
-    assert quality(request([1]), settings, profile) == (0.1, 0.8)
+    assert quality(request([1]), settings, profile, copied=True) == (0.1, 0.8)
     both = request([1], quality_budget=0.2, confidence=0.5)
-    assert quality(both, replace(settings, exit_risk=None), profile) == (0.2, 0.5)
-    assert quality(replace(both, exact=True), settings, profile) == (0.0, NEVER_EXIT)
+    assert quality(both, replace(settings, exit_risk=None), profile, copied=True) == (0.2, 0.5)
+    assert quality(replace(both, exact=True), settings, profile, copied=True) == (0.0, NEVER_EXIT)
 
 
-@given(st.integers(0, 2**32 - 1), st.floats(0, 1), st.floats(0, 1))
-def test_a_smaller_budget_never_allows_more_exits(seed: int, budget: float, other: float) -> None:
+def test_a_smaller_budget_than_the_policys_runs_fewer_copies_still() -> None:
+    """They are charged what they flip where the policy's budget is run up."""
+    model = random_model_spec(np.random.default_rng(0))
+    profile = random_profile(np.random.default_rng(0), model)
+    settings = replace(trimmoe(), budget=0.1, exit_risk=None)
+    half = request([1], quality_budget=0.05)
+    assert quality(half, settings, profile, copied=True)[0] == pytest.approx(0.025)
+    assert quality(half, settings, profile, copied=False)[0] == 0.05
+
+
+@given(st.integers(0, 2**32 - 1), st.floats(0, 1), st.floats(0, 1), st.booleans())
+def test_a_smaller_budget_never_allows_more_exits(
+    seed: int, budget: float, other: float, copied: bool
+) -> None:
     profile = random_profile(
         np.random.default_rng(seed), random_model_spec(np.random.default_rng(seed))
     )
     small, large = (
-        quality(request([1], quality_budget=one, confidence=0.3), trimmoe(), profile)
+        quality(request([1], quality_budget=one, confidence=0.3), trimmoe(), profile, copied=copied)
         for one in sorted((budget, other))
     )
     assert small[0] <= large[0]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from factories import random_profile
@@ -19,7 +19,7 @@ from trimmoe.calibrate.settings import CalibrationSettings
 from trimmoe.calibrate.windows import Windows
 from trimmoe.core.artifact import load_artifact, save_artifact
 from trimmoe.core.errors import UserError
-from trimmoe.core.profile import PROFILE_FORMAT, PROFILE_KIND, load_profile
+from trimmoe.core.profile import PROFILE_FORMAT, PROFILE_KIND, LossCurves, Rung, load_profile
 from trimmoe.core.stand_ins import RUNGS
 from trimmoe.models.load import open_model
 
@@ -86,3 +86,35 @@ def test_half_a_rung_is_refused(tmp_path: Path) -> None:
         save_artifact(path, header, {n: a for n, a in arrays.items() if n != f"rung{bits}.upper"})
         with pytest.raises(UserError, match="damaged"):
             load_profile(path)
+
+
+def rung_of(loss: float, *, layers: int = 5) -> Rung:
+    """Of slots that all flip as much, in two classes and two bins of mass."""
+    shape = layers, 2, 2
+    edges = np.broadcast_to([0.5, 1.0], shape)
+    losses, samples = np.full(shape, loss), np.ones(shape, dtype=np.int64)
+    curves = LossCurves(edges=edges, mean=losses, upper=losses, samples=samples)
+    return Rung(bits=4, curves=curves)
+
+
+def test_a_copy_is_charged_what_it_flips_where_the_budget_is_run_up() -> None:
+    """Five layers of four slots, half of which flip 0.2 together; a budget of 0.1 are a quarter of
+    those, each of which flips twice as much."""
+    rung, share = rung_of(0.02), np.full((5, 2), 0.5)
+    assert rung.within(0.1, share, 4).upper == pytest.approx(0.04)
+    assert rung.within(0.05, share, 4).upper == pytest.approx(0.08)
+    for enough in (0.2, 0.5, 0.0):
+        assert rung.within(enough, share, 4).upper == pytest.approx(0.02)
+    assert rung.within(0.1, share, 4).mean == pytest.approx(0.02)
+
+
+@given(loss=st.floats(1e-5, 0.05), budget=st.floats(1e-4, 1.0), width=st.integers(1, 8))
+def test_what_the_charges_allow_flips_no_more_than_the_budget(
+    loss: float, budget: float, width: int
+) -> None:
+    """By the law that noise adds up as its root, of which half of all slots are measured."""
+    layers, half = 5, 5 * width / 2
+    charged = rung_of(loss).within(budget, np.full((layers, 2), 0.5), width)
+    assume(float(charged.upper.max()) < 1)  # More than that nobody is charged, nor can pay.
+    copies = min(budget / float(charged.upper.flat[0]), half)
+    assert loss * half * np.sqrt(copies / half) <= budget * (1 + 1e-9)

@@ -87,7 +87,8 @@ def test_a_stand_in_is_offered_where_the_token_is_at_the_loss_of_its_mass(seed: 
     )  # fmt: skip
     assert plan.stand_in_bits is not None
     copy = numbered(plan.stand_in_bits)[source, layer]
-    rungs = {rung.bits: rung.curves for rung in profile.rungs}
+    allowed = engine.settings.budget, profile.class_share, profile.top_k
+    rungs = {rung.bits: rung.within(*allowed) for rung in profile.rungs}
     for row, column in np.argwhere(np.isfinite(found.delay_s)):
         loss, work, away = 0.0, 0.0, False
         slots = zip(found.slot_expert[row, column], seen.experts[row], strict=True)

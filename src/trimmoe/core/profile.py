@@ -53,6 +53,9 @@ class ExitState(StrEnum):
 
 ECHOING_STATES = (ExitState.DENSE, ExitState.FROZEN)
 """Those in which an exit may flip later predictions."""
+COPIED_SHARE = 0.5
+"""Of all slots, that run copies while it is measured what those lose: as many of little mass as of
+much."""
 CHANGES = ("skip", "drop", "substitution")
 """What may be done to a token in one layer."""
 
@@ -105,8 +108,19 @@ class Rung:
 
     bits: int
     curves: LossCurves
-    """Of one slot that runs its expert's copy, with what it flips of later tokens; mass = softmax
-    mass of that slot."""
+    """Of one slot that runs its expert's copy, with what it flips of later tokens, where half of
+    all slots run theirs; mass = softmax mass of that slot."""
+
+    def within(self, budget: float, class_share: FloatArray, top_k: int) -> LossCurves:
+        """What a slot is charged under a policy that may flip `budget` of all tokens; `class_share`
+        [N, B].
+
+        Copies are off by a little noise, which adds up as noise does: n of them flip as the root of
+        n. Half of a token's slots flip F together, so that (budget / F)^2 of those flip the budget,
+        each of them F / budget times what it flips among all.
+        """
+        at_half = COPIED_SHARE * top_k * float((class_share * self.curves.upper.mean(2)).sum())
+        return self.curves.inflated(max(1.0, at_half / budget)) if budget > 0 else self.curves
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -26,10 +26,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import numpy as np
 
-from trimmoe.core.profile import Profile
+from trimmoe.core.profile import LossCurves, Profile
 from trimmoe.core.specs import BoolArray, FloatArray, IntArray
 from trimmoe.cost.actions import ActionSpace, Levers, StandIns
 from trimmoe.cost.kernels import njit
@@ -228,12 +229,16 @@ class TrimmedObjective:
             return None
         one = slice(layer, layer + 1)
         curves = {
-            rung.bits: replace(
-                rung.curves, edges=rung.curves.edges[one], upper=rung.curves.upper[one]
-            )
-            for rung in self.profile.rungs
+            few: replace(charged, edges=charged.edges[one], upper=charged.upper[one])
+            for few, charged in self._charged.items()
         }
         return StandIns.of(curves, bits[:, None])
+
+    @cached_property
+    def _charged(self) -> dict[int, LossCurves]:
+        """By bits of the copies."""
+        share, top_k = self.profile.class_share, self.profile.top_k
+        return {rung.bits: rung.within(self.budget, share, top_k) for rung in self.profile.rungs}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -153,7 +153,10 @@ def _stand_ins(
     bits = deployment.plan.stand_in_bits
     if bits is None or deployment.cost.rung_share is None:
         return None
-    curves = {rung.bits: rung.curves for rung in profile.rungs}
+    curves = {
+        rung.bits: rung.within(settings.budget, profile.class_share, profile.top_k)
+        for rung in profile.rungs
+    }
     if not settings.steadiness:
         curves = {few: one.pooled(profile.class_share) for few, one in curves.items()}
     curves = {few: one.inflated(settings.inflation) for few, one in curves.items()}

@@ -125,7 +125,9 @@ class PlannedDecoder:
         return self._slots
 
     def open(self, sequence: int, request: GenerationRequest) -> Tensor:
-        budget, confidence = quality(request, self._driver.engine.settings, self._profile)
+        engine = self._driver.engine
+        copied = engine.copied_bits is not None
+        budget, confidence = quality(request, engine.settings, self._profile, copied=copied)
         return self._driver.open(
             sequence,
             request.prompt_ids,

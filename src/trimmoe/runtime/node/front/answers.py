@@ -353,4 +353,5 @@ class Answers:
 
     def quality_of(self, job: Job) -> tuple[float, float]:
         planner = self._room.planner
-        return quality(job.request, planner.settings, planner.profile)
+        copied = planner.in_force.engine.copied_bits is not None
+        return quality(job.request, planner.settings, planner.profile, copied=copied)
