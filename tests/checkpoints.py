@@ -125,6 +125,10 @@ def write(name: str, folder: Path, *, fused: bool = False, sharded: bool = False
     logging.set_verbosity_error()
     torch.manual_seed(0)
     model = _MODELS[name]().eval()
+    if name == "qwen2_moe":
+        # Or a token would say itself again, whatever was read before it: the table is the head too.
+        with torch.no_grad():
+            model.get_input_embeddings().weight.mul_(0.1)
     model.save_pretrained(folder, save_original_format=not fused)
     if sharded:
         _shard(folder)

@@ -240,6 +240,7 @@ def test_the_command_lists_families_and_memory(tmp_path: Path) -> None:
     texts = {family: zoo.config_of(family).get_text_config().model_type for family in TEXT_PARTS}
     assert {one for one, text in texts.items() if text in FORMS} == set(COMPILED_TEXT_PARTS)
     assert re.search(r"glm4_moe +compiled", listed)
+    assert re.search(r"switch_transformers +its own modules, encoder included", listed)
     zoo.config_of("granitemoehybrid").save_pretrained(tmp_path)
     shown = " ".join(CliRunner().invoke(app, ["models", str(tmp_path)]).output.split())
     assert "3 MoE layers of 8 experts, 2 a token" in shown

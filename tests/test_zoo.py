@@ -105,6 +105,11 @@ def test_one_process_generates_what_transformers_does(it: Specimen) -> None:
     asked = prompts(9, 1, 14)
     expected = [it.generated(one, NEW) for one in asked]
     assert greedy(it.view, asked, NEW) == expected
+    # Or equal answers would say nothing of how prompts are read.
+    for prompt, answer in zip(asked, expected, strict=True):
+        if len(prompt) > 1:
+            other = [*prompt[:-2], (prompt[-2] + 7) % 64, prompt[-1]]
+            assert it.generated(other, NEW) != answer
     assert isinstance(it.view, CompiledView if _is_compiled(it) else GeneralView)
     if _is_compiled(it):
         modules = it.modules()
@@ -242,6 +247,7 @@ async def test_servers_that_guess_and_die_answer_as_one_process(it: Specimen) ->
     plan = random_plan(rng, it.view.spec, cluster, density=0.3)
     plan.hosts[0] |= plan.hosts[1]
     tiny, expected = it.tiny(), greedy(it.view, asked, 24)
+    assert min(len(set(answer)) for answer in expected) > 2, "a token that says itself again"
     async with running(
         tiny, profile=profile, plan=plan, policy=guessing(2), prefill_chunk=6
     ) as servers:

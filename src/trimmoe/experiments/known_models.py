@@ -34,7 +34,7 @@ def print_families(console: Console, *, every: bool) -> None:
         **dict.fromkeys(FORMS, "compiled"),
         **dict.fromkeys(TEXT_PARTS, "its own modules, text alone"),
         **dict.fromkeys(COMPILED_TEXT_PARTS, "compiled, text alone"),
-        **dict.fromkeys(ENCODER_DECODERS, "its own modules, one process"),
+        **dict.fromkeys(ENCODER_DECODERS, "its own modules, encoder included"),
     }
     table = Table(box=box.SIMPLE_HEAD)
     for name in ("family", "runs by", "attention keeps"):
