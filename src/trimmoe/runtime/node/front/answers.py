@@ -332,7 +332,7 @@ class Answers:
                 finish_reason=reason,
             )
             job.out.put_nowait(event)
-            self._room.make_way()
+            self._room.make_way(first)
             self.tokens += 1
             if reason is not None:
                 attempt.trouble.set_result("") if not attempt.trouble.done() else None

@@ -186,8 +186,8 @@ class Backroom:
     """Ask all servers whether they work at a sequence."""
     planner: Planner
     post: Callable[[Parcel], None]
-    make_way: Callable[[], None]
-    """Have what was put out to a user sent before the next batch."""
+    make_way: Callable[[bool], None]
+    """Have what was put out to a user sent soon; told whether before the next batch."""
     control: Callable[[Callable[[], None]], None]
     """Run something in the worker, before its next batch."""
     open_account: Callable[[SequenceOpened, tuple[int, ...]], None]

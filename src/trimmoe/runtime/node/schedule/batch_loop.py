@@ -71,6 +71,8 @@ class BatchLoop:
         """None while it does not run."""
         self._turns_left = 0
         """Turns of the event loop that are left to others before the next batch."""
+        self._owes_turns = False
+        """Whether they are left to them after it."""
         self._due = self._busy = False
         """Whether it is about to look for work; whether the worker thread has some."""
         self.batches: list[tuple[str, int, int]] = []
@@ -83,9 +85,13 @@ class BatchLoop:
         self._controls.append(control)
         self.wake()
 
-    def make_way(self) -> None:
-        """Have what was just given to a user's stream sent before the next batch."""
-        self._turns_left = MAKE_WAY_TURNS
+    def make_way(self, at_once: bool) -> None:
+        """Have what was just put out to a user sent before the next batch or, where another server
+        may wait for that, before the one after it."""
+        if at_once:
+            self._turns_left = MAKE_WAY_TURNS
+        else:
+            self._owes_turns = True
 
     def wake(self) -> None:
         """There may be work."""
@@ -138,6 +144,8 @@ class BatchLoop:
             self._turns_left -= 1
             self.wake()
             return
+        if self._owes_turns:
+            self._turns_left, self._owes_turns = MAKE_WAY_TURNS, False
         try:
             self._work(self._context)
         except BaseException as error:  # As of a task: whoever awaits `run` hears of it.
