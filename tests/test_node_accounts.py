@@ -28,7 +28,11 @@ def test_it_brings_along_what_its_tokens_left_unless_budgets_are_even(
 ) -> None:
     """(33): of an even budget nothing is left; a bucket has no less than nothing in it."""
     settings = replace(PRESETS["final-exits"](), budget=0.5, confidence=0.75, budget_rule=rule)
-    room: Any = SimpleNamespace(server=1, planner=SimpleNamespace(settings=settings, profile=None))
+    engine = SimpleNamespace(copied_bits=None)
+    planner = SimpleNamespace(
+        settings=settings, profile=None, in_force=SimpleNamespace(engine=engine)
+    )
+    room: Any = SimpleNamespace(server=1, planner=planner)
     attempt: Any = SimpleNamespace(sequence=7)
     request = GenerationRequest(request_id="a", prompt_ids=(1,), max_new_tokens=2)
     answers = Answers(room, Memory(room), lambda _: None, lambda _: None)

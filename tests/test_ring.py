@@ -144,9 +144,9 @@ def test_the_next_chunk_begins_when_all_of_the_last_one_are_through() -> None:
 
 
 def test_a_wrong_draft_ends_its_chunk() -> None:
+    """Its user knows at 5.5. The server is drafting what would have come next until 6."""
     sample = played([RIGHT, WRONG, RIGHT, RIGHT], 3, 1.5)
-    end_s = WHOLE_S + 1.5
-    assert finished_s(sample, 0)[:3] == pytest.approx([WHOLE_S, end_s, end_s + WHOLE_S])
+    assert finished_s(sample, 0)[:3] == pytest.approx([WHOLE_S, WHOLE_S + 1.5, 6.0 + WHOLE_S])
     assert sample.withdrawn_layers > 0
 
 

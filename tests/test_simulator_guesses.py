@@ -137,8 +137,9 @@ def test_without_a_guess_a_token_waits_for_the_one_before() -> None:
 
 @pytest.mark.parametrize("guess", [RIGHT, WRONG])
 def test_a_guess_that_comes_after_full_depth_has_spoken_leads_to_nothing(guess: Guess) -> None:
+    """a is through at 4. The server has begun to guess, and is free for b at 6."""
     sample = played([guess, UNSURE], 3, guess_s=1.5 * WHOLE_S)
-    assert finished_s(sample, 0) == [WHOLE_S, 2 * WHOLE_S]
+    assert finished_s(sample, 0) == [WHOLE_S, 1.5 * WHOLE_S + WHOLE_S]
     assert (sample.drafts, sample.withdrawn_layers) == (0, 0)
     assert sample.after.served[1:, DENSE, 1].tolist() == [2, 2, 2]
 
@@ -204,14 +205,15 @@ def test_every_server_has_guesses_of_its_own() -> None:
 @settings(max_examples=40)
 @given(
     st.lists(st.sampled_from(Guess), min_size=1, max_size=10), st.integers(1, 4),
-    st.sampled_from([1.5, 3.0]), st.sampled_from([0.25, 1.5]),
+    st.sampled_from([(1.0, 0.25), (2.0, 0.25), (1.5, 1.5), (3.0, 1.5)]),
 )  # fmt: skip
 def test_a_lone_stream_takes_what_its_schedule_takes(
-    tokens: list[Guess], guesses: int, guess_s: float, way_s: float
+    tokens: list[Guess], guesses: int, times_s: tuple[float, float]
 ) -> None:
     """Where no two layers share a server. At these times whatever sets out does so a second after
-    others at least, so that nobody meets who set out before, and between two layers of a guess that
-    is not wanted any more."""
+    others at least, so that nobody meets who set out before, and at the end of a guess that is not
+    wanted any more."""
+    guess_s, way_s = times_s
     sample = played(tokens, guesses, guess_s, way_s)
     log = sample.all_units
     whole_s = LAYERS + (LAYERS + 1) * way_s
@@ -233,8 +235,8 @@ def test_a_lone_stream_takes_what_its_schedule_takes(
     np.testing.assert_array_equal(sample.after.sent[0], sample.all_ledger.messages)
 
 
-def test_a_token_waits_for_the_layer_that_a_guess_is_in() -> None:
-    """The guess takes six seconds, and a is through at 4.5, in the last of three layers of it."""
+def test_a_token_waits_for_the_layers_that_a_guess_is_in() -> None:
+    """The guess takes six seconds for three layers at once, and a is through at 4.5."""
     sample = played([RIGHT, UNSURE], 3, guess_s=6.0, way_s=0.375)
     assert finished_s(sample, 0) == [4.5, 10.5]
     assert sample.after.server_busy_s[0] == 6.0
@@ -263,7 +265,7 @@ def test_every_token_but_the_last_is_guessed_after(guess: Guess) -> None:
 def test_guesses_of_several_requests_read_weights_together() -> None:
     one = foreseen(guessing(stages(OWN_SERVERS, WAY_S), 1, 1.5), [RIGHT] * 2 * LENGTH)
     sample = answered(one, np.zeros_like(one.trace.confidence), [2, 2])
-    assert sample.after.served[0, HOME].tolist() == [LAYERS, 2 * LAYERS]
+    assert sample.after.served[0, HOME].tolist() == [1, 2 * LAYERS]
     assert sample.after.server_busy_s[0] == 1.5
     assert finished_s(sample, 0) == finished_s(sample, 1) == [4.0, 5.5]
 

@@ -106,6 +106,7 @@ async def test_raw_bytes_on_the_port_are_dropped_and_counted(pair: Pair, encrypt
     rings = [keyring_from_token(TOKEN, name, NAMES) if encrypted else None for name in "ab"]
     a, b = await pair.start(*rings)
     await soon(a.wait_up("b"))
+    await soon(b.wait_up("a"))
     rng = np.random.default_rng(0)
     host, port = a.address.removeprefix("tcp://").split(":")
     greeting = b"\xff" + bytes(8) + b"\x7f\x03\x00NULL" + bytes(16) + b"\0" + bytes(31)

@@ -175,8 +175,9 @@ def take(world, rows, state, server):
         state.queue_last[server, kind, layer] = NONE
         _taken_off(state, server, side, queue)
     state.served[server, kind, 0] += 1
-    state.served[server, kind, 1] += taken
     serve(world, rows, state, server, first, kind, layer)
+    # A batch of guesses passes several layers.
+    state.served[server, kind, 1] += taken * (1 + state.batch_layer[server] - layer)
 
 
 @njit

@@ -62,7 +62,7 @@ class State(NamedTuple):
     busy_s: FloatArray
     """Service time begun, [M]."""
     served: IntArray
-    """Batches and units served out of queues, [M, kind, 2]."""
+    """Batches, and units that passed a layer in them, [M, kind, 2]."""
     waited_s: FloatArray
     """Sum over those units of the time between ready and start, [M, kind]."""
     link_free_s: FloatArray
