@@ -109,11 +109,11 @@ class Ahead:
         journey = travel(self.engine, state, wave, self.feed, tokens[order], last[order])
         journey = journey.reordered(np.argsort(order))
         if settings.guesses:
-            # Nobody waits for what the last one would predict.
             made, right = self._guesses(tokens, access)
             journey.guess[:] = np.where(right, RIGHT, np.where(made, WRONG, UNSURE))
-            journey.guess[last] = NONE
             journey.window[:] = self._windows[access]
+            # Nobody waits for what the last one would predict, nor where nothing may be ahead.
+            journey.guess[last | (journey.window == 0)] = NONE
         self._settle(self.ahead, journey.receipts, learns=False)
         return journey
 
