@@ -167,6 +167,17 @@ def test_servers_join_until_masking_the_gate_is_charged_no_more_than_the_budget(
         assert admitted.tolist() == wanted
 
 
+def test_experts_that_are_never_activated_take_a_masked_ones_place_alike() -> None:
+    """All tokens activate expert 0, which is not there; 1 and 2 lose 2 and 4 units: 3, twice."""
+    losses = byhand.substitutes(2, [[0.0, 2.0, 4.0]] * 3)
+    found: dict[str, Any] = losses | {"activated": np.array([[1.0, 0.0, 0.0]] * 2)}
+    hosts = byhand.hosting([[0, 1, 2]] * 2, experts=3)
+    made = byhand.world(hosts, [[0]], **found)
+    space = made.policy(byhand.PLAIN).lookahead.space
+    there = np.array([[False, True, True]] * 2)
+    assert expected_mask_loss(space, made.profile, there) == pytest.approx(6 * byhand.UNIT)
+
+
 @pytest.mark.parametrize("name", ["mixture-of-depths-matched", "moe2-matched"])
 def test_matched_baselines_keep_to_the_budget_at_every_prefix(name: str, world: SmallWorld) -> None:
     whole = complete_probabilities(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from trimmoe.cost.kernels import curve_at
 from trimmoe.cost.model import (
     Accounting,
     CostModel,
@@ -121,3 +122,13 @@ def test_a_slot_alone_costs_what_its_layer_does(accounting: Accounting) -> None:
             expected_ms = max(at_least_ms, alone_s[server, expert] * 1e3)
             slots = [(expert, server)]
             assert delay_ms(cost, source, destination, slots) == pytest.approx(expected_ms)
+
+
+@pytest.mark.parametrize(
+    ("mass", "loss"), [(0.0, 1.0), (0.25, 1.0), (0.26, 2.0), (0.5, 2.0), (0.51, 4.0), (0.76, 4.0)]
+)
+def test_a_loss_is_that_of_the_next_edge_up_and_beyond_the_last_that_of_the_last(
+    mass: float, loss: float
+) -> None:
+    edges, upper = np.array([0.25, 0.5, 0.75]), np.array([1.0, 2.0, 4.0])
+    assert curve_at(edges, upper, mass) == loss

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from byhand import BUDGET, MS, PLAIN, UNIT, Walk, hosting, one_bin, skips, world
+from byhand import BUDGET, MS, PLAIN, UNIT, Walk, decided, hosting, one_bin, skips, world
 from trimmoe.core.events import Receipt, Settled
 from trimmoe.cost.model import Accounting
 from trimmoe.policy.base import Observation
@@ -101,6 +101,42 @@ def test_each_of_many_tokens_skips_where_it_is_itself() -> None:
     assert menu.skips.sum(1).tolist() == [1, 1, 1]
     assert menu.destination[menu.skips].tolist() == [2, 1, 2]
     assert menu.delay_s[menu.skips].tolist() == [0.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize("looking", [{}, {"literal_lookahead": True}])
+def test_each_of_many_tokens_is_decided_by_its_own_weight(looking: dict) -> None:
+    """(31): 1 ms away an expert costs 3 (1 - w), a skip of 4 units 4/8 w: it pays below 6/7."""
+    made = world(hosting([[]], [[0, 1]]), [[0, 1], [1, 0]], skip=one_bin([4]))
+    weights = [0.9, 0.5, 0.9, 0.25]
+    decision = made.policy(replace(PLAIN, **looking)).decide(
+        Observation(
+            layer=0,
+            route=np.zeros(4, dtype=np.int64),
+            server=np.zeros(4, dtype=np.int64),
+            experts=np.array([[0], [1], [1], [0]]),
+            masses=np.full((4, 1), 0.5),
+            importance=np.full(4, 0.5),
+            steadiness=np.zeros(4, dtype=np.int64),
+            allowance=np.full(4, BUDGET),
+            exit_at=np.ones(4, dtype=np.int64),
+            loss_weight=np.array(weights),
+        )
+    )
+    assert decision.slot_expert.tolist() == [[0], [-1], [1], [-1]]
+    assert decision.loss.tolist() == [0.0, 4 * UNIT, 0.0, 4 * UNIT]
+    assert decision.delay_s.tolist() == pytest.approx([3 * MS, 0.0, 3 * MS, 0.0])
+
+
+@pytest.mark.parametrize("looking", [{}, {"literal_lookahead": True}])
+@pytest.mark.parametrize(("units", "skipped"), [(4, True), (3, False)])
+def test_who_nobody_can_serve_does_not_skip_beyond_its_budget(
+    looking: dict, units: float, skipped: bool
+) -> None:
+    """Nobody holds expert 1; a skip loses 4 units. Without them the token is stranded, for free."""
+    made = world(hosting([[0]]), [[0]], skip=one_bin([4]))
+    decision = decided(made.policy(replace(PLAIN, **looking)), [1], units=units)
+    assert np.isfinite(decision.delay_s).tolist() == [skipped]
+    assert decision.loss.tolist() == [4 * UNIT if skipped else 0.0]
 
 
 def test_a_pinned_token_goes_on_along_its_route_when_it_skips() -> None:

@@ -7,9 +7,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from byhand import MS, PLAIN, UNIT, Walk, hosting, one_bin, skips, world
+from byhand import MS, PLAIN, UNIT, Walk, decided, hosting, one_bin, skips, world
 from trimmoe.core.events import Probe
-from trimmoe.core.profile import ExitState
+from trimmoe.core.profile import ExitState, Rung
 from trimmoe.cost.actions import Levers
 from trimmoe.cost.model import Accounting
 
@@ -82,6 +82,72 @@ def test_a_token_only_leaves_where_going_on_costs_more_than_the_exit(
         assert engine.exits.due(wave, wave.alive).tolist() == [leaves]
         broke = wave.at(wave.alive, allowance=(limit - 2) * UNIT)
         assert engine.exits.due(broke, wave.alive).tolist() == [False], "nor beyond what is left"
+
+
+@pytest.mark.parametrize(
+    ("needed", "whole", "frozen"),
+    [
+        # Below the grid nothing is known: all that an exit may flip, at least itself.
+        (0.4999, 1.0, 1.75),
+        (0.5, 0.25, 1.75),
+        (0.8999, 0.25, 1.75),
+        (0.9, 0.125, 0.375),
+        (1.0, 0.125, 0.375),
+    ],
+)
+def test_an_exit_is_charged_the_bound_of_the_laxer_threshold_of_the_grid(
+    needed: float, whole: float, frozen: float
+) -> None:
+    """At 0.5 it errs by 0.25 at most and a frozen state flips 1.5 later tokens, at 0.9 by 0.125 and
+    0.25; every loss counts twice where approximations act together so."""
+    made = world(
+        EVERYWHERE,
+        PAIR_MS,
+        exit_grid=np.array([0.5, 0.9]),
+        exit_error_upper=np.array([0.25, 0.125]),
+        exit_echo=np.array([[0.0, 0.0], [1.5, 0.25]]),
+        exit_rate=np.ones(2),
+    )
+    charged = replace(PLAIN, exits_charged=True)
+    for state, loss in ((ExitState.WHOLE, whole), (ExitState.FROZEN, frozen)):
+        for inflation in (1.0, 2.0):
+            settings = replace(charged, exit_state=state, inflation=inflation)
+            found = made.engine(settings).exits.charge(np.array([needed]))
+            assert found.tolist() == [loss * inflation]
+    free = made.engine(PLAIN).exits.charge(np.array([needed]))
+    assert free.tolist() == [0.0]
+
+
+@pytest.mark.parametrize("copies", [True, False])
+def test_drafts_are_weighed_by_full_depth_only_where_copies_make_that_slower(copies: bool) -> None:
+    """Layer 0 is here, 1 ms, the others are 10 ms away, 21 each; full depth runs no copies."""
+    made = world(
+        hosting([[0, 1], [], []], [[], [0, 1], [0, 1]]),
+        PAIR_MS,
+        routes=[[0, 0, 0], [0, 0, 0]],
+        rungs=(Rung(bits=4, curves=one_bin([1] * 3)),),
+    )
+    bits = np.zeros((2, 3, 2), dtype=np.int64)
+    bits[0, 1:] = 4
+    made = replace(made, plan=replace(made.plan, stand_in_bits=bits))
+    policy = made.policy(replace(PLAIN, levers=Levers(stand_in=copies)))
+    if not copies:
+        assert policy.exact_to_go_s is None
+        return
+    assert policy.exact_to_go_s is not None
+    np.testing.assert_allclose(policy.exact_to_go_s, [[43 * MS, 42 * MS, 21 * MS]] * 2)
+
+
+@pytest.mark.parametrize(("exits", "ahead"), [(True, 10.5), (False, np.inf)])
+def test_where_nothing_but_exits_is_chosen_what_is_to_come_is_known_to_weigh_them(
+    exits: bool, ahead: float
+) -> None:
+    """Layer 1 is 10 ms away, 1/2 x 21, and nothing is approximated. Where no token exits either,
+    nobody asks."""
+    levers = Levers(substitute=False, drop_slots=False, skip=False, exit=exits)
+    made = world(hosting([[0, 1], []], [[], [0, 1]]), PAIR_MS)
+    decision = decided(made.policy(replace(PLAIN, horizon=None, levers=levers)), [0])
+    assert decision.ahead.tolist() == pytest.approx([ahead])
 
 
 def test_a_token_that_audits_its_exit_runs_exactly_to_full_depth() -> None:

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from byhand import BUDGET, PLAIN, Walk, hosting, one_bin, world
+from trimmoe.core.events import SequenceOpened, TokensArrived
 from trimmoe.engine.feedback import Feedback, Window, observe, observe_audits
 from trimmoe.policy.settings import ExitRule, PolicySettings, WeightRule
 
@@ -207,3 +208,18 @@ def test_the_engine_tells_how_much_of_its_budget_a_token_used() -> None:
         assert end is not None
         assert end.ledgers[0].loss == BUDGET / 4
     assert walk.state.feedback.loss_weight == pytest.approx(0.5125)
+
+
+def test_routes_that_are_added_begin_with_their_own_weight_and_keep_what_others_have_learnt() -> (
+    None
+):
+    """Route 0 began at 0.2 and has come to 0.3; route 1 is added to begin at 0.7."""
+    made = world(hosting([[0, 1]]), [[0]]).engine(PLAIN)
+    walk = Walk(engine=replace(made, route_weights=(0.2,)))
+    learnt = replace(walk.state.feedback, route_weights=(0.3,))
+    walk.state = replace(walk.state, feedback=learnt)
+    walk.engine = replace(made, routes=np.array([[0], [0]]), route_weights=(0.2, 0.7))
+    walk.tell(SequenceOpened(sequence=1, access=0, route=1, budget=0.0, confidence=0.9))
+    walk.tell(TokensArrived(wave=1, sequences=(0, 1), draws=np.zeros(2)))
+    assert walk.wave.loss_weight.tolist() == [0.3, 0.7]
+    assert walk.state.feedback.route_weights == (0.3, 0.7)

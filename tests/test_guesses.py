@@ -12,7 +12,19 @@ from hypothesis import strategies as st
 
 from trimmoe.core.ledger import Ledger
 from trimmoe.cost.model import Accounting, CostModel
-from trimmoe.engine.guesses import Lead, Passed, guess_times_s, stream_share, window
+from trimmoe.engine.guesses import (
+    DRAFT_MODEL,
+    OWN,
+    Chunks,
+    GuessRules,
+    Lead,
+    Passed,
+    Source,
+    guess_times_s,
+    stream_share,
+    window,
+)
+from trimmoe.policy.settings import PRESETS
 
 WHOLE_S, GUESS_S = 10.0, 1.0
 RIGHT, WRONG, NONE = (True, True), (True, False), (False, False)
@@ -53,6 +65,26 @@ def test_no_more_are_in_vain_than_there_is_time_to_guess() -> None:
 def test_a_guess_that_takes_longer_than_the_way_is_of_no_use() -> None:
     lead = Lead(guesses=5, guess_s=40.0)
     assert lead.after(WHOLE_S, guessed=True, right=True).interval_s == WHOLE_S
+
+
+@pytest.mark.parametrize(
+    ("turn", "source", "guess_s"),
+    [
+        (OWN, OWN, GUESS_S),
+        (OWN, DRAFT_MODEL, 3.0),
+        (DRAFT_MODEL, OWN, GUESS_S),
+        # What was copied from before is taken to take as long as whose turn it is.
+        (OWN, None, GUESS_S),
+        (DRAFT_MODEL, None, 3.0),
+    ],
+)
+def test_a_guess_takes_as_long_as_whoever_made_it(
+    turn: int, source: int | None, guess_s: float
+) -> None:
+    """A guess of the draft model takes three seconds."""
+    lead = Lead(guesses=1, guess_s=GUESS_S, others_s=(3.0,), turn=turn)
+    after = lead.after(WHOLE_S, guessed=True, right=True, source=source)
+    assert after.interval_s == guess_s
 
 
 TOKENS = st.lists(
@@ -112,6 +144,90 @@ def test_the_window_follows_what_was_right_lately() -> None:
     first, sure, wrong = rooms
     assert first < sure
     assert wrong == 0
+
+
+def test_a_source_that_rests_is_soon_thought_of_as_at_first() -> None:
+    """0.9 less a twentieth of it is 0.855, and a hundredth of what that lacks is given back; one
+    that was right, 0.9 + 0.05 (1 - 0.9), keeps what it has."""
+    wrong, right = Source(guess_s=GUESS_S), Source(guess_s=GUESS_S)
+    wrong.learn(False)
+    right.learn(True)
+    assert (wrong.chance, right.chance) == pytest.approx((0.855, 0.905))
+    wrong.rest()
+    right.rest()
+    assert (wrong.chance, right.chance) == pytest.approx((0.855 + 0.01 * 0.045, 0.905))
+
+
+def test_a_chunk_takes_the_way_its_guesses_and_their_rows_once() -> None:
+    """Two guesses a chunk, of 1 + 0.5 s each: 10 + 2 x 1.5 = 13 for a token and both, if they are
+    right. Where the first is wrong both were in vain, where the second is that one."""
+    stream = Chunks(guesses=2, guess_s=GUESS_S, row_s=0.5)
+    told = [RIGHT, RIGHT, RIGHT, WRONG, RIGHT, WRONG, NONE]
+    found = [stream.after(WHOLE_S, guessed=guessed, right=right) for guessed, right in told]
+    assert [one.interval_s for one in found] == [13.0, 0.0, 0.0, 13.0, 13.0, 0.0, 13.0]
+    assert [one.in_vain for one in found] == [0, 0, 0, 2, 0, 1, 2]
+
+
+def test_nothing_is_guessed_where_a_guess_takes_no_less_than_a_token_on_its_way() -> None:
+    """Three layers of one second each. The last of user 0's is on server 1, 10 s away, so that its
+    tokens take 13 s, user 1's stay at home for 3. Half of the time route 0 is busy, a quarter of
+    it with the other one of two streams, which is more than a chance of 0.15."""
+    cost = CostModel(
+        transfer_s=np.zeros((2, 2)),
+        token_transfer_s=np.array([[0.0, 10.0], [10.0, 0.0]]),
+        hidden_bytes=8,
+        expert_s=np.full((2, 3, 2), 1e-3),
+        dense_s=np.zeros((2, 3)),
+        waiting_s=np.zeros(2),
+        accounting=Accounting.PINNED,
+        guess_s=np.array([12.0, 2.9]),
+    )
+    rules = GuessRules(
+        settings=replace(PRESETS["auto"](), guess_chance=0.15),
+        cost=cost,
+        routes=np.array([[0, 0, 1], [1, 1, 1]]),
+        reference_s=1.0,
+        busy=np.array([0.5, 0.0]),
+        top_k=1,
+    )
+    assert rules.least_among(2).tolist() == [0.25, 0.15]
+    for guess_s, least in (([13.0, 2.9], [np.inf, 0.15]), ([12.0, 3.0], [0.25, np.inf])):
+        slow = replace(rules, cost=replace(cost, guess_s=np.array(guess_s)))
+        assert slow.least_among(2).tolist() == least
+
+
+@pytest.mark.parametrize("below", [0.75, None])
+def test_nothing_is_guessed_where_answers_under_way_would_fill_a_machine(
+    below: float | None,
+) -> None:
+    """Three layers, whose experts take a second each. A token of route 0 has server 0 at work for 2
+    of the 13 s that it takes with its way: 3/4 of it is 3/4 x 13/2 = 4.875 answers' work. One of
+    route 1 has server 1 at work all the time: that is 3/4 of an answer."""
+    cost = CostModel(
+        transfer_s=np.zeros((2, 2)),
+        token_transfer_s=np.array([[0.0, 10.0], [10.0, 0.0]]),
+        hidden_bytes=8,
+        expert_s=np.ones((2, 3, 2)),
+        dense_s=np.zeros((2, 3)),
+        waiting_s=np.zeros(2),
+        accounting=Accounting.PINNED,
+        guess_s=np.ones(2),
+    )
+    rules = GuessRules(
+        settings=replace(PRESETS["speculative"](), guess_chance=0.15, guess_below=below),
+        cost=cost,
+        routes=np.array([[0, 0, 1], [1, 1, 1]]),
+        reference_s=1.0,
+        busy=np.zeros(2),
+        top_k=1,
+    )
+    if below is None:
+        assert rules.streams.tolist() == [np.inf, np.inf]
+        assert rules.least_among(100).tolist() == [0.15, 0.15]
+        return
+    assert rules.streams.tolist() == pytest.approx([4.875, 0.75])
+    assert rules.least_among(4).tolist() == [0.15, np.inf]
+    assert rules.least_among(5).tolist() == [np.inf, np.inf]
 
 
 def test_what_a_guess_costs_is_booked_with_its_token() -> None:

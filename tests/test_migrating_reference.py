@@ -81,6 +81,17 @@ def test_patterns_nobody_meets_may_have_no_host() -> None:
     assert 1e3 * migrating_reference_s(two_layers(), hosts, profile, AT_HOME) == pytest.approx(1.5)
 
 
+@pytest.mark.parametrize("pattern", [[3, 0], [0, 3]])
+def test_an_expert_without_a_host_takes_forever_in_whichever_slot(pattern: list[int]) -> None:
+    """Nobody holds expert 3; all three servers hold expert 0."""
+    profile, hosts = walking([[0, 1], pattern], [0.5, 0.5]), held([[0, 1], [0, 1], [0, 1]])
+    delay_s, _ = fastest_moves(two_layers(), hosts, profile, 0)
+    assert np.isfinite(delay_s).tolist() == [[True, False]] * 3
+    assert np.isinf(expected_layer_delay_s(two_layers(), hosts, profile)).all()
+    unused = replace(profile, pattern_share=np.array([[1.0, 0.0]] * 2))
+    assert np.isfinite(expected_layer_delay_s(two_layers(), hosts, unused)).all()
+
+
 @settings(max_examples=20)
 @given(seed=st.integers(0, 10**6), top_k=st.integers(1, 3))
 def test_moves_are_the_fastest_exact_actions_of_the_policy(seed: int, top_k: int) -> None:

@@ -15,6 +15,7 @@ from trimmoe.policy.settings import (
     ExitRule,
     PolicySettings,
     WeightRule,
+    ring,
 )
 
 NOTHING = Levers(substitute=False, drop_slots=False, skip=False, exit=False)
@@ -58,6 +59,7 @@ def test_the_papers_letter() -> None:
         ("substitute-only", "final-exits", {"levers"}),
         ("lossless", "exact", {"draft_confidence", "levers", "horizon"}),
         ("speculative", "exact", {"guesses"}),
+        ("auto", "speculative", {"guess_below"}),
     ],
 )
 def test_presets_that_differ_from_another_only_in_some_settings(
@@ -78,6 +80,21 @@ def test_what_is_exact_has_nothing_to_choose_nor_to_spend_nor_to_learn() -> None
     assert PRESETS["lossless"]().levers == Levers(
         substitute=False, drop_slots=False, skip=False, exit=True
     )
+
+
+def test_a_ring_drafts_four_tokens_at_a_time_however_improbable() -> None:
+    drafting = ring()
+    changed = {"guesses", "guess_chunks", "guess_chance", "guess_confidence"}
+    assert differs(drafting, PRESETS["exact"]()) == changed
+    assert (drafting.guesses, drafting.guess_chunks) == (4, True)
+    assert (drafting.guess_chance, drafting.guess_confidence) == (0.0, 0.0)
+    assert ring(7).guesses == 7
+
+
+def test_tokens_are_withdrawn_where_some_set_out_on_drafts_or_guesses() -> None:
+    assert {name for name, made in PRESETS.items() if made().withdraws} == {
+        "trimmoe", "lossless", "speculative", "auto", "guessing",
+    }  # fmt: skip
 
 
 def test_where_tokens_move_for_free_exits_are_final() -> None:

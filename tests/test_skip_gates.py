@@ -9,7 +9,19 @@ from typing import Any
 import numpy as np
 import pytest
 
-from byhand import MS, PLAIN, UNIT, HandWorld, curves, decided, hosting, skips, substitutes, world
+from byhand import (
+    MS,
+    PLAIN,
+    UNIT,
+    HandWorld,
+    curves,
+    decided,
+    hosting,
+    one_bin,
+    skips,
+    substitutes,
+    world,
+)
 from trimmoe.cost.actions import Levers
 from trimmoe.cost.model import Accounting
 from trimmoe.policy.settings import PolicySettings
@@ -145,3 +157,25 @@ def test_a_target_that_is_here_is_never_skipped(looking: dict) -> None:
     made = world(hosting([[0, 1]], [[]]), PAIR_MS, skip=curves([1.0], [[0]]))
     settings: PolicySettings = replace(PLAIN, **looking)
     assert not skips(decided(made.policy(settings), [0], units=0.0))
+
+
+@pytest.mark.parametrize(
+    ("route", "local", "skipped"),
+    [
+        ([0, 0], True, True),
+        ([0, 0], False, False),
+        # It leaves its server, to a later or to an earlier one.
+        ([0, 1], False, True),
+        ([1, 0], False, True),
+    ],
+)
+def test_what_runs_where_a_token_stays_can_be_left_without_another_action(
+    route: list[int], local: bool, skipped: bool
+) -> None:
+    """All experts are everywhere, and skips need no transmission: one of 2 units, 1/2 2/8 = 0.125,
+    beats 1 ms of an expert, 1/2 1 = 0.5; on the way to another server both take 10 ms more."""
+    levers = Levers(local=local, skip_needs_transmission=False, exit=False)
+    made = world(hosting(*[[[0, 1]] * 2] * 2), PAIR_MS, routes=[route, route], skip=one_bin([2, 2]))
+    policy = made.policy(replace(PLAIN, levers=levers))
+    decision = decided(policy, [0], server=route[0])
+    assert skips(decision) == skipped

@@ -9,14 +9,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from byhand import PLAIN, UNIT, decided, hosting, one_bin, world
 from factories import random_cluster, random_model_spec, random_profile
 from synthetic import SyntheticDriver, random_plan, with_copies
 from trimmoe.core.ledger import Kind, layer_kinds
 from trimmoe.core.plan import Plan
-from trimmoe.core.profile import Profile
+from trimmoe.core.profile import Profile, Rung
 from trimmoe.core.specs import ModelSpec
 from trimmoe.core.stand_ins import RUNGS, expert_of, number_of, numbered
-from trimmoe.cost.actions import ActionSpace, Levers
+from trimmoe.cost.actions import DROPPED, ActionSpace, Levers
 from trimmoe.cost.model import Accounting, rung_shares
 from trimmoe.engine.step import Engine
 from trimmoe.experiments.methods import make_engine
@@ -110,6 +111,30 @@ def test_a_stand_in_is_offered_where_the_token_is_at_the_loss_of_its_mass(seed: 
         if not away and (found.slot_expert[row, column] >= EXPERTS).all():
             moved = engine.cost.transfer_s[source, to]
             assert found.delay_s[row, column] == pytest.approx(moved + work, rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("expert", "units", "runs", "loss_units"),
+    [
+        (0, 8.0, DROPPED, 2),
+        (1, 8.0, number_of(1, 4, 2), 3),
+        (1, 3.0, number_of(1, 4, 2), 3),
+        (1, 2.0, DROPPED, 2),
+    ],
+)
+def test_a_skip_is_suppressed_by_the_targets_own_copy_here_as_long_as_that_is_affordable(
+    expert: int, units: float, runs: int, loss_units: int
+) -> None:
+    """(35) of copies: both experts are 10 ms away, and of expert 1 there is a copy here, which
+    loses 3 units. A skip loses 2, and so costs less: it is admitted only where the copy is another
+    expert's or loses more than may be lost."""
+    copies = Rung(bits=4, curves=one_bin([3]))
+    made = world(hosting([[]], [[0, 1]]), [[0, 10], [10, 0]], skip=one_bin([2]), rungs=(copies,))
+    made = replace(made, plan=replace(made.plan, stand_in_bits=np.array([[[0, 4]], [[0, 0]]])))
+    by_hand = made.policy(replace(PLAIN, levers=Levers(stand_in=True)))
+    decision = decided(by_hand, [expert], units=units)
+    assert decision.slot_expert.tolist() == [[runs]]
+    assert decision.loss.tolist() == [loss_units * UNIT]
 
 
 def test_a_copy_takes_the_time_of_its_bytes() -> None:
