@@ -42,16 +42,16 @@ import coverage  # pyright: ignore[reportMissingImports]
 import pytest
 
 T = TypeVar("T")
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("cost", "policy", "engine")
 TESTS = (
-    "baselines", "complexity", "cost_model", "engine_books", "engine_rules", "exit_forecast",
-    "exit_points", "exits_by_hand", "feedback", "guessed_budgets", "guesses", "letter",
-    "letter_users", "lookahead", "lookahead_by_hand", "migrating_reference", "presets", "price",
-    "simulator_workload", "skip_gates", "stand_in_action", "transmission_gate", "utility",
-    "values",
+    "baselines", "clairvoyant", "complexity", "cost_model", "engine_books", "engine_drafts",
+    "engine_rules", "exit_forecast", "exit_points", "exits_by_hand", "feedback", "guessed_budgets",
+    "guesses", "letter", "letter_users", "lookahead", "lookahead_by_hand", "migrating_reference",
+    "presets", "price", "segments", "skip_gates", "stand_in_action", "tables", "transmission_gate",
+    "travelling", "utility", "values",
 )  # fmt: skip
-IMPORTED = ("numpy", "scipy.optimize", "numba", "pydantic", "torch", "yaml", "httpx")
+IMPORTED = ("numpy", "scipy.optimize", "numba", "pydantic", "torch", "yaml", "httpx", "hypothesis")
 """What takes long to import and is the same for all."""
 LEFT_OUT = ("RemoveDecorator", "ExceptionReplacer")
 """Change nothing where nothing is compiled, or what no rule hangs on."""
@@ -212,7 +212,8 @@ def what_enters(name: str) -> Entered | None:
 
 
 def arguments(name: str) -> list[str]:
-    quiet = ["-q", "-x", "-n", "0", "-p", "no:cacheprovider"]
+    # What schemathesis imports takes longer than most of the files.
+    quiet = ["-q", "-x", "-n", "0", "-p", "no:cacheprovider", "-p", "no:schemathesis"]
     return [*quiet, "-W", "ignore::pytest.PytestAssertRewriteWarning", f"tests/test_{name}.py"]
 
 
