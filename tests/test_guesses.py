@@ -21,6 +21,7 @@ from trimmoe.engine.guesses import (
     Passed,
     Source,
     guess_times_s,
+    row_times_s,
     stream_share,
     window,
 )
@@ -191,6 +192,7 @@ def test_nothing_is_guessed_where_a_guess_takes_no_less_than_a_token_on_its_way(
         top_k=1,
     )
     assert rules.least_among(2).tolist() == [0.25, 0.15]
+    assert rules.least_among(4).tolist() == [0.375, 0.15], "three quarters of it with others"
     for guess_s, least in (([13.0, 2.9], [np.inf, 0.15]), ([12.0, 3.0], [0.25, np.inf])):
         slow = replace(rules, cost=replace(cost, guess_s=np.array(guess_s)))
         assert slow.least_among(2).tolist() == least
@@ -274,3 +276,34 @@ def test_a_stream_takes_its_share_of_the_fullest_machine() -> None:
     shares = stream_share(cost, routes, 2, np.array([40.0, 42.0]))
     assert shares.tolist() == pytest.approx([21 / 1.5 / 40, 21 / 42])
     assert cost.occupancy.tolist() == pytest.approx([0.3, 1.0, 1.0])
+
+
+def test_one_more_row_takes_a_tenth_of_the_layers_and_its_vectors_way() -> None:
+    """Three layers of 1 s; from server 0 to 1 a vector takes 12 s, of which 10 go by without it."""
+    cost = CostModel(
+        transfer_s=np.array([[0.0, 12.0], [11.0, 0.0]]),
+        token_transfer_s=np.array([[0.0, 10.0], [10.0, 0.0]]),
+        hidden_bytes=8,
+        expert_s=np.ones((2, 3, 2)),
+        dense_s=np.zeros((2, 3)),
+        waiting_s=np.zeros(2),
+        accounting=Accounting.PINNED,
+    )
+    found = row_times_s(cost, np.array([[0, 0, 1], [1, 1, 1]]), top_k=1)
+    assert found.tolist() == pytest.approx([2.0 + 0.3, 0.3])
+
+
+def test_a_source_is_expected_to_take_its_chance_and_whole_passes_otherwise() -> None:
+    """Four may be ahead: 10 / 5 = 2 s where it is right, 0.9 x 2 + 0.1 x 10 = 2.8."""
+    source = Source(guess_s=GUESS_S)
+    assert source.interval_s(WHOLE_S, least=0.0, most=4) == pytest.approx(2.8)
+
+
+def test_a_source_gets_chance_back_while_another_one_guesses() -> None:
+    """0.5 + 0.01 (0.9 - 0.5) of the draft model; the own pass was right once more."""
+    lead = Lead(guesses=1, guess_s=GUESS_S, others_s=(3.0,))
+    lead.sources[DRAFT_MODEL].chance = 0.5
+    lead.after(WHOLE_S, guessed=True, right=True)
+    assert [each.chance for each in lead.sources] == pytest.approx([0.905, 0.504])
+    lead.after(WHOLE_S, guessed=False, right=False)
+    assert [each.chance for each in lead.sources] == pytest.approx([0.905, 0.50796])
