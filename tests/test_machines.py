@@ -148,39 +148,59 @@ def test_nobody_is_an_error() -> None:
         plausible(np.array([np.nan, np.nan]), np.ones(2, dtype=bool))
 
 
-@pytest.mark.parametrize(("hop_ms", "token_ms"), [(0.0, 4.0), (1.5, 0.0), (2.0, 3.0)])
+@pytest.fixture
+def measured_world(rng: np.random.Generator) -> Artifacts:
+    """Four servers whose users have unlike numbers of messages on their way."""
+    model = random_model_spec(rng, layers=6, experts=4, top_k=2)
+    profile, cluster = random_profile(rng, model), random_cluster(rng, servers=4)
+    plan = random_plan(rng, model, cluster)
+    routes = np.array([[0] * 6, [0, 1] * 3, [2, 3, 0, 1, 2, 3], [3] * 6])
+    plan = replace(plan, hosts=np.ones_like(plan.hosts), routes=routes)
+    return Artifacts(profile=profile, plan=plan, model=model)
+
+
+@pytest.mark.parametrize("each_ms", [1.5, 2.5, 4.0])
 def test_what_software_costs_is_found_in_the_clock(
-    rng: np.random.Generator, hop_ms: float, token_ms: float
+    measured_world: Artifacts, each_ms: float
 ) -> None:
-    """Answers that take what the cost model says with these costs give them back, where users have
-    unlike numbers of messages on their way."""
-    model = random_model_spec(rng, layers=6, experts=4, top_k=2)
-    profile, cluster = random_profile(rng, model), random_cluster(rng, servers=4)
-    plan = random_plan(rng, model, cluster)
-    routes = np.array([[0] * 6, [0, 1] * 3, [2, 3, 0, 1, 2, 3], [3] * 6])
-    plan = replace(plan, hosts=np.ones_like(plan.hosts), routes=routes)
-    artifacts = Artifacts(profile=profile, plan=plan, model=model)
-    known = timed_machines(cluster, model, hop_s=hop_ms * 1e-3, token_s=token_ms * 1e-3)
-    clock_s = measuring.exact_s(known, artifacts)
-    found = measuring.with_overheads(timed_machines(cluster, model), artifacts, clock_s)
-    assert found.hop_s * 1e3 == pytest.approx([hop_ms] * 4, abs=0.1)
-    assert found.token_s * 1e3 == pytest.approx([token_ms] * 4, abs=0.2)
+    """Answers that take what the cost model says with this cost of a message and of a token give it
+    back."""
+    bare = timed_machines(measured_world.plan.cluster, measured_world.model)
+    known = replace(bare, hop_s=bare.hop_s + each_ms * 1e-3, token_s=bare.token_s + each_ms * 1e-3)
+    clock_s = measuring.exact_s(known, measured_world)
+    found = measuring.with_overheads(bare, measured_world, clock_s)
+    assert found.hop_s * 1e3 == pytest.approx([each_ms] * 4, rel=0.1)
+    assert found.token_s * 1e3 == pytest.approx([each_ms] * 4, rel=0.1)
 
 
-def test_software_is_slower_on_slow_servers(rng: np.random.Generator) -> None:
+def test_software_is_slower_on_slow_servers(measured_world: Artifacts) -> None:
     """Twice as slow in the interpreter: a message and a token cost twice as much there."""
-    model = random_model_spec(rng, layers=6, experts=4, top_k=2)
-    profile, cluster = random_profile(rng, model), random_cluster(rng, servers=4)
-    plan = random_plan(rng, model, cluster)
-    routes = np.array([[0] * 6, [0, 1] * 3, [2, 3, 0, 1, 2, 3], [3] * 6])
-    plan = replace(plan, hosts=np.ones_like(plan.hosts), routes=routes)
-    artifacts = Artifacts(profile=profile, plan=plan, model=model)
     slower = np.array([1.0, 1.0, 2.0, 1.0])
-    bare = replace(timed_machines(cluster, model), software_s=slower)
+    bare = timed_machines(measured_world.plan.cluster, measured_world.model)
+    bare = replace(bare, software_s=slower)
     known = replace(bare, hop_s=1.5e-3 * slower, token_s=1.5e-3 * slower)
-    found = measuring.with_overheads(bare, artifacts, measuring.exact_s(known, artifacts))
+    clock_s = measuring.exact_s(known, measured_world)
+    found = measuring.with_overheads(bare, measured_world, clock_s)
     assert found.hop_s == pytest.approx(known.hop_s, rel=0.05)
     assert found.token_s == pytest.approx(known.token_s, rel=0.05)
+
+
+def test_what_a_slow_server_takes_is_not_put_on_every_token(measured_world: Artifacts) -> None:
+    """All routes cross a server that is ten times slower. Its own users' tokens come back to it
+    quicker than a message costs there, so that nothing fits; with 1.5 ms each for the others, a
+    plan without that server must not be expected to take much longer than it does."""
+    routes = np.array([[0, 0, 2, 2, 1, 1], [1, 1, 2, 2, 3, 3], [1, 1, 2, 2, 3, 3], [3] * 6])
+    routes[3, 2:4] = 2
+    plan = replace(measured_world.plan, routes=routes)
+    world = replace(measured_world, plan=plan)
+    slower = np.array([1.0, 1.0, 10.0, 1.0])
+    bare = replace(timed_machines(plan.cluster, world.model), software_s=slower)
+    known = replace(bare, hop_s=1.5e-3 * slower, token_s=bare.token_s + 1.5e-3)
+    clock_s = measuring.exact_s(known, world)
+    clock_s[2] -= 0.012
+    found = measuring.with_overheads(bare, world, clock_s)
+    assert 1.0 < found.hop_s[0] * 1e3 < 2.0
+    assert 1.0 < found.token_s[0] * 1e3 < 2.0
 
 
 def test_a_server_that_lies_costs_speed_only(tmp_path: Path) -> None:
