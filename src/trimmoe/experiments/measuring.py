@@ -39,8 +39,9 @@ PROMPTS = (
 ANSWER_TOKENS = 32
 _MS = 1e3
 _ALIKE = 5.0
-"""How much it weighs that a message and a token cost the same, against one user's clock. They nearly
-do, and with less weight what a slow server's software takes is put on every token of the others."""
+"""How much it weighs that a message and a token cost the same, against one user's clock. They
+nearly do, and with less weight what a slow server's software takes is put on every token of the
+others."""
 
 
 class TimedServer(Protocol):
