@@ -46,4 +46,16 @@ def send(world, state, role, source, target, layer, first, taking, counted, ids,
         start_s = max(start_s, state.link_free_s[source, target])
         state.link_free_s[source, target] = start_s + takes_s
     state.link_busy_s[source, target] += takes_s
-    push(state, start_s + takes_s + world.delay_s[source, target], 0, MESSAGE, at)
+    # Its receiver's software comes to it in its turn, see `handle`.
+    way_s = world.delay_s[source, target] - world.hop_s[target]
+    push(state, start_s + takes_s + way_s, 0, MESSAGE, at)
+
+
+@inlined
+def handle(world, state, server):
+    """A message has come, which its server handles before it begins another batch. What that and
+    the batch's beginning take grows with further messages as batches do with their rows."""
+    free_s = max(state.clock[NOW], state.serving_until_s[server])
+    first = state.handled_s[server] <= free_s
+    takes_s = world.hop_s[server] * (1.0 if first else 1.0 - world.batch_share)
+    state.handled_s[server] = max(free_s, state.handled_s[server]) + takes_s

@@ -11,7 +11,7 @@ from __future__ import annotations
 from trimmoe.simulator.guessing import guessing, led, through
 from trimmoe.simulator.heap import inlined, njit, pop, push
 from trimmoe.simulator.layers import ends_here, fan_out, gather, part, size
-from trimmoe.simulator.links import send
+from trimmoe.simulator.links import handle, send
 from trimmoe.simulator.references import refer
 from trimmoe.simulator.service import enter, free, is_dense, quick, ready, serve, take, wake
 from trimmoe.simulator.turns import (
@@ -41,6 +41,7 @@ from trimmoe.simulator.world import (
     FIRST,
     FREE_ENTRIES,
     FREE_MESSAGES,
+    HANDLED,
     HEAP_SIZE,
     HOME,
     IDS,
@@ -338,6 +339,13 @@ def _delivered(world, rows, asked, state, at):
     """A message is there."""
     message = state.message[at]
     role, server, owner = message[ROLE], message[TARGET], message[OWNER]
+    if world.hop_s[server] > 0 and message[LAYER] != HANDLED:
+        handle(world, state, server)
+        if role == TOKEN_BACK:
+            # No batch of its own waits for it.
+            message[LAYER] = HANDLED
+            push(state, state.handled_s[server], 0, MESSAGE, at)
+            return
     state.received[0, message[SOURCE], server] += message[VECTORS]
     state.received[1, message[SOURCE], server] += message[IDS]
     entry, layer = message[FIRST], message[LAYER]

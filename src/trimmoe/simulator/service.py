@@ -186,6 +186,7 @@ def serve(world, rows, state, server, first, kind, layer):
     state.batch_first[server] = first
     state.batch_kind[server], state.batch_layer[server] = kind, layer
     service_s = _service_s(world, rows, state, server) * _crowd(world, state, server)
+    service_s += max(state.handled_s[server] - state.clock[NOW], 0.0)
     state.busy_s[server] += service_s
     state.serving_until_s[server] = state.clock[NOW] + service_s
     push(state, state.clock[NOW] + service_s, 0, DONE, server)

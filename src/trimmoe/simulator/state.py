@@ -59,6 +59,8 @@ class State(NamedTuple):
     """Servers whose start is due, [2 M]."""
     serving_until_s: FloatArray
     """[M]; in the past if idle."""
+    handled_s: FloatArray
+    """When all messages that have come are handled, [M]; no batch begins before."""
     busy_s: FloatArray
     """Service time begun, [M]."""
     served: IntArray
@@ -119,6 +121,7 @@ def make_state(servers: int, layers: int, experts: int) -> State:
         starting=np.zeros(servers, dtype=bool),
         due=np.zeros(2 * servers, dtype=np.int64),
         serving_until_s=np.zeros(servers),
+        handled_s=np.zeros(servers),
         busy_s=np.zeros(servers),
         served=np.zeros((servers, KINDS, 2), dtype=np.int64),
         waited_s=np.zeros((servers, KINDS)),

@@ -31,6 +31,8 @@ NOW, AREA = range(2)
 TOKEN_IN, DISPATCH, PART, TOKEN_BACK, STATE, DRAFT_BACK = range(6)
 # Words of a message.
 ROLE, SOURCE, TARGET, LAYER, FIRST, VECTORS, IDS, OWNER = range(8)
+# In the place of a message's layer: its receiver's software is through with it.
+HANDLED = -2
 # Columns of the log.
 LOG_REQUEST, LOG_ROW, LOG_NUMBER, LOG_WORD = range(4)
 # Its words: a unit is through, or full depth has confirmed what it was predicted early.
@@ -52,7 +54,9 @@ class World(NamedTuple):
     expert_s: FloatArray
     """Of all that may run in a slot, [M, N, F * E]."""
     delay_s: FloatArray
-    """Propagation, [M, M]."""
+    """Propagation, and what its receiver's software does with a message, [M, M]."""
+    hop_s: FloatArray
+    """The latter, [M]."""
     vector_s: FloatArray
     """Serialisation of one hidden vector, [M, M]."""
     id_s: FloatArray
@@ -221,11 +225,11 @@ def make_world(
     """The constants of a run; seconds are the cost model's, split at the propagation delay. Tokens
     activate so many `slots`."""
     layers, servers = cost.layer_count, cost.server_count
-    delay_s, speeds = cluster.delay_s, cluster.speeds
+    delay_s, speeds, hop_s = cluster.delay_s, cluster.speeds, np.zeros(servers)
     machine, at_once = np.arange(servers), np.full(servers, np.inf)
     if speeds is not None:
-        # What software does with a message is in nobody's way but that message's.
-        delay_s = delay_s + speeds.hop_s * ~np.eye(servers, dtype=bool)
+        hop_s = speeds.hop_s
+        delay_s = delay_s + hop_s * ~np.eye(servers, dtype=bool)
         machine, at_once = speeds.machine.astype(np.int64), speeds.at_once
     later = np.zeros((routes.shape[0], layers + 1, servers), dtype=bool)
     for layer in range(layers - 1, -1, -1):
@@ -235,6 +239,7 @@ def make_world(
         dense_s=np.ascontiguousarray(cost.dense_s),
         expert_s=np.ascontiguousarray(cost.form_s),
         delay_s=np.ascontiguousarray(delay_s),
+        hop_s=np.ascontiguousarray(hop_s),
         vector_s=np.maximum(cost.transfer_s - delay_s, 0.0),
         id_s=np.maximum(cost.token_transfer_s - delay_s, 0.0),
         seat_s=_round_trips(delay_s, routes),

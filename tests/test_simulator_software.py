@@ -1,0 +1,80 @@
+"""What software does with a message in the simulator: its receiver does it before another batch."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from simulated import World
+from test_simulator_trails import LAYERS, answered, finished_s, stages
+from timed import timed_machines
+from trimmoe.core.machines import Precision
+from trimmoe.policy.build import make_policy
+from trimmoe.simulator.links import handle
+from trimmoe.simulator.world import DENSE, NOW
+
+HOP_S, WAY_S = 0.5, 0.25
+WHOLE_S = LAYERS + (LAYERS + 1) * (WAY_S + HOP_S)
+"""From its user through all layers and back."""
+
+
+def with_software(one: World) -> World:
+    """The same, where a message takes its receiver half a second."""
+    plan = one.deployment.plan
+    machines = timed_machines(plan.cluster, one.model, hop_s=HOP_S)
+    speeds = machines.applied(plan.cluster, one.model, Precision.NONE).speeds
+    plan = replace(plan, cluster=replace(plan.cluster, speeds=speeds))
+    cost = one.engine.cost
+    more_s = HOP_S * (1.0 - np.eye(cost.server_count))
+    cost = replace(
+        cost,
+        transfer_s=cost.transfer_s + more_s,
+        token_transfer_s=cost.token_transfer_s + more_s,
+    )
+    deployment = replace(one.deployment, plan=plan, cost=cost)
+    policy = make_policy(deployment, one.profile, one.engine.settings)
+    engine = replace(one.engine, cost=cost, policy=policy)
+    return replace(one, engine=engine, deployment=deployment)
+
+
+def test_a_lone_token_takes_what_the_cost_model_says() -> None:
+    one = with_software(stages([1, 2, 3], WAY_S))
+    sample = answered(one, np.zeros_like(one.trace.confidence), [2])
+    assert finished_s(sample, 0) == pytest.approx([WHOLE_S, 2 * WHOLE_S])
+    assert sample.all_units.expected_s == pytest.approx([WHOLE_S] * 2, rel=1e-4)
+
+
+def test_it_keeps_servers_busy() -> None:
+    """Two tokens through three servers, each of which handles one message for either."""
+    one = with_software(stages([1, 2, 3], WAY_S))
+    sample = answered(one, np.zeros_like(one.trace.confidence), [2])
+    assert sample.after.server_busy_s[1:] == pytest.approx([2 * (1.0 + HOP_S)] * 3)
+
+
+def test_tokens_in_one_batch_wait_for_each_others_messages() -> None:
+    """Further messages of a batch cost as its further rows do, here nothing: both are through as
+    one alone is."""
+    one = with_software(stages([1, 2, 3], WAY_S))
+    sample = answered(one, np.zeros_like(one.trace.confidence), [1, 1])
+    assert finished_s(sample, 0) == finished_s(sample, 1) == pytest.approx([WHOLE_S])
+    assert sample.after.served[1:, DENSE].tolist() == [[1, 2]] * 3
+
+
+def test_messages_are_handled_one_after_another_between_batches() -> None:
+    """A batch runs until 5. The first message after it takes 2 s, the next a tenth of that, since
+    the same batch follows; the first one of the next batch takes 2 s again."""
+    world = SimpleNamespace(hop_s=np.array([2.0]), batch_share=0.9)
+    state = SimpleNamespace(
+        clock=np.array([1.0, 0.0]), serving_until_s=np.array([5.0]), handled_s=np.array([0.0])
+    )
+    came_s, handled_s = [1.0, 2.0, 8.0], []
+    for now_s in came_s:
+        state.clock[NOW] = now_s
+        if now_s == came_s[-1]:
+            state.serving_until_s[0] = 9.0
+        handle.py_func(world, state, 0)
+        handled_s.append(float(state.handled_s[0]))
+    assert handled_s == pytest.approx([7.0, 7.2, 11.0])
