@@ -62,6 +62,10 @@ class CodedCheckpoint(Checkpoint):
     def dtype(self) -> torch.dtype:
         return torch.bfloat16
 
+    def is_coded(self, name: str) -> bool:
+        """Whether the files hold it in others, not as it is."""
+        return name in self._coded
+
     def tensor(self, name: str) -> Tensor:
         shape, coded = self.entry(name).shape, self._coded.get(name)
         if coded is not None and len(shape) > 2:

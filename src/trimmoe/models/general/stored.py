@@ -125,9 +125,10 @@ class Stored:
         made = dict(self._converted(target, source, tensors, model))
         value = made[target]
         # In four bits the last dimension is the one that scales run along.
-        coded = isinstance(self._checkpoint, CodedCheckpoint)
-        if coded and source.converter is None and self._is_transposed(target) and value.ndim == 3:
-            value = value.transpose(1, 2)
+        if source.converter is None and value.ndim == 3 and self._is_transposed(target):
+            (key,) = next(iter(source.keys.values()))
+            if isinstance(self._checkpoint, CodedCheckpoint) and self._checkpoint.is_coded(key):
+                value = value.transpose(1, 2)
         return value
 
     def _is_transposed(self, target: str) -> bool:
