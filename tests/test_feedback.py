@@ -154,6 +154,14 @@ def test_audited_the_threshold_follows_the_share_of_tokens_that_exits_flip(
     assert window(half, rule).exit_raise == pytest.approx(after)
 
 
+def test_audits_add_up() -> None:
+    """Two of the first three exits were false, and the next two: 4 of 5."""
+    once = observe_audits(Feedback(loss_weight=0.5), np.array([False, True, False]))
+    twice = observe_audits(once, np.array([False, False]))
+    for counts in (twice, twice.window):
+        assert (counts.audits, counts.false_exits) == (5, 4)
+
+
 @pytest.mark.parametrize(
     ("agrees", "after"),
     # A fifth may be wrong; half of what is above that is added: 0.1 + 0.5 (0.5 - 0.2), or

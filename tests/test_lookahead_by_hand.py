@@ -9,7 +9,7 @@ import pytest
 
 from byhand import BUDGET, PLAIN, UNIT, decided, hosting, one_bin, skips, substitutes, world
 from trimmoe.cost.exits import certain, never
-from trimmoe.cost.lookahead import Place, TokenKind
+from trimmoe.cost.lookahead import Place, TokenKind, typical_tokens
 from trimmoe.cost.model import Accounting
 from trimmoe.cost.values import build_tables
 from trimmoe.policy.settings import PolicySettings
@@ -154,3 +154,11 @@ def test_a_horizon_counts_the_layer_that_is_decided() -> None:
         tables = policy.tables.of(0.5)
         np.testing.assert_allclose(tables.after[0][0], after)
         np.testing.assert_array_equal(tables.after[1], 0.0)
+
+
+def test_a_layer_to_come_has_the_second_fifth_or_eighth_decile_of_its_patterns_importance() -> None:
+    deciles = np.linspace([0.0, 0.5], [1.0, 1.0], 11).T[None]
+    made = world(hosting([[0, 1]]), [[0]], pattern_importance=deciles)
+    typical = typical_tokens(made.profile, 0, 0)
+    assert typical["importance"].tolist() == pytest.approx([0.2, 0.6, 0.5, 0.75, 0.8, 0.9])
+    assert typical["experts"].tolist() == [[0], [1]] * 3

@@ -15,6 +15,7 @@ from trimmoe.policy.settings import (
     ExitRule,
     PolicySettings,
     WeightRule,
+    paper_substitute_only,
     ring,
 )
 
@@ -66,6 +67,17 @@ def test_presets_that_differ_from_another_only_in_some_settings(
     preset: str, base: str, changed: set[str]
 ) -> None:
     assert differs(PRESETS[preset](), PRESETS[base]()) == changed
+
+
+def test_the_papers_predecessor_substitutes_and_looks_no_further() -> None:
+    before = paper_substitute_only()
+    assert differs(before, PRESETS["paper"]()) == {"levers", "horizon"}
+    assert before.levers == Levers(drop_slots=False, skip=False, exit=False)
+    assert before.horizon == 1
+
+
+def test_exits_may_flip_a_hundredth_of_the_tokens() -> None:
+    assert PRESETS["final-exits"]().exit_risk == 0.01
 
 
 def test_what_is_exact_has_nothing_to_choose_nor_to_spend_nor_to_learn() -> None:

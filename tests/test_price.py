@@ -7,7 +7,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from byhand import PLAIN, hosting, one_bin, world
+from byhand import PLAIN, REFERENCE_S, hosting, one_bin, world
+from trimmoe.cost.actions import Levers
+from trimmoe.cost.model import Accounting
+from trimmoe.policy.build import deploy, starting_weights
 from trimmoe.policy.price import WEIGHTS, meeting_weights
 
 
@@ -72,3 +75,22 @@ def test_steadier_tokens_count_by_their_share() -> None:
         for target in (0.625, 0.62)
     ]
     assert [odds(weight) for weight in found] == pytest.approx([-2.9, 1.1])
+
+
+def test_prices_are_taken_by_route_where_tokens_stay_on_one() -> None:
+    """The first row of the first test, and a second user whose layers are all at home, where
+    none is skipped. Who migrates has no route."""
+    made = world(hosting([[], []], [[0, 1], [0, 1]]), [[0, 1], [1, 0]], skip=one_bin([4, 4]))
+    levers = Levers(exit=False, local=False)
+    settings = replace(PLAIN, horizon=None, price_start=True, levers=levers)
+    found = {}
+    for accounting in Accounting:
+        deployment = deploy(made.plan, made.profile, made.model, accounting)
+        deployment = replace(deployment, reference_s=REFERENCE_S)
+        space = made.policy(replace(settings, accounting=accounting)).lookahead.space
+        weights = starting_weights(space, deployment, made.profile, settings)
+        found[accounting] = [round(odds(weight), 6) for weight in weights]
+    by_route = [1.9, -2.9]
+    assert found == {
+        Accounting.PINNED: by_route, Accounting.HOME: by_route, Accounting.MIGRATE: []
+    }  # fmt: skip

@@ -179,3 +179,24 @@ def test_what_runs_where_a_token_stays_can_be_left_without_another_action(
     policy = made.policy(replace(PLAIN, levers=levers))
     decision = decided(policy, [0], server=route[0])
     assert skips(decision) == skipped
+
+
+def test_an_activated_expert_stands_in_for_no_other() -> None:
+    """Of expert 0, 10 ms away, expert 1 would lose 2 units and expert 2 loses 4; expert 1 runs in
+    its own slot. The way costs 1/2 21, expert 2 1/2 2 + 1/2 4/8."""
+    loss = [[0, 2, 4], [2, 0, 2], [4, 2, 0]]
+    made = world(hosting([[1, 2]], [[0]], experts=3), PAIR_MS, top_k=2, **substitutes(1, loss))
+    decision = decided(made.policy(PLAIN), [0, 1], masses=[0.25, 0.25])
+    assert decision.slot_expert.tolist() == [[2, 1]]
+    assert decision.loss.tolist() == [4 * UNIT]
+
+
+def test_dropping_all_slots_is_no_action() -> None:
+    """Expert 0 is 10 ms away and expert 1 20; a drop loses 1 unit and a skip more than there is.
+    Expert 0 alone costs 1/2 21 + 1/2 1/8, nothing at all would cost 1/2 2/8."""
+    hosts = hosting([[]], [[0]], [[1]])
+    links_ms = [[0, 10, 20], [10, 0, 20], [20, 20, 0]]
+    made = world(hosts, links_ms, top_k=2, drop=one_bin([1]))
+    decision = decided(made.policy(PLAIN), [0, 1], masses=[0.25, 0.25])
+    assert decision.slot_expert.tolist() == [[0, -1]]
+    assert decision.loss.tolist() == [UNIT]
