@@ -154,6 +154,8 @@ def test_gpt_oss_is_read_as_it_is_published(tmp_path: Path) -> None:
     assert isinstance(by_modules, GeneralView)
     exact_tokens = greedy(open_model(plain), asked, 8)
     assert greedy(ours, asked, 8) == greedy(by_modules, asked, 8) == exact_tokens
+    streamed = open_model(coded, dtype=torch.float32, streamed=True)
+    assert greedy(streamed, asked, 8) == exact_tokens
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,8 @@ class ExpertShapes:
     count: int
     parameters: dict[str, tuple[int, ...]]
     """Shape of each stacked parameter, the expert first."""
+    transposed: bool
+    """Whether its matrices are [in, out]."""
 
     @property
     def per_expert(self) -> int:
@@ -109,7 +111,12 @@ def _experts(layer: Any) -> ExpertShapes | None:
         stacked = {name: tuple(p.shape) for name, p in module.named_parameters()}
         if not hasattr(module, "has_gate") and not _is_marked(module, stacked):
             continue
-        return ExpertShapes(path=path, count=stacked["down_proj"][0], parameters=stacked)
+        return ExpertShapes(
+            path=path,
+            count=stacked["down_proj"][0],
+            parameters=stacked,
+            transposed=bool(getattr(module, "is_transposed", False)),
+        )
     return None
 
 

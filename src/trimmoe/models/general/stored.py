@@ -125,15 +125,11 @@ class Stored:
         made = dict(self._converted(target, source, tensors, model))
         value = made[target]
         # In four bits the last dimension is the one that scales run along.
-        if source.converter is None and value.ndim == 3 and self._is_transposed(target):
+        if source.converter is None and value.ndim == 3 and shapes.transposed:
             (key,) = next(iter(source.keys.values()))
             if isinstance(self._checkpoint, CodedCheckpoint) and self._checkpoint.is_coded(key):
                 value = value.transpose(1, 2)
         return value
-
-    def _is_transposed(self, target: str) -> bool:
-        module = self._skeleton.model.get_submodule(target.rpartition(".")[0])
-        return bool(module.is_transposed)
 
     def _converted(
         self, target: str, source: _Source, tensors: dict[str, list[Tensor]], model: Any
