@@ -139,6 +139,10 @@ class Checkpoint(Listing, ABC):
     def row(self, name: str, index: int) -> Tensor:
         """Row `index` of a tensor's first dimension; only its bytes are read."""
 
+    def is_coded(self, name: str) -> bool:
+        """Whether the files hold a tensor's values in other tensors, from which it is decoded."""
+        return False
+
     def close(self) -> None:
         """Let go of files; the next tensor opens them again."""
 

@@ -63,7 +63,6 @@ class CodedCheckpoint(Checkpoint):
         return torch.bfloat16
 
     def is_coded(self, name: str) -> bool:
-        """Whether the files hold it in others, not as it is."""
         return name in self._coded
 
     def tensor(self, name: str) -> Tensor:

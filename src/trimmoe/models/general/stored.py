@@ -18,7 +18,6 @@ from torch import Tensor
 
 from trimmoe.core.errors import UserError
 from trimmoe.models.checkpoint import Checkpoint, missing_tensors
-from trimmoe.models.formats.coded import CodedCheckpoint
 from trimmoe.models.general.skeleton import ExpertShapes, Skeleton
 
 logging.getLogger("transformers.core_model_loading").setLevel(logging.ERROR)
@@ -126,8 +125,8 @@ class Stored:
         value = made[target]
         # In four bits the last dimension is the one that scales run along.
         if source.converter is None and value.ndim == 3 and shapes.transposed:
-            (key,) = next(iter(source.keys.values()))
-            if isinstance(self._checkpoint, CodedCheckpoint) and self._checkpoint.is_coded(key):
+            ((key,),) = source.keys.values()
+            if self._checkpoint.is_coded(key):
                 value = value.transpose(1, 2)
         return value
 
