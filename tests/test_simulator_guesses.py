@@ -362,7 +362,7 @@ def test_where_servers_are_busy_with_others_fewer_guesses_are_followed(
     assert chance**room >= least > chance ** (room + 1)
     assert one.trace.home_confidence is not None
     sure = one.trace.home_confidence[tokens, 0] >= bold.guess_confidence
-    assert (journey.guess == NONE).all() == (room == 0), "none is made that nothing may follow"
+    assert ((journey.guess == NONE) == (room == 0)).all(), "none is made that nothing may follow"
     if room:
         np.testing.assert_array_equal(journey.guess != UNSURE_GUESS, sure)
 

@@ -93,10 +93,12 @@ class Ahead:
         Afterwards the next ones may be decided."""
         draws = uniform(self.seed, requests, numbers)
         access = np.array([self._access[request] for request in requests.tolist()])
-        settings, guessed = self.engine.settings, np.zeros(requests.size, dtype=bool)
+        settings, windows = self.engine.settings, np.zeros(requests.size, dtype=np.int64)
+        guessed = windows > 0
         if settings.guesses:
-            # Nobody guesses the first one.
-            guessed = (numbers > 0) & self._guesses(before, access)[1]
+            windows = self._windows[access]
+            # Nobody guesses the first one, nor what nothing may follow.
+            guessed = (numbers > 0) & (windows > 0) & self._guesses(before, access)[1]
         groups = [np.flatnonzero(access == one) for one in np.unique(access)]
         waves = []
         for rows in groups:
@@ -111,17 +113,15 @@ class Ahead:
         if settings.guesses:
             made, right = self._guesses(tokens, access)
             journey.guess[:] = np.where(right, RIGHT, np.where(made, WRONG, UNSURE))
-            journey.window[:] = self._windows[access]
-            # Nobody waits for what the last one would predict, nor where nothing may be ahead.
-            journey.guess[last | (journey.window == 0)] = NONE
+            # Nobody waits for what the last one would predict.
+            journey.guess[last | (windows == 0)] = NONE
+            journey.window[:] = windows
         self._settle(self.ahead, journey.receipts, learns=False)
         return journey
 
     def _guesses(self, tokens: IntArray, access: IntArray) -> tuple[BoolArray, BoolArray]:
-        """Whether what `tokens` predict is guessed, and rightly, [n] each."""
-        made, right = self.feed.guesses(tokens, access, self._least[access], self.engine.settings)
-        room = self._windows[access] > 0
-        return made & room, right & room
+        """Whether what `tokens` predict is guessed surely enough, and rightly, [n] each."""
+        return self.feed.guesses(tokens, access, self._least[access], self.engine.settings)
 
     @property
     def _least(self) -> FloatArray:
