@@ -4,6 +4,7 @@ hand: a token takes ten seconds to full depth and back, a guess one."""
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -29,6 +30,22 @@ from trimmoe.policy.settings import PRESETS
 
 WHOLE_S, GUESS_S = 10.0, 1.0
 RIGHT, WRONG, NONE = (True, True), (True, False), (False, False)
+TEN_APART = np.array([[0.0, 10.0], [10.0, 0.0]])
+"""Two servers, seconds."""
+
+
+def priced(expert_s: np.ndarray, dense_s: np.ndarray | None = None, **others) -> CostModel:
+    """Servers that take so long for experts [M, N, E], and no time for what else is not said."""
+    servers = expert_s.shape[0]
+    nothing: dict[str, Any] = {
+        "transfer_s": np.zeros((servers, servers)),
+        "token_transfer_s": np.zeros((servers, servers)),
+        "hidden_bytes": 8,
+        "dense_s": np.zeros(expert_s.shape[:2]) if dense_s is None else dense_s,
+        "waiting_s": np.zeros(servers),
+        "accounting": Accounting.PINNED,
+    }
+    return CostModel(expert_s=expert_s, **(nothing | others))
 
 
 def passed(tokens: list[tuple[bool, bool]], guesses: int) -> list[Passed]:
@@ -173,15 +190,8 @@ def test_nothing_is_guessed_where_a_guess_takes_no_less_than_a_token_on_its_way(
     """Three layers of one second each. The last of user 0's is on server 1, 10 s away, so that its
     tokens take 13 s, user 1's stay at home for 3. Half of the time route 0 is busy, a quarter of
     it with the other one of two streams, which is more than a chance of 0.15."""
-    cost = CostModel(
-        transfer_s=np.zeros((2, 2)),
-        token_transfer_s=np.array([[0.0, 10.0], [10.0, 0.0]]),
-        hidden_bytes=8,
-        expert_s=np.full((2, 3, 2), 1e-3),
-        dense_s=np.zeros((2, 3)),
-        waiting_s=np.zeros(2),
-        accounting=Accounting.PINNED,
-        guess_s=np.array([12.0, 2.9]),
+    cost = priced(
+        np.full((2, 3, 2), 1e-3), token_transfer_s=TEN_APART, guess_s=np.array([12.0, 2.9])
     )
     rules = GuessRules(
         settings=replace(PRESETS["auto"](), guess_chance=0.15),
@@ -205,16 +215,7 @@ def test_nothing_is_guessed_where_answers_under_way_would_fill_a_machine(
     """Three layers, whose experts take a second each. A token of route 0 has server 0 at work for 2
     of the 13 s that it takes with its way: 3/4 of it is 3/4 x 13/2 = 4.875 answers' work. One of
     route 1 has server 1 at work all the time: that is 3/4 of an answer."""
-    cost = CostModel(
-        transfer_s=np.zeros((2, 2)),
-        token_transfer_s=np.array([[0.0, 10.0], [10.0, 0.0]]),
-        hidden_bytes=8,
-        expert_s=np.ones((2, 3, 2)),
-        dense_s=np.zeros((2, 3)),
-        waiting_s=np.zeros(2),
-        accounting=Accounting.PINNED,
-        guess_s=np.ones(2),
-    )
+    cost = priced(np.ones((2, 3, 2)), token_transfer_s=TEN_APART, guess_s=np.ones(2))
     rules = GuessRules(
         settings=replace(PRESETS["speculative"](), guess_chance=0.15, guess_below=below),
         cost=cost,
@@ -244,15 +245,7 @@ def test_a_guess_takes_attention_and_the_mean_experts_of_all_layers() -> None:
     """Two layers, k = 2: (1 + 2 x 3) + (2 + 2 x 6) on server 0, half of that on server 1."""
     expert_s = np.array([[[2.0, 4.0], [5.0, 7.0]]])
     dense_s = np.array([[1.0, 2.0]])
-    cost = CostModel(
-        transfer_s=np.zeros((2, 2)),
-        token_transfer_s=np.zeros((2, 2)),
-        hidden_bytes=8,
-        expert_s=np.concatenate([expert_s, expert_s / 2]),
-        dense_s=np.concatenate([dense_s, dense_s / 2]),
-        waiting_s=np.zeros(2),
-        accounting=Accounting.PINNED,
-    )
+    cost = priced(np.concatenate([expert_s, expert_s / 2]), np.concatenate([dense_s, dense_s / 2]))
     assert guess_times_s(cost, 2).tolist() == [21.0, 10.5]
 
 
@@ -260,14 +253,9 @@ def test_a_stream_takes_its_share_of_the_fullest_machine() -> None:
     """Server 0 has a machine to itself, 1 and 2 share one that can do one and a half servers' work.
     k = 2. A token is under way for 40 s: of the first machine it takes 1 + 2 x 3 = 7, of the other
     14 + 7 = 21, two thirds of which count; or all three layers at home."""
-    cost = CostModel(
-        transfer_s=np.zeros((3, 3)),
-        token_transfer_s=np.zeros((3, 3)),
-        hidden_bytes=8,
-        expert_s=np.array([3.0, 6.0, 3.0])[:, None, None] * np.ones((3, 3, 4)),
-        dense_s=np.array([1.0, 2.0, 1.0])[:, None] * np.ones((3, 3)),
-        waiting_s=np.zeros(3),
-        accounting=Accounting.PINNED,
+    cost = priced(
+        np.array([3.0, 6.0, 3.0])[:, None, None] * np.ones((3, 3, 4)),
+        np.array([1.0, 2.0, 1.0])[:, None] * np.ones((3, 3)),
         busy=np.array([0.3, 0.6, 0.9]),
         machine=np.array([0, 1, 1]),
         at_once=np.array([1.0, 1.5, 1.5]),
@@ -280,14 +268,10 @@ def test_a_stream_takes_its_share_of_the_fullest_machine() -> None:
 
 def test_one_more_row_takes_a_tenth_of_the_layers_and_its_vectors_way() -> None:
     """Three layers of 1 s; from server 0 to 1 a vector takes 12 s, of which 10 go by without it."""
-    cost = CostModel(
+    cost = priced(
+        np.ones((2, 3, 2)),
         transfer_s=np.array([[0.0, 12.0], [11.0, 0.0]]),
-        token_transfer_s=np.array([[0.0, 10.0], [10.0, 0.0]]),
-        hidden_bytes=8,
-        expert_s=np.ones((2, 3, 2)),
-        dense_s=np.zeros((2, 3)),
-        waiting_s=np.zeros(2),
-        accounting=Accounting.PINNED,
+        token_transfer_s=TEN_APART,
     )
     found = row_times_s(cost, np.array([[0, 0, 1], [1, 1, 1]]), top_k=1)
     assert found.tolist() == pytest.approx([2.0 + 0.3, 0.3])
