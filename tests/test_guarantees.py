@@ -303,7 +303,8 @@ def test_a_token_only_exits_where_going_on_would_cost_more_than_the_exit_is_char
 
 
 def exit_charge(trajectory: Trajectory, driver: SyntheticDriver) -> float:
-    """What an exit was charged: the calibrated bound of a threshold that its confidence met."""
+    """What an exit was charged: the calibrated bound of a threshold that its confidence met; below
+    all of them nothing is known, and it is the largest bound, of itself at least."""
     settings, profile = driver.engine.settings, driver.engine.profile
     assert trajectory.ledger is not None
     if trajectory.exit_layer == driver.engine.cost.layer_count or not settings.exits_charged:
@@ -312,7 +313,8 @@ def exit_charge(trajectory: Trajectory, driver: SyntheticDriver) -> float:
         return 0.0
     charged = trajectory.ledger.loss - true_loss(trajectory, profile, settings)
     met = profile.exit_grid <= trajectory.visits[-1].confidence
-    known = [1.0, *profile.exit_bound(settings.exit_state)[met]]
+    bounds = profile.exit_bound(settings.exit_state)
+    known = [max(1.0, *bounds), *bounds[met]]
     assert min(abs(charged - each) for each in known) < ROUNDING
     return charged
 
@@ -343,12 +345,23 @@ def true_loss(trajectory: Trajectory, profile: Profile, policy: PolicySettings) 
                 loss += _curve_at(drop, at, mass)
             elif expert >= profile.expert_count:
                 rung = profile.rungs[expert // profile.expert_count - 1].curves
+                more = _fewer_flip_more_by_each(rung, profile, policy.budget)
                 rung = rung if policy.steadiness else rung.pooled(profile.class_share)
-                loss += max(_curve_at(rung, at, mass), NOT_FREE)
+                loss += max(more * _curve_at(rung, at, mass), NOT_FREE)
             elif expert != target:
                 rank = min(slot, substitution.shape[2] - 1)
                 loss += float(substitution[at][rank, target, expert])
     return loss
+
+
+def _fewer_flip_more_by_each(rung: LossCurves, profile: Profile, budget: float) -> float:
+    """How many times what a copy flips among those in half of all slots it flips where so few run
+    that all together flip the budget, see `Rung.within`."""
+    in_half = 0.0
+    for layer, shares in enumerate(profile.class_share):
+        for steadiness, share in enumerate(shares):
+            in_half += profile.top_k / 2 * share * rung.upper[layer, steadiness].mean()
+    return max(1.0, in_half / budget) if budget > 0 else 1.0
 
 
 def _curve_at(curves: LossCurves, at: tuple[int, int], mass: float) -> float:
