@@ -261,17 +261,17 @@ def quality(
 ) -> tuple[float, float]:
     """Budget D-bar and confidence p_J that a request's sequence is opened with.
 
-    A request that asks for a smaller budget than the policy's also gets fewer exits: at most half
-    its own budget of all tokens may flip by them, as calibration bounds it. Where slots may run
-    copies (`copied`), it is credited only its share of the policy's budget of it: fewer copies flip
-    more by each than the policy charges (`Rung.within`).
+    Where slots may run copies (`copied`), a request that asks for a smaller budget than the
+    policy's is credited only its share of the policy's budget of it: fewer copies flip more by each
+    than the policy charges (`Rung.within`). Such a request also gets fewer exits: at most half of
+    what it is credited may flip by them, as calibration bounds it.
     """
     if request.exact:
         return 0.0, NEVER_EXIT
     budget = settings.budget if request.quality_budget is None else request.quality_budget
     confidence = settings.confidence if request.confidence is None else request.confidence
-    if request.quality_budget is not None and settings.exit_risk is not None:
-        confidence = max(confidence, profile.exit_floor_at_risk(budget / 2, settings.exit_state))
     if copied and budget < settings.budget:
         budget *= budget / settings.budget
+    if request.quality_budget is not None and settings.exit_risk is not None:
+        confidence = max(confidence, profile.exit_floor_at_risk(budget / 2, settings.exit_state))
     return budget, confidence
