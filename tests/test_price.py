@@ -94,3 +94,18 @@ def test_prices_are_taken_by_route_where_tokens_stay_on_one() -> None:
     assert found == {
         Accounting.PINNED: by_route, Accounting.HOME: by_route, Accounting.MIGRATE: []
     }  # fmt: skip
+
+
+@pytest.mark.parametrize(("gated", "log_odds"), [(False, 0.7), (True, -2.9)])
+def test_nobody_begins_as_if_layers_at_home_were_skipped_where_only_transmission_allows_it(
+    gated: bool, log_odds: float
+) -> None:
+    """Both layers are at home. A skip of 4 units saves 1 ms there and pays up to log odds ln 2 =
+    0.69, so 8 of 8 units are lost below; gated by (35) there is none, and any price will do."""
+    made = world(hosting([[0, 1], [0, 1]]), [[0]], skip=one_bin([4, 4]))
+    levers = Levers(exit=False, skip_needs_transmission=gated)
+    look = made.policy(replace(PLAIN, horizon=None, levers=levers)).lookahead
+    (weight,) = meeting_weights(
+        look.space, look.profile, look.weights, np.array([[0, 0]]), exits=False, target=0.9
+    )
+    assert odds(weight) == pytest.approx(log_odds)

@@ -82,11 +82,15 @@ class Candidates:
         Exact execution costs no quality, so column 0 is always in it (Property 2).
         """
         allowed = np.isfinite(self.delay_s) & (self.loss <= allowance[:, None])
-        if self.skip_needs_transmission:
-            # Gamma > 0 (35): a skip is pointless where an affordable action is local.
-            allowed &= ~(self.skips & (self.local_loss <= allowance)[:, None])
+        allowed &= ~self.pointless(allowance)
         allowed[:, 0] = True
         return allowed
+
+    def pointless(self, allowance: FloatArray) -> BoolArray:
+        """Skips where an action within `allowance` [n] is local, which Gamma > 0 (35) excludes;
+        [n, C]."""
+        gated = self.skip_needs_transmission & (self.local_loss <= allowance)
+        return self.skips & gated[:, None]
 
 
 NOT_FREE = 1e-12

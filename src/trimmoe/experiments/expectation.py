@@ -35,8 +35,6 @@ class Expectation:
     """Of one sequence without load."""
 
     token_s: float
-    reading_s: float
-    """What the fastest server would take by itself if it held everything."""
     servers: int
     """That run attention on some route."""
 
@@ -60,10 +58,8 @@ def expected_decoding(
     settings = replace(_PLACE, kv_reserve_bytes=kv_reserve_bytes)
     plan = make_plan(profile, model, real, settings, cluster_hash="")
     used = plan.routes[cluster.access_share > 0]
-    alone = (speeds.dense_s + model.top_k * speeds.expert_s) * model.layer_count
     return Expectation(
         token_s=float(plan.header.settings["expected_s"]),
-        reading_s=float((alone + speeds.head_s + speeds.token_s).min()),
         servers=int(np.unique(used).size),
     )
 

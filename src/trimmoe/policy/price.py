@@ -8,7 +8,7 @@ import numpy as np
 
 from trimmoe.core.profile import Profile
 from trimmoe.core.specs import FloatArray, IntArray
-from trimmoe.cost.actions import ActionSpace, as_batch
+from trimmoe.cost.actions import ActionSpace
 from trimmoe.cost.expected import destinations
 from trimmoe.cost.lookahead import IMPORTANCE_DECILES, Weights, typical_tokens
 
@@ -66,11 +66,13 @@ def _layer_losses(
     row_share = np.tile(share, len(IMPORTANCE_DECILES))
     for steady in range(space.class_count):
         tokens = typical_tokens(profile, layer, steady)
-        ends = np.full(row_share.size, source), np.full(row_share.size, to)
-        actions = space.enumerate(layer, as_batch(**tokens, source=ends[0], destination=ends[1]))
+        actions = space.candidates(layer, source, to, **tokens)
+        # A token has its budget here, whatever it saved before.
+        pointless = actions.pointless(np.full(row_share.size, weights.budget))
+        delay_s = np.where(pointless, np.inf, actions.delay_s)
         weight = row_share * (profile.class_share[layer, steady] if space.class_count > 1 else 1.0)
         for index, loss_weight in enumerate(WEIGHTS):
             priced = replace(weights, loss_weight=float(loss_weight))
-            best = priced.step_cost(actions.delay_s, actions.loss).argmin(1)
+            best = priced.step_cost(delay_s, actions.loss).argmin(1)
             losses[index] += weight @ actions.loss[np.arange(best.size), best]
     return losses

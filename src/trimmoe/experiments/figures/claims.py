@@ -18,7 +18,6 @@ COLUMNS = {
     "pinned_own": "pinned, default preset; baselines on their own placements",
     "pinned_best": "pinned, default preset; native EdgeShard, baselines on our plan",
 }
-NOT_RUN = "not run here"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
