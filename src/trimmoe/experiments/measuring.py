@@ -6,6 +6,8 @@ beside all this is what a client's clock says of exact answers beyond what was m
 from __future__ import annotations
 
 import asyncio
+import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -31,6 +33,8 @@ from trimmoe.runtime.machine_report import LinkReport, MachineReport
 
 PATIENCE_S = 120.0
 """For one server to time itself."""
+_AGAIN_S = 0.5
+"""Until a server that gave no figures is asked again."""
 PROMPTS = (
     "An operator is a symbol that tells the program to",
     "The history of the city begins with",
@@ -61,13 +65,14 @@ def measured(
     artifacts: Artifacts,
     where: Sequence[Endpoint],
     handles: Sequence[TimedServer],
+    stop: threading.Event,
 ) -> Machines:
-    """What servers that run and answer to `where` can do. Raises `UserError` if none answers."""
+    """What servers that run and answer to `where` can do. Raises `UserError` if none answers, also
+    since they ended at `stop`."""
     with _bar(2 * len(handles) + 1) as advance:
         alone: list[MachineReport | None] = []
         for handle in handles:
-            handle.begin_measuring()
-            alone.append(handle.measured(PATIENCE_S))
+            alone.append(timed(handle, stop))
             advance()
         clock_s = asyncio.run(_clocked(config, where, range(len(where))))
         advance()
@@ -87,12 +92,12 @@ def measured_by_one(
     where: Sequence[Endpoint],
     handle: TimedServer,
     server: int,
+    stop: threading.Event | None = None,
 ) -> Machines:
     """The same for servers of one machine, of which one speaks for all: a quarter of the time, but
     nobody sees what they take when all compute. Raises `UserError` if it does not answer."""
     with _bar(2) as advance:
-        handle.begin_measuring()
-        told = handle.measured(PATIENCE_S)
+        told = timed(handle, stop or threading.Event())
         advance()
         clock_s = asyncio.run(_clocked(config, where, [server]))
         advance()
@@ -102,6 +107,19 @@ def measured_by_one(
         reports = [told if at == server else replace(told, links=()) for at in range(len(where))]
     machines = machines_of(artifacts, config, reports, [None] * len(where))
     return with_overheads(machines, artifacts, clock_s)
+
+
+def timed(
+    server: TimedServer, stop: threading.Event, patience_s: float = PATIENCE_S
+) -> MachineReport | None:
+    """What a server times by itself, once it is there again if it goes away; None if it is not
+    through in time, or before `stop`."""
+    end_s = time.monotonic() + patience_s
+    while True:
+        server.begin_measuring()
+        report = server.measured(max(end_s - time.monotonic(), 0.0))
+        if report is not None or time.monotonic() > end_s or stop.wait(_AGAIN_S):
+            return report
 
 
 async def _clocked(

@@ -16,8 +16,11 @@ from trimmoe.runtime.launch.artifacts import cluster_of
 from trimmoe.runtime.launch.config import ServeConfig
 from trimmoe.runtime.launch.local import local_endpoints, require_startable, serve_local
 from trimmoe.runtime.launch.processes import ProcessHandle
+from trimmoe.runtime.launch.signals import Stop
 
 _MS = 1e3
+_ATTEMPTS = 3
+"""The last of which counts even if a server was lost in it."""
 
 
 def probe(config: ServeConfig, say: Say) -> Machines | None:
@@ -29,9 +32,15 @@ def probe(config: ServeConfig, say: Say) -> Machines | None:
     artifacts = artifacts_of(config, say)
     found: list[Machines] = []
 
-    def meanwhile(handles: Sequence[ProcessHandle]) -> None:
+    def meanwhile(handles: Sequence[ProcessHandle], stop: Stop) -> None:
         where = local_endpoints(config, artifacts.plan.cluster.server_names)
-        found.append(measured(config, artifacts, where, handles))
+        for attempt in range(_ATTEMPTS):
+            before = [handle.pid for handle in handles]
+            machines = measured(config, artifacts, where, handles, stop)
+            if before == [handle.pid for handle in handles] or attempt + 1 == _ATTEMPTS:
+                found.append(machines)
+                return
+            say("A server was lost meanwhile; measuring again ...")
 
     serve_local(config, artifacts, pieces_of(config), say, meanwhile=meanwhile)
     return found[0] if found else None

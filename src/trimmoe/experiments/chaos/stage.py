@@ -26,6 +26,7 @@ START_S = 600.0
 BACK_S = 120.0
 """By when everything is well again, whatever was done."""
 _POLL_S = 0.1
+_READY = b"Ready"
 _TRIMMOE, _KEEPER = "trimmoe.cli", "trimmoe.runtime.launch.keeper"
 
 
@@ -53,7 +54,7 @@ class Machine:
     network: str | None = None
     """Where its network is, see `Lan`; None: that of this process."""
     is_head: bool = True
-    """Whether it says when all is ready."""
+    """Whether it says when all is ready; servers answer before, while they are measured."""
     supervisor: subprocess.Popen[bytes] | None = None
     """`trimmoe serve`, as long as nobody killed it."""
 
@@ -99,7 +100,8 @@ class Stage:
                 for process, log in begun:
                     self._require_alive(process, log)
                 await asyncio.sleep(_POLL_S)
-                if job is None and (job := self.machines[0].run.read()) is not None:
+                told = all(_READY in log.read_bytes() for _, log in begun[:1])
+                if told and job is None and (job := self.machines[0].run.read()) is not None:
                     self.endpoints = job.spec.endpoints
         servers = [option for url in self.urls for option in ("--server", url)]
         network = None if self.lan is None else self.lan.path(None)
@@ -123,7 +125,7 @@ class Stage:
 
     async def _taken_over(self, machine: Machine) -> bool:
         process, log = self.serve(machine)
-        ready = b"Ready" if machine.is_head else b"taking them over"
+        ready = _READY if machine.is_head else b"taking them over"
         try:
             async with asyncio.timeout(BACK_S):
                 while ready not in (said := log.read_bytes()):

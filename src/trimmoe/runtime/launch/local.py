@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import trimmoe
+from trimmoe.core.errors import UserError
 from trimmoe.runtime.launch.addresses import (
     LOOPBACK,
     Endpoint,
@@ -19,7 +21,12 @@ from trimmoe.runtime.launch.handles import ServerHandle
 from trimmoe.runtime.launch.job import Job, Pieces, server_spec
 from trimmoe.runtime.launch.kernels import compile_decisions
 from trimmoe.runtime.launch.model import served_name
-from trimmoe.runtime.launch.processes import ProcessHandle, importable, start_processes
+from trimmoe.runtime.launch.processes import (
+    ProcessHandle,
+    importable,
+    running_processes,
+    start_processes,
+)
 from trimmoe.runtime.launch.signals import Stop, stop_on_signal
 from trimmoe.runtime.launch.supervise import Patience, Supervisor
 from trimmoe.runtime.launch.tls import tls_of
@@ -27,8 +34,9 @@ from trimmoe.runtime.launch.watching import supervising
 from trimmoe.runtime.wire.keys import generate_token
 
 Say = Callable[[str], None]
-Meanwhile = Callable[[Sequence[ProcessHandle]], None]
-"""What is done with servers that are up."""
+Meanwhile = Callable[[Sequence[ProcessHandle], Stop], None]
+"""What is done with servers that are up, in a thread of its own while they are watched, until it is
+through or told to stop."""
 
 
 def local_endpoints(config: ServeConfig, names: Sequence[str]) -> tuple[Endpoint, ...]:
@@ -67,7 +75,8 @@ def serve_local(
     """Serve until Ctrl-C or SIGTERM, or until `meanwhile` is through; nothing that was started is
     left afterwards.
 
-    Raises `UserError` if a server does not start.
+    Raises `UserError` if a server does not start, and what `meanwhile` raises before it is told to
+    stop.
     """
     names = artifacts.plan.cluster.server_names
     where = local_endpoints(config, names)
@@ -83,18 +92,33 @@ def serve_local(
     with (
         stop_on_signal() as stop,
         supervising(RunFolder.at(config.port_base), job, stop, say) as (folder, job),
+        ThreadPoolExecutor(1) as beside,
     ):
         say(f"Starting {len(names)} servers ...")
-        handles = start_processes(folder, job)
+        begun: list[Future[None]] = []
 
         def ready() -> None:
-            if meanwhile is not None:
-                meanwhile(handles)
-                stop.set()
-            else:
+            if meanwhile is None:
                 announce(config, where, job.spec.title, say)
+            else:
+                # Handles of its own: those of the supervisor are for one thread.
+                handles = running_processes(folder)
+                begun.append(beside.submit(_until_through, meanwhile, handles, stop))
 
-        watch(config, handles, stop, say, ready)
+        watch(config, start_processes(folder, job), stop, say, ready)
+        for each in begun:
+            each.result()
+
+
+def _until_through(meanwhile: Meanwhile, handles: Sequence[ProcessHandle], stop: Stop) -> None:
+    """Servers end with it; that it fails once they do is nobody's fault."""
+    try:
+        meanwhile(handles, stop)
+    except UserError:
+        if not stop.is_set():
+            raise
+    finally:
+        stop.set()
 
 
 def watch(

@@ -81,6 +81,11 @@ class ProcessHandle:
         self._asked: Question | None = None
         self._measured: Question | None = None
 
+    @property
+    def pid(self) -> int | None:
+        """Its process's number; None if there is none, or it has not said it yet."""
+        return self._folder.pid(self._index) if self._folder.is_alive(self._index) else None
+
     def begin(self) -> None:
         """Start its process unless that lives already."""
         if self._folder.is_alive(self._index):
