@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from launching import PATIENCE_S, SERVERS, Serving, free_ports, write_files
+from trimmoe.core.errors import UserError
 from trimmoe.core.machines import BATCHES, Work, load_machines
 from trimmoe.core.plan import load_plan
 from trimmoe.experiments.measuring import timed
@@ -56,13 +57,17 @@ def test_machines_are_measured_and_planned_with(tmp_path: Path) -> None:
     assert np.array_equal(speeds.hop_s, machines.hop_s)
 
 
-@pytest.mark.slow
-def test_a_server_that_dies_while_it_is_measured_is_started_again(tmp_path: Path) -> None:
-    files = write_files(tmp_path)
-    config = ServeConfig.model_validate(
+def _config(folder: Path, servers: Sequence[str]) -> ServeConfig:
+    files = write_files(folder, servers)
+    return ServeConfig.model_validate(
         {"cluster": files.cluster, "model": str(files.model), "profile": files.profile,
          "plan": files.plan, "policy": "exact", "port_base": free_ports(110), "spare": False}
     )  # fmt: skip
+
+
+@pytest.mark.slow
+def test_a_server_that_dies_while_it_is_measured_is_started_again(tmp_path: Path) -> None:
+    config = _config(tmp_path, SERVERS)
     came_back: list[bool] = []
 
     def kill(handles: Sequence[ProcessHandle], _: Stop) -> None:
@@ -78,6 +83,17 @@ def test_a_server_that_dies_while_it_is_measured_is_started_again(tmp_path: Path
     serve_local(config, artifacts, pieces_of(config), said.append, meanwhile=kill)
     assert came_back == [True]
     assert any("shelf was lost" in each or "shelf is lost" in each for each in said), said
+
+
+@pytest.mark.slow
+def test_whoever_is_told_to_stop_while_measuring_ends(tmp_path: Path) -> None:
+    config = _config(tmp_path, ["desk"])
+
+    def fail(_: Sequence[ProcessHandle], stop: Stop) -> None:
+        stop.set()
+        raise UserError("No server answered.")
+
+    serve_local(config, artifacts_of(config, str), pieces_of(config), str, meanwhile=fail)
 
 
 class _Away:
