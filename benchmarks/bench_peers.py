@@ -1,11 +1,13 @@
 """Ours beside llama.cpp on the same machine, by a client's clock, in turns within one run.
 
-    python benchmarks/bench_peers.py --llama BIN --weights DIR --profile P --plan P
+    python benchmarks/bench_peers.py --llama BIN --weights DIR --profile P
 
 `BIN` holds `llama-server` and `ggml-rpc-server`; `DIR` holds F32.gguf and Q8_0.gguf of a model with
-as many weights as ours. `--plan` is one for clusters/local4.yaml. Both sides serve OpenAI's
-completions; every answer is streamed and timed by one client. Ratios are ours over theirs; below
-one is better for times, above one for tokens a second.
+as many weights as ours. Our servers are those of clusters/local4.yaml; they measure themselves,
+with the case's weights and links, and are planned for by that, unless `--plan` says what to serve
+by.
+Both sides serve OpenAI's completions; every answer is streamed and timed by one client. Ratios are
+ours over theirs; below one is better for times, above one for tokens a second.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -30,6 +32,7 @@ from trimmoe import __version__
 from trimmoe.core.artifact import file_hash
 
 HERE = Path(__file__).parent
+CLUSTER = HERE.parent / "clusters" / "local4.yaml"
 PROMPTS = (
     "An operator is a symbol that tells the program to",
     "The history of the city begins with",
@@ -146,14 +149,22 @@ def _processes(commands: list[list[str]], log: Path) -> Iterator[None]:
                     os.killpg(process.pid, signal.SIGKILL)
 
 
-def _wait_for(url: str, log: Path, patience_s: float = 600) -> None:
+def _wait_for(url: str, log: Path) -> None:
+    def answers() -> bool:
+        with contextlib.suppress(httpx.HTTPError):
+            return httpx.get(url, timeout=5).status_code == 200
+        return False
+
+    _wait_until(answers, log)
+
+
+def _wait_until(is_up: Callable[[], bool], log: Path, patience_s: float = 600) -> None:
     until_s = time.monotonic() + patience_s
     while time.monotonic() < until_s:
-        with contextlib.suppress(httpx.HTTPError):
-            if httpx.get(url, timeout=5).status_code == 200:
-                return
+        if is_up():
+            return
         time.sleep(0.5)
-    sys.exit(f"{url} did not come up; see {log}.")
+    sys.exit(f"Not all came up; see {log}.")
 
 
 @contextlib.contextmanager
@@ -163,8 +174,9 @@ def _ours(case: Case, arguments: argparse.Namespace, folder: Path) -> Iterator[C
         command = ["serve-local", "--port", str(port), "--threads", str(arguments.threads),
                    "--max-num-seqs", str(max(8, case.streams))]  # fmt: skip
     else:
-        command = ["serve", "--profile", str(arguments.profile), "--plan", str(arguments.plan),
-                   "--policy", case.policy, "--port-base", str(port), "--no-emulate-machines",
+        by = ["--plan", str(arguments.plan)] if arguments.plan else ["--cluster", str(CLUSTER)]
+        command = ["serve", "--profile", str(arguments.profile), *by, "--policy", case.policy,
+                   "--port-base", str(port), "--no-emulate-machines",
                    "--emulate-links" if case.links else "--no-emulate-links",
                    "--kv-slots", str(case.streams + 8), "--threads", "1"]  # fmt: skip
     log = folder / "ours.log"
@@ -172,6 +184,9 @@ def _ours(case: Case, arguments: argparse.Namespace, folder: Path) -> Iterator[C
     if case.servers == 1:
         command += ["--model", arguments.model]
     with _processes([[str(python), *command]], log):
+        if case.servers > 1:
+            # They answer before, while they are measured.
+            _wait_until(lambda: b"Ready" in log.read_bytes(), log)
         for offset in range(case.servers):
             _wait_for(f"http://127.0.0.1:{port + offset}/health", log)
         yield Client(f"http://127.0.0.1:{port}/v1", "embedded")
@@ -266,7 +281,7 @@ def main() -> None:
     parser.add_argument("--llama", type=Path, required=True)
     parser.add_argument("--weights", type=Path, required=True)
     parser.add_argument("--profile", type=Path, required=True)
-    parser.add_argument("--plan", type=Path, required=True)
+    parser.add_argument("--plan", type=Path, help="Default: what serving makes by itself.")
     parser.add_argument("--model", default="embedded")
     parser.add_argument("--cases", nargs="*", help="Beginnings of names; default: all.")
     parser.add_argument("--rounds", type=int, default=3)
@@ -287,11 +302,12 @@ def main() -> None:
             sides = asyncio.run(_measure(case, (ours, theirs), arguments))
         _print(case, sides)
         rows.append(_row(case, sides))
+    files = arguments.profile, arguments.plan or CLUSTER
     content = {
         "version": __version__,
         "configuration": {"rounds": arguments.rounds, "tokens": arguments.tokens,
                           "threads": arguments.threads, "cores": os.cpu_count()},
-        "inputs": {path.name: file_hash(path) for path in (arguments.profile, arguments.plan)},
+        "inputs": {path.name: file_hash(path) for path in files},
         "seed": None,
         "rows": rows,
     }  # fmt: skip

@@ -53,7 +53,7 @@ def main() -> None:
 
 
 def _peers(peers: Path, text: Path, folder: Path) -> None:
-    """A profile, a plan for four servers, and what is measured with them beside llama.cpp."""
+    """What is measured beside llama.cpp, and where a token's time goes on a plan of ours."""
     profile, plan = folder / "profile.trim", folder / "plan.trim"
     trimmoe = str(Path(sys.executable).parent / "trimmoe")
     cluster = str(HERE.parent / "clusters" / "local4.yaml")
@@ -61,8 +61,7 @@ def _peers(peers: Path, text: Path, folder: Path) -> None:
     subprocess.run(calibrating, check=True)
     subprocess.run([trimmoe, "plan", str(profile), cluster, "-o", str(plan)], check=True)
     folders = "--llama", str(peers / "bin"), "--weights", str(peers / "weights")
-    made = "--profile", str(profile), "--plan", str(plan), "--output", str(folder / "peers")
-    run("bench_peers.py", *folders, *made)
+    run("bench_peers.py", *folders, "--profile", str(profile), "--output", str(folder / "peers"))
     to = str(folder / "interpreter.json")
     run("bench_interpreter.py", "--profile", str(profile), "--plan", str(plan), "--output", to)
 
