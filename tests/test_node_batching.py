@@ -24,6 +24,7 @@ from nodes import (
 )
 from serving import Tiny
 from trimmoe.policy.settings import PRESETS
+from trimmoe.runtime.node.compute.worker import Worker
 from trimmoe.runtime.node.records.work import Step
 from trimmoe.runtime.node.schedule.scheduler import PATIENCE, Scheduler
 from trimmoe.runtime.node.watch.reports import Reporter
@@ -290,3 +291,26 @@ async def test_a_token_is_with_its_user_before_the_next_one_is_made(tiny: Tiny) 
     assert made[0] == before + 1
     assert made[1] <= before + 3
     assert made[2:] == list(range(before + 3, before + 13))
+
+
+async def test_tokens_set_out_whole_where_all_their_slots_ran(
+    tiny: Tiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is dealt out where each server holds the layers that it runs."""
+    routes = staircase_routes(3)
+    profile, plan = world(tiny, servers=3, routes=routes)
+    held = np.arange(3)[:, None] == np.array(routes[0])
+    plan = replace(plan, hosts=np.broadcast_to(held[..., None], plan.hosts.shape).copy())
+
+    def dealt(*_: object) -> None:
+        pytest.fail("slots were dealt out")
+
+    asked = [(0, request([3, 40, 9], 6)), (2, request([5, 1], 4))]
+    async with running(tiny, profile=profile, plan=plan) as cluster:
+        with monkeypatch.context() as patched:
+            patched.setattr(Worker, "execute", dealt)
+            made = [tokens_of(events) for events in await answers(cluster, asked)]
+        await cluster.all_free()
+    assert made == [
+        tiny.greedy(list(one.prompt_ids), one.max_new_tokens, eos=None) for _, one in asked
+    ]

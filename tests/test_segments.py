@@ -9,7 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from factories import clusters, models_with_profiles
+from factories import (
+    clusters,
+    models_with_profiles,
+    random_cluster,
+    random_model_spec,
+    random_profile,
+)
 from synthetic import random_plan
 from trimmoe.core.events import (
     Attend,
@@ -189,6 +195,35 @@ def test_what_is_settled_is_executed_as_it_is_whatever_may_be_spent(
         if to == at and engine.settled[at, layer][activated].all():
             assert (expert == activated).all()
             assert (server == at).all()
+
+
+@given(world=st.data(), seed=st.integers(0, 10_000), name=st.sampled_from(DECIDES_NOTHING))
+@settings(max_examples=60, deadline=None)
+def test_a_layer_runs_whole_before_tokens_leave_if_and_only_if_all_its_slots_run_there(
+    world: st.DataObject, seed: int, name: str
+) -> None:
+    cluster = world.draw(clusters())
+    model, profile = world.draw(models_with_profiles())
+    engine = _engine(cluster, model, profile, PRESETS[name](), seed)
+    walk, access = Walk(engine, seed, segments=False), seed % cluster.server_count
+    walk.run(access)
+    route = tuple(engine.routes[access].tolist())
+    for layer, (_, server) in enumerate(walk.ran):
+        at, to = route[layer], route[min(layer + 1, len(route) - 1)]
+        segments = Segments.of(engine, at)
+        assert segments.leaves_for(route, layer) == (None if layer == len(route) - 1 else to)
+        if to != at:
+            whole = segments.settled(layer, to)[layer][walk.experts(layer)].all()
+            assert whole == (server == at).all()
+
+
+def test_what_is_decided_upon_never_leaves_whole() -> None:
+    rng = np.random.default_rng(3)
+    cluster, model = random_cluster(rng, servers=3), random_model_spec(rng)
+    engine = _engine(cluster, model, random_profile(rng, model), PRESETS["guessing"](), 0)
+    at = Segments.of(engine, 0)
+    assert at.in_force
+    assert at.leaves_for((0, 1) * model.layer_count, 0) is None
 
 
 @pytest.mark.parametrize("name", sorted(set(PRESETS) - {*SETTLES, "paper"}))

@@ -36,6 +36,12 @@ class Nearest(NamedTuple):
     here: BoolArray
     """Experts whose slots run where a token is, as long as it stays there, [M, N, E]."""
 
+    def before_leaving(self, server: int, to: int) -> BoolArray:
+        """Experts whose slots run on a server though what the layer gives gathers on another,
+        [N, E]."""
+        held = np.isfinite(self.delay_s[:, server, to])
+        return held & (self.server[:, server, to] == server)
+
 
 @bare
 def pass_layers(nearest, first, words, floats, messages, experts, settled, server, destination):

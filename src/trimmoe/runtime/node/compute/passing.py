@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 from torch import Tensor
@@ -26,8 +26,10 @@ from trimmoe.core.events import (
     TokensImported,
     Trailed,
 )
+from trimmoe.core.specs import BoolArray
 from trimmoe.cost.batching import SLICE_S
 from trimmoe.models.base import Routing, Segment, TokenBatch
+from trimmoe.runtime.node.compute.shipping import whole
 from trimmoe.runtime.node.compute.worker import Worker
 from trimmoe.runtime.node.records.output import BatchOutput
 from trimmoe.runtime.node.records.units import Unit, foremost
@@ -35,11 +37,15 @@ from trimmoe.runtime.node.records.units import Unit, foremost
 
 def pass_segment(worker: Worker, layer: int, units: Sequence[Unit]) -> BatchOutput:
     """Units pass the layers from `layer` on that leave nothing to decide, if there are any, and
-    attention, router and own slots of the one after them."""
+    attention, router and own slots of the one after them.
+
+    The layer behind which all of them leave for one other server passes with those before it where
+    all of its slots run here: what it gives sets out as it is."""
     ordered, tokens = worker.boarded(units)
     batch, identity = worker.batch(ordered), worker.new_wave()
-    last, table = _reach(worker, layer, ordered)
-    last, kept_at = _kept_at(worker, layer, last, ordered)
+    reach = _Reach.of(worker, layer, ordered)
+    table = reach.settled
+    last, kept_at = _kept_at(worker, layer, reach.last, ordered)
     known = None if layer else worker.draft_runner.known(ordered)
     if known is not None and known.layers < last:
         hidden, rest = known.hidden, (batch, worker.cache, table, kept_at)
@@ -59,11 +65,12 @@ def pass_segment(worker: Worker, layer: int, units: Sequence[Unit]) -> BatchOutp
     if ran.routing is not None:
         worker.pace.dense(ran.layer, len(ordered))
         experts = np.concatenate([experts, ran.routing.experts.cpu().numpy()[:, None]], axis=1)
+    leaves = ran.routing is None and reach.leaves and ran.layer == reach.last
     event = SegmentRan(
         wave=identity,
         tokens=tokens,
         experts=experts,
-        settled=ran.experts.shape[1],
+        settled=ran.experts.shape[1] - leaves,
         routed=_routed(worker, identity, ran),
     )
     _follow(worker, worker.tell(event), ordered, ran, result)
@@ -162,13 +169,29 @@ def _may_enter(worker: Worker, layer: int, units: Sequence[Unit]) -> bool:
     return _together_until(worker, layer, layer + 1, units, whole=False) > layer
 
 
-def _reach(worker: Worker, layer: int, units: Sequence[Unit]) -> tuple[int, np.ndarray]:
-    """The layer before which the units stop at the latest, and what is settled before it."""
-    segments = worker.segments
-    until = min(segments.end(unit.seat.route, layer) for unit in units)
-    last, settled = min(until + 1, worker.view.spec.layer_count), segments.settled(until)
-    whole = bool(settled[-1].all())
-    return _together_until(worker, layer + 1, last, units, whole=whole), settled
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Reach:
+    """How far units go in one batch at the most."""
+
+    last: int
+    """The layer before which they stop."""
+    settled: BoolArray
+    """What needs no decision before it, [N, E]."""
+    leaves: bool
+    """Whether all leave for the same server once they have passed the layer before that."""
+
+    @staticmethod
+    def of(worker: Worker, layer: int, units: Sequence[Unit]) -> _Reach:
+        """See the class."""
+        segments, routes = worker.segments, {unit.seat.route for unit in units}
+        until = min(segments.end(route, layer) for route in routes)
+        last, settled = min(until + 1, worker.view.spec.layer_count), segments.settled(until)
+        reached = _together_until(worker, layer + 1, last, units, whole=bool(settled[-1].all()))
+        going = {segments.leaves_for(route, until) for route in routes}
+        to = going.pop() if len(going) == 1 and worker.sends_whole else None
+        if to is None or reached < last:
+            return _Reach(last=reached, settled=settled, leaves=False)
+        return _Reach(last=reached, settled=segments.settled(until, to), leaves=True)
 
 
 def _together_until(
@@ -215,7 +238,13 @@ def _follow(
                 worker.obey([command], command.wave, _all(units), ran.hidden, units, result)
             case _:
                 raise AssertionError(command)
-    if execute is not None:
+    if execute is not None and ran.routing is None:
+        # All slots ran here, so that nobody is stranded.
+        assert tokens is not None
+        assert execute.rows.size == len(units)
+        to = int(execute.destination[0])
+        result.parcels.append(whole(execute.layer, units, ran.hidden, tokens, to))
+    elif execute is not None:
         assert ran.routing is not None
         worker.execute(execute, tokens, units, ran.hidden, ran.routing, result)
     elif tokens is not None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from trimmoe.core.specs import BoolArray
+from trimmoe.cost.nearest import Nearest
 from trimmoe.engine.step import Engine
 
 
@@ -20,15 +21,22 @@ class Segments:
     exits."""
     here: BoolArray
     """Experts whose slots run here as long as a token stays, [N, E]."""
+    nearest: Nearest | None = None
+    """Where slots run in the layer behind which a token leaves; None if that is decided upon."""
     _ends: dict[tuple[tuple[int, ...], int], int] = field(default_factory=dict)
-    _settled: dict[int, BoolArray] = field(default_factory=dict)
+    _settled: dict[tuple[int, int | None], BoolArray] = field(default_factory=dict)
 
     @staticmethod
     def of(engine: Engine, server: int) -> Segments:
         """See the class."""
         shape = engine.cost.expert_s.shape[1:]
         here = np.zeros(shape, dtype=bool) if engine.settled is None else engine.settled[server]
-        return Segments(server=server, in_force=engine.settled is not None, here=here)
+        return Segments(
+            server=server,
+            in_force=engine.settled is not None,
+            here=here,
+            nearest=None if engine.decides else engine.nearest,
+        )
 
     def end(self, route: tuple[int, ...], layer: int) -> int:
         """The first layer from `layer` on, which is run here, that has to be decided upon whatever
@@ -42,10 +50,21 @@ class Segments:
             self._ends[key] = next((at for at, to in following if to != self.server), len(route))
         return self._ends[key]
 
-    def settled(self, until: int) -> BoolArray:
-        """`here` for tokens that do not go beyond a layer without a decision, [N, E]."""
-        if until not in self._settled:
+    def leaves_for(self, route: tuple[int, ...], until: int) -> int | None:
+        """Where tokens go behind a layer that was found by `end`, if the layer may be run whole
+        where its slots all run here."""
+        if self.nearest is None or until >= len(route) - 1 or route[until] != self.server:
+            return None
+        return route[until + 1]
+
+    def settled(self, until: int, to: int | None = None) -> BoolArray:
+        """`here` for tokens that do not go beyond a layer without a decision, [N, E]; with the
+        experts of that layer that run here for tokens that leave for the server `to` behind it."""
+        if (until, to) not in self._settled:
             table = self.here.copy()
             table[until:] = False
-            self._settled[until] = table
-        return self._settled[until]
+            if to is not None:
+                assert self.nearest is not None
+                table[until] = self.nearest.before_leaving(self.server, to)[until]
+            self._settled[until, to] = table
+        return self._settled[until, to]

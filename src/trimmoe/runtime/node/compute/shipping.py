@@ -179,6 +179,33 @@ def onward(
     return parcels
 
 
+def whole(layer: int, units: Sequence[Unit], hidden: Tensor, wave: Wave, to: int) -> Parcel:
+    """The frame with generated tokens of which nothing is left to do in a layer: their states
+    behind it, [n, d], and `wave` about to enter the next one, where the server `to` has them."""
+    return Parcel(
+        to=to,
+        message=Onward(
+            layer=layer,
+            rows=Rows(
+                [unit.seat.sequence for unit in units],
+                [unit.start for unit in units],
+                [1] * len(units),
+                [],
+                told_epochs([unit.epoch for unit in units]),
+                tokens_of(units),
+            ),
+            awaited=[[]] * len(units),
+            raw=[],
+            probes=[unit.probe for unit in units],
+            decoding=True,
+            last=False,
+            entering=True,
+        ),
+        tensors=(hidden,),
+        wave=wave,
+    )
+
+
 def _dispatch(
     cargo: Cargo, split: Split, server: int, which: IntArray, *, checks: int = NOBODY
 ) -> Parcel:

@@ -85,6 +85,8 @@ class Worker(ModelRunner):
         self.log: list[LogEntry] | None = [] if log_events else None
         self.counter = ExpertCounter(view.spec.layer_count, view.spec.expert_count)
         self.observer = Observer(profile, view.device)
+        self.sends_whole = view.widths.moving == view.spec.hidden_size
+        """Whether states behind a layer that is through are what moves."""
         self.route_rows: dict[tuple[int, ...], int] = {}
         self._reads_from: dict[tuple[int, ...], int] = {}
         self._end = range(view.spec.layer_count, view.spec.layer_count + 1)
