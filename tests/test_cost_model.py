@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
+from trimmoe.cost.expected import best_hosts
 from trimmoe.cost.kernels import curve_at
 from trimmoe.cost.model import (
     Accounting,
@@ -132,3 +135,21 @@ def test_a_loss_is_that_of_the_next_edge_up_and_beyond_the_last_that_of_the_last
 ) -> None:
     edges, upper = np.array([0.25, 0.5, 0.75]), np.array([1.0, 2.0, 4.0])
     assert curve_at(edges, upper, mass) == loss
+
+
+def test_a_further_message_must_pay() -> None:
+    """Server 1 is quicker by 1 ms for what leaves for it. To send another message takes 0.9, then
+    1.1 ms."""
+    hosts = np.ones((3, 1, 4), dtype=bool)
+    hosts[1, 0, 3] = False
+    for apart_ms, best in ((0.0, [1, 1, 1, 0]), (0.9, [1, 1, 1, 0]), (1.1, [0, 0, 0, 0])):
+        cost = replace(three_servers(), apart_s=np.full(3, apart_ms * 1e-3))
+        assert best_hosts(cost, hosts, 0, 0, 1).tolist() == best
+    # Of a layer that neither end holds whole, messages go to several servers anyway.
+    hosts[0, 0, 2] = False
+    assert best_hosts(cost, hosts, 0, 0, 1).tolist() == [1, 1, 1, 0]
+    # Where the destination does, one goes there.
+    hosts[1, 0, 3] = True
+    slow = replace(cost, expert_s=cost.expert_s + np.array([0.0, 2e-3, 0.0])[:, None, None])
+    assert best_hosts(slow, hosts, 0, 0, 1).tolist() == [1, 1, 1, 1]
+    assert best_hosts(replace(slow, apart_s=None), hosts, 0, 0, 1).tolist() == [0, 0, 1, 0]

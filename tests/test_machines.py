@@ -76,6 +76,8 @@ def test_a_token_costs_what_was_measured(cluster: ClusterSpec, model: ModelSpec)
     away = ~np.eye(3, dtype=bool)
     assert np.allclose(cost.transfer_s, nominal.transfer_s + 2e-3 * away)
     assert np.allclose(cost.token_transfer_s, nominal.token_transfer_s + 2e-3 * away)
+    assert cost.links.apart_s.tolist() == [2e-3] * 3
+    assert nominal.links.apart_s.tolist() == [0.0] * 3
     assert guess_times_s(cost, model.top_k) == pytest.approx([0.02, 0.04, 0.06])
 
 

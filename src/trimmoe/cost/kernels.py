@@ -37,6 +37,8 @@ class Links(NamedTuple):
     """Of work on a server, column, that comes from another, row, or its own, [M, M]."""
     expert_s: FloatArray
     """Of all that may run in a slot, as `core.stand_ins` numbers it, [M, N, F * E]."""
+    apart_s: FloatArray
+    """What it takes a server to send another message, [M]."""
 
 
 @bare
@@ -66,17 +68,28 @@ def slots_delay_s(links, layer, source, destination, experts, servers):
 @njit
 def nearest_hosts(links, layer, held, source, destination):
     """The host of least single-slot delay (30) of every expert, the first among equals, -1 where
-    nobody holds it, and that delay, then infinite; [E] each. `held` [M, E] of the layer."""
+    nobody holds it, and that delay, then infinite; [E] each. `held` [M, E] of the layer.
+
+    Where the source holds the whole layer, or else the destination, one message is enough: another
+    host has to be quicker by what a further one takes.
+    """
     servers, experts = held.shape
     best, least = np.full(experts, -1), np.full(experts, np.inf)
+    whole, score = -1, np.full(experts, np.inf)
+    if held[destination].all():
+        whole = destination
+    if held[source].all():
+        whole = source
     for m in range(servers):
         path = links.transfer_s[source, m] + wait_s(links, source, m, destination)
         path += links.transfer_s[m, destination]
+        apart_s = links.apart_s[source] if whole >= 0 and m != whole else 0.0
         for expert in range(experts):
             if held[m, expert]:
                 alone = path + links.expert_s[m, layer, expert]
-                if alone < least[expert]:
+                if alone + apart_s < score[expert]:
                     best[expert], least[expert] = m, alone
+                    score[expert] = alone + apart_s
     return best, least
 
 

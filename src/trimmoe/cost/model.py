@@ -73,6 +73,8 @@ class CostModel:
     rung_share: FloatArray | None = None
     """Time of a copy that stands in for an expert over the expert's, by rung and expert,
     [K, N, E]; None where none is priced."""
+    apart_s: FloatArray | None = None
+    """What it takes each server to send another message, [M]; None: nothing, as nominally."""
 
     @property
     def server_count(self) -> int:
@@ -85,7 +87,8 @@ class CostModel:
     @cached_property
     def links(self) -> kernels.Links:
         """The same arrays in the form that the compiled loops read."""
-        arrays = (self.transfer_s, self.arrival_wait_s, self.form_s)
+        apart_s = np.zeros(self.server_count) if self.apart_s is None else self.apart_s
+        arrays = (self.transfer_s, self.arrival_wait_s, self.form_s, apart_s)
         return kernels.Links(*(np.ascontiguousarray(array) for array in arrays))
 
     @cached_property
@@ -180,6 +183,7 @@ def _measured(nominal: CostModel, model: ModelSpec, speeds: Speeds) -> CostModel
         expert_s=np.multiply.outer(speeds.expert_s, model.expert_flops / model.expert_flops.mean()),
         dense_s=dense_s,
         guess_s=speeds.draft_s,
+        apart_s=speeds.hop_s,
         machine=speeds.machine,
         at_once=speeds.at_once,
     )

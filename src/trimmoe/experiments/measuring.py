@@ -21,7 +21,7 @@ from trimmoe.core.machines import BATCHES, Machines, Work, machines_header, plau
 from trimmoe.core.plan import Plan
 from trimmoe.core.specs import FloatArray, IntArray
 from trimmoe.cost.expected import expected_layer_delay_s
-from trimmoe.cost.model import cost_model
+from trimmoe.cost.model import CostModel, cost_model
 from trimmoe.experiments.serve_bench import Load, run_load
 from trimmoe.placement.routes import route_delay_s
 from trimmoe.progress import Bars
@@ -65,14 +65,14 @@ def measured(
     artifacts: Artifacts,
     where: Sequence[Endpoint],
     handles: Sequence[TimedServer],
-    stop: threading.Event,
+    stop: threading.Event | None = None,
 ) -> Machines:
     """What servers that run and answer to `where` can do. Raises `UserError` if none answers, also
     since they ended at `stop`."""
     with _bar(2 * len(handles) + 1) as advance:
         alone: list[MachineReport | None] = []
         for handle in handles:
-            alone.append(timed(handle, stop))
+            alone.append(timed(handle, stop or threading.Event()))
             advance()
         clock_s = asyncio.run(_clocked(config, where, range(len(where))))
         advance()
@@ -259,15 +259,20 @@ def with_overheads(machines: Machines, artifacts: Artifacts, clock_s: FloatArray
 
 
 def exact_s(machines: Machines, artifacts: Artifacts) -> FloatArray:
-    """What the cost model says of exact answers to each server's users, [M] seconds a token."""
+    """What the cost model says of exact answers to each server's users, [M] seconds a token, while
+    they are measured: then servers know no figures yet that a further message would have to pay
+    for."""
     plan, model = artifacts.plan, artifacts.model
     cluster = machines.applied(plan.cluster, model, machines.precision)
-    return expected_exact_s(replace(plan, cluster=cluster), artifacts)
+    return _expected_s(replace(cost_model(model, cluster), apart_s=None), plan, artifacts)
 
 
 def expected_exact_s(plan: Plan, artifacts: Artifacts) -> FloatArray:
     """The expected time of a token of each server's users on a plan, [M] seconds."""
-    cost = cost_model(artifacts.model, plan.cluster)
+    return _expected_s(cost_model(artifacts.model, plan.cluster), plan, artifacts)
+
+
+def _expected_s(cost: CostModel, plan: Plan, artifacts: Artifacts) -> FloatArray:
     tables = expected_layer_delay_s(cost, plan.hosts, artifacts.profile)
     return route_delay_s(cost, tables, plan.routes)
 
