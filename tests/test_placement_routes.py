@@ -97,6 +97,22 @@ def test_two_layers_by_hand() -> None:
     assert reference_layer_delay_s(delays, routes, share) == pytest.approx(1.3 / 2)
 
 
+def test_layers_run_where_their_experts_are_unless_a_message_costs_less() -> None:
+    """Server 0 has the first layer's experts, 1 the others'; attention is the same everywhere, and
+    a little quicker on 0."""
+    cost = bare_cost(np.array([[0.0, 1.0], [1.0, 0.0]]), layers=3)
+    hosts = np.zeros((2, 3, 2), dtype=bool)
+    hosts[0, 0] = hosts[1, 1:] = True
+    stays, moves = [[0.0, 1.0], [9.0, 9.0]], [[2.0, 1.0], [9.0, 0.1]]
+    delays = np.array([stays, moves, [[9.0, 9.0], [9.0, 0.0]]])
+    measured = replace(cost, apart_s=np.array([0.2, 0.2]))
+    assert best_routes(cost, delays, hosts)[0].tolist() == [0, 0, 1]
+    assert best_routes(measured, delays)[0].tolist() == [0, 0, 1]
+    assert best_routes(measured, delays, hosts)[0].tolist() == [0, 1, 1]
+    free = replace(cost, apart_s=np.array([0.05, 0.05]))
+    assert best_routes(free, delays, hosts)[0].tolist() == [0, 0, 1]
+
+
 def test_ties_stay_at_home() -> None:
     cost = bare_cost(np.zeros((3, 3)), layers=4)
     routes = best_routes(cost, np.ones((4, 3, 3)))

@@ -104,7 +104,7 @@ class Landscape:
 
     def routes(self, hosts: BoolArray) -> IntArray:
         """The best routes of all access servers, also those without users, [M, N]."""
-        return best_routes(self.cost, self.tables(hosts))
+        return best_routes(self.cost, self.tables(hosts), hosts)
 
     def reached(self, hosts: BoolArray, routes: IntArray) -> BoolArray:
         """The replicas that these routes [A, N] have any use for, [M, N, E]."""

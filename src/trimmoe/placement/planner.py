@@ -91,7 +91,7 @@ class Planner:
         """`hosts` with `routes`, or with the best ones, evaluated."""
         delays = np.stack([self._table(hosts, layer) for layer in range(hosts.shape[1])])
         if routes is None:
-            routes = best_routes(self.cost, delays)
+            routes = best_routes(self.cost, delays, hosts)
         share = self.cluster.access_share
         return Placement(
             hosts=hosts,

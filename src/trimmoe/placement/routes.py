@@ -38,11 +38,17 @@ def route_delay_s(cost: CostModel, layer_delays: FloatArray, routes: IntArray) -
     return ends + layer_delays[layers, routes, destinations(routes)].sum(axis=1)
 
 
-def best_routes(cost: CostModel, layer_delays: FloatArray) -> IntArray:
+def best_routes(
+    cost: CostModel, layer_delays: FloatArray, hosts: BoolArray | None = None
+) -> IntArray:
     """The route of least `route_delay_s` for each access server, shape [M, N].
 
-    Exact, by dynamic programming from the last layer back. On ties a layer stays where it is.
+    Exact, by dynamic programming from the last layer back. On ties a layer stays where it is. With
+    `hosts` [M, N, E] a token that leaves behind a layer whose experts its server does not all hold
+    is taken to cost a further message, where that was measured: its slots are dealt out.
     """
+    if hosts is not None and cost.apart_s is not None:
+        layer_delays = layer_delays + _dealt_s(cost.apart_s, hosts)
     layers, servers = layer_delays.shape[:2]
     every = np.arange(servers)
     # Cost from layer l on when it runs on s, for access server a: [a, s].
@@ -60,6 +66,12 @@ def best_routes(cost: CostModel, layer_delays: FloatArray) -> IntArray:
     for layer in range(layers - 1):
         routes[:, layer + 1] = following[layer, every, routes[:, layer]]
     return routes
+
+
+def _dealt_s(apart_s: FloatArray, hosts: BoolArray) -> FloatArray:
+    """By layer, source and destination, [N, M, M]."""
+    deals = ~hosts.all(axis=2).T * apart_s
+    return deals[:, :, None] * ~np.eye(apart_s.size, dtype=bool)
 
 
 def expected_delay_s(
