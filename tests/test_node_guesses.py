@@ -120,7 +120,8 @@ async def test_what_an_answer_copies_is_guessed_from_what_came_before(
                 [node.front_end.answers.guessing.copied for node in cluster.nodes.values()]
             )
     assert made[0] == made[1]
-    assert {"copy", "guess"} <= kinds[1]
+    # What is drawn at random may part with what came before at once, before word of a copy comes.
+    assert ({"guess"} if temperature else {"copy", "guess"}) <= kinds[1]
     assert not kinds[0]
     assert sum(copied[0]) == 0
     assert sum(copied[1]) > 0
