@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
@@ -193,6 +194,11 @@ def test_processes_that_grow_are_said_to() -> None:
     assert [line.split()[0] for line in told] == ["flat", "fat", "open", "late"]
     assert [line.rsplit(" ", 1)[1] for line in told] == ["flat", *["growing"] * 3]
     assert "+20.00 MB a minute" in told[1]
+    # Clients have connections, and go again.
+    quiet = used(*[600] * 20)
+    busy = [replace(each, descriptors=530) for each in quiet[-2:]]
+    (told_once,) = report.growth(Result(samples={("busy", 6): quiet[:-2] + busy}))
+    assert told_once.endswith("flat")
     # Filling caches takes its time.
     told = list(report.growth(Result(samples=samples, settling_s=600)))
     assert [line.split()[0] for line in told] == ["late"]
