@@ -13,6 +13,7 @@ import torch
 import transformers.models
 from safetensors.torch import load_file, save_file
 from transformers.masking_utils import create_causal_mask
+from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeDecoderLayer
 from typer.testing import CliRunner
 
 import encoders
@@ -24,7 +25,7 @@ from trimmoe.models.cache import SNAPSHOTS, KVCache
 from trimmoe.models.compiled.forms import FORMS
 from trimmoe.models.exact import exact_logits, full_depth, greedy
 from trimmoe.models.from_config import require_served, sizes_from_config
-from trimmoe.models.general import attention
+from trimmoe.models.general import attention, catalogue
 from trimmoe.models.general.catalogue import (
     COMPILED_TEXT_PARTS,
     ENCODER_DECODERS,
@@ -213,6 +214,32 @@ def test_what_cannot_be_served_is_refused_in_a_sentence(
     zoo.config_of(family, **changes).save_pretrained(tmp_path)
     with pytest.raises(UserError, match=f"cannot serve this {family} model: it.*{sentence}"):
         require_served(tmp_path / "config.json")
+
+
+@pytest.mark.parametrize(
+    ("family", "shape"), [("deepseek_v4", "1, 8, 4, 32"), ("qwen4_exp_text", "1, 8, 128")]
+)
+def test_what_no_table_knows_is_refused_by_what_its_layers_take(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, shape: str
+) -> None:
+    monkeypatch.delitem(catalogue.UNSERVED, family)
+    zoo.write(family, tmp_path)
+    with pytest.raises(UserError, match=rf"states of shape \[{shape}\] where one .* \[1, 8, 32\]"):
+        open_model(tmp_path)
+
+
+def test_a_layer_that_fails_by_itself_is_refused_in_a_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = zoo.write("glm4_moe", tmp_path)
+
+    def fails(*_: object, **__: object) -> None:
+        raise KeyError("what its neighbour made\nand more")
+
+    monkeypatch.setattr(Glm4MoeDecoderLayer, "forward", fails)
+    sentence = "layers of Glm4MoeForCausalLM do not run one by one .KeyError.*; TrimMoE cannot"
+    with pytest.raises(UserError, match=sentence):
+        open_model(folder, compiled=False)
 
 
 def test_the_table_has_every_family_of_transformers() -> None:

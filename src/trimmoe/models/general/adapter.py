@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Generator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -133,7 +134,8 @@ class GeneralFamily:
                 stand_ins=stand_ins,
             )
         stacks = reader.stacks(chosen, streamed=streamed)
-        parts = _apart(skeleton, device)
+        with _said_of(skeleton.model):
+            parts = _apart(skeleton, device)
         if precision is not Precision.NONE:
             _pack(skeleton, parts, precision)
         return GeneralView(parts, stacks, spec, dtype, device, read)
@@ -152,6 +154,22 @@ def _form(skeleton: Skeleton, dtype: torch.dtype, device: torch.device) -> Any |
     return form_of(skeleton, dtype, device)
 
 
+@contextmanager
+def _said_of(model: Any) -> Generator[None]:
+    """Make a UserError of whatever else goes wrong where a model's own code is asked things that
+    nobody asked it before."""
+    try:
+        yield
+    except (UserError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        said = (str(error).splitlines() or [""])[0][:200]
+        raise UserError(
+            f"The layers of {type(model).__name__} do not run one by one "
+            f"({type(error).__name__}: {said}); TrimMoE cannot serve it."
+        ) from error
+
+
 @quietly()
 @torch.no_grad()
 def _apart(skeleton: Skeleton, device: torch.device) -> Parts:
@@ -163,11 +181,11 @@ def _apart(skeleton: Skeleton, device: torch.device) -> Parts:
     batch = describe([0], [range(_ROWS)], device=device)
     through = Passing(cache, batch)
     positions = attention.Positions(queries=batch.position_ids, length=_ROWS)
-    calls = running.learn(through, positions)
+    width = skeleton.model.get_input_embeddings().weight.shape[1]
+    calls = running.learn(through, positions, width)
     ending = Ending(skeleton.model, skeleton.decoder, running, through, positions)
     control, halves = Control(), []
     known: dict[object, Layout] = {}
-    width = skeleton.model.get_input_embeddings().weight.shape[1]
     for block in skeleton.moe_blocks:
         layer, shapes = layers[block], skeleton.experts[block]
         kind = tuple((name, type(module)) for name, module in layer.named_modules())

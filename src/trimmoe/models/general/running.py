@@ -45,6 +45,8 @@ class _Notes(threading.local):
         """Whether the first layer is as far as it goes."""
         self.given: Tensor | None = None
         """What the last layer gives, if it is not what it is given."""
+        self.entered: torch.Size | None = None
+        """Shape of the states that the last layer was called with."""
 
 
 class _Recorder(nn.Module):
@@ -68,6 +70,7 @@ class _Recorder(nn.Module):
         if notes.stops:
             raise Reached(hidden)
         notes.calls.append(Call(args, kwargs))
+        notes.entered = hidden.shape
         if self._last and notes.given is not None:
             hidden = notes.given
         return hidden if self.returns == 1 else (hidden, *[None] * (self.returns - 1))
@@ -84,18 +87,25 @@ class Running:
         self.argument = cache_argument(decoder)
         self.layer_argument = cache_argument(layers[0])
 
-    def learn(self, through: Passing, positions: Positions) -> list[Call]:
+    def learn(self, through: Passing, positions: Positions, width: int) -> list[Call]:
         """The first `calls`, which finds out how many values the decoder expects of a layer.
 
-        Raises UserError if it can be asked for none.
+        Raises UserError if it can be asked for none, or states are not so wide.
         """
+        wanted = (*positions.queries.shape, width)
         for returns in (1, 2, 3):
             for recorder in self._recorders:
                 recorder.returns = returns
             try:
                 found = self.calls(through, positions)
-            except (ValueError, TypeError, AttributeError, IndexError):
-                continue
+            except (ValueError, TypeError, AttributeError, IndexError, RuntimeError):
+                found = []
+            if self.notes.entered not in (None, wanted):
+                raise UserError(
+                    f"{type(self._decoder).__name__} hands its layers states of shape "
+                    f"{list(self.notes.entered or ())} where one state a token would have "
+                    f"{list(wanted)}; TrimMoE cannot serve it."
+                )
             if len(found) == len(self._recorders):
                 return found
         raise UserError(
