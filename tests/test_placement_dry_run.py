@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
@@ -19,8 +20,11 @@ from factories import random_cluster, random_model_spec
 from public_configs import MIXTRAL_8X7B, QWEN15_MOE_A27B, SWITCH_BASE_8
 from trimmoe.cli import app
 from trimmoe.core.errors import UserError
+from trimmoe.models.checkpoint import Listing
+from trimmoe.models.family import build_spec
 from trimmoe.models.from_config import sizes_from_config
-from trimmoe.models.load import model_spec, open_model
+from trimmoe.models.general.catalogue import SERVED, TEXT_PARTS
+from trimmoe.models.load import family_of, model_spec, open_model
 from trimmoe.placement.capacity import used_bytes
 from trimmoe.placement.dry_run import dry_run
 
@@ -50,6 +54,25 @@ def test_sizes_from_the_configuration_are_those_of_the_weight_files(
     assert sizes.encoder_expert_bytes == (in_encoder if family == "switch" else 0)
     # Everything is either dense, as an encoder's experts are, or a placed expert, once.
     assert sizes.stored_bytes == spec.dense_bytes + spec.total_expert_bytes
+
+
+@pytest.mark.parametrize("family", [*SERVED, *TEXT_PARTS])
+def test_sizes_from_the_configuration_are_those_that_are_served(
+    tmp_path: Path, family: str
+) -> None:
+    """Of what sees or hears too only what reads and writes text, in any way a head is tied."""
+    zoo.config_of(family).save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    adapter: Any = family_of(family)
+    geometry = adapter.geometry(adapter.config(json.loads(path.read_text())))
+    nothing = Listing(tmp_path, {})
+    served = build_spec(geometry, nothing, name="", model_hash="", dtype=torch.float32)
+    sizes = sizes_from_config(path)
+    for name in ("layer_count", "top_k", "dense_bytes", "head_flops", "context_length"):
+        assert getattr(sizes.spec, name) == getattr(served, name), name
+    for name in ("expert_bytes", "expert_flops", "layer_dense_flops"):
+        np.testing.assert_array_equal(getattr(sizes.spec, name), getattr(served, name))
+    assert 4 * sizes.parameters == served.dense_bytes + served.total_expert_bytes
 
 
 @pytest.mark.parametrize("family", [*checkpoints.DECODERS, "switch"])
@@ -180,6 +203,7 @@ def test_the_command_says_what_is_short(tmp_path: Path) -> None:
         ("{", "not valid JSON"),
         ('{"model_type": "nosuch"}', "its model_type is 'nosuch'"),
         ('{"model_type": "gpt2"}', "no block with a module `experts`"),
+        ('{"model_type": "inkling2_text"}', "How much Inkling2KeyValueProjection makes of"),
         ('{"model_type": "mixtral", "hidden_size": "wide"}', "not a valid mixtral configuration"),
     ],
 )

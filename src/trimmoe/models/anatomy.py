@@ -186,7 +186,18 @@ def _kept(blocks: Any, config: Any) -> Kept:
 def _indexed(attention: Any) -> int:
     """What an indexer keeps of a position to choose those that are attended to."""
     key = getattr(getattr(attention, "indexer", None), "wk", None)
-    return 0 if key is None else key.weight.shape[0]
+    return 0 if key is None else _outputs(key)
+
+
+def _outputs(projection: Any) -> int:
+    """How many numbers a projection makes of a state."""
+    weight = getattr(projection, "weight", None)
+    if weight is None:
+        raise UserError(
+            f"How much {type(projection).__name__} makes of a state cannot be read off it, nor "
+            f"what this model keeps of a sequence; TrimMoE cannot plan it."
+        )
+    return weight.shape[0]
 
 
 def _block_kept(block: Any, config: Any) -> tuple[int, int]:
@@ -197,11 +208,11 @@ def _block_kept(block: Any, config: Any) -> tuple[int, int]:
             return 0, state
         for name in _COMPRESSED:
             if hasattr(module, name):
-                return getattr(module, name).weight.shape[0] + _indexed(module), 0
+                return _outputs(getattr(module, name)) + _indexed(module), 0
         if hasattr(module, "k_proj"):
             value = getattr(module, "v_proj", None)
-            keys = module.k_proj.weight.shape[0]
-            return keys + (keys if value is None else value.weight.shape[0]), 0
+            keys = _outputs(module.k_proj)
+            return keys + (keys if value is None else _outputs(value)), 0
         if any(hasattr(module, name) for name in _FUSED):
             heads = config.num_attention_heads
             size = getattr(config, "head_dim", None) or config.hidden_size // heads

@@ -2,8 +2,8 @@
 
 transformers builds the model on the meta device, where a parameter has a shape and no memory. A
 decoder-only model of any family is taken apart by `anatomy`; an encoder-decoder's list of
-parameters is read the way the headers of weight files are. Multimodal models count with their text
-part, which is what is served.
+parameters is read the way the headers of weight files are. Of a multimodal model only the decoder
+and the head count, which are what is served.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
+from torch import nn
+from transformers import AutoModelForSeq2SeqLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from trimmoe.core.errors import UserError
@@ -27,7 +28,8 @@ from trimmoe.models.checkpoint import Entry, Listing
 from trimmoe.models.family import Family, aside_experts, build_spec
 from trimmoe.models.formats.choose import quantisation, without_quantisation
 from trimmoe.models.general.adapter import GeneralFamily
-from trimmoe.models.general.catalogue import ALIASES
+from trimmoe.models.general.catalogue import ALIASES, any_class_of
+from trimmoe.models.general.skeleton import decoder_of
 from trimmoe.models.load import FAMILIES, family_of
 from trimmoe.models.stored import is_known, quantisation_name, stored_bytes
 
@@ -123,12 +125,33 @@ def _on_meta(path: Path, raw: dict[str, Any]) -> tuple[Any, Any]:
     """The text part's configuration and the model without weights."""
     try:
         config = GeneralFamily(raw["model_type"]).config(without_quantisation(raw))
-        config = config.get_text_config(decoder=True) if not config.is_encoder_decoder else config
-        auto: Any = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
         with torch.device("meta"):
-            return config, auto.from_config(config)
+            if config.is_encoder_decoder:
+                return config, AutoModelForSeq2SeqLM.from_config(config)
+            name: str = raw["model_type"]
+            kind = any_class_of(ALIASES.get(name, name))
+            model = kind(config)
+    except UserError:
+        raise
     except Exception as error:  # Config and model classes validate in many ways.
         raise _invalid(path, raw, error) from error
+    if (decoder := decoder_of(model)) is None:
+        return config.get_text_config(decoder=True), model
+    _keep_only(model, (decoder, model.get_output_embeddings()))
+    return decoder.config, model
+
+
+def _keep_only(model: nn.Module, kept: tuple[nn.Module | None, ...]) -> None:
+    """Take everything out of a model that is neither in these modules nor around them."""
+    for name, child in list(model.named_children()):
+        if any(child is one for one in kept):
+            continue
+        if any(inner is one for inner in child.modules() for one in kept):
+            _keep_only(child, kept)
+        else:
+            delattr(model, name)
+    for name in (*model._parameters, *model._buffers):
+        delattr(model, name)
 
 
 def _invalid(path: Path, raw: dict[str, Any], error: Exception) -> UserError:

@@ -139,7 +139,7 @@ def keeps_states(model_type: str) -> bool:
     import inspect
     import sys
 
-    source = inspect.getsource(sys.modules[_class(model_type).__module__])
+    source = inspect.getsource(sys.modules[any_class_of(model_type).__module__])
     return any(mark in source for mark in STATE_MARKS)
 
 
@@ -174,10 +174,12 @@ def class_of(model_type: str) -> Any:
     that it cannot be served."""
     if model_type in UNSERVED:
         raise refusal(model_type, UNSERVED[model_type])
-    return _class(model_type)
+    return any_class_of(model_type)
 
 
-def _class(model_type: str) -> Any:
+def any_class_of(model_type: str) -> Any:
+    """The class of a model type, whether it can be served or not. Raises UserError if there is none
+    with a head."""
     import transformers
 
     name = class_names().get(model_type)

@@ -80,7 +80,7 @@ def build(config: Any, model_type: str, dtype: torch.dtype = torch.float32) -> S
         torch.set_default_dtype(before)
     model.eval()
     adapt(model)
-    decoder = _decoder(model)
+    decoder = decoder_of(model)
     if decoder is None:
         raise refusal(model_type, "has no list of layers that text passes")
     if (reason := objection(decoder.config)) is not None:
@@ -95,7 +95,7 @@ def build(config: Any, model_type: str, dtype: torch.dtype = torch.float32) -> S
     return Skeleton(model=model, decoder=decoder, name=name, layers=tuple(layers), experts=experts)
 
 
-def _decoder(model: Any) -> Any | None:
+def decoder_of(model: Any) -> Any | None:
     """What runs the layers that text passes."""
     embedding = model.get_input_embeddings()
     for module in (model.get_decoder(), *model.modules()):
