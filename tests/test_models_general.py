@@ -6,6 +6,7 @@ import json
 import pkgutil
 import re
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ import transformers.models
 from safetensors.torch import load_file, save_file
 from transformers.masking_utils import create_causal_mask
 from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeDecoderLayer
+from transformers.models.kimi_linear.modeling_kimi_linear import KimiLinearDeltaAttention
 from typer.testing import CliRunner
 
 import encoders
@@ -93,11 +95,26 @@ def test_work_is_timed_where_states_cannot_be_cut_back(delta: MoEView) -> None:
     assert (time_work(delta) > 0).all()
 
 
-@pytest.mark.parametrize("family", ["deepseek_v32", "qwen3_next", "mimo_v2_flash"])
-def test_what_attention_keeps_is_what_a_configuration_says(tmp_path: Path, family: str) -> None:
-    """Compressed keys and those of an indexer, as many states as can be gone back to, heads of
-    unequal sizes."""
-    view = open_model(zoo.write(family, tmp_path), compiled=False)
+@pytest.mark.parametrize(
+    "family",
+    zoo.families(
+        ("deepseek_v32", "qwen3_next", "mimo_v2_flash", "kimi_linear"),
+        "bailing_hybrid",
+        "granitemoehybrid",
+        "jamba",
+        "lfm2_moe",
+        "nemotron_h",
+    ),
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_attention_keeps_is_what_a_configuration_says(
+    tmp_path: Path, family: str, dtype: torch.dtype
+) -> None:
+    """Compressed keys and those of an indexer, as many states as can be gone back to, in float32
+    whatever the rest is, heads of unequal sizes."""
+    folder = zoo.write(family, tmp_path)
+    _say_dtype(folder / "config.json", dtype)
+    view = open_model(folder, compiled=False, dtype=dtype)
     sizes = sizes_from_config(tmp_path / "config.json")
     cache = view.new_cache(slots=2)
     cache.alloc()
@@ -106,7 +123,31 @@ def test_what_attention_keeps_is_what_a_configuration_says(tmp_path: Path, famil
         _stepped(view, cache, tokens, 0)
     places = 2 * 64
     assert cache.bytes == places * sizes.kv_bytes_per_token + sizes.state_bytes
-    assert sizes.spec.dense_bytes == view.spec.dense_bytes == view.bytes_read.dense
+    assert sizes.spec.dense_bytes == view.spec.dense_bytes
+    if dtype is torch.float32:
+        assert sizes.spec.dense_bytes == view.bytes_read.dense
+
+
+def _say_dtype(path: Path, dtype: torch.dtype) -> None:
+    config = json.loads(path.read_text())
+    for part in (config, config.get("text_config") or {}):
+        part |= {"dtype": str(dtype).removeprefix("torch.")}
+    path.write_text(json.dumps(config))
+
+
+def test_a_state_of_unknown_size_is_not_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    zoo.config_of("kimi_linear").save_pretrained(tmp_path)
+    built = KimiLinearDeltaAttention.__init__
+
+    def build(self: Any, *args: Any) -> None:
+        built(self, *args)
+        del self.head_dim
+
+    monkeypatch.setattr(KimiLinearDeltaAttention, "__init__", build)
+    with pytest.raises(UserError, match=r"large a state KimiLinearDeltaAttention keeps .* cannot"):
+        sizes_from_config(tmp_path / "config.json")
 
 
 def test_masks_of_others_are_what_they_were() -> None:

@@ -95,7 +95,8 @@ def test_fp8_checkpoints_keep_what_is_not_quantised() -> None:
     assert sizes.stored_as == "fp8"
 
 
-# Bytes by hand: 2 of each element; 2 x heads x width of keys and values a layer.
+# Bytes by hand: 2 of each element, 4 of recurrent states; 2 x heads x width of keys and values a
+# layer.
 @pytest.mark.parametrize(
     ("name", "at_1", "at_8192"),
     [
@@ -114,14 +115,14 @@ def test_fp8_checkpoints_keep_what_is_not_quantised() -> None:
         # 2 x 16 x 128 + 32 x 128 channels, 18 times to take tokens back.
         (
             "Qwen3-Next-80B-A3B",
-            2 * (12 * 1024 + 18 * 36 * (32 * 128 * 128 + 4 * 8192)),
-            2 * (12 * 1024 * 8192 + 18 * 36 * (32 * 128 * 128 + 4 * 8192)),
+            2 * 12 * 1024 + 18 * 36 * (4 * 32 * 128 * 128 + 2 * 4 * 8192),
+            2 * 12 * 1024 * 8192 + 18 * 36 * (4 * 32 * 128 * 128 + 2 * 4 * 8192),
         ),
         # Four layers attend; 36 have a state of 48 heads, 64 x 128, and four steps back.
         (
             "Granite-4.0-H-Tiny",
-            2 * (4 * 1024 + 18 * 36 * (48 * 64 * 128 + 4 * (3072 + 256))),
-            2 * (4 * 1024 * 8192 + 18 * 36 * (48 * 64 * 128 + 4 * (3072 + 256))),
+            2 * 4 * 1024 + 18 * 36 * (4 * 48 * 64 * 128 + 2 * 4 * (3072 + 256)),
+            2 * 4 * 1024 * 8192 + 18 * 36 * (4 * 48 * 64 * 128 + 2 * 4 * (3072 + 256)),
         ),
     ],
 )

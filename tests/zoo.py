@@ -5,17 +5,20 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.utils import logging
 
 from serving import Tiny
 from trimmoe.models.base import MoEView
-from trimmoe.models.general.catalogue import class_of
+from trimmoe.models.general.catalogue import FAST, SERVED, TEXT_PARTS, class_of
 from trimmoe.models.load import open_model
 from trimmoe.runtime.service import ServedModel
 
@@ -316,6 +319,16 @@ REPRESENTATIVE = (
 """Norms behind experts and windows; an indexer; groups and compressed keys; text beside images;
 biases and sinks; factors and a shared expert beside the block; states that take one token at a
 time; weighted inputs and chunks; layers of one thing each; a delta rule."""
+
+
+def families(quick: Collection[str], *slow: str) -> list[Any]:
+    """Parameters of a test over families: these, those marked as slow, and every other one that is
+    served where `TRIMMOE_ALL_FAMILIES` asks for it, as slow too."""
+    rest = dict.fromkeys(one for one in slow if one not in quick)
+    if os.environ.get("TRIMMOE_ALL_FAMILIES"):
+        every = (*SERVED, *TEXT_PARTS, *FAST)
+        rest |= dict.fromkeys(one for one in every if one not in quick)
+    return [*quick, *(pytest.param(one, marks=pytest.mark.slow) for one in rest)]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

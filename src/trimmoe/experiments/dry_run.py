@@ -62,7 +62,7 @@ def _cache(sizes: ModelSizes) -> str:
     if sizes.kept.windowed:
         share = sizes.kept.windowed / (sizes.kept.windowed + sizes.kept.per_position)
         parts.append(f"{share:.0%} of it for {sizes.kept.window} positions only")
-    if sizes.kept.state:
+    if sizes.state_bytes:
         parts.append(f"recurrent states: {human_bytes(sizes.state_bytes)} per sequence")
     return ", ".join(parts)
 

@@ -7,6 +7,8 @@ that this module is in, and what a block keeps of a sequence follows from its pr
 
 from __future__ import annotations
 
+import inspect
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +20,7 @@ from trimmoe.models.cache import SNAPSHOTS
 EXPERTS = "experts"
 _COMPRESSED = ("kv_a_proj_with_mqa", "kv_a_proj")
 _FUSED = ("qkv_proj", "Wqkv", "query_key_value")
+_RECURRENT = "update_recurrent_state("
 _TOP_K = ("num_experts_per_tok", "top_k_experts", "moe_k", "num_experts_per_token", "moe_topk")
 
 
@@ -31,14 +34,20 @@ class Kept:
     """Keys and values of a position that leaves again."""
     window: int
     """Positions after which it does; 0 without sliding windows."""
-    state: int
-    """Recurrent states, as many as are kept to take tokens back, however long the sequence is."""
+    convolved: int
+    """States of convolutions, as many as are kept to take tokens back, however long the sequence
+    is."""
+    recurrent: int
+    """Recurrent states, as many; in float32 whatever the rest is."""
 
-    def elements(self, positions: int) -> int:
-        """Of so many positions."""
-        return (
-            self.per_position * positions + self.windowed * min(positions, self.window) + self.state
-        )
+    def bytes(self, positions: int, itemsize: int) -> int:
+        """Of so many positions, in numbers of this size."""
+        windowed = self.windowed * min(positions, self.window)
+        return (self.per_position * positions + windowed) * itemsize + self.state_bytes(itemsize)
+
+    def state_bytes(self, itemsize: int) -> int:
+        """Of all states, where other numbers have this size."""
+        return self.convolved * itemsize + self.recurrent * 4
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -170,17 +179,23 @@ def _matrix_elements(block: nn.Module) -> int:
 
 def _kept(blocks: Any, config: Any) -> Kept:
     kinds = getattr(config, "layer_types", None) or ["full_attention"] * len(blocks)
-    whole = windowed = state = 0
+    whole = windowed = convolved = recurrent = 0
     window = int(getattr(config, "sliding_window", None) or 0)
     everywhere = window and "layer_types" not in config.to_dict()
     for block, kind in zip(blocks, kinds, strict=False):
-        positions, constant = _block_kept(block, config)
+        positions, *state = _block_kept(block, config)
         if kind == "sliding_attention" or everywhere:
             windowed += positions
         else:
             whole += positions
-        state += constant
-    return Kept(per_position=whole, windowed=windowed, window=window, state=SNAPSHOTS * state)
+        convolved, recurrent = convolved + state[0], recurrent + state[1]
+    return Kept(
+        per_position=whole,
+        windowed=windowed,
+        window=window,
+        convolved=SNAPSHOTS * convolved,
+        recurrent=SNAPSHOTS * recurrent,
+    )
 
 
 def _indexed(attention: Any) -> int:
@@ -200,28 +215,28 @@ def _outputs(projection: Any) -> int:
     return weight.shape[0]
 
 
-def _block_kept(block: Any, config: Any) -> tuple[int, int]:
-    """Elements of a position and of the state."""
+def _block_kept(block: Any, config: Any) -> tuple[int, int, int]:
+    """Elements of a position, of a convolution's state and of a recurrent one."""
     modules: list[Any] = list(block.modules())
     for module in modules:
         if (state := _state(module)) is not None:
-            return 0, state
+            return 0, *state
         for name in _COMPRESSED:
             if hasattr(module, name):
-                return _outputs(getattr(module, name)) + _indexed(module), 0
+                return _outputs(getattr(module, name)) + _indexed(module), 0, 0
         if hasattr(module, "k_proj"):
             value = getattr(module, "v_proj", None)
             keys = _outputs(module.k_proj)
-            return keys + (keys if value is None else _outputs(value)), 0
+            return keys + (keys if value is None else _outputs(value)), 0, 0
         if any(hasattr(module, name) for name in _FUSED):
             heads = config.num_attention_heads
             size = getattr(config, "head_dim", None) or config.hidden_size // heads
-            return 2 * size * (getattr(config, "num_key_value_heads", None) or heads), 0
-    return 0, 0
+            return 2 * size * (getattr(config, "num_key_value_heads", None) or heads), 0, 0
+    return 0, 0, 0
 
 
-def _state(module: Any) -> int | None:
-    """Elements of a recurrent module's state and convolution; None if it is none."""
+def _state(module: Any) -> tuple[int, int] | None:
+    """Elements of a recurrent module's convolution and of its state; None if it is none."""
     convolution = getattr(module, "conv1d", None) or getattr(module, "conv", None)
     if not isinstance(convolution, nn.Conv1d):
         return None
@@ -229,12 +244,15 @@ def _state(module: Any) -> int | None:
     for factors in (
         ("num_v_heads", "head_k_dim", "head_v_dim"),
         ("num_heads", "head_dim", "ssm_state_size"),
+        ("num_heads", "head_dim", "head_dim"),
         ("intermediate_size", "ssm_state_size"),
     ):
         sizes = [getattr(module, name, None) for name in factors]
         if all(isinstance(size, int) for size in sizes):
-            product = 1
-            for size in sizes:
-                product *= size or 0
-            return before + product
-    return before
+            return before, math.prod(size or 0 for size in sizes)
+    if _RECURRENT in inspect.getsource(type(module)):
+        raise UserError(
+            f"How large a state {type(module).__name__} keeps of a sequence cannot be read off it; "
+            f"TrimMoE cannot plan this model."
+        )
+    return before, 0

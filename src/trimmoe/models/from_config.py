@@ -68,11 +68,11 @@ class ModelSizes:
     @property
     def state_bytes(self) -> int:
         """Recurrent states of one sequence, all that are kept."""
-        return self.kept.state * self._itemsize
+        return self.kept.state_bytes(self._itemsize)
 
     def cache_bytes(self, positions: int) -> int:
         """All that is kept of a sequence of so many positions."""
-        return self.kept.elements(positions) * self._itemsize
+        return self.kept.bytes(positions, self._itemsize)
 
     @property
     def _itemsize(self) -> int:
@@ -238,7 +238,7 @@ def _encoder_decoder(
         active_parameters=total - round(experts * (1.0 - spec.top_k / spec.expert_count)),
         embedding_parameters=0,
         encoder_expert_bytes=in_encoder,
-        kept=Kept(per_position=2 * heads, windowed=0, window=0, state=0),
+        kept=Kept(per_position=2 * heads, windowed=0, window=0, convolved=0, recurrent=0),
     )
 
 
