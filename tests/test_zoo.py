@@ -4,7 +4,6 @@ process, and on servers that guess and die."""
 from __future__ import annotations
 
 import asyncio
-import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,31 +24,28 @@ from trimmoe.models.base import MoEView
 from trimmoe.models.compiled.forms import FORMS
 from trimmoe.models.compiled.view import CompiledView
 from trimmoe.models.exact import exact_logits, greedy
-from trimmoe.models.general.catalogue import SERVED, TEXT_PARTS
+from trimmoe.models.general.catalogue import FAST, SERVED, TEXT_PARTS
 from trimmoe.models.general.view import GeneralView
 from trimmoe.models.load import open_model
 from trimmoe.placement.make import make_plan
 from trimmoe.policy.settings import PRESETS
 from trimmoe.runtime.local import LocalDriver
 from wires import soon
-from zoo import REPRESENTATIVE, Specimen, prompts, specimen
+from zoo import REPRESENTATIVE, Specimen, families, prompts, specimen
 
 OTHERS = sorted({*SERVED, *TEXT_PARTS} - {*REPRESENTATIVE})
 ALL = [*REPRESENTATIVE, *(pytest.param(one, marks=pytest.mark.slow) for one in OTHERS)]
 """Of all families, a few run in `make check`."""
-SOME = [
-    one if one in ("gemma4", "gpt_oss", "nemotron_h") else pytest.param(one, marks=pytest.mark.slow)
-    for one in REPRESENTATIVE
-]
-COVERING = {
-    *REPRESENTATIVE, "bailing_hybrid", "kimi_linear", "lfm2_moe", "mistral4", "qwen3_next",
-}  # fmt: skip
+SOME = families(("gemma4", "gpt_oss", "nemotron_h"), *REPRESENTATIVE)
+COVERING = (
+    *REPRESENTATIVE, "bailing_hybrid", "kimi_linear", "lfm2_moe", "mistral_large4", "qwen3_next",
+)  # fmt: skip
 """Each way in which those that are served attend, keep state and route is in one of them."""
-ON_SERVERS = [
-    one if one == "qwen3_5_moe" else pytest.param(one, marks=pytest.mark.slow)
-    for one in ("gemma4", "qwen3_5_moe", *SERVED)
-    if one in COVERING or os.environ.get("TRIMMOE_ALL_FAMILIES")
-]
+_WHOLE = {"deepseek_v3": "kimi_k25", "llama4_text": "llama4"}
+"""Of families that are text parts of others, those others."""
+ON_SERVERS = families(
+    ("qwen3_5_moe", "mixtral"), *FAST, *(_WHOLE.get(one, one) for one in COVERING)
+)
 """Servers see nothing of a family but its view, which is compared in one process for all."""
 _YARN = {
     "rope_type": "yarn",
@@ -278,14 +274,7 @@ async def test_servers_without_guesses_answer_as_one_process(it: Specimen) -> No
     assert [tokens_of(events) for events in made] == greedy(it.view, asked, NEW)
 
 
-@pytest.mark.parametrize(
-    "it",
-    [
-        one if one == "gemma4" else pytest.param(one, marks=pytest.mark.slow)
-        for one in REPRESENTATIVE
-    ],
-    indirect=True,
-)
+@pytest.mark.parametrize("it", families(("gemma4",), *REPRESENTATIVE), indirect=True)
 def test_calibration_plan_and_budget(it: Specimen) -> None:
     folder = it.folder
     view = open_model(folder, hashed=True)

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -278,6 +278,7 @@ SEEDS = {
     "llama4_text": 2,
     "mellum": 1,
     "mistral4": 2,
+    "qwen3_moe": 1,
     "qwen3_omni_moe_thinker": 2,
     "qwen3_vl_moe": 2,
 }
@@ -321,13 +322,15 @@ biases and sinks; factors and a shared expert beside the block; states that take
 time; weighted inputs and chunks; layers of one thing each; a delta rule."""
 
 
-def families(quick: Collection[str], *slow: str) -> list[Any]:
+def families(
+    quick: Collection[str], *slow: str, of: Callable[[str], bool] = lambda _: True
+) -> list[Any]:
     """Parameters of a test over families: these, those marked as slow, and every other one that is
-    served where `TRIMMOE_ALL_FAMILIES` asks for it, as slow too."""
+    served, as slow too, where `TRIMMOE_ALL_FAMILIES` asks for it."""
     rest = dict.fromkeys(one for one in slow if one not in quick)
     if os.environ.get("TRIMMOE_ALL_FAMILIES"):
         every = (*SERVED, *TEXT_PARTS, *FAST)
-        rest |= dict.fromkeys(one for one in every if one not in quick)
+        rest |= dict.fromkeys(one for one in every if one not in quick and of(one))
     return [*quick, *(pytest.param(one, marks=pytest.mark.slow) for one in rest)]
 
 
