@@ -25,7 +25,32 @@ class Published:
     active_digit: float
     tables: int = 2
     """How many of the two tables over the vocabulary, embeddings and head, they count as active."""
+    by_hand: int | None = None
+    """All parameters, counted from the configuration where what is published is in few digits."""
     note: str = ""
+
+
+def _kimi_k2() -> int:
+    d, heads = 7168, 64
+    query = d * 1536 + 1536 + 1536 * heads * (128 + 64)
+    keys_and_values = d * (512 + 64) + 512 + 512 * heads * (128 + 128)
+    attention = query + keys_and_values + heads * 128 * d
+    experts = (384 + 1) * 3 * d * 2048 + 384 * d + 384  # one of them shared; router and its bias
+    return 2 * 163840 * d + d + 61 * (attention + 2 * d) + 3 * d * 18432 + 60 * experts
+
+
+def _minimax_m2() -> int:
+    d = 3072
+    attention = 2 * d * 48 * 128 + 2 * d * 8 * 128 + (48 + 8) * 128  # norms of queries and keys
+    experts = 256 * 3 * d * 1536 + 256 * d + 256
+    return 2 * 200064 * d + d + 62 * (attention + 2 * d + experts)
+
+
+def _ernie_21b() -> int:
+    d = 2560
+    attention = 2 * d * 20 * 128 + 2 * d * 4 * 128
+    experts = (64 + 2) * 3 * d * 1536 + 64 * d + 64  # two of them shared; router and its bias
+    return 103424 * d + d + 28 * (attention + 2 * d) + 3 * d * 12288 + 27 * experts
 
 
 PUBLISHED: dict[str, Published] = {
@@ -486,6 +511,8 @@ PUBLISHED: dict[str, Published] = {
         active=32,
         active_digit=1,
         tables=1,
+        # To one digit: the page of the model says 1T. It is counted by hand above.
+        by_hand=_kimi_k2(),
         note="the total is published as 1T only",
     ),
     "GLM-4.5-Air": Published(
@@ -541,10 +568,11 @@ PUBLISHED: dict[str, Published] = {
             },
         },
         total=230,
-        total_digit=10,
+        total_digit=1,
         active=10,
         active_digit=1,
         tables=1,
+        by_hand=_minimax_m2(),
         note="both rounded",
     ),
     "Granite-4.0-H-Tiny": Published(
@@ -791,6 +819,8 @@ PUBLISHED: dict[str, Published] = {
         active=3,
         active_digit=1,
         tables=2,
+        # In whole billions, of which only the first are named: 21 stands for anything below 22.
+        by_hand=_ernie_21b(),
         note="21.8 cut off, not rounded",
     ),
 }

@@ -52,6 +52,14 @@ def test_parameters_are_those_that_the_makers_publish(name: str) -> None:
     )
 
 
+@pytest.mark.parametrize(
+    "name", [one for one, published in PUBLISHED.items() if published.by_hand], indirect=True
+)
+def test_parameters_are_those_counted_by_hand(name: str) -> None:
+    """To one of them, where makers name a total in few digits."""
+    assert sizes_of(name).parameters == PUBLISHED[name].by_hand
+
+
 def scouts_vision() -> float:
     """Billions of parameters of Scout that are not its text part."""
     config = AutoConfig.for_model(
