@@ -21,7 +21,7 @@ from trimmoe.models.exact import exact_logits
 from trimmoe.models.general.view import GeneralView
 from trimmoe.models.load import open_model
 
-PLAIN = ("lm_head", "embed", "router", ".gate.weight", "norm")
+PLAIN = ("lm_head", "embed", "router", ".gate.weight", "norm", "vision", "projector", ".bias")
 """Parts of names of what publishers leave as it is."""
 
 
@@ -114,12 +114,13 @@ def _is_coded(name: str, tensor: Tensor, form: Format) -> bool:
 
 
 def same(coded: Path, plain: Path) -> None:
-    """Equal logits, and experts by byte range."""
-    ours = open_model(coded, dtype=torch.float32, compiled=False)
-    theirs = open_model(plain, compiled=False)
+    """Equal logits, compiled too where the family is, and experts by byte range."""
+    for compiled in (True, False):
+        ours = open_model(coded, dtype=torch.float32, compiled=compiled)
+        theirs = open_model(plain, compiled=compiled)
+        for our, their in zip(exact_logits(ours, ROWS), exact_logits(theirs, ROWS), strict=True):
+            assert torch.equal(our, their)
     assert isinstance(ours, GeneralView)
-    for our, their in zip(exact_logits(ours, ROWS), exact_logits(theirs, ROWS), strict=True):
-        assert torch.equal(our, their)
     some = open_model(coded, dtype=torch.float32, compiled=False, experts={0: [3, 1]})
     experts = ours.spec.layer_count * ours.spec.expert_count
     assert some.bytes_read.experts * experts == 2 * ours.bytes_read.experts > 0
@@ -133,3 +134,34 @@ def test_it_computes_with_what_the_numbers_stand_for(
     plain = zoo.write(family, tmp_path / "plain", intermediate_size=32, moe_intermediate_size=32)
     assert written(plain, tmp_path / "coded", FORMATS[name]) > 12
     same(tmp_path / "coded", plain)
+
+
+@pytest.mark.parametrize(
+    "family",
+    ["llama4", *(pytest.param(one, marks=pytest.mark.slow) for one in ("gemma4", "gpt_oss"))],
+)
+def test_experts_that_a_quantiser_took_apart_are_put_together(tmp_path: Path, family: str) -> None:
+    """Models fuse them, transposed or with gate and up in turns; published quantised, each has
+    matrices of its own."""
+    plain = zoo.write(family, tmp_path / "plain", intermediate_size=32, moe_intermediate_size=32)
+    apart = tmp_path / "apart"
+    tensors = load_file(plain / "model.safetensors")
+    fused = [name for name in tensors if "experts.gate_up_proj" in name]
+    assert len(fused) > 1
+    for name in fused:
+        path, end = name.split("gate_up_proj")
+        both, down = tensors.pop(name), tensors.pop(path + "down_proj" + end)
+        if family != "gemma4" and both.ndim == 3:
+            both, down = both.transpose(1, 2), down.transpose(1, 2)
+        halves = (both[:, 0::2], both[:, 1::2]) if family == "gpt_oss" else both.chunk(2, 1)
+        parts = {"gate_proj": halves[0], "up_proj": halves[1], "down_proj": down}
+        for part, values in parts.items():
+            for expert, one in enumerate(values):
+                kind = "weight" if one.ndim == 2 else "bias"
+                tensors[f"{path}{expert}.{part}.{kind}"] = one.contiguous()
+    apart.mkdir()
+    save_file(tensors, apart / "model.safetensors")
+    (apart / "config.json").write_text((plain / "config.json").read_text())
+    same(apart, plain)
+    assert written(apart, tmp_path / "coded", FORMATS["packed"]) > 3 * 8
+    same(tmp_path / "coded", apart)

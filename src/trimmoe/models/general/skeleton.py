@@ -26,6 +26,8 @@ class ExpertShapes:
     """Shape of each stacked parameter, the expert first."""
     transposed: bool
     """Whether its matrices are [in, out]."""
+    interleaved: bool
+    """Whether outputs of gate and up take turns."""
 
     @property
     def per_expert(self) -> int:
@@ -116,6 +118,7 @@ def _experts(layer: Any) -> ExpertShapes | None:
             count=stacked["down_proj"][0],
             parameters=stacked,
             transposed=bool(getattr(module, "is_transposed", False)),
+            interleaved=not getattr(module, "is_concatenated", True),
         )
     return None
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +20,9 @@ from torch import Tensor
 from trimmoe.core.errors import UserError
 from trimmoe.models.checkpoint import Checkpoint, missing_tensors
 from trimmoe.models.general.skeleton import ExpertShapes, Skeleton
+
+_ENDS = ("gate_proj", "up_proj", "down_proj")
+_APART = re.compile(rf"(?P<path>.+\.)\d+\.(?P<end>{'|'.join(_ENDS)})\.(?P<kind>weight|bias)")
 
 logging.getLogger("transformers.core_model_loading").setLevel(logging.ERROR)
 
@@ -31,6 +35,9 @@ class _Source:
     """Stored tensors in their order, by the pattern of the converter that matches them."""
     converter: Any
     """None where the only tensor is the parameter."""
+    apart: bool = False
+    """Whether experts that the model's own checkpoints fuse lie apart, as some quantisers leave
+    them: a matrix of each, outputs first, gate before up."""
 
 
 class _Shapes:
@@ -121,6 +128,8 @@ class Stored:
                     f"The checkpoint in {self._checkpoint.folder} stores the experts of {target} "
                     f"in a layout that TrimMoE cannot read one by one."
                 )
+        if source.apart:
+            return _fused([tensors[end] for end in _ENDS if end in tensors], shapes)
         made = dict(self._converted(target, source, tensors, model))
         value = made[target]
         # In four bits the last dimension is the one that scales run along.
@@ -165,12 +174,36 @@ def _sources(model: Any, meta: dict[str, Tensor], keys: list[str]) -> dict[str, 
         )
         if name not in meta and key in meta:
             name, pattern = key, None
+        if name not in meta and (match := _APART.fullmatch(key)) is not None:
+            name, pattern = loading.rename_source_key(
+                _fused_name(match), renamings, converters, model.base_model_prefix, meta
+            )
+            if name in meta and pattern is None:
+                source = found.setdefault(name, _Source(keys={}, converter=None, apart=True))
+                source.keys.setdefault(match["end"], []).append(key)
+            continue
         if name not in meta:
             continue
         converter = None if pattern is None else by_pattern[pattern]
         source = found.setdefault(name, _Source(keys={}, converter=converter))
         source.keys.setdefault(key if pattern is None else pattern, []).append(key)
     return found
+
+
+def _fused_name(match: re.Match[str]) -> str:
+    """What a matrix or bias of one expert is a part of."""
+    name = match["path"] + ("down_proj" if match["end"] == "down_proj" else "gate_up_proj")
+    return name if match["kind"] == "weight" else name + "_bias"
+
+
+def _fused(parts: list[list[Tensor]], shapes: ExpertShapes) -> Tensor:
+    """One parameter of the same matrices of several experts, as the model has it."""
+    matrices = [torch.stack(one) for one in parts]
+    if shapes.interleaved and len(matrices) > 1:
+        value = torch.stack(matrices, 2).flatten(1, 2)
+    else:
+        value = torch.cat(matrices, 1)
+    return value.transpose(1, 2) if shapes.transposed and value.ndim == 3 else value
 
 
 def _targets(target: str, source: _Source) -> list[str]:
