@@ -1,13 +1,14 @@
 """Milliseconds per layer of one row's decode step, by our view and by transformers' own `forward`.
 
-    python benchmarks/bench_families.py [FAMILY ...] [--steps 25] [--threads 1] [--output FILE]
+    python benchmarks/bench_families.py [FAMILY ...] [--steps 25] [--threads 1] [--large]
+                                        [--output FILE]
 
 One model of random weights for every family of the general adapter, all of them of the same widths
 where their configuration classes let them be; where its steps are compiled, by its own modules too.
 All decode the same tokens in one process,
 step by step in turns; figures are medians over the steps, of whole steps over the number of
 layers, in processor time, which a machine's other work hardly changes. Weights are small, so that
-what is measured is mostly what it costs to run a layer at all.
+what is measured is mostly what it costs to run a layer at all, unless they are to be `--large`.
 """
 
 from __future__ import annotations
@@ -34,19 +35,36 @@ from trimmoe.models.exact import full_depth
 from trimmoe.models.general.catalogue import SERVED, TEXT_PARTS
 from zoo import TABLE, prompts, specimen
 
-HIDDEN, INNER, EXPERT = 512, 768, 256
-WIDTHS = {
-    "hidden_size": HIDDEN,
-    "d_model": HIDDEN,
-    "intermediate_size": INNER,
-    "ffn_hidden_size": INNER,
-    "intermediate_size_mlp": INNER,
-    "moe_intermediate_size": EXPERT,
-    "expert_ffn_hidden_size": EXPERT,
-    "shared_expert_intermediate_size": EXPERT,
-    "shared_intermediate_size": EXPERT,
-    "moe_shared_expert_intermediate_size": EXPERT,
+Widths = dict[str, int]
+EXPERTS, SLOTS = 32, 8
+"""As many as `--large` has in a layer, and a token activates."""
+
+
+def _of(hidden: int, inner: int, expert: int) -> Widths:
+    """By the names that configuration classes have for them."""
+    return {
+        "hidden_size": hidden,
+        "d_model": hidden,
+        "intermediate_size": inner,
+        "ffn_hidden_size": inner,
+        "intermediate_size_mlp": inner,
+        "moe_intermediate_size": expert,
+        "expert_ffn_hidden_size": expert,
+        "shared_expert_intermediate_size": expert,
+        "shared_intermediate_size": expert,
+        "moe_shared_expert_intermediate_size": expert,
+    }
+
+
+WIDTHS = _of(512, 768, 256)
+LARGE = _of(2048, 4096, 1024) | {
+    "num_experts_per_tok": SLOTS,
+    "num_experts_per_token": SLOTS,
+    "num_local_experts": EXPERTS,
+    "num_experts": EXPERTS,
+    "n_routed_experts": EXPERTS,
 }
+"""Weights of a layer as in Qwen3-30B-A3B, of which a token reads as many."""
 OWN: dict[str, dict[str, Any]] = {
     "granitemoehybrid": {"mamba_n_heads": 64},
     "glm4v_moe": {
@@ -80,11 +98,11 @@ class Measured:
 
 def main() -> None:
     options = _options()
-    torch.set_num_threads(options.threads)
     found: list[Measured] = []
     for family in options.families or _families():
         try:
-            found.append(measured(family, options.steps))
+            wanted = LARGE if options.large else WIDTHS
+            found.append(measured(family, options.steps, wanted, options.threads))
         except Exception as error:  # Configuration classes validate in many ways.
             print(f"{family}: {str(error).splitlines()[0]}", flush=True)
             continue
@@ -112,6 +130,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("families", nargs="*", metavar="FAMILY")
     parser.add_argument("--steps", type=int, default=25, help="tokens to decode")
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--large", action="store_true", help="layers as large as people run")
     parser.add_argument("--output", type=Path, help="write the figures as JSON")
     return parser.parse_args()
 
@@ -121,13 +140,13 @@ def _families() -> list[str]:
     return sorted({*SERVED, *(one for one in TEXT_PARTS if f"{one}_text" not in SERVED)})
 
 
-def _widths(family: str) -> dict[str, Any]:
-    """What the configuration class of a family, or of its part for text, has of `WIDTHS`."""
+def _widths(family: str, wanted: Widths) -> dict[str, Any]:
+    """What the configuration class of a family, or of its part for text, has of those wanted."""
     kind: Any = CONFIG_MAPPING[family]
     text = kind().get_text_config()
     fields = text.to_dict()
-    return {name: value for name, value in WIDTHS.items() if _is_number(fields.get(name))} | {
-        name: WIDTHS[name] for name in TABLE.get(text.model_type, {}) if name in WIDTHS
+    return {name: value for name, value in wanted.items() if _is_number(fields.get(name))} | {
+        name: wanted[name] for name in TABLE.get(text.model_type, {}) if name in wanted
     }
 
 
@@ -136,11 +155,13 @@ def _is_number(value: Any) -> bool:
 
 
 @torch.inference_mode()
-def measured(family: str, steps: int) -> Measured:
+def measured(family: str, steps: int, wanted: Widths, threads: int) -> Measured:
     """Both in turns. Raises `RuntimeError` if they do not say the same."""
     with TemporaryDirectory() as folder, torch.inference_mode(False):
-        it = specimen(family, Path(folder), **_widths(family), **OWN.get(family, {}))
+        it = specimen(family, Path(folder), **_widths(family, wanted), **OWN.get(family, {}))
         modules = it.modules() if isinstance(it.view, CompiledView) else None
+    # Whoever compiles kernels or opens models sets their own.
+    torch.set_num_threads(threads)
     prompt = prompts(PROMPT)[0]
     runs = {"ours": _ours(it.view), "theirs": _theirs(it.reference)}
     if modules is not None:
