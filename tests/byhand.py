@@ -257,9 +257,12 @@ class Walk:
         self.visited.clear()
         self.tell(TokensArrived(wave=1, sequences=(0,), draws=np.zeros(1)))
 
-    def layer(self, *, expert: int = 0, confidence: float = 0.0) -> tuple[Execute, Complete | None]:
-        """One layer, whose router asks for `expert` and whose exit head says `confidence`: how it
-        ran, and the token's end if this was it."""
+    def layer(
+        self, *, expert: int = 0, confidence: float = 0.0, exit_at: int | None = None
+    ) -> tuple[Execute, Complete | None]:
+        """One layer, whose router asks for `expert`, whose exit head says `confidence` and after
+        which the token is predicted to exit after layer `exit_at`, counted from 1, by default the
+        last: how it ran, and the token's end if this was it."""
         (execute,) = self.tell(
             Routed(
                 wave=1,
@@ -270,8 +273,8 @@ class Walk:
             )
         )
         assert isinstance(execute, Execute)
-        last = np.array([self.engine.cost.layer_count])
-        after = self.tell(Executed(wave=1, confidence=np.array([confidence]), exit_at=last))
+        predicted = np.array([self.engine.cost.layer_count if exit_at is None else exit_at])
+        after = self.tell(Executed(wave=1, confidence=np.array([confidence]), exit_at=predicted))
         ends = [command for command in after if isinstance(command, Complete)]
         return execute, ends[0] if ends else None
 

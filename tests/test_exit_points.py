@@ -42,18 +42,19 @@ def test_a_centroid_that_no_token_is_nearest_to_predicts_full_depth() -> None:
 
 
 def test_the_engine_is_told_the_mean_rounded() -> None:
-    """Layer 0 has centroids that say 1.4 and 2.6 layers, layer 1 such that say 3.6 and 3.4."""
+    """Layer 0 has centroids to the east and north that say 1.4 and 2.6 layers, layer 1 such to the
+    north and east that say 3.6 and 3.4."""
     model = random_model_spec(np.random.default_rng(0), layers=3, hidden=3)
     directions = np.array([[1, 0, 0], [0, 1, 0]], dtype=np.float32)
     profile = replace(
         random_profile(np.random.default_rng(0), model),
-        centroids=np.tile(directions, (3, 1, 1)),
+        centroids=np.stack([directions, directions[::-1], directions]),
         centroid_exit_layer=np.array([[1.4, 2.6], [3.6, 3.4], [3.0, 3.0]]),
     )
     observer = Observer(profile, torch.device("cpu"))
     outputs = torch.tensor([NORTH, EAST, EAST])
     told = [observer.executed(1, layer, outputs).exit_at.tolist() for layer in (0, 1)]
-    assert told == [[3, 1, 1], [3, 4, 4]]
+    assert told == [[3, 1, 1], [4, 3, 3]]
 
 
 def test_the_engine_is_told_what_the_profiles_kind_of_head_says() -> None:

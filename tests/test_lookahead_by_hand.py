@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from byhand import BUDGET, PLAIN, UNIT, decided, hosting, one_bin, skips, substitutes, world
+from byhand import BUDGET, PLAIN, UNIT, Walk, decided, hosting, one_bin, skips, substitutes, world
 from trimmoe.cost.exits import certain, never
 from trimmoe.cost.lookahead import Place, TokenKind, typical_tokens
 from trimmoe.cost.model import Accounting
@@ -114,22 +114,71 @@ def test_a_skip_is_weighed_from_where_it_leaves_the_token(
     assert skips(decided(policy, [0])) == skipped
 
 
+@pytest.mark.parametrize("accounting", [Accounting.PINNED, Accounting.MIGRATE])
 @pytest.mark.parametrize("settings", WAYS)
 @pytest.mark.parametrize(("exit_at", "skipped"), [(1, False), (2, True), (3, True)])
 def test_a_token_that_is_to_be_done_after_a_layer_does_not_skip_it(
-    settings: PolicySettings, exit_at: int, skipped: bool
+    settings: PolicySettings, accounting: Accounting, exit_at: int, skipped: bool
 ) -> None:
     """(36) within (39): layers 0 and 1 are 10 ms away, 1/2 x 21 = 10.5 each. Skipping layer 0 for
     4 units is 0.25, but only who executes it can exit after it, (9).
 
     Predicted to exit after layer 0, executing it costs 10.5 in all and a skip 0.25 + 10.5. If only
     after layer 1, executing costs 10.5 + 10.5. Layer 2 is here and costs as much either way.
+
+    Migrating, a way is 1/2 x 11 = 5.5, and who has gone runs layer 1 there for 0.5: 5.5 against
+    0.25 + 5.5 where the token is done after layer 0, else 5.5 + 0.5 against 0.25 + 5.5.
     """
     made = world(
         hosting([[], [], [0, 1]], [[0, 1], [0, 1], []]), PAIR_MS, skip=one_bin([4, 128, 128])
     )
-    decision = decided(made.policy(settings), [0], exit_at=exit_at)
+    decision = decided(made.policy(replace(settings, accounting=accounting)), [0], exit_at=exit_at)
     assert skips(decision) == skipped
+
+
+@pytest.mark.parametrize(
+    ("accounting", "away"), [(Accounting.PINNED, 10.5), (Accounting.MIGRATE, 5.5)]
+)
+@pytest.mark.parametrize(("exit_at", "follows"), [(2, 0.0), (3, 0.25)])
+def test_no_token_is_expected_to_end_in_a_layer_that_it_is_expected_to_skip(
+    accounting: Accounting, away: float, exit_at: int, follows: float
+) -> None:
+    """(9) within (39): of three layers the first is here, the others are `away`, and either may be
+    skipped for 4 units, 0.25. Predicted to exit after layer 1, a token that skips it goes on, so
+    that two skips of 0.25 follow; one that runs it is done. At a budget for one skip it takes the
+    way of layer 1, or skips that and takes the way of layer 2: the former is cheaper by a skip."""
+    made = world(
+        hosting([[0, 1], [], []], [[], [0, 1], [0, 1]]), PAIR_MS, skip=one_bin([128, 4, 4])
+    )
+    policy = made.policy(replace(FULL, accounting=accounting))
+    look, place = policy.lookahead, Place(route=None, server=0)
+    if accounting is Accounting.PINNED:
+        place = Place(route=(0, 0, 0))
+    row = int(look.exits.rows(np.array([exit_at]))[0])
+    shared = look.space, look.profile, look.weights, look.exits, policy.routes
+    tables = build_tables(*shared, LEVELS)
+    for units, expected in ((8, 0.25 + 0.25), (4, away + follows)):
+        literal = look.to_go(0, place, units * UNIT, 2, TokenKind(steadiness=0, exit_row=row))
+        tabled = tables.after[0][tables.place_of[0, 0], 0, :, row, units]
+        for found in (literal, tabled):
+            assert found == pytest.approx(expected), units
+
+
+@pytest.mark.parametrize(("exit_at", "skipped"), [(2, False), (3, True)])
+def test_a_token_is_decided_by_what_was_predicted_of_it_after_the_layer_before(
+    exit_at: int, skipped: bool
+) -> None:
+    """(36): layer 0 is here, layers 1 and 2 are 10 ms away, 10.5 each, and layer 1 may be skipped
+    for 4 units, 0.25. Said to exit after layer 1, running that is all there is, 10.5 against
+    0.25 + 10.5; said to go on, it is 10.5 + 10.5 against that."""
+    made = world(
+        hosting([[0, 1], [], []], [[], [0, 1], [0, 1]]), PAIR_MS, skip=one_bin([128, 4, 128])
+    )
+    walk = Walk(engine=made.engine(FULL))
+    walk.arrive()
+    walk.layer(exit_at=exit_at)
+    ran, _ = walk.layer()
+    assert skips(ran) == skipped
 
 
 def test_who_is_predicted_to_exit_after_a_layer_passes_all_before_it() -> None:
