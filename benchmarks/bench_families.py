@@ -99,9 +99,9 @@ class Measured:
 def main() -> None:
     options = _options()
     found: list[Measured] = []
+    wanted = LARGE if options.large else WIDTHS
     for family in options.families or _families():
         try:
-            wanted = LARGE if options.large else WIDTHS
             found.append(measured(family, options.steps, wanted, options.threads))
         except Exception as error:  # Configuration classes validate in many ways.
             print(f"{family}: {str(error).splitlines()[0]}", flush=True)

@@ -5,9 +5,8 @@
 `BIN` holds `llama-server` and `ggml-rpc-server`; `DIR` holds F32.gguf and Q8_0.gguf of a model with
 as many weights as ours. Our servers are those of clusters/local4.yaml; they measure themselves,
 with the case's weights and links, and are planned for by that, unless `--plan` says what to serve
-by.
-Both sides serve OpenAI's completions; every answer is streamed and timed by one client. Ratios are
-ours over theirs; below one is better for times, above one for tokens a second.
+by. Both sides serve OpenAI's completions; every answer is streamed and timed by one client. Ratios
+are ours over theirs; below one is better for times, above one for tokens a second.
 """
 
 from __future__ import annotations

@@ -72,7 +72,7 @@ def measured(
     with _bar(2 * len(handles) + 1) as advance:
         alone: list[MachineReport | None] = []
         for handle in handles:
-            alone.append(timed(handle, stop or threading.Event()))
+            alone.append(timed(handle, stop))
             advance()
         clock_s = asyncio.run(_clocked(config, where, range(len(where))))
         advance()
@@ -92,12 +92,11 @@ def measured_by_one(
     where: Sequence[Endpoint],
     handle: TimedServer,
     server: int,
-    stop: threading.Event | None = None,
 ) -> Machines:
     """The same for servers of one machine, of which one speaks for all: a quarter of the time, but
     nobody sees what they take when all compute. Raises `UserError` if it does not answer."""
     with _bar(2) as advance:
-        told = timed(handle, stop or threading.Event())
+        told = timed(handle)
         advance()
         clock_s = asyncio.run(_clocked(config, where, [server]))
         advance()
@@ -110,11 +109,11 @@ def measured_by_one(
 
 
 def timed(
-    server: TimedServer, stop: threading.Event, patience_s: float = PATIENCE_S
+    server: TimedServer, stop: threading.Event | None = None, patience_s: float = PATIENCE_S
 ) -> MachineReport | None:
     """What a server times by itself, once it is there again if it goes away; None if it is not
     through in time, or before `stop`."""
-    end_s = time.monotonic() + patience_s
+    stop, end_s = stop or threading.Event(), time.monotonic() + patience_s
     while True:
         server.begin_measuring()
         report = server.measured(max(end_s - time.monotonic(), 0.0))

@@ -100,9 +100,9 @@ class Stage:
                 for process, log in begun:
                     self._require_alive(process, log)
                 await asyncio.sleep(_POLL_S)
-                told = all(_READY in log.read_bytes() for _, log in begun[:1])
-                if told and job is None and (job := self.machines[0].run.read()) is not None:
-                    self.endpoints = job.spec.endpoints
+                if job is None and _READY in begun[0][1].read_bytes():
+                    job = self.machines[0].run.read()
+                    self.endpoints = () if job is None else job.spec.endpoints
         servers = [option for url in self.urls for option in ("--server", url)]
         network = None if self.lan is None else self.lan.path(None)
         command = ("gateway", "--port", str(self._gateway_port), *servers)
