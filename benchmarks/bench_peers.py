@@ -89,9 +89,11 @@ class Client:
     def __init__(self, url: str, model: str) -> None:
         self.url, self.model = url, model
 
-    async def stream(self, prompt: str, tokens: int) -> list[float]:
-        """When each token came, seconds after asking."""
+    async def stream(self, prompt: str, tokens: int, *, endless: bool = False) -> list[float]:
+        """When each token came, seconds after asking; `endless`: whatever it is that comes."""
         body = {"model": self.model, "prompt": prompt, "max_tokens": tokens, "temperature": 0}
+        if endless:
+            body |= {"ignore_eos": True, "return_token_ids": True}
         came: list[float] = []
         began_s = time.perf_counter()
         async with (
@@ -126,7 +128,7 @@ def _long() -> str:
 
 
 @contextlib.contextmanager
-def _processes(commands: list[list[str]], log: Path) -> Iterator[None]:
+def processes(commands: list[list[str]], log: Path) -> Iterator[None]:
     started = []
     with log.open("wb") as output:
         try:
@@ -154,10 +156,10 @@ def _wait_for(url: str, log: Path) -> None:
             return httpx.get(url, timeout=5).status_code == 200
         return False
 
-    _wait_until(answers, log)
+    wait_until(answers, log)
 
 
-def _wait_until(is_up: Callable[[], bool], log: Path, patience_s: float = 600) -> None:
+def wait_until(is_up: Callable[[], bool], log: Path, patience_s: float = 600) -> None:
     until_s = time.monotonic() + patience_s
     while time.monotonic() < until_s:
         if is_up():
@@ -182,10 +184,10 @@ def _ours(case: Case, arguments: argparse.Namespace, folder: Path) -> Iterator[C
     command += ["--quantise", case.quantise]
     if case.servers == 1:
         command += ["--model", arguments.model]
-    with _processes([[str(python), *command]], log):
+    with processes([[str(python), *command]], log):
         if case.servers > 1:
             # They answer before, while they are measured.
-            _wait_until(lambda: b"Ready" in log.read_bytes(), log)
+            wait_until(lambda: b"Ready" in log.read_bytes(), log)
         for offset in range(case.servers):
             _wait_for(f"http://127.0.0.1:{port + offset}/health", log)
         yield Client(f"http://127.0.0.1:{port}/v1", "embedded")
@@ -210,9 +212,9 @@ def _theirs(case: Case, arguments: argparse.Namespace, folder: Path) -> Iterator
     if remote:
         command += ["-ngl", "99", "--rpc", ",".join(remote)]
     log = folder / "theirs.log"
-    with _processes(commands, log):
+    with processes(commands, log):
         time.sleep(2)
-        with _processes([command], folder / "llama-server.log"):
+        with processes([command], folder / "llama-server.log"):
             _wait_for(f"http://127.0.0.1:{port}/health", folder / "llama-server.log")
             yield Client(f"http://127.0.0.1:{port}/v1", "any")
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from devices import DEVICE
 from factories import random_cluster, random_profile
 from serving import Tiny
 from synthetic import random_plan
@@ -135,6 +136,7 @@ class Servers:
             self.views[server] = open_model(
                 self.tiny.folder,
                 experts=held,
+                device=DEVICE,
                 quantise=self.quantise,
                 stand_ins=None if bits is None else bits[server],
             )

@@ -16,6 +16,7 @@ import torch
 import uvicorn
 from transformers import Qwen2MoeForCausalLM
 
+from devices import DEVICE
 from factories import random_cluster, random_profile
 from synthetic import random_plan
 from tiny import VOCABULARY, write_tiny_checkpoint
@@ -102,7 +103,7 @@ def open_tiny(folder: Path) -> Tiny:
     write_tiny_checkpoint(folder)
     tokenizer = load_tokenizer(folder)
     tokenizer.chat_template = TEMPLATE
-    return Tiny(folder=folder, view=open_model(folder), tokenizer=tokenizer)
+    return Tiny(folder=folder, view=open_model(folder, device=DEVICE), tokenizer=tokenizer)
 
 
 class SteppedDecoder(ExactDecoder):

@@ -23,6 +23,7 @@ import torch
 from transformers import Qwen2MoeForCausalLM
 
 from browsing import browser_page, complaints
+from devices import ON_DEVICE
 from launching import PATIENCE_S, SERVERS, Files, Serving, await_answer, free_ports, write_files
 from trimmoe.core.plan import load_plan
 from trimmoe.runtime.launch import family
@@ -98,6 +99,7 @@ def cluster(files: Files) -> Iterator[Cluster]:
         *("--cluster", str(files.cluster), "--model", str(files.model)),
         *("--profile", str(files.profile), "--plan", str(files.plan)),
         *("--port-base", str(port), "--kv-slots", "40", "--encrypt"),
+        *ON_DEVICE,
     ]
     with Serving(command, cache=cache, quickly=False) as serving:
         serving.said("Ready")

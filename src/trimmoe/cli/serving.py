@@ -6,7 +6,7 @@ Everything heavy is imported inside the command that needs it.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 from rich.markup import escape
@@ -247,6 +247,10 @@ def serve(
         str | None,
         typer.Option(help="auto, cpu, cuda, cuda:0 or mps; default: as the cluster file says."),
     ] = None,
+    dtype: Annotated[
+        Literal["auto", "float32", "bfloat16"] | None,
+        typer.Option(help="Arithmetic; default: bfloat16 on accelerators, else float32."),
+    ] = None,
     threads: Annotated[
         int | None, typer.Option(help="Of each server; default: its share of its machine's cores.")
     ] = None,
@@ -351,7 +355,7 @@ def serve(
         "port_base": port_base, "wire_port_base": wire_port_base, "emulate": emulate,
         "encrypt": encrypt, "kv_slots": kv_slots, "max_waiting": max_waiting,
         "emulate_links": emulate_links, "emulate_machines": emulate_machines,
-        "quantise": quantise, "threads": threads, "device": device,
+        "quantise": quantise, "threads": threads, "device": device, "dtype": dtype,
         "patience": patience, "spare": spare,
         "prefix_cache": prefix_cache, "page": page, "verify_share": verify_share,
         "draft_model": draft_model,

@@ -315,14 +315,18 @@ class MoEView(ABC):
                     experts=_by_row(passed, experts),
                     kept=kept,
                 )
-            normed = routing.normed
-            shared = self.shared(layer, attended, normed=normed)
-            routed = self.experts(layer, attended, routing.experts, routing.gates, normed=normed)
-            hidden = self.finish(layer, attended, shared, routed)
+            hidden = self.through(layer, attended, routing)
             passed.append(experts)
         like = np.empty((hidden.shape[0], self.spec.top_k), dtype=np.int64)
         ran = _by_row(passed, like)
         return Segment(layer=last, hidden=hidden, routing=None, experts=ran, kept=kept)
+
+    def through(self, layer: int, attended: Tensor, routing: Routing) -> Tensor:
+        """The layer's output of rows [n, d] all of whose activated experts run here."""
+        normed = routing.normed
+        shared = self.shared(layer, attended, normed=normed)
+        routed = self.experts(layer, attended, routing.experts, routing.gates, normed=normed)
+        return self.finish(layer, attended, shared, routed)
 
     @abstractmethod
     def propagate(self, layer: int, hidden: Tensor, batch: TokenBatch, cache: KVCache) -> None:

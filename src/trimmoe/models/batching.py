@@ -110,8 +110,14 @@ def masks(batch: TokenBatch, *, window: int | None) -> tuple[Tensor | None, Tens
     simple = prompts or aligned
     if simple and within:
         return None, None
+    causal, near = all_masks(batch, window=window)
+    return (None if simple else causal), near
+
+
+def all_masks(batch: TokenBatch, *, window: int | None) -> tuple[Tensor, Tensor]:
+    """The same whether plain causality suffices or not."""
     keys = torch.arange(batch.length, device=batch.position_ids.device)
     queries = batch.position_ids[:, None, :, None]
     causal = keys <= queries
     near = causal if window is None else causal & (keys > queries - window)
-    return (None if simple else causal), near
+    return causal, near

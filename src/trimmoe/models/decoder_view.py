@@ -6,16 +6,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from trimmoe.core.specs import ModelSpec
-from trimmoe.models.base import BytesRead, MoEView, Routing, TokenBatch
-from trimmoe.models.batching import describe, masks
+from trimmoe.core.specs import BoolArray, ModelSpec
+from trimmoe.models.base import BytesRead, MoEView, Routing, Segment, TokenBatch
+from trimmoe.models.batching import all_masks, describe, masks
 from trimmoe.models.cache import KVCache, cache_argument
 from trimmoe.models.experts import ExpertStacks
 from trimmoe.models.family import Geometry
+from trimmoe.models.replay import Passed, Replays, Span, record_for
 
 KeysValues = Callable[[Any, Tensor], tuple[Tensor, Tensor]]
 """Attention module and normed hidden states [B, T, d] to keys and values [B, T, heads, size]."""
@@ -95,10 +97,14 @@ class DecoderView(MoEView):
         self._window = next((window for window in self._windows if window), None)
         self._moe = [layers[block] for block in geometry.moe_blocks]
         self._has_shared = hasattr(self._moe[0].mlp, "shared_expert")
+        self._moe_blocks = geometry.moe_blocks
         starts = (-1, *geometry.moe_blocks)
         ends = (*geometry.moe_blocks, geometry.block_count)
         before = [[layers[i] for i in range(a + 1, b)] for a, b in zip(starts, ends, strict=True)]
         self._dense, self._trailing = before[:-1], before[-1]
+        self._first_blocks = [start + 1 for start in starts[:-1]]
+        record = None if stacks.streamed else record_for(device)
+        self._replays = None if record is None else Replays(self, record)
 
     @property
     def loaded(self) -> tuple[frozenset[int], ...]:
@@ -153,6 +159,62 @@ class DecoderView(MoEView):
             return hidden
         step = self._whatif(positions, slot, cache)
         return self._run(self._trailing, hidden.unsqueeze(0), step)[0]
+
+    def run(
+        self,
+        first: int,
+        last: int,
+        hidden: Tensor,
+        batch: TokenBatch,
+        cache: KVCache,
+        settled: BoolArray,
+        kept_at: int | None = None,
+    ) -> Segment:
+        until = self._recordable(first, last, batch, settled)
+        keeps = kept_at is not None and first <= kept_at < until
+        span = Span(first=first, last=until, kept_at=kept_at if keeps else None)
+        ran = None
+        if until > first and self._replays is not None:
+            ran = self._replays.run(span, hidden, batch, cache)
+        if ran is None:
+            return super().run(first, last, hidden, batch, cache, settled, kept_at)
+        if until == last:
+            return ran
+        rest = super().run(until, last, ran.hidden, batch, cache, settled, kept_at)
+        kept = rest.kept if ran.kept is None else ran.kept
+        experts = np.concatenate([ran.experts, rest.experts], axis=1)
+        return replace(rest, experts=experts, kept=kept)
+
+    def _recordable(self, first: int, last: int, batch: TokenBatch, settled: BoolArray) -> int:
+        """The first layer that a step cannot pass as it was recorded."""
+        rows, columns = batch.shape
+        if self._replays is None or columns > 1:
+            return first
+        slots = rows * self.spec.top_k
+        for layer in range(first, last):
+            if not settled[layer].all() or not self._stacks[layer].asks_nobody(2 * slots):
+                return layer
+        return last
+
+    def pass_span(self, span: Span, hidden: Tensor, batch: TokenBatch, cache: KVCache) -> Passed:
+        """See `Passes`."""
+        mask, window_mask = all_masks(batch, window=self._window)
+        rotary = self._rotary(batch.position_ids)
+        batch = replace(batch, mask=mask, window_mask=window_mask, rotary=rotary)
+        chosen: list[Tensor] = []
+        kept: Tensor | None = None
+        for layer in range(span.first, span.last):
+            kept = hidden if layer == span.kept_at else kept
+            attended = batch.pack(self.attend(layer, batch.unpack(hidden), batch, cache))
+            routing = self.route(layer, attended)
+            hidden = self.through(layer, attended, routing)
+            chosen.append(routing.experts)
+        return Passed(hidden=hidden, experts=torch.stack(chosen, 1), kept=kept)
+
+    def reserve(self, span: Span, cache: KVCache, length: int) -> bytes:
+        """See `Passes`."""
+        blocks = range(self._first_blocks[span.first], self._moe_blocks[span.last - 1] + 1)
+        return cache.addresses(blocks, length)[blocks.start : blocks.stop].tobytes()
 
     def propagate(self, layer: int, hidden: Tensor, batch: TokenBatch, cache: KVCache) -> None:
         for block in (*self._dense[layer], self._moe[layer]):

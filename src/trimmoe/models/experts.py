@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from trimmoe.models import together
 from trimmoe.models.base import DROPPED, ExpertNotLoaded
 from trimmoe.models.sums import sums_in
 
@@ -48,6 +49,7 @@ class ExpertStack:
         """The experts as they are stacked."""
         self.up = up
         self.down = down
+        self.up_bias, self.down_bias = up_bias, down_bias
         # Views made once: at one token, slicing would cost a good part of the product.
         self._ups = up.unbind(0)
         self._downs = down.unbind(0)
@@ -57,10 +59,24 @@ class ExpertStack:
         self._activation = activation
         self._weighs_input = weighs_input
         self._gated = not whole and up.shape[1] == 2 * down.shape[2]
+        self._groups = together.can_group(up.device, *up.shape[1:], down.shape[2])
+        self._places = _places(ids, up.device) if self._groups else None
+
+    def asks_nobody(self, slots: int) -> bool:
+        """Whether so many slots, all of experts that are here, run without a word to the processor,
+        so that they can be recorded."""
+        return self._groups and self._fits(slots)
+
+    def _fits(self, slots: int) -> bool:
+        """Whether slots run together at no more memory than they are worth."""
+        each = self.up[0].nbytes + self.down[0].nbytes
+        return self.up.dtype is torch.bfloat16 or slots * each <= together.GATHERED_BYTES
 
     def __call__(self, normed: Tensor, experts: Tensor, gates: Tensor) -> Tensor:
         """Sum over slots of gate times expert: [n, d], as in `MoEView.experts`, from [n, d], int64
         [n, k], [n, k]."""
+        if self._groups and self._fits(experts.numel()):
+            return self._together(normed, experts, gates)
         chosen = experts.tolist()
         if len(chosen) == 1 and len(chosen[0]) <= _ONE_BY_ONE:
             return self._one_token(normed, chosen[0], gates)
@@ -98,6 +114,37 @@ class ExpertStack:
             outer = self._down(self._act(self._up(read, index)), index)
             out.index_add_(0, rows, _addends(outer, weights))
         return out
+
+    def _together(self, normed: Tensor, experts: Tensor, gates: Tensor) -> Tensor:
+        """All slots at once; those that run nothing run any expert, at a weight of zero."""
+        width, asked = experts.shape[1], experts.reshape(-1)
+        index = self._indices(asked)
+        weights = gates.reshape(-1).masked_fill(asked == DROPPED, 0.0).unsqueeze(-1)
+        read = normed.repeat_interleave(width, 0, output_size=asked.numel())
+        if self._weighs_input:
+            read = read * weights.to(read.dtype)
+            weights = (asked != DROPPED).to(weights.dtype).unsqueeze(-1)
+
+        def run(rows: Tensor, at: Tensor, ends: Tensor) -> Tensor:
+            inner = together.products(rows, self.up, at, ends)
+            inner = self._act(inner if self.up_bias is None else inner + self.up_bias[at])
+            outer = together.products(inner, self.down, at, ends)
+            return outer if self.down_bias is None else outer + self.down_bias[at]
+
+        outer = together.apart(read, index, len(self.order), run)
+        return _addends(outer, weights).view(-1, width, outer.shape[1]).sum(1)
+
+    def _indices(self, asked: Tensor) -> Tensor:
+        """Where experts [S] are in the stack; 0 for those that run nothing."""
+        if self._places is None:
+            return asked.clamp(min=0)
+        most = len(self._places) - 1
+        index = self._places[asked.clamp(max=most)].masked_fill(asked > most, DROPPED)
+        index = index.masked_fill(asked == DROPPED, 0)
+        if (index == DROPPED).any():
+            missing = asked[index == DROPPED][0].item()
+            raise ExpertNotLoaded(f"expert {missing} of layer {self.layer} is not loaded here")
+        return index
 
     def _group(self, chosen: list[list[int]], width: int) -> dict[int, list[int]]:
         """Flat slot numbers by index into the stack."""
@@ -140,6 +187,15 @@ def _each(bias: Tensor | None, count: int) -> Sequence[Tensor | None]:
     return [None] * count if bias is None else bias.unbind(0)
 
 
+def _places(ids: Sequence[int], device: torch.device) -> Tensor | None:
+    """Where each expert is in a stack, by its number; None if that is its number."""
+    if list(ids) == list(range(len(ids))):
+        return None
+    places = torch.full((max(ids) + 1,), DROPPED, device=device)
+    places[torch.tensor(list(ids), device=device)] = torch.arange(len(ids), device=device)
+    return places
+
+
 class ExpertStacks:
     """The experts of all layers: read at once and kept, or streamed, one layer at a time."""
 
@@ -149,7 +205,7 @@ class ExpertStacks:
         """`loaded` are the experts of each layer that may be asked for."""
         self.loaded = tuple(loaded)
         self._read = read
-        self._streamed = streamed
+        self.streamed = streamed
         here = () if streamed else [layer for layer, ids in enumerate(self.loaded) if ids]
         self._held = {layer: read(layer) for layer in here}
 
@@ -166,7 +222,7 @@ class ExpertStacks:
 
     def let_go(self) -> None:
         """Hold nothing that can be read again."""
-        if self._streamed:
+        if self.streamed:
             self._held.clear()
 
     def _turned_to(self, layer: int) -> ExpertStack:
