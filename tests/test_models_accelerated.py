@@ -18,6 +18,7 @@ from hypothesis import given, settings
 from torch import Tensor
 
 from checkpoints import DECODERS, Folder, reference, written_once
+from recording import Anew
 from trimmoe.models import together
 from trimmoe.models.base import DROPPED, ExpertNotLoaded, MoEView
 from trimmoe.models.cache import KVCache
@@ -41,28 +42,6 @@ DEVICES = [
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Folder:
     return written_once(tmp_path_factory.mktemp)
-
-
-class Anew:
-    """Records by running the step once more, into what it gave at first."""
-
-    def __init__(self) -> None:
-        self.made = 0
-        self.run = 0
-
-    def __call__(self, step: Callable[[], Passed]) -> tuple[Passed, Callable[[], None]]:
-        passed = step()
-        self.made += 1
-
-        def again() -> None:
-            self.run += 1
-            now = step()
-            passed.hidden.copy_(now.hidden)
-            passed.experts.copy_(now.experts)
-            if passed.kept is not None and now.kept is not None:
-                passed.kept.copy_(now.kept)
-
-        return passed, again
 
 
 def _opened(
