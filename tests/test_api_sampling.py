@@ -208,3 +208,22 @@ def test_a_withdrawn_token_is_put_anew_and_gaps_are_filled_later() -> None:
     seen.put(2, 5)
     seen.put(3, 6)
     assert (seen.before(3), seen.answer(4)) == ([7, 8, 5], [5, 6])
+
+
+@given(
+    _LOGITS,
+    st.floats(0, 100, exclude_min=True) | st.just(5e-324) | st.just(1e308),
+    st.sampled_from([0.0, 5e-324, 1.0]),
+    st.sampled_from([0.0, 1e-9, 1.0]),
+)
+@example(np.zeros(3, dtype=np.float32), 5e-324, 1.0, 1e-9)
+@example(np.array([-20.0, 20.0], dtype=np.float32), 5e-324, 1.0, 0.0)
+def test_no_penalty_is_too_strong_for_a_draw(
+    logits: np.ndarray, penalty: float, temperature: float, min_p: float
+) -> None:
+    """Whatever is asked for, there is a token, and servers go on."""
+    asked = Sampling(temperature=temperature, min_p=min_p, repetition_penalty=penalty)
+    seen = Seen(prompt=1, tokens=[0])
+    scores = torch.from_numpy(logits)
+    assert torch.isfinite(shaped(scores, asked, 1, seen)).all()
+    assert draw(scores, asked, 1, seen).token in range(logits.size)

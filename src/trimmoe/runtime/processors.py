@@ -18,6 +18,9 @@ from trimmoe.runtime.guides import forbidden
 from trimmoe.runtime.sampling_params import Sampling
 from trimmoe.runtime.seen import Seen
 
+_STRONGEST = 1e30
+"""Penalties beyond would make logits infinite, or no numbers, and change nothing else."""
+
 
 def shaped(logits: Tensor, sampling: Sampling, position: int, seen: Seen | None) -> Tensor:
     """Logits [V] as the token at `position` is drawn from, float32; themselves if nothing asks for
@@ -57,6 +60,7 @@ def _hold_to_grammar(scores: Tensor, seen: Seen, position: int) -> None:
 
 def _penalise_repetition(scores: Tensor, penalty: float, seen: Seen, position: int) -> None:
     """Logits of all tokens of prompt and answer move away from likely by a factor."""
+    penalty = min(max(penalty, 1.0 / _STRONGEST), _STRONGEST)
     ids = torch.tensor(sorted(set(seen.before(position))), device=scores.device)
     those = scores[ids]
     scores[ids] = torch.where(those < 0, those * penalty, those / penalty)
