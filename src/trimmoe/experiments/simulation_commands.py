@@ -121,6 +121,11 @@ def simulate(
     waiting_feedback: Annotated[
         bool, typer.Option("--waiting-feedback", help="Policies learn measured waiting times.")
     ] = False,
+    outage_every: Annotated[
+        float | None,
+        typer.Option(help="A server stands still this often, in virtual seconds; default: none."),
+    ] = None,
+    outage: Annotated[float, typer.Option(help="For so long.")] = 10.0,
     sla_ms: Annotated[float, typer.Option(help="Time per token that is good service.")] = 200.0,
     json_path: Annotated[Path | None, typer.Option("--json", help="Write the figures.")] = None,
 ) -> None:
@@ -162,6 +167,8 @@ def simulate(
         batch_share=batch_share,
         waiting_feedback=waiting_feedback,
         sla_s=sla_ms / 1e3,
+        outage_every_s=outage_every,
+        outage_s=outage,
     )
     calibrated = load_profile(profile_path(profile, model))
     placed, recorded = load_plan(plan), load_trace(trace)

@@ -30,6 +30,7 @@ from trimmoe.simulator.expected import Expected
 from trimmoe.simulator.feed import TraceFeed, require_guesses
 from trimmoe.simulator.heap import push
 from trimmoe.simulator.measure import Sample, Snapshot, sample
+from trimmoe.simulator.outages import Outages
 from trimmoe.simulator.settings import Prefill, SimulationSettings
 from trimmoe.simulator.state import State, make_state, with_room
 from trimmoe.simulator.supply import AHEAD, AHEAD_OF_CHANGE, Supply
@@ -180,6 +181,7 @@ class _Run:
         """Servers that are not to be given more work."""
         self.engines = {self.full.tobytes(): engine}
         """Of every set of full servers there has been, where waiting times do not count."""
+        self.outages = Outages(settings, servers=cost.server_count, seed=seed)
         self.waiting = Waiting.none(cost.server_count, settings.waiting_memory)
         self.finished: list[tuple[int, int]] = []
         """Rows and requests of decoded tokens since the last control instant."""
@@ -305,7 +307,8 @@ class _Run:
             self.state = _with_log(state, 2 * state.log.shape[0])
 
     def _control(self) -> None:
-        """What was learnt reaches the decisions."""
+        """What was learnt reaches the decisions; outages begin."""
+        self.outages.befall(self.state, self.until_s)
         receipts = self._receipts([row for row, _ in self.finished])
         finished = np.array(self.finished, dtype=np.int64).reshape(-1, 2)
         audited = self.pool.books.numbers[finished[:, 0], AUDITS]

@@ -90,10 +90,16 @@ class SimulationSettings:
     """Weight of the earlier intervals in those averages."""
     sla_s: float = 0.2
     """Time per decoded token that counts as good service."""
+    outage_every_s: float | None = None
+    """A server drawn at random stands still for `outage_s` this often, from the next control
+    instant on, which counts as its work; None: none does."""
+    outage_s: float = 10.0
 
     def __post_init__(self) -> None:
         if self.warm_up_s < 0 or self.duration_s <= 0 or self.control_s <= 0:
             raise UserError("The warm-up must be at least 0 s, duration and interval above 0 s.")
+        if (self.outage_every_s is not None and self.outage_every_s <= 0) or self.outage_s <= 0:
+            raise UserError("Outages last longer than 0 s and come at intervals above 0 s.")
         share = 0.0 if self.batch_share is None else self.batch_share
         if not 0.0 <= share <= 1.0 or not 0.0 <= self.waiting_memory < 1.0:
             raise UserError("The batch share must be in [0, 1], the waiting memory in [0, 1).")
