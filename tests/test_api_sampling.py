@@ -227,3 +227,15 @@ def test_no_penalty_is_too_strong_for_a_draw(
     scores = torch.from_numpy(logits)
     assert torch.isfinite(shaped(scores, asked, 1, seen)).all()
     assert draw(scores, asked, 1, seen).token in range(logits.size)
+
+
+@pytest.mark.parametrize("wrong", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize("min_p", [0.0, 0.5])
+def test_logits_that_are_no_numbers_give_a_token_all_the_same(
+    wrong: float, count: int, min_p: float
+) -> None:
+    logits = torch.tensor([0.5, 0.1, 0.2])
+    logits[:count] = wrong
+    asked = Sampling(temperature=1.0, min_p=min_p, top_p=0.9)
+    assert draw(logits, asked, 1).token in range(3)

@@ -56,6 +56,9 @@ def pick(scores: Tensor, sampling: Sampling, position: int) -> int:
     if sampling.temperature == 0:
         return int(scores.argmax())
     wide = scores.double().cpu()
+    if not torch.isfinite(wide.max()):
+        # What another server sent was too large for any arithmetic; servers go on all the same.
+        return int(scores.argmax())
     # From the most probable one on: by the least temperatures that there are, others overflow.
     scaled = (wide - wide.max()) / sampling.temperature
     probabilities = torch.softmax(scaled, dim=-1).numpy()
