@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from test_figures_suite import tiny_world
+from trimmoe.experiments.figures import claim_run
 from trimmoe.experiments.figures.bench import Bench, replay_row
 from trimmoe.experiments.figures.claim_facts import BUDGETS, budgeted, facts_of, service
 from trimmoe.experiments.figures.claim_list import (
@@ -24,6 +26,7 @@ from trimmoe.experiments.figures.claim_report import claims_report
 from trimmoe.experiments.figures.claim_run import (
     SIZES,
     Asked,
+    Recorded,
     WorldFacts,
     gathered,
     some_sequences,
@@ -183,6 +186,61 @@ def test_a_run_has_as_many_worlds_as_were_asked_for_and_says_so() -> None:
     assert "--size small --worlds 2 --seed 5" in page
     assert "the paper's testbed, 2, on each" in page
     assert "--worlds" not in claims_report(claimed, whole)
+
+
+def test_the_column_by_the_letter_has_the_profile_that_is_by_the_letter(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The others stay with ours, and without one by the letter all have the same."""
+
+    def bench(name: str, *_: object) -> Bench:
+        return Bench(world=replace(tiny_world(), name=name), effort=quick())
+
+    def real(recorded: Recorded, *_: object) -> Bench:
+        return bench(f"{recorded.profile} {recorded.trace}")
+
+    def facts(of: Bench, *_: object) -> dict[str, float]:
+        return {of.world.name: 1.0}
+
+    for name, stand_in in (("_generated", bench), ("_real", real), ("facts_of", facts)):
+        monkeypatch.setattr(claim_run, name, stand_in)
+    ours = Recorded(model="m", profile=Path("p"), trace=Path("t"))
+    both = replace(ours, letter_profile=Path("letter-p"), letter_trace=Path("letter-t"))
+    for recorded, letter in ((ours, "p t"), (both, "letter-p letter-t")):
+        asked = Asked("mixtral-8x7b", recorded, "tiny", 0)
+        found = claim_run.world_facts(asked, 3, None, print)
+        assert found.columns == {
+            "letter, generated": {"mixtral-8x7b": 1.0},
+            "letter, embedded": {letter: 1.0},
+            "pinned": {"p t": 1.0},
+        }
+        real_inputs = [name for name in found.inputs if " t" in name or "-t" in name]
+        own = ["letter-p letter-t by the letter, cluster 3"] if recorded is both else []
+        assert real_inputs == ["p t, cluster 3", *own]
+
+
+def test_the_page_says_how_near_to_the_letter_its_profile_is(tmp_path: Path) -> None:
+    profile = tiny_world().profile
+    names = {}
+    for name, heads, threshold in (("ours", "direction", 0.938), ("letter", "state", 0.9)):
+        header = replace(
+            profile.header,
+            settings=profile.header.settings | {"exit_heads": heads},
+            extra={"exit_threshold": threshold},
+        )
+        names[name] = tmp_path / name
+        replace(profile, header=header).save(names[name])
+    ours = Recorded(model="m", profile=names["ours"], trace=Path("t"))
+    both = replace(ours, letter_profile=names["letter"], letter_trace=Path("t"))
+    empty = gathered([], [])
+    page = claims_report(empty, Asked("any", ours, "tiny", 0))
+    assert "read its direction, and not the state itself, and" in page
+    assert "measured at a confidence of 0.938." in page
+    assert "--letter-profile" not in page
+    page = claims_report(empty, Asked("any", both, "tiny", 0))
+    assert "read the state itself, and" in page
+    assert "measured at a confidence of 0.9." in page
+    assert "--profile PROFILE --trace TRACE --letter-profile PROFILE --letter-trace TRACE`" in page
 
 
 def test_the_fastest_baseline_is_the_one_to_be_held_against() -> None:

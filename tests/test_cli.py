@@ -17,7 +17,9 @@ import pytest
 from launching import Serving
 from tiny import write_tiny_checkpoint
 from trimmoe import cli
+from trimmoe.calibrate.settings import CalibrationSettings
 from trimmoe.core.artifact import Header, save_artifact
+from trimmoe.core.errors import UserError
 from trimmoe.core.plan import load_plan
 from trimmoe.core.profile import PROFILE_KIND, load_profile
 from trimmoe.experiments.sample_text import sample_text
@@ -81,6 +83,28 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
         with Serving(["-m", "trimmoe.cli", *map(str, one)]) as ran:
             assert ran.ended() == 0, ran.text
     return result
+
+
+def test_a_profile_by_the_letter_is_asked_for_by_name(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Heads on the state (7), exit layers at p_J whatever exits flip."""
+    asked: list[CalibrationSettings] = []
+
+    def calibrate(*given: object) -> None:
+        asked.extend(one for one in given if isinstance(one, CalibrationSettings))
+        raise UserError("Enough.")
+
+    monkeypatch.setattr("trimmoe.calibrate.run.calibrate", calibrate)
+    for options in ((), ("--exit-heads", "state", "--exit-risk", "1", "--confidence", "0.8")):
+        result = run("calibrate", "embedded", "-o", tmp_path / "p.trim", *options)
+        assert_refused(result, "Enough.")
+    default, letter = asked
+    assert (default.exit_heads, default.exit_risk, default.confidence) == ("direction", 0.01, 0.9)
+    assert (letter.exit_heads, letter.exit_risk, letter.confidence) == ("state", 1.0, 0.8)
+    assert_refused(
+        run("calibrate", "embedded", "-o", tmp_path / "p.trim", "--exit-risk", 2), "from 0 to 1"
+    )
 
 
 def test_generate_streams_text_and_ends_with_the_ledger(made: Made, run: Run) -> None:

@@ -92,13 +92,18 @@ def test_hazards_go_by_what_was_foretold_after_the_layer_before() -> None:
 
 
 def test_exits_and_drafts_are_each_measured_at_the_confidence_at_which_they_leave() -> None:
-    """Three layers; exits need 0.9, or 0.96 where less flips more than is tolerated, drafts 0.6
-    whatever they flip."""
+    """Three layers; exits need 0.9, or 0.96 where less flips more than is tolerated, and 0.9 by the
+    letter, which tolerates all; drafts 0.6 whatever they flip."""
     score = np.array([[0.7, 0.95, 0.1, 0.59], [0.92, 0.1, 0.61, 0.59], [0.9, 0.9, 0.9, 0.9]])
-    settings = CalibrationSettings(confidence=0.9, exit_risk=0.01)
-    for error, threshold, exits in ((0.0, 0.9, [2, 1, 3, 3]), (0.5, 0.96, [3, 3, 3, 3])):
+    early, late = [2, 1, 3, 3], [3, 3, 3, 3]
+    for risk, error, threshold, exits in (
+        (0.01, 0.0, 0.9, early),
+        (0.01, 0.5, 0.96, late),
+        (1.0, 0.5, 0.9, early),
+        (1.0, 1.0, 0.9, early),
+    ):
         found = Exits(
-            settings=settings,
+            settings=CalibrationSettings(confidence=0.9, exit_risk=risk),
             weight=np.zeros((3, 2)),
             bias=np.zeros(3),
             grid=np.array([0.5, 0.96]),

@@ -38,6 +38,11 @@ def test_a_figure_of_a_geometry_needs_no_files(
     [
         (("figure", "3", "-o", "x"), "There is no figure 3"),
         (("all", "--profile", "p.trim", "-o", "x"), "--profile and --trace together"),
+        (("claims", "--letter-profile", "p.trim", "-o", "x"), "--letter-trace together"),
+        (
+            ("claims", "--letter-profile", "p.trim", "--letter-trace", "t.trim", "-o", "x"),
+            "beside --profile",
+        ),
         (("all", "--measure", "-o", "x"), "--measure executes a model"),
         (("all", "--plan", "p.trim", "-o", "x"), "--plan needs the --profile"),
         (("all", "--model", "gpt-9", "--quick", "-o", "x"), "There is no geometry"),

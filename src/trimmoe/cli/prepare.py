@@ -63,6 +63,13 @@ def calibrate(
         Literal["direction", "state"],
         typer.Option(help="What exit heads (7) read; `state` is the paper's letter."),
     ] = "direction",
+    exit_risk: Annotated[
+        float,
+        typer.Option(
+            help="Share of all tokens that exits may flip: exit layers and what follows from them "
+            "are measured at p_J raised to where that holds; 1: at p_J itself, the paper's letter."
+        ),
+    ] = 0.01,
     seed: int = 0,
     streamed: Annotated[
         bool | None,
@@ -89,6 +96,7 @@ def calibrate(
         confidence=confidence,
         importance=importance,
         exit_heads=exit_heads,
+        exit_risk=exit_risk,
         seed=seed,
     )
     texts = read_texts(text) if text else [prose("calibration")]

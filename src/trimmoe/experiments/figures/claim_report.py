@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import trimmoe
+from trimmoe.core.artifact import Header
+from trimmoe.core.profile import load_profile
 from trimmoe.experiments.figures.claim_page import claims_page
 from trimmoe.experiments.figures.claim_run import Asked, Claimed
 
@@ -26,6 +28,8 @@ def _command(asked: Asked) -> str:
     given += f" --seed {asked.seed} --geometry {asked.geometry}"
     if asked.recorded is not None:
         given += f" --model {asked.recorded.model} --profile PROFILE --trace TRACE"
+        if asked.recorded.letter_profile is not None:
+            given += " --letter-profile PROFILE --letter-trace TRACE"
         given += " --text TEXT" if asked.recorded.text else ""
     return f"trimmoe experiment claims -o FILE {given}"
 
@@ -44,7 +48,21 @@ def _notes(asked: Asked) -> list[str]:
     if recorded is not None and recorded.text:
         tokens = size.passages * size.steps
         notes.append(f"Executed: {tokens} tokens of held-out text on each.")
+    if recorded is not None:
+        notes.append(measured_at(load_profile(recorded.by_letter().profile).header))
     return notes
+
+
+def measured_at(header: Header) -> str:
+    """How near to the letter the exits of a real model's profile are."""
+    heads = {"state": "the state itself", "direction": "its direction, and not the state itself"}
+    threshold = header.extra["exit_threshold"]
+    where = "nowhere" if threshold is None else f"at a confidence of {threshold:.3g}"
+    return (
+        "By the letter on the embedded model, exit heads (7) read "
+        f"{heads[header.settings.get('exit_heads', 'direction')]}, and where tokens exit (26, 36) "
+        f"is measured {where}."
+    )
 
 
 def claims_json(claimed: Claimed, asked: Asked) -> dict[str, Any]:

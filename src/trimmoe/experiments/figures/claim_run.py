@@ -18,7 +18,6 @@ from trimmoe.experiments.figures.models import MODELS
 from trimmoe.experiments.figures.world import (
     Announce,
     Effort,
-    World,
     generated_world,
     made_world,
 )
@@ -86,6 +85,19 @@ class Recorded:
     profile: Path
     trace: Path
     text: tuple[Path, ...] = ()
+    letter_profile: Path | None = None
+    letter_trace: Path | None = None
+    """For the column by the letter, of the same model; None: it has those above."""
+
+    def by_letter(self) -> Recorded:
+        """As the column by the letter has it."""
+        return replace(
+            self,
+            profile=self.letter_profile or self.profile,
+            trace=self.letter_trace or self.trace,
+            letter_profile=None,
+            letter_trace=None,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,13 +177,12 @@ def world_facts(
     compared = {name: models[name] for name in MODELS}
     columns: dict[str, Facts] = {"letter, generated": facts_of(bench, "letter", compared)}
     if recorded is not None:
-        world = _real_world(recorded, effort, number, told)
-        inputs[f"{world.name}, cluster {number}"] = world.inputs
-        bench = Bench(
-            world=world, effort=effort, seed=number, announce=told,
-            execute=None if execute is None else execute(world.profile, number),
-        )  # fmt: skip
-        columns["letter, embedded"] = facts_of(bench, "letter", {})
+        bench = letter = _real(recorded, effort, number, execute, told)
+        inputs[f"{bench.world.name}, cluster {number}"] = bench.world.inputs
+        if recorded.letter_profile is not None:
+            letter = _real(recorded.by_letter(), effort, number, execute, told)
+            inputs[f"{letter.world.name} by the letter, cluster {number}"] = letter.world.inputs
+        columns["letter, embedded"] = facts_of(letter, "letter", {})
     columns["pinned"] = facts_of(bench, "pinned", compared)
     return WorldFacts(columns=columns, inputs=inputs)
 
@@ -182,16 +193,20 @@ def _generated(geometry: str, effort: Effort, seed: int, announce: Announce) -> 
     return Bench(world=world, effort=effort, seed=seed, announce=announce)
 
 
-def _real_world(recorded: Recorded, effort: Effort, seed: int, announce: Announce) -> World:
+def _real(
+    recorded: Recorded, effort: Effort, seed: int, execute: Executors | None, announce: Announce
+) -> Bench:
     """As much of the real tokens as the effort has, others in every world as far as there are."""
     spec = model_of(recorded.model)
     profile, trace = load_profile(recorded.profile), load_trace(recorded.trace)
     profile.require_model(spec)
     trace = some_sequences(trace, effort.sequences, effort.length, seed)
-    return made_world(
+    world = made_world(
         spec.name, "recorded", spec, profile, trace, paper_cluster(seed), effort, seed=seed,
         announce=announce,
     )  # fmt: skip
+    executed = None if execute is None else execute(profile, seed)
+    return Bench(world=world, effort=effort, seed=seed, announce=announce, execute=executed)
 
 
 def some_sequences(trace: Trace, sequences: int, length: int, number: int) -> Trace:

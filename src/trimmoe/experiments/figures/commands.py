@@ -122,6 +122,14 @@ def claims(
     model: Annotated[str, typer.Option(help="Of --profile and --trace.")] = "embedded",
     profile: ProfileOption = None,
     trace: TraceOption = None,
+    letter_profile: Annotated[
+        Path | None,
+        typer.Option(
+            help="For the column by the letter, if not --profile: made with "
+            "`--exit-heads state --exit-risk 1`."
+        ),
+    ] = None,
+    letter_trace: Annotated[Path | None, typer.Option(help="Of --letter-profile.")] = None,
     text: Annotated[
         list[Path] | None, typer.Option(help="Held out; the model is executed on it.")
     ] = None,
@@ -147,11 +155,22 @@ def claims(
 
     if (profile is None) != (trace is None):
         raise UserError("Give --profile and --trace together: a trace is of one profile.")
+    if (letter_profile is None) != (letter_trace is None):
+        raise UserError("Give --letter-profile and --letter-trace together.")
+    if letter_profile is not None and profile is None:
+        raise UserError("--letter-profile stands beside --profile: give that and --trace too.")
     if text and profile is None:
         raise UserError("--text is for executing a model: give --profile and --trace too.")
     recorded = None
     if profile is not None and trace is not None:
-        recorded = Recorded(model=model, profile=profile, trace=trace, text=tuple(text or ()))
+        recorded = Recorded(
+            model=model,
+            profile=profile,
+            trace=trace,
+            text=tuple(text or ()),
+            letter_profile=letter_profile,
+            letter_trace=letter_trace,
+        )
     console, asked = Console(stderr=True), Asked(geometry, recorded, size, seed, worlds)
     claimed = run_claims(asked, announce=lambda what: console.print(what, markup=False))
     page = claims_report(claimed, asked)
