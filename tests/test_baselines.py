@@ -167,6 +167,41 @@ def test_servers_join_until_masking_the_gate_is_charged_no_more_than_the_budget(
         assert admitted.tolist() == wanted
 
 
+@pytest.mark.parametrize(
+    ("name", "budget_units", "admitted", "runs"),
+    [
+        ("moe2", 2.0, [True, False, False], 1),
+        ("moe2-matched", 3.0, [True, False, False], 1),
+        ("moe2-matched", 2.0, [True, True, False], 2),
+        ("moe2-matched", 0.5, [True, True, True], 3),
+    ],
+)
+def test_within_the_budget_the_gate_is_masked_to_the_matched_subset(
+    name: str, budget_units: float, admitted: list[bool], runs: int
+) -> None:
+    """Server 0 has half of the experts, 0 and 1; 2 is 10 ms and 3 is 20 ms away. They are activated
+    by 4, 3, 2 and 1 of ten tokens, and whoever is masked loses 8 units: 0.3 x 8 = 2.4 a token
+    with server 0 alone, 0.1 x 8 = 0.8 with server 1 too, then none. The token's router prefers
+    them from the last to the first."""
+    losses = byhand.substitutes(1, 8 - 8 * np.eye(4))
+    made = byhand.world(
+        byhand.hosting([[0, 1]], [[2]], [[3]], experts=4),
+        [[0, 10, 20], [10, 0, 10], [20, 10, 0]],
+        routes=[[0], [0], [0]],
+        activated=np.array([[0.4, 0.3, 0.2, 0.1]]),
+        **losses,
+    )
+    method = METHODS[name]
+    settings = configured(method, budget=budget_units * byhand.UNIT, confidence=0.9)
+    engine = method_engine(method, made.plan, made.profile, made.model, settings)
+    assert isinstance(engine.policy, MaskedGating)
+    assert engine.policy.admitted.tolist() == admitted
+    token = replace(
+        seen([0.1, 0.2, 0.3, 0.4], layer=0), experts=np.array([[3]]), masses=np.array([[0.4]])
+    )
+    assert engine.policy.decide(token).slot_expert.tolist() == [[runs]]
+
+
 def test_experts_that_are_never_activated_take_a_masked_ones_place_alike() -> None:
     """All tokens activate expert 0, which is not there; 1 and 2 lose 2 and 4 units: 3, twice."""
     losses = byhand.substitutes(2, [[0.0, 2.0, 4.0]] * 3)

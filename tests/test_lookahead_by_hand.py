@@ -181,6 +181,20 @@ def test_a_token_is_decided_by_what_was_predicted_of_it_after_the_layer_before(
     assert skips(ran) == skipped
 
 
+@pytest.mark.parametrize("settings", WAYS)
+def test_before_the_first_layer_no_token_is_predicted_to_exit(settings: PolicySettings) -> None:
+    """(36): both layers are 10 ms away, 10.5 each, and the first may be skipped for 4 units, 0.25.
+    Who was thought to be done after it would run it, 10.5 against 0.25 + 10.5; to go on is 10.5
+    more either way. What was said of a token is not said of the next one."""
+    made = world(hosting([[], []], [[0, 1], [0, 1]]), PAIR_MS, skip=one_bin([4, 128]))
+    walk = Walk(engine=made.engine(settings))
+    for _ in range(2):
+        walk.arrive()
+        ran, _ = walk.layer(exit_at=1)
+        assert skips(ran)
+        walk.layer(exit_at=1)
+
+
 def test_who_is_predicted_to_exit_after_a_layer_passes_all_before_it() -> None:
     """(36): of 3 layers; predictions count layers from 1. A prediction of 0 does not occur."""
     forecast = certain(3)

@@ -192,6 +192,45 @@ def test_the_letter_takes_the_largest_benefit_first() -> None:
     assert benefits[layer, expert] == max(benefits.values())
 
 
+@pytest.mark.parametrize(
+    ("executions", "residence", "chosen"),
+    [
+        ([[0.2, 0.7], [0.1, 0.1]], [0.5, 0.5], (0, 1)),
+        ([[0.3, 0.7], [0.1, 0.1]], [0.5, 0.5], (0, 0)),
+        ([[0.2, 0.3], [0.3, 0.5]], [0.5, 0.5], (1, 0)),
+        ([[0.2, 0.3], [0.3, 0.5]], [0.8, 0.5], (0, 0)),
+    ],
+)
+def test_the_letters_replica_is_of_the_largest_lambda_times_rho_times_way(
+    executions: list[list[float]], residence: list[float], chosen: tuple[int, int]
+) -> None:
+    """(28): server 0 has room for one expert more; of both layers expert 0 is 10 ms away and expert
+    1 4 ms, and messages take no time. With half of the tokens there lambda times way is
+
+    0.2 x 10 = 2 against 0.7 x 4 = 2.8, then 0.3 x 10 = 3 against 2.8; and of 2 and 1.2 in layer 0,
+    3 and 2 in layer 1, the third, but 0.8 x 2 = 1.6 against 0.5 x 3 where more are in layer 0.
+    """
+    rng = np.random.default_rng(4)
+    model = random_model_spec(rng, layers=2, experts=2, top_k=1)
+    cluster = replace(
+        random_cluster(rng, servers=3),
+        bandwidth_bytes_per_s=np.full((3, 3), np.inf),
+        delay_s=np.array([[0, 10, 4], [10, 0, 7], [4, 7, 0]]) * 1e-3,
+    )
+    profile = replace(
+        random_profile(rng, model),
+        activated=np.array(executions),
+        executed=np.ones((2, 2)),
+        active=np.ones(2),
+    )
+    hosts = np.zeros((3, 2, 2), dtype=bool)
+    hosts[1, :, 0] = hosts[2, :, 1] = True
+    room = used_bytes(hosts, model) + np.array([int(model.expert_bytes[0, 0]), 0, 0])
+    there = np.array([residence, *[(1 - np.array(residence)) / 2] * 2])
+    found = add_paper_replicas(cluster, model, profile, hosts, room, there)
+    assert [tuple(one) for one in np.argwhere(found & ~hosts).tolist()] == [(0, *chosen)]
+
+
 def test_tokens_migrate_to_their_experts() -> None:
     rng = np.random.default_rng(7)
     model = random_model_spec(rng, layers=2, experts=2, top_k=1)
