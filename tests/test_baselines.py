@@ -183,7 +183,7 @@ def test_within_the_budget_the_gate_is_masked_to_the_matched_subset(
     by 4, 3, 2 and 1 of ten tokens, and whoever is masked loses 8 units: 0.3 x 8 = 2.4 a token
     with server 0 alone, 0.1 x 8 = 0.8 with server 1 too, then none. The token's router prefers
     them from the last to the first."""
-    losses = byhand.substitutes(1, 8 - 8 * np.eye(4))
+    losses = byhand.substitutes(1, (8 - 8 * np.eye(4)).tolist())
     made = byhand.world(
         byhand.hosting([[0, 1]], [[2]], [[3]], experts=4),
         [[0, 10, 20], [10, 0, 10], [20, 10, 0]],
