@@ -24,6 +24,7 @@ from trimmoe.evaluate.optional import require_harness
 from trimmoe.evaluate.squad import process_results
 from trimmoe.evaluate.tasks import local_task, prepare, reference_answers
 from trimmoe.experiments import lm_eval_model
+from trimmoe.experiments.compare import CompareSettings, policies_of
 from trimmoe.experiments.evaluate import (
     TaskResult,
     evaluate_tasks,
@@ -32,6 +33,7 @@ from trimmoe.experiments.evaluate import (
     print_evaluation,
 )
 from trimmoe.experiments.evaluate_settings import EvaluateSettings
+from trimmoe.experiments.methods import METHODS, UNLIMITED
 from trimmoe.experiments.subject import Subject, make_run
 
 WIKITEXT = (
@@ -227,6 +229,26 @@ def test_exact_execution_always_runs_first_and_nothing_twice() -> None:
         ("trimmoe", 0.01),
         ("trimmoe", 0.02),
     ]
+
+
+def test_what_looks_at_no_budget_runs_once_and_what_keeps_to_one_at_every_budget() -> None:
+    names = ("exact", "moe2", "moe2-matched", "paper")
+    expected = [("exact", 0.0), ("moe2", UNLIMITED)]
+    expected += [(name, budget) for name in names[2:] for budget in (0.01, 0.02)]
+    runs = planned_runs(EvaluateSettings(methods=names, budgets=(0.01, 0.02)))
+    assert [(run.method, run.policy.budget) for run in runs] == expected
+    compared = policies_of(CompareSettings(methods=names, budgets=(0.01, 0.02)))
+    assert [(name, policy.budget) for name, policy in compared] == expected
+
+
+def test_a_title_has_the_budget_if_there_is_one() -> None:
+    for name, budget, title in (
+        ("exact", 0.0, "exact nearest"),
+        ("moe2", UNLIMITED, "MoE^2 (adapted)"),
+        ("moe2-matched", 0.015, "MoE^2 (adapted), within the budget 0.015"),
+    ):
+        assert METHODS[name].titled(budget) == title
+    assert make_run("trimmoe", budget=0.01, confidence=0.9).title == "TrimMoE 0.01"
 
 
 def test_retention_turns_round_where_less_is_better() -> None:

@@ -106,7 +106,8 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
     profile.save(folder / "profile")
     plan.save(folder / "plan")
     trace.save(folder / "trace")
-    replace(trace, probabilities=None).save(folder / "narrow")
+    narrow = replace(trace, probabilities=None, home_wrong=None, home_confidence=None)
+    narrow.save(folder / "narrow")
     (folder / "text").write_text("A quick brown fox. " * 100)
     (folder / "data" / "wikitext-2").mkdir(parents=True)
     (folder / "data" / "wikitext-2" / "wiki.test.tokens").write_text(" = Sea = \n\n It is . \n")
@@ -318,6 +319,23 @@ def test_routing_anew_needs_a_trace_of_whole_router_outputs(
         monkeypatch, capsys, "simulate", *world.options("simulate"), *narrow, "--method", name
     )
     assert "trimmoe record" in said
+
+
+@pytest.mark.parametrize(("name", "said"), [("moe2", "router"), ("speculative", "would guess")])
+def test_what_cannot_be_simulated_is_refused_before_anything_is(
+    name: str,
+    said: str,
+    world: World,
+    stopping: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The first method named would run."""
+    options = world.options("simulate")
+    options += ["--trace", str(world.folder / "narrow")]
+    assert run(monkeypatch, "simulate", *options, "--method", "exact").engine
+    named = ["--method", "exact", "--method", name]
+    assert said in refused(monkeypatch, capsys, "simulate", *options, *named)
 
 
 def test_no_command_offers_methods_unnoticed() -> None:

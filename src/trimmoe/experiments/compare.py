@@ -72,7 +72,7 @@ def compare(
         raise UserError(f"The held-out text is too short: {error}; give more text.") from error
     access = access_servers(plan, passages.token_ids.shape[0], settings.seed)
     outcomes = []
-    for name, policy in _policies(settings):
+    for name, policy in policies_of(settings):
         method = find_method(name)
         engine = method_engine(method, plan, profile, view.spec, policy)
         driver = LocalDriver(view, profile, engine, slots=len(access), seed=settings.seed)
@@ -85,17 +85,16 @@ def compare(
             label=method.title,
             scoring=settings.scoring,
         )
-        title = method.title + (f" {policy.budget:.3g}" if policy.budget else "")
+        title = method.titled(policy.budget)
         outcomes.append(Outcome(name=name, title=title, policy=policy, score=measured))
     return passages, outcomes
 
 
-def _policies(settings: CompareSettings) -> Iterator[tuple[str, PolicySettings]]:
-    """Every method to run, once if it trades no quality, else once per budget."""
+def policies_of(settings: CompareSettings) -> Iterator[tuple[str, PolicySettings]]:
+    """Every method to run, once per budget if it looks at one."""
     for name in settings.methods:
         method = find_method(name)
-        lossless = method.settings().levers.lossless
-        for budget in settings.budgets[:1] if lossless else settings.budgets:
+        for budget in settings.budgets if method.budgeted else settings.budgets[:1]:
             yield name, configured(method, budget=budget, confidence=settings.confidence)
 
 

@@ -70,11 +70,11 @@ class TaskResult:
 
 
 def planned_runs(settings: EvaluateSettings) -> list[Run]:
-    """Exact execution first, then every method, once per budget if it spends any."""
+    """Exact execution first, then every method, once per budget if it looks at one."""
     runs = [make_run("exact", budget=0.0, confidence=settings.confidence)]
     for name in settings.methods:
-        lossless = find_method(name).settings().levers.lossless
-        for budget in settings.budgets[:1] if lossless else settings.budgets:
+        budgeted = find_method(name).budgeted
+        for budget in settings.budgets if budgeted else settings.budgets[:1]:
             runs.append(make_run(name, budget=budget, confidence=settings.confidence))
     return [run for index, run in enumerate(runs) if run not in runs[:index]]
 

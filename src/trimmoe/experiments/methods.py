@@ -75,6 +75,15 @@ class Method:
     reroutes: bool = False
     """Whether its policy routes anew over all experts, and needs the router's whole output."""
 
+    @property
+    def budgeted(self) -> bool:
+        """Whether it does something else within another budget."""
+        return self.matched or not self.settings().levers.lossless
+
+    def titled(self, budget: float) -> str:
+        """Its title with the budget that it has, if any."""
+        return self.title + (f" {budget:.3g}" if 0 < budget < UNLIMITED else "")
+
 
 def _unbudgeted() -> PolicySettings:
     """Exact settings under which a baseline of its own may approximate as it likes."""

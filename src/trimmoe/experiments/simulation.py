@@ -29,6 +29,7 @@ from trimmoe.policy.base import Policy
 from trimmoe.policy.build import Deployment, action_space, deploy
 from trimmoe.policy.settings import PolicySettings
 from trimmoe.progress import Bars
+from trimmoe.simulator.feed import require_guesses
 from trimmoe.simulator.geometries import GEOMETRIES
 from trimmoe.simulator.measure import Estimate, Sample, estimate, figures
 from trimmoe.simulator.run import simulate
@@ -70,10 +71,11 @@ def simulate_methods(
     """Run every method under the same load; `accounting` overrides the methods' own.
 
     Under `migrate` prompts are left out, as that accounting has none. Raises `UserError` if the
-    trace was not recorded with the profile, or does not hold what a method looks at.
+    trace was not recorded with the profile, or does not hold what a method looks at, before any
+    runs.
     """
     trace.require_profile(profile)
-    found = []
+    found, possible = [], []
     for name in methods:
         method = find_method(name)
         if method.reroutes:
@@ -81,10 +83,12 @@ def simulate_methods(
         policy = configured(method, budget=settings.budget, confidence=settings.confidence)
         if accounting is not None:
             policy = policy.under(accounting)
+        require_guesses(policy, plan.cluster.server_count, trace)
+        possible.append((name, method, policy, plan_for(method, plan, profile, model)))
+    for name, method, policy, chosen in possible:
         asked = replace(settings, budget=policy.budget, confidence=policy.confidence)
         if policy.accounting is Accounting.MIGRATE:
             asked = replace(asked, load=replace(asked.load, prefill=Prefill.EXCLUDED))
-        chosen = plan_for(method, plan, profile, model)
         engine = make_engine(chosen, profile, model, policy, method.policy)
         deployment = deploy(chosen, profile, model, policy.accounting)
         remake = method.policy and partial(_remade, method.policy, profile, engine.settings)

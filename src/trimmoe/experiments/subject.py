@@ -13,7 +13,6 @@ from trimmoe.core.profile import Profile, load_profile
 from trimmoe.evaluate.scoring import Scoring
 from trimmoe.experiments.compare import access_servers
 from trimmoe.experiments.methods import (
-    UNLIMITED,
     configured,
     find_method,
     method_engine,
@@ -48,8 +47,7 @@ class Run:
 
     @property
     def title(self) -> str:
-        method, budget = find_method(self.method), self.policy.budget
-        return method.title + (f" {budget:.3g}" if 0 < budget < UNLIMITED else "")
+        return find_method(self.method).titled(self.policy.budget)
 
 
 def open_subject(model: str, profile: Path, plan: Path, *, dtype: str, device: str) -> Subject:

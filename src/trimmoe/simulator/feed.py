@@ -11,7 +11,6 @@ from trimmoe.core.events import Executed, Routed
 from trimmoe.core.specs import BoolArray, FloatArray, IntArray
 from trimmoe.core.trace import Trace
 from trimmoe.cost.model import Accounting
-from trimmoe.engine.step import Engine
 from trimmoe.policy.settings import PolicySettings
 
 _COLUMNS = ("experts", "masses", "importance", "steadiness", "confidence", "exit_at")
@@ -98,10 +97,10 @@ class TraceFeed:
         return (sure & ~wrong).sum(0) / np.maximum(sure.sum(0), 1)
 
 
-def require_guesses(engine: Engine, trace: Trace) -> None:
+def require_guesses(settings: PolicySettings, server_count: int, trace: Trace) -> None:
     """Raise `UserError` if servers are to guess and what they would is not known."""
-    if not engine.settings.guesses:
+    if not settings.guesses:
         return
-    if engine.cost.accounting is Accounting.MIGRATE:
+    if settings.accounting is Accounting.MIGRATE:
         raise UserError("`migrate` accounting has no guesses; use `pinned` or `home`.")
-    trace.require_home(engine.cost.server_count)
+    trace.require_home(server_count)

@@ -52,7 +52,7 @@ def replay(
     the next one of its sequence sets out; nothing follows the last. Raises `UserError` if the trace
     does not say what they guess, or under `migrate` accounting, where no server could.
     """
-    require_guesses(engine, trace)
+    require_guesses(engine.settings, engine.cost.server_count, trace)
     feed, draws = TraceFeed(trace=trace), np.random.default_rng(seed)
     state, ledgers = engine.start(), dict[int, Ledger]()
     sequences = tuple(range(trace.sequence_count))

@@ -76,7 +76,7 @@ def simulate(
     `migrate` accounting, where a chunk has no one place, or if servers are to guess and the trace
     does not say what.
     """
-    require_guesses(engine, trace)
+    require_guesses(engine.settings, engine.cost.server_count, trace)
     load = settings.load
     assert requests is None or requests.count
     migrates = engine.cost.accounting is Accounting.MIGRATE
