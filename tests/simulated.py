@@ -99,6 +99,6 @@ def drained(one: World, **changes: Any) -> Sample:
         rate_per_s=20.0, requests=40, burstiness=4.0, output_tokens=6, prompt_tokens=9,
         prefill_chunk=4,
     )  # fmt: skip
-    sample = one.run(load, **({"duration_s": 60.0} | changes))
+    sample = one.run(load, **({"duration_s": 300.0} | changes))
     assert sample.after.in_flight == sample.after.running == 0
     return sample
