@@ -10,17 +10,20 @@ import pytest
 import torch
 from torch import Tensor
 
+import byhand
 from nodes import answers, hybrid_routes, ledgers_of, request, running, tokens_of, world
 from serving import Tiny
 from simulated import world as simulated_world
+from trimmoe.core.events import Routed, SequenceOpened
 from trimmoe.core.plan import Plan
 from trimmoe.core.profile import Profile
 from trimmoe.cost.actions import Levers
 from trimmoe.cost.model import Accounting
+from trimmoe.engine.prompts import decided, entered
 from trimmoe.experiments.methods import make_engine
 from trimmoe.models.base import MoEView
 from trimmoe.models.exact import exact_logits
-from trimmoe.policy.settings import PolicySettings, WeightRule, paper
+from trimmoe.policy.settings import BudgetRule, PolicySettings, WeightRule, paper
 from trimmoe.runtime.local import LocalDriver
 from trimmoe.simulator.settings import Load
 
@@ -99,6 +102,72 @@ def test_what_there_is_of_an_answer_spends_nothing_again(tiny: Tiny) -> None:
         assert before is not None
         assert after is not None
         assert after.loss == pytest.approx(before.loss)
+
+
+@pytest.mark.parametrize("rule", list(BudgetRule))
+def test_what_an_answers_tokens_have_left_is_not_the_prompts_to_spend(rule: BudgetRule) -> None:
+    """(33): each token of a prompt may spend 8 units, whatever the balance of its sequence, read
+    again after a failure; and those that are not trimmed nothing."""
+    made = byhand.world(byhand.hosting([[0, 1]]), [[0]])
+    engine = made.engine(replace(byhand.PLAIN, budget_rule=rule, prompts_trimmed=True))
+    again = SequenceOpened(
+        sequence=7, access=0, budget=8 * byhand.UNIT, confidence=0.9, balance=5 * byhand.UNIT
+    )
+    state, _ = entered(
+        engine,
+        engine.start().feedback,
+        [again],
+        np.array([0, 0, 0]),
+        np.array([True, False, True]),
+        wave=3,
+    )
+    assert (state.waves[3].allowance / byhand.UNIT).tolist() == [8.0, 0.0, 8.0]
+
+
+def test_prompts_foresee_no_exits_of_their_tokens(tiny: Tiny) -> None:
+    """Centroids say that every token is done after the first layer; those of prompts are not, and
+    are decided upon as where nobody may exit, and not as where nothing ahead is seen."""
+    profile, plan = world(tiny, servers=3)
+    profile = replace(profile, centroid_exit_layer=np.ones_like(profile.centroid_exit_layer))
+    exits, budget = Levers(drop_slots=False), 0.05
+
+    def spent(**changes: object) -> list[float]:
+        settings = letter(Accounting.MIGRATE, budget=budget, **changes)
+        one = driver(tiny.view, profile, plan, settings)
+        opened(one, budget=budget)
+        ledgers = [one.spent(sequence) for sequence in range(len(PROMPTS))]
+        return [each.loss for each in ledgers if each is not None]
+
+    assert spent(levers=exits) == spent(levers=replace(exits, exit=False))
+    assert spent(levers=exits) != spent(levers=exits, horizon=1)
+
+
+def test_no_token_of_a_prompt_is_predicted_to_exit() -> None:
+    """As with the first layer of other tokens: both layers are 10 ms away, and the first may be
+    skipped for 4 units. Who was thought to be done after it would run it."""
+    made = byhand.world(
+        byhand.hosting([[], []], [[0, 1], [0, 1]]),
+        [[0, 10], [10, 0]],
+        skip=byhand.one_bin([4, 128]),
+    )
+    engine = made.engine(replace(byhand.PLAIN, horizon=None, prompts_trimmed=True))
+    decision = decided(
+        engine,
+        engine.start(),
+        layer=0,
+        route=0,
+        access=0,
+        server=0,
+        routed=Routed(
+            wave=1,
+            experts=np.array([[0]]),
+            masses=np.array([[0.5]]),
+            importance=np.array([0.5]),
+            steadiness=np.array([0]),
+        ),
+        allowance=np.array([8 * byhand.UNIT]),
+    )
+    assert byhand.skips(decision)
 
 
 def test_what_was_trimmed_begins_no_other_sequence(tiny: Tiny) -> None:
