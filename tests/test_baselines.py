@@ -19,6 +19,7 @@ from trimmoe.experiments.methods import (
     load_replicated,
     make_engine,
     method_engine,
+    plan_for,
 )
 from trimmoe.policy.base import Observation
 from trimmoe.policy.baselines import (
@@ -275,3 +276,13 @@ def test_without_redundancy_routes_and_one_copy_stay_and_replicas_go_by_load_alo
     assert (server, found.hosts[server, layer, expert]) == (0, True)
     lacking = np.where(once.hosts[0], -np.inf, world.profile.activated)
     assert (layer, expert) == np.unravel_index(lacking.argmax(), lacking.shape)
+
+
+def test_the_method_without_redundancy_runs_on_the_plan_without(world: SmallWorld) -> None:
+    method, given = METHODS["no-redundancy"], (world.plan, world.profile, world.model)
+    runs_on = plan_for(method, *given)
+    assert not np.array_equal(runs_on.hosts, world.plan.hosts)
+    np.testing.assert_array_equal(
+        runs_on.hosts, load_replicated(world.plan, world.profile, world.model).hosts
+    )
+    np.testing.assert_array_equal(plan_for(METHODS["trimmoe"], *given).hosts, world.plan.hosts)

@@ -9,12 +9,14 @@ import pytest
 
 from byhand import MS, PLAIN, Walk, hosting, one_bin, substitutes, world
 from test_feedback import PAPER, window
+from trimmoe.core.events import Receipt, Settled
 from trimmoe.cost.deciding import step_costs
 from trimmoe.cost.model import Accounting
 from trimmoe.engine.feedback import Feedback
 from trimmoe.experiments.methods import make_engine
 from trimmoe.policy.build import deploy, user_references
 from trimmoe.policy.price import own_weight
+from trimmoe.policy.settings import ExitRule
 
 APART_MS = [[0, 10], [10, 0]]
 
@@ -95,6 +97,26 @@ def test_each_users_threshold_follows_the_exits_of_that_user() -> None:
     # Of user 0 alone: 0.905 + 0.1 (1 - 0.905).
     again = window(after, own, exits=(1.0,), users=(0,))
     assert again.raises_of(np.array([0, 3])).tolist() == pytest.approx([0.0145, 0.01])
+
+
+def test_no_users_threshold_falls_below_what_it_asked_for() -> None:
+    """0.9 + 0.1 (0.7 - 0.9) would be 0.88."""
+    own = replace(PAPER, user_exits=True)
+    after = window(Feedback(loss_weight=0.5), own, exits=(0.7,), users=(3,))
+    assert after.raises_of(np.array([3, 0])).tolist() == [0.0, 0.0]
+
+
+def test_an_exit_counts_for_the_user_whose_token_it_was() -> None:
+    """Of two tokens of user 1 the first exits, as sure as 1: 0.9 + 0.1 (1 - 0.9)."""
+    made = world(hosting([[0, 1], [0, 1]], [[0, 1], [0, 1]]), APART_MS, skip=one_bin([128.0] * 2))
+    paper = {"exit_rule": ExitRule.PAPER, "exit_step": 0.1, "user_exits": True, "window_tokens": 2}
+    walk = Walk(engine=made.engine(replace(PLAIN, **paper)), access=1)
+    told = [
+        Receipt(sequence=0, budget=1.0, loss=0.0, delay_s=0.01, exit_confidence=sure)
+        for sure in (1.0, None)
+    ]
+    walk.tell(Settled(receipts=tuple(told)))
+    assert walk.state.feedback.raises_of(np.array([0, 1])).tolist() == pytest.approx([0.0, 0.01])
 
 
 def test_a_users_token_sets_out_with_that_users_threshold() -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from factories import random_cluster, random_model_spec
 from trimmoe.core.ledger import Kind, Ledger
-from trimmoe.core.profile import CHANGES, ExitState, Profile, load_profile
+from trimmoe.core.profile import CHANGES, DRAFT_CONFIDENCE, ExitState, Profile, load_profile
 from trimmoe.core.specs import ModelSpec
 from trimmoe.core.trace import Trace, load_trace
 from trimmoe.experiments.methods import make_engine
@@ -139,6 +139,15 @@ def test_profile_agrees_with_itself_and_with_its_traces() -> None:
     )
     np.testing.assert_allclose(profile.activated, seen / trace.token_count, atol=0.05)
     trace.require_profile(profile)
+
+
+def test_drafts_are_foreseen_where_their_own_threshold_is_passed() -> None:
+    """After the first layer, where nothing is predicted yet."""
+    profile, trace = generated(spec(), Parameters(exit_hazard=(0.2, 0.3)))
+    assert profile.draft_hazard is not None
+    sure = (trace.confidence[:, 0] >= DRAFT_CONFIDENCE).mean()
+    assert sure > 0.1
+    np.testing.assert_allclose(profile.draft_hazard[:, 0], sure, atol=0.05)
 
 
 def test_generated_artifacts_survive_a_file(tmp_path) -> None:
