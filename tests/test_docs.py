@@ -62,6 +62,15 @@ def test_links_of_the_repositorys_pages_hold_there_and_on_the_site(name: str) ->
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("page", sorted((ROOT / "docs").glob("*.md")), ids=lambda page: page.name)
+def test_links_of_the_sites_pages_stay_on_the_site(page: Path) -> None:
+    """But for pages that are made when it is built."""
+    made = {*HOOKS["COPIED"], "commands.md"}
+    for link in re.findall(r"\]\((?!https?://|#)([^)#]+)", page.read_text()):
+        found = (page.parent / link).resolve()
+        assert link in made or (found.exists() and found.parent == page.parent), link
+
+
 def test_the_notebook_runs_and_says_what_it_did() -> None:
     """Plain text of results that do not hang on rounding; pictures only have to be drawn."""
     nbformat = pytest.importorskip("nbformat", reason="comes with the extra `dev`")
