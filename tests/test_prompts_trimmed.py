@@ -124,24 +124,6 @@ def test_what_an_answers_tokens_have_left_is_not_the_prompts_to_spend(rule: Budg
     assert (state.waves[3].allowance / byhand.UNIT).tolist() == [8.0, 0.0, 8.0]
 
 
-def test_prompts_foresee_no_exits_of_their_tokens(tiny: Tiny) -> None:
-    """Centroids say that every token is done after the first layer; those of prompts are not, and
-    are decided upon as where nobody may exit, and not as where nothing ahead is seen."""
-    profile, plan = world(tiny, servers=3)
-    profile = replace(profile, centroid_exit_layer=np.ones_like(profile.centroid_exit_layer))
-    exits, budget = Levers(drop_slots=False), 0.05
-
-    def spent(**changes: object) -> list[float]:
-        settings = letter(Accounting.MIGRATE, budget=budget, **changes)
-        one = driver(tiny.view, profile, plan, settings)
-        opened(one, budget=budget)
-        ledgers = [one.spent(sequence) for sequence in range(len(PROMPTS))]
-        return [each.loss for each in ledgers if each is not None]
-
-    assert spent(levers=exits) == spent(levers=replace(exits, exit=False))
-    assert spent(levers=exits) != spent(levers=exits, horizon=1)
-
-
 def test_no_token_of_a_prompt_is_predicted_to_exit() -> None:
     """As with the first layer of other tokens: both layers are 10 ms away, and the first may be
     skipped for 4 units. Who was thought to be done after it would run it."""
