@@ -124,7 +124,7 @@ async def test_what_an_answer_copies_is_guessed_from_what_came_before(
     assert ({"guess"} if temperature else {"copy", "guess"}) <= kinds[1]
     assert not kinds[0]
     assert sum(copied[0]) == 0
-    assert sum(copied[1]) > 0
+    assert temperature or sum(copied[1]) > 0
 
 
 @pytest.mark.parametrize("policy", ["speculative", "guessing"])
