@@ -45,6 +45,8 @@ PROMPT, WARM, NEW = 65, 4, 60
 MOST_ONE_BY_ONE = 8
 """More rows take minutes."""
 PORT = 8600
+SERVED = ((1, False), (2, True), (2, False))
+"""How many servers, and whether they measure themselves before plans are made."""
 Run = Callable[[list[list[int]], int], object]
 
 
@@ -64,7 +66,10 @@ def main() -> None:
         if options.device == "cuda":
             torch.cuda.empty_cache()
         if options.only != "alone":
-            told["served"] = _served(Path(folder), options)
+            for servers, probed in SERVED:
+                name = f"{servers} servers, {'probed' if probed else 'not probed'}"
+                print(name, flush=True)
+                told[name] = _served(Path(folder), options, servers=servers, probed=probed)
     if options.output:
         options.output.write_text(json.dumps(told, indent=2) + "\n", encoding="utf-8")
 
@@ -200,10 +205,12 @@ def _took_s(run: Callable[[], object]) -> float:
     return time.perf_counter() - begun
 
 
-def _served(folder: Path, options: argparse.Namespace) -> dict[str, object]:
+def _served(
+    folder: Path, options: argparse.Namespace, *, servers: int, probed: bool
+) -> dict[str, object]:
     """Milliseconds a token of one stream, and tokens a second of several."""
     told: dict[str, object] = {}
-    with _serving(folder, options.device) as client:
+    with _serving(folder, options.device, servers=servers, probed=probed) as client:
         for streams in options.rows:
             asyncio.run(_streams(client, streams, 16))
             rounds = [asyncio.run(_streams(client, streams, NEW)) for _ in range(options.rounds)]
@@ -216,30 +223,22 @@ def _served(folder: Path, options: argparse.Namespace) -> dict[str, object]:
 
 
 @contextlib.contextmanager
-def _serving(folder: Path, device: str) -> Iterator[Client]:
+def _serving(folder: Path, device: str, *, servers: int, probed: bool) -> Iterator[Client]:
     spec = model_spec(folder, dtype=torch.bfloat16, hashed=True)
     random_profile(np.random.default_rng(3), spec).save(folder / "profile.trim")
-    size_gb = (0.55 * spec.total_expert_bytes + spec.dense_bytes) / 1e9
-    servers = "".join(
+    size_gb = (1.1 / servers * spec.total_expert_bytes + spec.dense_bytes) / 1e9
+    listed = "".join(
         f"  - {{name: {name}, tflops: 400, memory_gb: {size_gb:.3f}, device: {device}}}\n"
-        for name in ("left", "right")
+        for name in ("left", "right")[:servers]
     )
     cluster = folder / "cluster.yaml"
     links = "links: {default: {gbps: 10, ms: 0.1}}\n"
-    cluster.write_text(f"name: one-accelerator\nmemory_ratio: 1.5\nservers:\n{servers}{links}")
+    cluster.write_text(f"name: one-accelerator\nmemory_ratio: 1.5\nservers:\n{listed}{links}")
     command = [
         *(sys.executable, "-m", "trimmoe.cli", "serve", "--cluster", str(cluster)),
         *("--model", str(folder), "--profile", str(folder / "profile.trim")),
-        *(
-            "--policy",
-            "exact",
-            "--no-probe",
-            "--dtype",
-            "bfloat16",
-            "--no-emulate",
-            "--kv-slots",
-            "40",
-        ),
+        *("--policy", "exact", "--dtype", "bfloat16", "--no-emulate", "--kv-slots", "40"),
+        *(() if probed else ("--no-probe",)),
         *("--port-base", str(PORT)),
     ]
     log = folder / "serve.log"
