@@ -21,16 +21,20 @@ WHOLE_S = LAYERS + (LAYERS + 1) * (WAY_S + HOP_S)
 """From its user through all layers and back."""
 
 
-def with_software(one: World) -> World:
-    """The same, where a message takes its receiver half a second."""
+def with_software(one: World, *, token_s: float = 0.0) -> World:
+    """The same, where a message takes its receiver half a second, and a token where it begins so
+    long."""
     plan = one.deployment.plan
-    machines = timed_machines(plan.cluster, one.model, hop_s=HOP_S)
+    machines = timed_machines(plan.cluster, one.model, hop_s=HOP_S, token_s=token_s)
     speeds = machines.applied(plan.cluster, one.model, Precision.NONE).speeds
     plan = replace(plan, cluster=replace(plan.cluster, speeds=speeds))
     cost = one.engine.cost
     more_s = HOP_S * (1.0 - np.eye(cost.server_count))
+    dense_s = cost.dense_s.copy()
+    dense_s[:, 0] += token_s
     cost = replace(
         cost,
+        dense_s=dense_s,
         transfer_s=cost.transfer_s + more_s,
         token_transfer_s=cost.token_transfer_s + more_s,
     )
@@ -61,6 +65,15 @@ def test_tokens_in_one_batch_wait_for_each_others_messages() -> None:
     sample = answered(one, np.zeros_like(one.trace.confidence), [1, 1])
     assert finished_s(sample, 0) == finished_s(sample, 1) == pytest.approx([WHOLE_S])
     assert sample.after.served[1:, DENSE].tolist() == [[1, 2]] * 3
+
+
+def test_what_a_token_takes_beside_its_layers_a_batch_takes_nearly_once() -> None:
+    """Two seconds for one token; for two that begin together a twentieth of that more."""
+    one = with_software(stages([1, 2, 3], WAY_S), token_s=2.0)
+    nothing = np.zeros_like(one.trace.confidence)
+    assert finished_s(answered(one, nothing, [1]), 0) == pytest.approx([WHOLE_S + 2.0])
+    both = answered(one, nothing, [1, 1])
+    assert finished_s(both, 0) == finished_s(both, 1) == pytest.approx([WHOLE_S + 2.1])
 
 
 def test_messages_are_handled_one_after_another_between_batches() -> None:

@@ -237,7 +237,10 @@ def _service_s(world, rows, state, server):
             row = rows.sibling[row]
         entry = state.entry_next[entry]
     if dense:
-        return _batch_s(world.dense_s[server, layer], tokens, world.batch_share)
+        takes_s = _batch_s(world.dense_s[server, layer], tokens, world.batch_share)
+        if layer == 0:
+            takes_s += _batch_s(world.token_s[server], tokens, world.token_share)
+        return takes_s
     total = 0.0
     for expert in range(counts.size):
         if counts[expert] > 0:

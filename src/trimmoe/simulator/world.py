@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trimmoe.core.specs import ClusterSpec, FloatArray, IntArray
+from trimmoe.cost.batching import TOKEN_SHARE
 from trimmoe.cost.model import Accounting, CostModel
 from trimmoe.engine.guesses import guess_times_s
 
@@ -51,6 +52,8 @@ class World(NamedTuple):
 
     dense_s: FloatArray
     """[M, N]."""
+    token_s: FloatArray
+    """Software: what a token takes where it begins beside its layers, [M]."""
     expert_s: FloatArray
     """Of all that may run in a slot, [M, N, F * E]."""
     delay_s: FloatArray
@@ -66,6 +69,8 @@ class World(NamedTuple):
     later: np.ndarray
     """Whether a route has a layer from l on at a server, bool [R', N+1, M]."""
     batch_share: float
+    token_share: float
+    """Of `token_s`, what a batch takes only once."""
     max_batch: int
     link_queues: bool
     closed: bool
@@ -225,18 +230,24 @@ def make_world(
     """The constants of a run; seconds are the cost model's, split at the propagation delay. Tokens
     activate so many `slots`."""
     layers, servers = cost.layer_count, cost.server_count
-    delay_s, speeds, hop_s = cluster.delay_s, cluster.speeds, np.zeros(servers)
+    delay_s, speeds = cluster.delay_s, cluster.speeds
+    hop_s, token_s, token_share = np.zeros(servers), np.zeros(servers), batch_share
     machine, at_once = np.arange(servers), np.full(servers, np.inf)
     if speeds is not None:
         hop_s = speeds.hop_s
+        if cost.accounting is not Accounting.MIGRATE:
+            token_s, token_share = speeds.token_s, TOKEN_SHARE
         delay_s = delay_s + hop_s * ~np.eye(servers, dtype=bool)
         machine, at_once = speeds.machine.astype(np.int64), speeds.at_once
     later = np.zeros((routes.shape[0], layers + 1, servers), dtype=bool)
     for layer in range(layers - 1, -1, -1):
         later[:, layer] = later[:, layer + 1]
         later[np.arange(routes.shape[0]), layer, routes[:, layer]] = True
+    dense_s = cost.dense_s.copy()
+    dense_s[:, 0] -= token_s
     return World(
-        dense_s=np.ascontiguousarray(cost.dense_s),
+        dense_s=np.ascontiguousarray(dense_s),
+        token_s=np.ascontiguousarray(token_s),
         expert_s=np.ascontiguousarray(cost.form_s),
         delay_s=np.ascontiguousarray(delay_s),
         hop_s=np.ascontiguousarray(hop_s),
@@ -245,6 +256,7 @@ def make_world(
         seat_s=_round_trips(delay_s, routes),
         later=later,
         batch_share=batch_share,
+        token_share=token_share,
         max_batch=max_batch or np.iinfo(np.int64).max,
         link_queues=link_queues,
         closed=closed,
