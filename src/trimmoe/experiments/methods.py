@@ -50,6 +50,7 @@ from trimmoe.policy.settings import (
     ring,
     speculative,
     substitute_only,
+    trimming,
     trimmoe,
 )
 
@@ -206,6 +207,7 @@ METHODS = {
         copies=True,
     ),
     "auto": Method(title="auto", settings=auto),
+    "trimming": Method(title="trimming", settings=trimming),
     "guessing": Method(title="guess + trim", settings=guessing),
     "final-exits": Method(title="with final exits", settings=final_exits),
     "no-skip": Method(title="without skips", settings=_without(skip=False, drop_slots=False)),

@@ -33,8 +33,8 @@ from trimmoe.runtime.launch.whoever import Roll, serve_whoever_joins
 
 Say = Callable[[str], None]
 POLICIES = (
-    "auto", "trimmoe", "guessing", "lossless", "speculative", "final-exits", "substitute-only",
-    "exact",
+    "auto", "trimmoe", "trimming", "guessing", "lossless", "speculative", "final-exits",
+    "substitute-only", "exact",
 )  # fmt: skip
 """Those of `methods` that are a policy on any plan; `paper` moves tokens without their KV cache,
 which no real servers can do."""

@@ -16,7 +16,7 @@ from trimmoe.experiments.serve_methods import MethodsLoad
 from trimmoe.runtime.launch.artifacts import Artifacts
 from trimmoe.runtime.launch.config import ServeConfig
 
-_OURS = ("trimmoe", "lossless", "speculative", "guessing", "final-exits", "exact")
+_OURS = ("trimmoe", "trimming", "lossless", "speculative", "guessing", "final-exits", "exact")
 
 
 def methods_json(

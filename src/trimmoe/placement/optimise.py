@@ -21,12 +21,14 @@ from trimmoe.core.errors import UserError
 from trimmoe.core.plan import Plan
 from trimmoe.core.profile import Profile
 from trimmoe.core.specs import BoolArray, ClusterSpec, IntArray, ModelSpec
+from trimmoe.placement.at_home import copy_losses, home_hosts
 from trimmoe.placement.bound import Bound, exact_bound
 from trimmoe.placement.landscape import ExactObjective, Landscape, Objective
 from trimmoe.placement.make import as_plan, default, distinct_routes, make_planner
 from trimmoe.placement.mutate import Mutator
 from trimmoe.placement.planner import Placement, Planner, PlanSettings
 from trimmoe.placement.redundancy import add_marginal_replicas
+from trimmoe.placement.routes import home_routes
 from trimmoe.placement.search import Search
 from trimmoe.placement.seeds import SEEDS, seed_placement
 from trimmoe.placement.stand_ins import standing_in
@@ -221,6 +223,7 @@ class Optimiser:
         seeds = [entry for entry in entries if entry.name.startswith("seed ")]
         users = EachUserObjective(whole=trimmed)
         ranked = [self._entry(users, e.name, e.hosts, e.routes) for e in seeds + others]
+        ranked += self._at_home(users)
         ranked.sort(key=lambda entry: entry.value_s)
         ranked += self._rerouted(trimmed, ranked[:_FINALISTS])
         ranked.sort(key=lambda entry: entry.value_s)
@@ -246,6 +249,18 @@ class Optimiser:
             filled = self._filled(hosts, routes)
             ranked.append(self._entry(users, f"{name}{best.name}, filled", filled, routes))
         return users, ranked, search.done
+
+    def _at_home(self, objective: Objective) -> list[_Entry]:
+        """Tokens that stay with their users, if copies may stand in."""
+        planner = self.planner
+        worth = copy_losses(planner.profile)
+        if worth is None or not planner.copies.any():
+            return []
+        hosts = home_hosts(planner.model, planner.capacity, worth)
+        if hosts is None:
+            return []
+        routes = home_routes(planner.cluster.server_count, planner.model.layer_count)
+        return [self._entry(objective, "at home", hosts, routes)]
 
     def _rerouted(self, trimmed: TrimmedObjective, entries: list[_Entry]) -> list[_Entry]:
         """The hosts of `entries` with other routes: of those that are best at any price of quality,

@@ -248,18 +248,18 @@ def auto_trimming() -> PolicySettings:
     return replace(guessing(), name="auto", guess_below=GUESS_BELOW)
 
 
+def trimming() -> PolicySettings:
+    """The default's skips, drops and substitutes where a token would have to leave its server. It
+    passes all other layers in one go, as under `exact`; there are no exits."""
+    whole = trimmoe()
+    levers = replace(whole.levers, exit=False, local=False)
+    return replace(whole, name="trimming", levers=levers, draft_confidence=None)
+
+
 def guessing() -> PolicySettings:
-    """The default's skips, drops and substitutes where a token would have to leave its server, on
-    tokens that users' own servers guess ahead. A guessed token spends its own credit only, see
-    `TokensArrived`."""
-    trimming = trimmoe()
-    return replace(
-        trimming,
-        name="guessing",
-        levers=replace(trimming.levers, exit=False, local=False),
-        draft_confidence=None,
-        guesses=GUESSES,
-    )
+    """`trimming`, on tokens that users' own servers guess ahead. A guessed token spends its own
+    credit only, see `TokensArrived`."""
+    return replace(trimming(), name="guessing", guesses=GUESSES)
 
 
 def paper() -> PolicySettings:
@@ -339,6 +339,7 @@ PRESETS = {
     "lossless": lossless,
     "speculative": speculative,
     "auto": auto,
+    "trimming": trimming,
     "guessing": guessing,
     "paper": paper,
     "exact": exact,
