@@ -25,6 +25,8 @@ from trimmoe.experiments.opening import resolved
 from trimmoe.models.load import load_tokenizer
 from trimmoe.models.quantise import pack_bits
 
+Block = tuple[nn.Parameter, nn.Parameter]
+"""Weights of a layer's experts, [E, 2I, H] and [E, H, I]."""
 _FROM = 32
 """Tokens of each window that are context alone."""
 
@@ -46,9 +48,8 @@ def main() -> None:
         path = resolved(name)
         model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
         model = model.to(options.device).eval()
-        blocks = [module for module in model.modules() if hasattr(module, "gate_up_proj")]
-        blocks = [module for module in blocks if module.gate_up_proj.ndim == 3]
-        size = 4e-6 * sum(part.numel() for block in blocks for part in block.parameters())
+        blocks = experts_of(model)
+        size = 4e-6 * sum(part.numel() for block in blocks for part in block)
         texts = {}
         for file in options.text:
             ids = token_windows(
@@ -72,6 +73,16 @@ def main() -> None:
             print(f"| {name} | {size:.0f} | {file.name} | {loss:.1f} | {cells} |", flush=True)
 
 
+def experts_of(model: nn.Module) -> list[Block]:
+    """Of every layer: what goes into its experts and what comes out."""
+    found = []
+    for module in model.modules():
+        into, out = (getattr(module, name, None) for name in ("gate_up_proj", "down_proj"))
+        if isinstance(into, nn.Parameter) and isinstance(out, nn.Parameter) and into.ndim == 3:
+            found.append((into, out))
+    return found
+
+
 def predictions(model: nn.Module, ids: torch.Tensor) -> tuple[torch.Tensor, float]:
     """Next tokens [windows, length - 1 - _FROM], and the perplexity of the text's own."""
     guesses, losses = [], []
@@ -84,14 +95,14 @@ def predictions(model: nn.Module, ids: torch.Tensor) -> tuple[torch.Tensor, floa
     return torch.cat(guesses), torch.stack(losses).mean().exp().item()
 
 
-def replaced(blocks: list[nn.Module], bits: int | None, held: list[float]) -> Iterator[None]:
+def replaced(blocks: list[Block], bits: int | None, held: list[float]) -> Iterator[None]:
     """For each share in turn, the model with all other experts as copies; then as it was.
 
     `bits` None leaves them out.
     """
-    before = [(block.gate_up_proj.data, block.down_proj.data) for block in blocks]
+    before = [(into.data, out.data) for into, out in blocks]
     with ThreadPoolExecutor() as pool:
-        after = list(pool.map(lambda pair: tuple(copied(each, bits) for each in pair), before))
+        after = list(pool.map(lambda pair: [copied(each, bits) for each in pair], before))
     for share in held:
         generator = torch.Generator().manual_seed(0)
         for block, whole, few in zip(blocks, before, after, strict=True):
@@ -99,11 +110,12 @@ def replaced(blocks: list[nn.Module], bits: int | None, held: list[float]) -> It
             here = torch.zeros(count, dtype=torch.bool)
             here[torch.randperm(count, generator=generator)[: round(share * count)]] = True
             here = here.to(whole[0].device)[:, None, None]
-            block.gate_up_proj.data = torch.where(here, whole[0], few[0])
-            block.down_proj.data = torch.where(here, whole[1], few[1])
+            for part, kept, copy in zip(block, whole, few, strict=True):
+                part.data = torch.where(here, kept, copy)
         yield
     for block, whole in zip(blocks, before, strict=True):
-        block.gate_up_proj.data, block.down_proj.data = whole
+        for part, kept in zip(block, whole, strict=True):
+            part.data = kept
 
 
 def copied(weights: torch.Tensor, bits: int | None) -> torch.Tensor:

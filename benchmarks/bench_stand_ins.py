@@ -2,6 +2,10 @@
 experts that they do not hold, and what that takes.
 
     python benchmarks/bench_stand_ins.py --plan plan.trim --text FILE [--text FILE]
+    python benchmarks/bench_stand_ins.py --plan plan.trim --text FILE --shares 0.01 0.02 0.04 0.08
+
+With `--shares`, servers have what a plan would give them within so much memory, as a share of what
+all experts take in single precision.
 
 Nothing here is timed: the same inputs give the same figures.
 """
@@ -21,11 +25,11 @@ from trimmoe.calibrate.windows import Windows
 from trimmoe.core.plan import Plan, load_plan
 from trimmoe.core.precision import Precision
 from trimmoe.core.profile import Profile, load_profile
-from trimmoe.core.specs import FloatArray, IntArray
+from trimmoe.core.specs import FloatArray, IntArray, ModelSpec
 from trimmoe.experiments.opening import profile_path, resolved
 from trimmoe.models.base import MoEView
 from trimmoe.models.load import load_tokenizer, open_model
-from trimmoe.placement.stand_ins import copies_bytes
+from trimmoe.placement.stand_ins import allowance_bytes, copied_bits, copies_bytes, passed_by
 from trimmoe.progress import Bars
 
 _LENGTH = 256
@@ -41,6 +45,7 @@ def main() -> None:
     parser.add_argument("--text", type=Path, action="append", required=True)
     parser.add_argument("--tokens", type=int, default=2048)
     parser.add_argument("--quantise", type=Precision, default=Precision.NONE)
+    parser.add_argument("--shares", type=float, nargs="*")
     options = parser.parse_args()
     path = resolved(options.model)
     view = open_model(path, dtype=torch.float32, hashed=True, quantise=options.quantise)
@@ -51,7 +56,10 @@ def main() -> None:
         ids = token_windows(
             read_texts([text]), tokenizer=tokenizer, tokens=options.tokens, window=_LENGTH, seed=0
         )
-        for name, bits in _stand_ins(plan):
+        rows = _stand_ins(plan)
+        if options.shares is not None:
+            rows = _within(plan, profile, view.spec, options.shares)
+        for name, bits in rows:
             sizes = np.zeros(len(plan.hosts)) if bits is None else copies_bytes(view.spec, bits)
             right = _right(view, profile, Windows(ids=ids), plan, bits)
             print(
@@ -65,6 +73,16 @@ def _stand_ins(plan: Plan) -> Iterator[tuple[str, IntArray | None]]:
         yield f"copies in {bits} bits", np.where(plan.hosts, 0, bits)
     if plan.stand_in_bits is not None:
         yield "what the plan has", plan.stand_in_bits
+
+
+def _within(
+    plan: Plan, profile: Profile, model: ModelSpec, shares: list[float]
+) -> Iterator[tuple[str, IntArray | None]]:
+    passing = passed_by(plan.routes, len(plan.hosts))
+    for share in shares:
+        allowed = np.full(len(plan.hosts), allowance_bytes(model, share))
+        frequency = profile.expected_executions
+        yield f"within {share:.1%}", copied_bits(model, plan.hosts, frequency, allowed, passing)
 
 
 def _right(

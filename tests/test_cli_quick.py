@@ -8,6 +8,8 @@ from importlib.resources import files
 
 import pytest
 
+import trimmoe
+
 HEAVY = ("torch", "transformers", "numpy", "numba", "scipy", "ray", "fastapi", "matplotlib")
 SHOW = f"import sys; print([name for name in {HEAVY!r} if name in sys.modules])"
 
@@ -45,3 +47,18 @@ def test_servers_start_without_what_only_planners_need() -> None:
 
 def test_types_are_told_to_checkers() -> None:
     assert (files("trimmoe") / "py.typed").is_file()
+
+
+def test_the_version_is_told_without_anything_heavy() -> None:
+    code = f"""
+import sys
+from trimmoe import cli
+sys.argv = ["trimmoe", "--version"]
+try:
+    cli.main()
+except SystemExit as left:
+    assert not left.code
+{SHOW}
+"""
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert ran.stdout.splitlines() == [f"trimmoe {trimmoe.__version__}", "[]"]

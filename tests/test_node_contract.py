@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from devices import copies
 from nodes import hybrid_routes, read, request, running, tokens_of, world
 from serving import EOS, Tiny
 from tiny import CONTEXT
@@ -135,6 +136,7 @@ async def test_no_prefix_of_an_answer_spends_more_than_it_was_credited(driver: D
     assert kinds[:, [Kind.SKIPPED, Kind.EXITED]].any()
 
 
+@copies
 async def test_stand_ins_run_alike_on_all_drivers_and_never_without_a_budget(tiny: Tiny) -> None:
     """Copies, in two, four or eight bits, of whatever a server does not hold."""
     levers = Levers(substitute=False, stand_in=True, drop_slots=False, skip=False, exit=False)

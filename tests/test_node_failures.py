@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from devices import copies
 from nodes import LINKS, Servers, answers, read, replayed, request, running, tokens_of, world
 from serving import Tiny
 from tiny import LAYERS
@@ -240,6 +241,7 @@ async def test_an_expert_without_a_live_host_is_substituted_within_the_budget(ti
     assert (len(events), len(fresh)) == (60, 20)
 
 
+@copies
 async def test_an_expert_without_a_live_host_is_stood_in_for_within_the_budget(tiny: Tiny) -> None:
     """By its copy on the server where the token is, in answers and prompts."""
     profile, plan = orphaning(tiny, loss=0.01)

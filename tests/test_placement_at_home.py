@@ -46,7 +46,7 @@ def test_servers_hold_what_copies_would_lose_most_and_share_the_rest() -> None:
     capacity = np.full(2, 3 * 4 * (size // 4))
     hosts = home_hosts(model, capacity, np.array([0.1, 0.4, 0.3, 0.2]))
     assert hosts is not None
-    whole = hosts.all(axis=2)
+    whole = np.asarray(hosts.all(axis=2))
     assert whole[:, 1].all()
     assert whole[:, 2].all()
     assert sorted(np.flatnonzero(row).tolist() for row in whole) == [[0, 1, 2], [1, 2, 3]]

@@ -29,6 +29,7 @@ from embedded.layerwise import LayerwiseSettings
 from embedded.pack import carved_tensors, upcycled_tensors, write_deltas
 from embedded.polish import PolishSettings, polish_stage
 from embedded.stages import (
+    GEOMETRY,
     build_student,
     distill_stage,
     layerwise_stage,
@@ -39,6 +40,7 @@ from embedded.stages import (
 from embedded.text import Source
 from embedded.upcycle import UpcycleSettings, branch_texts, upcycle, upcycled_geometry
 from embedded.upcycled_checkpoint import UPCYCLED_FORMAT, write_checkpoint
+from trimmoe.models.embedded.materialise import materialise
 
 app = typer.Typer(add_completion=False, no_args_is_help=True)
 Wheel = Annotated[Path, typer.Option(help="The source package's wheel.")]
@@ -66,11 +68,26 @@ def carve(
     polish_text: Annotated[
         list[str] | None, typer.Option(help="FILE=WEIGHT for the third stage; default: as --text.")
     ] = None,
+    experts: Annotated[int, typer.Option(help="Routed experts, of equal size.")] = GEOMETRY.experts,
+    top_k: Annotated[int, typer.Option(help="Of these, activated.")] = GEOMETRY.top_k,
+    shared: Annotated[
+        int, typer.Option(help="Neurons of the shared expert.")
+    ] = GEOMETRY.shared_neurons,
+    checkpoint: Annotated[Path | None, typer.Option(help="Folder for the whole model too.")] = None,
 ) -> None:
-    """Carve the dense source into experts, train, and write the deltas: the embedded model."""
+    """Carve the dense source into experts, train, and write the deltas: the embedded model, or, by
+    other numbers of experts, one to compare with it."""
     torch.set_num_threads(threads)
     sources = [Source.parse(argument) for argument in text]
-    bench = open_bench(wheel, work)
+    size = (GEOMETRY.neurons - shared) // experts
+    geometry = replace(
+        GEOMETRY, experts=experts, top_k=top_k, shared_neurons=shared, expert_neurons=size
+    )
+    if geometry.neurons != GEOMETRY.neurons:
+        raise typer.BadParameter(
+            f"{GEOMETRY.neurons - shared} neurons are no {experts} equal experts."
+        )
+    bench = replace(open_bench(wheel, work), geometry=geometry)
     first, second = LayerwiseSettings(), DistillSettings(steps=steps)
 
     tokens = windows_for(
@@ -99,6 +116,8 @@ def carve(
         layers = polish_stage(bench, layers, sources, first, third, seed=seed + 2)
         recipe |= recipe_of(polish_text=weights_of(sources), polish=third)
     write_deltas(output, carved_tensors(layers), bench.geometry, recipe)
+    if checkpoint is not None:
+        print(materialise(output, checkpoint, progress=False))
 
 
 @app.command(name="upcycle")

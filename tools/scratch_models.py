@@ -14,6 +14,7 @@ import math
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -37,13 +38,13 @@ class Shape:
     """Of one expert."""
 
     def config(self) -> Qwen3MoeConfig:
+        more: dict[str, Any] = {"head_dim": 64}
         return Qwen3MoeConfig(
             vocab_size=VOCABULARY,
             hidden_size=self.hidden,
             num_hidden_layers=self.layers,
             num_attention_heads=self.hidden // 64,
             num_key_value_heads=self.hidden // 128,
-            head_dim=64,
             num_experts=self.experts,
             num_experts_per_tok=self.top_k,
             moe_intermediate_size=self.neurons,
@@ -55,6 +56,7 @@ class Shape:
             bos_token_id=0,
             eos_token_id=0,
             use_cache=False,
+            **more,
         )
 
 
@@ -138,7 +140,7 @@ def set_grouped(model: Qwen3MoeForCausalLM) -> None:
 
 
 def train(
-    model: nn.Module,
+    model: Qwen3MoeForCausalLM,
     windows: torch.Tensor,
     *,
     steps: int,
@@ -177,12 +179,13 @@ def train(
         loss = model(ids, labels=ids, output_router_logits=True).loss
         loss.backward()
         for master, parameter in zip(masters, held, strict=True):
-            master.grad = parameter.grad.float()
-            parameter.grad = None
+            assert parameter.grad is not None
+            master.grad, parameter.grad = parameter.grad.float(), None
         nn.utils.clip_grad_norm_(masters, 1.0)
         optimiser.step()
         with torch.no_grad():
-            torch._foreach_copy_(held, masters)
+            for master, parameter in zip(masters, held, strict=True):
+                parameter.copy_(master)
         losses.append(loss.detach())
         done = step + 1
     return done, torch.stack(losses[-20:]).mean().item()

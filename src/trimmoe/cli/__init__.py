@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import os
 import sys
+from typing import Annotated
 
 import typer
 from rich.console import Console
 from rich.markup import escape
 
+import trimmoe
 from trimmoe.cli import chat, failing, measure, models, prepare, samples, serving
 from trimmoe.core.errors import UserError
 from trimmoe.experiments.commands import app as experiments
@@ -49,6 +51,24 @@ COMMANDS = (
     failing.gateway,
     failing.chaos,
 )
+
+
+def _tell_version(asked: bool) -> None:
+    if asked:
+        print(f"trimmoe {trimmoe.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool,
+        typer.Option("--version", help="Show the version.", callback=_tell_version, is_eager=True),
+    ] = False,
+) -> None:
+    pass
+
+
 for command in COMMANDS:
     app.command(command.__name__.replace("_", "-"))(command)
 app.add_typer(experiments, name="experiment")

@@ -38,6 +38,8 @@ from trimmoe.runtime.launch.model import EMBEDDED, model_folder
 Artifact = TypeVar("Artifact", Profile, Plan, Trace)
 Say = Callable[[str], None]
 """Told one line for the operator."""
+TRIMMED_SHARE = 0.18
+"""Memory for copies where a plan is to trim, as a share of all experts in single precision."""
 
 
 def prepare(
@@ -168,8 +170,8 @@ def _plan(config: ServeConfig, profile: Profile, model: ModelSpec, folder: Path,
             _require_cluster(plan, config.cluster)
         return plan
     assert config.cluster is not None
-    cluster, settings = _as_measured(config, load_cluster(config.cluster), model), default()
-    search = SearchSettings(iterations=config.plan_iterations)
+    cluster = _as_measured(config, load_cluster(config.cluster), model)
+    search, settings = wanted(config)
     cluster_hash = file_hash(config.cluster)
     return kept(
         folder / "plans" / f"{_plan_key(config, profile, model, settings, search)}.safetensors",
@@ -180,6 +182,16 @@ def _plan(config: ServeConfig, profile: Profile, model: ModelSpec, folder: Path,
         say=say,
         what=f"Planning for {cluster.name}",
     )
+
+
+def wanted(config: ServeConfig) -> tuple[SearchSettings, PlanSettings]:
+    """What plans are searched for: what trims, if nothing else saves anything, else exact
+    execution."""
+    search = SearchSettings(iterations=config.plan_iterations)
+    if "trimming" not in (config.policy, config.method) or not config.budget_in_force:
+        return search, default()
+    search = replace(search, objective="trimmed", budget=config.budget_in_force)
+    return search, replace(default(), stand_in_share=TRIMMED_SHARE)
 
 
 def searched_plan(
@@ -193,7 +205,10 @@ def searched_plan(
     survive: int = 0,
 ) -> Plan:
     """`optimise_plan` with a bar, then what any `survive` servers may leave. Raises `UserError`."""
-    bar = track(range(search.iterations), f"Planning for {cluster.name}")
+    steps = search.iterations
+    if search.objective == "trimmed":
+        steps += search.trimmed_iterations
+    bar = track(range(steps), f"Planning for {cluster.name}")
 
     def step(_share: float) -> bool:
         next(bar, None)
