@@ -263,6 +263,10 @@ def test_a_stream_takes_its_share_of_the_fullest_machine() -> None:
     routes = np.array([[0, 1, 2], [0, 0, 0]])
     shares = stream_share(cost, routes, 2, np.array([40.0, 42.0]))
     assert shares.tolist() == pytest.approx([21 / 1.5 / 40, 21 / 42])
+    # The first route's token comes to server 1 and to server 2, who take it in.
+    told = replace(cost, apart_s=np.array([4.0, 2.0, 1.0]))
+    shares = stream_share(told, routes, 2, np.array([40.0, 42.0]))
+    assert shares.tolist() == pytest.approx([24 / 1.5 / 40, 21 / 42])
     assert cost.occupancy.tolist() == pytest.approx([0.3, 1.0, 1.0])
 
 

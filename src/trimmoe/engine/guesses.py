@@ -298,16 +298,20 @@ def row_times_s(cost: CostModel, routes: IntArray, top_k: int) -> FloatArray:
 
 def stream_share(cost: CostModel, routes: IntArray, top_k: int, whole_s: FloatArray) -> FloatArray:
     """Share of what the fullest machine on each route can do that one stream of tokens at full
-    depth takes of it, each of them `whole_s` [R] under way, [R]."""
+    depth takes of it, each of them `whole_s` [R] under way, [R]: layers, and the messages that
+    bring tokens from server to server."""
     layers, servers = np.arange(cost.layer_count), cost.server_count
     machine = np.arange(servers) if cost.machine is None else cost.machine
     at_once = np.ones(servers) if cost.at_once is None else cost.at_once
+    message_s = np.zeros(servers) if cost.apart_s is None else cost.apart_s
     layer_s = _layer_times_s(cost, top_k)
     able = np.ones(int(machine.max()) + 1)
     able[machine] = at_once
+    comes = np.diff(routes, axis=1, prepend=routes[:, :1]) != 0
+    taken_s = layer_s[routes, layers] + np.where(comes, message_s[routes], 0.0)
     work_s = [
-        np.bincount(machine[route], weights=layer_s[route, layers], minlength=able.size)
-        for route in routes
+        np.bincount(machine[route], weights=each_s, minlength=able.size)
+        for route, each_s in zip(routes, taken_s, strict=True)
     ]
     return (np.stack(work_s) / able).max(axis=1) / whole_s
 
