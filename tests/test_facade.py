@@ -18,7 +18,7 @@ from launching import Files, write_files
 from trimmoe import cli
 
 PROMPT = "What is an operator"
-EXAMPLES = ("names", "token", "model", "plan", "simulation")
+EXAMPLES = ("names", "token", "model", "simulation")
 
 
 @dataclass(frozen=True, kw_only=True)

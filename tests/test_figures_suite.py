@@ -17,9 +17,9 @@ from trimmoe.experiments.figures.bench import Bench
 from trimmoe.experiments.figures.bounds import detour_share
 from trimmoe.experiments.figures.claims import CLAIMS, COLUMNS, claim_rows, missed, shown
 from trimmoe.experiments.figures.contenders import everybody
+from trimmoe.experiments.figures.report import write_report
 from trimmoe.experiments.figures.suite import FIGURES, find_figures, run_figures, stem
 from trimmoe.experiments.figures.world import World, first_tokens, made_world, quick
-from trimmoe.experiments.report import write_report
 from trimmoe.simulator.probabilities import complete_probabilities
 from worlds import small_world
 

@@ -21,9 +21,8 @@ if TYPE_CHECKING:
     from trimmoe.core.ledger import Kind
     from trimmoe.core.profile import Profile
     from trimmoe.core.trace import Trace
-    from trimmoe.facade.model import Model, load
+    from trimmoe.facade.model import Model, Plan, load
     from trimmoe.facade.names import methods, sample_clusters
-    from trimmoe.facade.plan import Plan
     from trimmoe.facade.simulation import Simulation, simulate
     from trimmoe.facade.token import Token
 
@@ -47,7 +46,7 @@ __all__ = [
 _MODULES = {
     "Kind": "core.ledger",
     "Model": "facade.model",
-    "Plan": "facade.plan",
+    "Plan": "facade.model",
     "Profile": "core.profile",
     "Simulation": "facade.simulation",
     "Token": "facade.token",

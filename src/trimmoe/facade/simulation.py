@@ -15,7 +15,7 @@ from rich.console import Console
 from trimmoe.core.trace import Trace
 from trimmoe.experiments.methods import DEFAULT_BUDGET, find_method, possible_methods
 from trimmoe.experiments.simulation import simulate_with_bar, simulation_json, simulation_table
-from trimmoe.facade.plan import Plan
+from trimmoe.facade.model import Plan
 from trimmoe.simulator.settings import Load, SimulationSettings
 
 if TYPE_CHECKING:

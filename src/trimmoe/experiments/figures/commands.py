@@ -96,8 +96,8 @@ def all_figures(
     """Every figure of the paper's evaluation, and one report over them (Markdown and HTML)."""
     from rich.console import Console
 
+    from trimmoe.experiments.figures.report import write_report
     from trimmoe.experiments.figures.wanted import Wanted
-    from trimmoe.experiments.report import write_report
 
     wanted = Wanted(
         model=model,
