@@ -33,7 +33,7 @@ import trimmoe
 from rehearsing import LIKE_BYTES, subject
 from trimmoe.core.artifact import file_hash, written_whole
 from trimmoe.core.cluster_file import load_cluster
-from trimmoe.experiments.validation import (
+from validation import (
     Order,
     Pair,
     Subject,

@@ -9,16 +9,16 @@ from typing import Any
 import numpy as np
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
+from rehearsal import rescaled
 from tiny import OF_BYTES, write_random
 from trimmoe.core.profile import Profile
 from trimmoe.core.specs import ClusterSpec, ModelSpec
-from trimmoe.experiments.rehearsal import rescaled
-from trimmoe.experiments.validation import Subject
 from trimmoe.models.load import load_tokenizer, open_model
 from trimmoe.placement.make import default, make_plan
 from trimmoe.runtime.service import ServedModel
 from trimmoe.simulator.generate import Parameters
 from trimmoe.simulator.generated_profile import generate_profile
+from validation import Subject
 
 LIKE_BYTES = 8192
 """A hidden vector of Mixtral's."""

@@ -29,7 +29,6 @@ from trimmoe.engine.step import Engine
 from trimmoe.experiments import preparation, serve_cluster, serve_local, simulation
 from trimmoe.experiments.methods import METHODS, UNLIMITED, configured, find_method, plan_for
 from trimmoe.experiments.plan_vs_real import Asked, plan_vs_real
-from trimmoe.experiments.validation import Traffic, validate
 from trimmoe.models.load import open_model
 from trimmoe.policy.base import Policy
 from trimmoe.policy.baselines import LocalPrior, MaskedGating, MixtureOfDepths
@@ -41,6 +40,7 @@ from trimmoe.runtime.launch.config import ServeConfig
 from trimmoe.runtime.launch.job import Pieces
 from trimmoe.runtime.local import LocalDriver
 from trimmoe.runtime.node.watch.deployments import Basis, Conditions, build
+from validation import Traffic, validate
 from worlds import random_trace
 
 BUDGET, CONFIDENCE = 0.07, 0.8

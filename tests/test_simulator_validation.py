@@ -16,7 +16,7 @@ import torch
 
 from factories import random_cluster
 from rehearsing import subject
-from trimmoe.experiments.validation import (
+from validation import (
     Order,
     Pair,
     Subject,

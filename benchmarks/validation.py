@@ -15,14 +15,14 @@ from typing import Any
 
 import numpy as np
 
+from ran_trace import trace_of_run
+from rehearsal import Answered, rehearsal
 from trimmoe.core.ledger import Kind
 from trimmoe.core.plan import Plan
 from trimmoe.core.profile import Profile
 from trimmoe.core.specs import FloatArray
 from trimmoe.core.trace import Trace
 from trimmoe.experiments.methods import find_method, make_engine, plan_for, replayed
-from trimmoe.experiments.ran_trace import trace_of_run
-from trimmoe.experiments.rehearsal import Answered, rehearsal
 from trimmoe.models.base import MoEView
 from trimmoe.policy.build import deploy
 from trimmoe.policy.settings import PolicySettings

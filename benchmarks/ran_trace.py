@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
+from rehearsal import Answered
 from trimmoe.calibrate.trace import trace_windows
 from trimmoe.calibrate.windows import Windows
 from trimmoe.core.events import Executed, Routed, SequenceOpened
@@ -18,7 +19,6 @@ from trimmoe.core.ledger import Kind
 from trimmoe.core.profile import Profile
 from trimmoe.core.specs import BoolArray, IntArray
 from trimmoe.core.trace import Trace, trace_header
-from trimmoe.experiments.rehearsal import Answered
 from trimmoe.models.base import MoEView
 from trimmoe.runtime.node.node import Node
 
