@@ -24,7 +24,6 @@ from quick import popen
 from tiny import write_tiny_checkpoint
 from trimmoe.core.artifact import file_hash
 from trimmoe.core.cluster_file import load_cluster
-from trimmoe.core.plan import Plan
 from trimmoe.experiments.preparation import prepare
 from trimmoe.models.load import model_spec
 from trimmoe.placement.make import make_plan
@@ -97,11 +96,6 @@ def cluster_yaml(servers: Sequence[str], ratio: float = 1.5) -> str:
             "",
         ]
     )
-
-
-def with_routes(plan: Plan, routes: np.ndarray) -> Plan:
-    """`plan` with other routes, [M, N]."""
-    return replace(plan, routes=routes)
 
 
 _BLOCK = 500

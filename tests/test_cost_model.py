@@ -12,9 +12,9 @@ from trimmoe.cost.kernels import curve_at
 from trimmoe.cost.model import (
     Accounting,
     CostModel,
+    add_layer_messages,
     host_delay_s,
     layer_delay_s,
-    layer_messages,
 )
 
 
@@ -44,8 +44,9 @@ def links(cost: CostModel, source: int, destination: int, slots: list[tuple[int,
     """Messages by link of one token whose slots are (expert, server)."""
     experts = np.array([[expert for expert, _ in slots]])
     servers = np.array([[server for _, server in slots]])
-    sent = layer_messages(cost, np.array([source]), np.array([destination]), experts, servers)[0]
-    return {(int(a), int(b)): int(sent[a, b]) for a, b in np.argwhere(sent > 0)}
+    ends, sent = (np.array([source]), np.array([destination])), np.zeros((1, 3, 3), dtype=np.int64)
+    add_layer_messages(cost, sent, np.array([0]), *ends, experts, servers)
+    return {(int(a), int(b)): int(sent[0, a, b]) for a, b in np.argwhere(sent[0] > 0)}
 
 
 @pytest.mark.parametrize(

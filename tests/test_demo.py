@@ -30,7 +30,7 @@ def test_it_streams_from_four_servers_and_leaves_nothing_but_its_files(
         tmp_path / "out",
         said.append,
         console,
-        question=demo.QUESTION,
+        question="Write one sentence about a lighthouse.",
         tokens=12,
         port_base=free_ports(120),
     )

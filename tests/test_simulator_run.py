@@ -23,7 +23,6 @@ from trimmoe.simulator.settings import Load, Prefill
 from trimmoe.simulator.world import EXPERTS
 
 ALONE = Load(concurrency=1, output_tokens=5, fixed_lengths=True, prefill=Prefill.EXCLUDED)
-LIGHT = Load(rate_per_s=2.0, output_tokens=6, prompt_tokens=9, prefill_chunk=4)
 HEAVY = Load(concurrency=60, output_tokens=8, prefill=Prefill.EXCLUDED)
 
 

@@ -19,9 +19,7 @@ from trimmoe.runtime.wire.codec import DEFAULT_LIMITS
 from trimmoe.runtime.wire.keys import (
     Keyring,
     derive_keys,
-    generate_keys,
     generate_token,
-    keyring_from_keys,
     keyring_from_token,
 )
 from trimmoe.runtime.wire.link import LinkSettings
@@ -60,16 +58,6 @@ async def pair() -> AsyncIterator[Pair]:
         yield made
 
 
-async def test_own_key_pairs_work_as_well_as_a_token(pair: Pair) -> None:
-    keys = {name: generate_keys() for name in ("a", "b")}
-    public = {name: each.public for name, each in keys.items()}
-    rings = [keyring_from_keys(name, keys[name], public) for name in ("a", "b")]
-    a, b = await pair.start(*rings)
-    await soon(a.wait_up("b"))
-    await a.send("b", Note("privately"))
-    assert await texts(b, 1) == ["privately"]
-
-
 async def test_a_server_with_another_token_gets_nowhere(pair: Pair) -> None:
     ours = keyring_from_token(TOKEN, "a", NAMES)
     theirs = keyring_from_token(generate_token(), "b", NAMES)
@@ -80,7 +68,7 @@ async def test_a_server_with_another_token_gets_nowhere(pair: Pair) -> None:
 
 async def test_a_stranger_who_knows_our_public_keys_is_not_admitted(pair: Pair) -> None:
     ours = keyring_from_token(TOKEN, "a", NAMES)
-    stranger = keyring_from_keys("b", generate_keys(), ours.public)
+    stranger = replace(ours, name="b", own=derive_keys(generate_token(), "b"))
     a, b = await pair.start(ours, stranger)
     await until(lambda: a.counters.dropped.get("connection not admitted"))
     assert a.peers_up() == b.peers_up() == frozenset()
@@ -238,8 +226,6 @@ def test_tokens_are_generated_long_and_short_ones_refused() -> None:
     assert generate_token() != generate_token()
     with pytest.raises(UserError, match="generate"):
         derive_keys("password", "a")
-    with pytest.raises(UserError, match="public key of b"):
-        keyring_from_keys("a", generate_keys(), {"b": b"short"})
 
 
 @pytest.mark.parametrize("address", ["tcp://0.0.0.0:0", "tcp://10.0.0.1:5000", "tcp://host:1"])

@@ -56,8 +56,6 @@ class JsonCalls:
     closes: tuple[str, ...] = ()
     """What ends a run of calls, so that text may follow."""
     at_start: bool = False
-    keeps_opening: bool = False
-    """Whether what opens is a part of the head."""
     make_id: Callable[[str, int], str] = field(default=new_id)
     marks: tuple[str, ...] = ()
     """Tokens of it that may be special and are part of the text here."""
@@ -118,8 +116,7 @@ class JsonReader:
         if found:
             at, self._opening = min(found)
             before = held[:at].rstrip()
-            self._held = held[at if form.keeps_opening else at + len(self._opening) :]
-            self._opening = "" if form.keeps_opening else self._opening
+            self._held = held[at + len(self._opening) :]
             self._inside = True
         else:
             # White space before a call goes with it.

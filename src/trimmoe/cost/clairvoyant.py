@@ -12,7 +12,6 @@ Shapes: T tokens, S sequences, N layers, C actions.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -54,7 +53,6 @@ def clairvoyant_bound(
     *,
     budget: float,
     exits: Exits,
-    advance: Callable[[int], None] = lambda _: None,
 ) -> Bound:
     """The bound for the tokens of `trace` under a budget of `budget` per token.
 
@@ -62,7 +60,7 @@ def clairvoyant_bound(
     tokens wander, an action changes what the next layer costs.
     """
     assert space.cost.accounting is not Accounting.MIGRATE
-    choices = _Choices.of(space, trace, routes, access, exits, advance)
+    choices = _Choices.of(space, trace, routes, access, exits)
     sequences, length = trace.sequence_count, trace.length
     allowed = budget * length
 
@@ -117,7 +115,6 @@ class _Choices:
         routes: IntArray,
         access: IntArray,
         exits: Exits,
-        advance: Callable[[int], None],
     ) -> _Choices:
         cost, layers = space.cost, trace.layer_count
         entry = np.repeat(access, trace.length)
@@ -138,7 +135,6 @@ class _Choices:
             run_loss.append(actions.loss[:, :-1])
             skip_s.append(actions.delay_s[:, -1])
             skip_loss.append(actions.loss[:, -1])
-            advance(trace.token_count)
         exiting = trace.confidence >= exits.threshold
         exiting[:, -1] = True
         return _Choices(

@@ -121,7 +121,7 @@ def all_slots_delay_s(links, layer, source, destination, experts, servers):
 @bare
 def add_messages(messages, rows, source, destination, experts, servers, migrates):
     """Add what n tokens send in a layer to their `rows` of `messages` [.., M, M]; see
-    `cost.model.layer_messages`."""
+    `cost.model.add_layer_messages`."""
     for i in range(rows.shape[0]):
         sent = messages[rows[i]]
         add_sent(sent, source[i], destination[i], experts[i], servers[i], migrates)

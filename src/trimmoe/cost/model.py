@@ -223,27 +223,6 @@ def layer_delay_s(
     return kernels.all_slots_delay_s(cost.links, layer, *whole).reshape(shape)
 
 
-def layer_messages(
-    cost: CostModel,
-    source: IntArray,
-    destination: IntArray,
-    slot_expert: IntArray,
-    slot_server: IntArray,
-) -> IntArray:
-    """Hidden vectors sent over each link for one layer of n tokens, shape [n, M, M].
-
-    A dispatch to every distinct server but the source, a return from every distinct server but
-    the destination, and the residual from source to destination. Where the destination itself
-    runs a slot and nothing ran at the source, dispatch and residual are the same vector: the
-    dense part is everywhere, so the destination derives what it needs from it.
-    """
-    count, servers = source.shape[0], cost.server_count
-    messages = np.zeros((count, servers, servers), dtype=np.int64)
-    ends = source, destination
-    add_layer_messages(cost, messages, np.arange(count), *ends, slot_expert, slot_server)
-    return messages
-
-
 def add_layer_messages(
     cost: CostModel,
     messages: IntArray,
@@ -253,7 +232,14 @@ def add_layer_messages(
     slot_expert: IntArray,
     slot_server: IntArray,
 ) -> None:
-    """Add `layer_messages` of n tokens to their `rows` [n] of `messages` [.., M, M], in place."""
+    """Count hidden vectors sent over each link for one layer of n tokens, in place, in their `rows`
+    [n] of `messages` [.., M, M].
+
+    A dispatch to every distinct server but the source, a return from every distinct server but
+    the destination, and the residual from source to destination. Where the destination itself
+    runs a slot and nothing ran at the source, dispatch and residual are the same vector: the
+    dense part is everywhere, so the destination derives what it needs from it.
+    """
     whole = [
         np.ascontiguousarray(array, dtype=np.int64)
         for array in (rows, source, destination, slot_expert, slot_server)

@@ -29,7 +29,6 @@ from trimmoe.runtime.launch.config import ServeConfig
 
 Say = Callable[[str], None]
 CLUSTER = "local4"
-QUESTION = "Write one sentence about a lighthouse."
 SHOWN = (
     ("pipeline", "A pipeline: each server has some of the layers, as llama.cpp cuts models up."),
     ("exact", "Exact on our plan: experts where links and routing want them, same answer."),

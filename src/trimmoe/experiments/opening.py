@@ -47,7 +47,6 @@ def open_view(
     device: str,
     *,
     streamed: bool = False,
-    compiled: bool = True,
     quantise: Precision = Precision.NONE,
 ) -> MoEView:
     """A model with all experts and its hash; `dtype` is `auto` or a name torch knows."""
@@ -60,7 +59,6 @@ def open_view(
         device=device,
         hashed=True,
         streamed=streamed,
-        compiled=compiled,
         quantise=quantise,
     )
 

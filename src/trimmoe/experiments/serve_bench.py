@@ -90,7 +90,6 @@ async def run_load(
     load: Load,
     *,
     transport: httpx.AsyncBaseTransport | None = None,
-    on_done: Callable[[], None] = lambda: None,
 ) -> tuple[list[Sent], float]:
     """Send everything; what became of each request, and how long all took in seconds.
 
@@ -113,9 +112,7 @@ async def run_load(
         async def one(prompt: str | tuple[int, ...], at_s: float) -> Sent:
             await asyncio.sleep(start_s + at_s - clock())
             async with gate:
-                sent = await _send(client, load, prompt, clock)
-            on_done()
-            return sent
+                return await _send(client, load, prompt, clock)
 
         times = arrival_times(load).tolist()
         tasks = [one(prompt, at) for prompt, at in zip(load.prompts, times, strict=True)]

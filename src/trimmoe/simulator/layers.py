@@ -30,7 +30,7 @@ def uses(rows, row, layer, server):
 
 @inlined
 def fan_out(world, rows, state, server, unit):
-    """After attention and router: dispatches and the residual; see `cost.model.layer_messages`
+    """After attention and router: dispatches and the residual; see `cost.model.add_layer_messages`
     for which of them are one message. Whether there are slots here, which come before the batch
     is through."""
     row, layer, used = unit, rows.layer[unit], state.used

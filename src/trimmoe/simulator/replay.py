@@ -6,7 +6,7 @@ advance together, one token each, as a batch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -42,15 +42,13 @@ def replay(
     budget: float,
     confidence: float,
     seed: int = 0,
-    advance: Callable[[int], None] = lambda _: None,
 ) -> list[Ledger]:
     """The ledger of every token, in the order of the trace, [T].
 
-    `access` [S]: the server each sequence enters at. `budget` is D-bar, `confidence` p_J;
-    `advance` is told how many tokens have been done. Audited exits and drafts are right as
-    `TraceFeed.agrees` has it. Where users' servers guess, a token takes until
-    the next one of its sequence sets out; nothing follows the last. Raises `UserError` if the trace
-    does not say what they guess, or under `migrate` accounting, where no server could.
+    `access` [S]: the server each sequence enters at. `budget` is D-bar, `confidence` p_J. Audited
+    exits and drafts are right as `TraceFeed.agrees` has it. Where users' servers guess, a token
+    takes until the next one of its sequence sets out; nothing follows the last. Raises `UserError`
+    if the trace does not say what they guess, or under `migrate` accounting, where no server could.
     """
     require_guesses(engine.settings, engine.cost.server_count, trace)
     feed, draws = TraceFeed(trace=trace), np.random.default_rng(seed)
@@ -99,7 +97,6 @@ def replay(
                         probed |= zip(rows.tolist(), agrees.tolist(), strict=True)
                     case Depart() | Strand():
                         raise AssertionError("nothing leaves, and every expert has a host")
-        advance(len(sequences))
     for sequence in sequences:
         state, _ = engine.step(state, SequenceClosed(sequence=sequence))
     found = [ledgers[token] for token in range(trace.token_count)]

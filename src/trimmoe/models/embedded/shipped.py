@@ -59,11 +59,12 @@ def shipped_profile(cache_dir: Path | None = None, *, dtype: str = SHIPPED_DTYPE
     return path
 
 
-def pack_profile(profile: Path, path: Path, *, dtype: str = SHIPPED_DTYPE) -> None:
+def pack_profile(profile: Path, path: Path) -> None:
     """Write the profile of a file to `path`, rounded and compressed."""
     load_profile(profile)
     header, arrays = load_artifact(profile, kind=PROFILE_KIND, format_version=PROFILE_FORMAT)
-    header = replace(header, extra=header.extra | {"dtype": dtype, "rounded": [*_HIDDEN_AXIS]})
+    made = {"dtype": SHIPPED_DTYPE, "rounded": [*_HIDDEN_AXIS]}
+    header = replace(header, extra=header.extra | made)
     with TemporaryDirectory(prefix="trimmoe-pack-") as folder:
         plain = Path(folder) / "profile"
         save_artifact(plain, header, _rounded(arrays))

@@ -25,7 +25,6 @@ class Passing:
     def __init__(self, cache: GeneralCache, batch: TokenBatch) -> None:
         self._cache, self._batch = cache, batch
         self._open: dict[int, States] = {}
-        self._fresh: dict[int, bool] = {}
 
     def update(
         self, keys: Tensor, values: Tensor, layer_idx: int, *_: Any, **__: Any

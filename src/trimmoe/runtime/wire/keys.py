@@ -1,13 +1,9 @@
 """CURVE keys of a cluster: who may speak, and how a server proves who it is.
 
-Two ways to the same `Keyring`:
-
-- `keyring_from_token`: every server derives every key pair from one secret token and the server's
-  name. Joining needs the token and nothing else. Whoever holds the token can be any server, and
-  can read recorded traffic of none (CURVE's session keys are ephemeral). A guessable token can be
-  tried offline against a recorded handshake, so tokens are generated, not chosen.
-- `keyring_from_keys`: each server keeps a key pair of its own (`generate_keys`) and is given the
-  public keys of the others. A server that is taken over cannot pose as another.
+Every server derives every key pair from one secret token and the server's name, so that joining
+needs the token and nothing else. Whoever holds the token can be any server, and can read recorded
+traffic of none (CURVE's session keys are ephemeral). A guessable token can be tried offline against
+a recorded handshake, so tokens are generated, not chosen.
 """
 
 from __future__ import annotations
@@ -59,12 +55,6 @@ def generate_token() -> str:
     return secrets.token_urlsafe(32)
 
 
-def generate_keys() -> KeyPair:
-    """A new random key pair."""
-    public, secret = zmq.curve_keypair()
-    return KeyPair(public=public, secret=secret)
-
-
 def derive_keys(token: str, server_name: str) -> KeyPair:
     """The key pair of a server: BLAKE2b of its name keyed by the token, clamped for Curve25519.
 
@@ -92,23 +82,6 @@ def keyring_from_token(token: str, name: str, server_names: Iterable[str]) -> Ke
         own=derive_keys(token, name),
         public={server: derive_keys(token, server).public for server in server_names},
     )
-
-
-def keyring_from_keys(name: str, own: KeyPair, public: Mapping[str, bytes]) -> Keyring:
-    """The keyring of server `name` from its own pair and everybody's public keys (Z85).
-
-    Raises `UserError` if a key is not one.
-    """
-    for server, key in public.items():
-        try:
-            valid = len(key) == 40 and len(z85.decode(key)) == 32
-        except (ValueError, KeyError):
-            valid = False
-        if not valid:
-            raise UserError(
-                f"The public key of {server} is not 40 characters of Z85; copy it anew."
-            )
-    return Keyring(name=name, own=own, public=dict(public))
 
 
 def _clamped(raw: bytes) -> bytes:

@@ -1,6 +1,6 @@
 """A layer's slots dealt out: what runs here, and which frames carry the rest where.
 
-The frames are those of the cost model (`cost.model.layer_messages`): a vector to each distinct
+The frames are those of the cost model (`cost.model.add_layer_messages`): a vector to each distinct
 server of a slot, one from each to where the layer gathers, and the residual. Where the destination
 runs slots itself and nothing ran here, dispatch and residual are the same vector: it goes raw.
 """
