@@ -22,8 +22,7 @@ from trimmoe.experiments.chaos.overload import burst, vanish
 from trimmoe.experiments.chaos.scene import Scene
 from trimmoe.experiments.chaos.stage import Usage
 from trimmoe.experiments.chaos.streams import PROMPTS, Asking, Seen
-from trimmoe.experiments.gateway import run_gateway
-from trimmoe.experiments.serve_local import listen, serve
+from trimmoe.experiments.serve_local import listen, run_gateway, serve
 
 Answer = Callable[[httpx.Request], httpx.Response]
 TEXT = "abcdefgh"

@@ -21,7 +21,7 @@ from trimmoe.experiments.figures.claim_list import (
     next_ablation_ms,
     own,
 )
-from trimmoe.experiments.figures.claim_page import Assumed, claims_page
+from trimmoe.experiments.figures.claim_page import Assumed, Verdict, claims_page, judged, overall
 from trimmoe.experiments.figures.claim_report import claims_report
 from trimmoe.experiments.figures.claim_run import (
     SIZES,
@@ -32,7 +32,6 @@ from trimmoe.experiments.figures.claim_run import (
     some_sequences,
     worlds_of,
 )
-from trimmoe.experiments.figures.claim_verdict import Verdict, judged, overall
 from trimmoe.experiments.figures.contenders import pinned_best
 from trimmoe.experiments.figures.world import quick
 from trimmoe.simulator.measure import Estimate

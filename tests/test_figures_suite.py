@@ -14,9 +14,9 @@ import pytest
 from trimmoe.core.errors import UserError
 from trimmoe.experiments.figures.base import CLOCK, Content
 from trimmoe.experiments.figures.bench import Bench
-from trimmoe.experiments.figures.bounds import detour_share
 from trimmoe.experiments.figures.claims import CLAIMS, COLUMNS, claim_rows, missed, shown
 from trimmoe.experiments.figures.contenders import everybody
+from trimmoe.experiments.figures.overall import detour_share
 from trimmoe.experiments.figures.report import write_report
 from trimmoe.experiments.figures.suite import FIGURES, find_figures, run_figures, stem
 from trimmoe.experiments.figures.world import World, first_tokens, made_world, quick

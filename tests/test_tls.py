@@ -22,7 +22,7 @@ from trimmoe.core.errors import UserError
 from trimmoe.core.plan import load_plan
 from trimmoe.core.private import write_private
 from trimmoe.core.profile import load_profile
-from trimmoe.experiments import gateway, serve_local
+from trimmoe.experiments import serve_local
 from trimmoe.experiments.serve_cluster import pieces_of
 from trimmoe.models.load import model_spec
 from trimmoe.runtime.launch.artifacts import Artifacts
@@ -144,7 +144,7 @@ def test_the_options_reach_the_http_server(
 
     monkeypatch.setattr(uvicorn.Server, "run", run)
     serve: dict[str, Callable[[], None]] = {
-        "gateway": lambda: gateway.run_gateway(
+        "gateway": lambda: serve_local.run_gateway(
             GatewaySettings(servers=("http://127.0.0.1:1",)), "127.0.0.1", 0, files.tls
         ),
         "serve-local": lambda: serve_local.serve(_Service(), ApiSettings(), _no_socket, files.tls),  # type: ignore[arg-type]

@@ -44,7 +44,7 @@ def gateway(
 ) -> None:
     """One address for all servers of a cluster, whose failures its clients do not see."""
     from trimmoe.api.gateway.app import GatewaySettings, urls_of
-    from trimmoe.experiments.gateway import run_gateway
+    from trimmoe.experiments.serve_local import run_gateway
     from trimmoe.runtime.launch.tls import tls_of, trusted
 
     try:

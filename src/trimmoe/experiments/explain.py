@@ -27,13 +27,14 @@ from trimmoe.core.profile import Profile
 from trimmoe.core.specs import BoolArray, FloatArray, IntArray, ModelSpec
 from trimmoe.cost.expected import expected_layer_delay_s, reference_layer_delay_s
 from trimmoe.cost.model import cost_model
-from trimmoe.experiments.losing import loss_table, survival_text
 from trimmoe.experiments.reasons import (
     Reasons,
     because_lines,
+    loss_table,
     milliseconds,
     plan_reasons,
     reason_table,
+    survival_text,
 )
 from trimmoe.placement.capacity import human_bytes, used_bytes
 from trimmoe.placement.pipeline import pipeline_stages, stage_hosts, staircase_routes

@@ -1,4 +1,4 @@
-"""One process behind the API: a plan under a policy, or just the exact model."""
+"""One process behind the API: a plan under a policy, or just the exact model; or a gateway."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import torch
 import uvicorn
 
 from trimmoe.api.app import create_app
+from trimmoe.api.gateway.app import GatewaySettings, create_gateway
 from trimmoe.api.settings import ApiSettings
 from trimmoe.core.cores import available_cores
 from trimmoe.core.errors import UserError
@@ -123,3 +124,17 @@ def serve(
     )
     with suppress(KeyboardInterrupt):
         HttpServer(config, service).run(sockets=[listener])
+
+
+def run_gateway(settings: GatewaySettings, host: str, port: int, tls: Tls | None = None) -> None:
+    """Serve until Ctrl-C or SIGTERM; raises `UserError` if it cannot listen."""
+    with listen(host, port) as listener:
+        config = uvicorn.Config(
+            create_gateway(settings),
+            log_level="warning",
+            timeout_graceful_shutdown=GRACE_S,
+            timeout_keep_alive=KEEP_ALIVE_S,
+            **(tls.for_uvicorn() if tls else {}),
+        )
+        with suppress(KeyboardInterrupt):
+            uvicorn.Server(config).run(sockets=[listener])

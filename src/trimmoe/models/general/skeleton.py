@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass
+from types import MethodType
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from trimmoe.models.general.catalogue import class_of, objection, refusal
-from trimmoe.models.general.llama4 import adapt
 
+_LLAMA4_MOE, _LLAMA4_EXPERTS = "Llama4TextMoe", "Llama4TextExperts"
 _WEIGHTS = ("gate_up_proj", "up_proj", "down_proj")
 
 
@@ -81,7 +82,7 @@ def build(config: Any, model_type: str, dtype: torch.dtype = torch.float32) -> S
     finally:
         torch.set_default_dtype(before)
     model.eval()
-    adapt(model)
+    _adapt(model)
     decoder = decoder_of(model)
     if decoder is None:
         raise refusal(model_type, "has no list of layers that text passes")
@@ -137,3 +138,33 @@ def _is_marked(module: Any, stacked: dict[str, tuple[int, ...]]) -> bool:
 def _head_names(model: Any) -> list[str]:
     head = model.get_output_embeddings()
     return [name for name, module in model.named_modules() if module is head]
+
+
+def _adapt(model: nn.Module) -> None:
+    """Have the MoE layers of a Llama 4 follow the common interface: it alone calls its experts with
+    inputs that are weighted already, all of them for every token. Here it calls them as all others
+    do, and the weights say what they are multiplied with."""
+    for module in model.modules():
+        if type(module).__name__ == _LLAMA4_MOE:
+            module.forward = MethodType(_forward_llama4, module)
+        elif type(module).__name__ == _LLAMA4_EXPERTS:
+            _mark_llama4(module)
+
+
+def _mark_llama4(experts: Any) -> None:
+    experts.is_transposed, experts.has_gate, experts.has_bias = True, True, False
+    experts.weighs_input = True
+    experts._apply_gate = MethodType(_apply_llama4_gate, experts)
+
+
+def _forward_llama4(self: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
+    flat = hidden_states.reshape(-1, self.hidden_dim)
+    scores, logits = self.router(flat)
+    index = logits.topk(self.top_k, dim=-1).indices
+    routed = self.experts(flat, index, scores.gather(1, index))
+    return self.shared_expert(flat) + routed, logits
+
+
+def _apply_llama4_gate(self: Any, gate_up: Tensor) -> Tensor:
+    gate, up = gate_up.chunk(2, dim=-1)
+    return up * self.act_fn(gate)

@@ -1,24 +1,57 @@
-"""A machine that joins a head, for as long as it serves."""
+"""A machine that joins a head, for as long as it serves, and times its servers when the head wishes
+it."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 
 from trimmoe.core.errors import UserError
-from trimmoe.runtime.launch.deployment import DEFAULT_PORT
+from trimmoe.runtime.launch.deployment import DEFAULT_PORT, Timed, Wish, timed_of
 from trimmoe.runtime.launch.local import Say
 from trimmoe.runtime.launch.machine import Assemble, Machine
 from trimmoe.runtime.launch.member import Membership, keep, kept, kept_at
 from trimmoe.runtime.launch.naming import own_name
 from trimmoe.runtime.launch.server import TOKEN_VARIABLE
 from trimmoe.runtime.launch.signals import Stop, stop_on_signal
-from trimmoe.runtime.launch.timing import Timing
 from trimmoe.runtime.launch.tls import Tls
 
 _LOOK_S = 0.5
 ALONE_S = 10.0
 """How long a head is waited for before servers start with what is on disk."""
+_PATIENCE_S = 120.0
+"""With servers that time themselves."""
+
+
+class Timing:
+    """Answers wishes, each once, in threads of their own."""
+
+    def __init__(self, machine: Machine) -> None:
+        self._machine = machine
+        self._begun: set[int] = set()
+        self._timed: dict[int, Timed] = {}
+
+    def take(self, wishes: Sequence[Wish]) -> None:
+        """What the head wishes now; the answers to other wishes have reached it."""
+        wanted = {wish.number for wish in wishes}
+        self._timed = {number: each for number, each in self._timed.items() if number in wanted}
+        for wish in wishes:
+            if wish.number not in self._begun:
+                self._begun.add(wish.number)
+                threading.Thread(target=self._answer, args=(wish,), daemon=True).start()
+
+    def timed(self) -> tuple[Timed, ...]:
+        """What there is to tell."""
+        return tuple(self._timed.values())
+
+    def _answer(self, wish: Wish) -> None:
+        report = None
+        handle = self._machine.handle(wish.deployment, wish.server)
+        if handle is not None:
+            handle.begin_measuring()
+            report = handle.measured(_PATIENCE_S)
+        self._timed[wish.number] = timed_of(wish.number, report)
 
 
 def serve_join(
