@@ -16,6 +16,7 @@ from trimmoe import cli
 
 ROOT = Path(__file__).parents[1]
 HOOKS = runpy.run_path(str(ROOT / "scripts" / "docs_hooks.py"))
+PICTURE = runpy.run_path(str(ROOT / "tools" / "data_picture.py"))
 
 
 def pages(nav: Any) -> list[str]:
@@ -59,6 +60,27 @@ def test_links_of_the_repositorys_pages_hold_there_and_on_the_site(name: str) ->
         assert (ROOT / link).exists(), link
     for link in re.findall(r"\]\((?!https?://|#)([^)#]+)", HOOKS["for_site"](text)):
         assert (ROOT / "docs" / link).exists(), link
+
+
+def test_the_picture_of_the_datas_way_is_that_of_the_code() -> None:
+    shown = PICTURE["PAGE"].read_text()
+    assert PICTURE["BEGIN"] + PICTURE["picture"]() + PICTURE["END"] in shown, PICTURE["__doc__"]
+
+
+def test_the_page_of_what_to_change_where_names_what_there_is() -> None:
+    """Files of the package and of tests, and constants in the files named with them."""
+    source, rows = ROOT / "src" / "trimmoe", 0
+    for row in (ROOT / "docs" / "changing.md").read_text().split("\n"):
+        *_, where, _, tests, _ = row.split("|") if row.count("|") == 5 else [""] * 5
+        for test in re.findall(r"`(test_\w+\.py)`", tests):
+            assert (ROOT / "tests" / test).exists(), test
+            rows += 1
+        files = re.findall(r"`([\w/]+(?:\.py|/))`", where)
+        text = "".join((source / file).read_text() for file in files if file.endswith(".py"))
+        assert all((source / file).exists() for file in files), files
+        for name in re.findall(r"`([A-Z_]+)`", where):
+            assert re.search(rf"^{name}\b.*=", text, re.MULTILINE), name
+    assert rows >= 10
 
 
 @pytest.mark.slow
