@@ -9,14 +9,16 @@ from pathlib import Path
 from trimmoe.experiments.figures.base import (
     Content,
     Grid,
+    cell,
     change,
     figure_json,
     named,
     percent,
+    table,
 )
 from trimmoe.experiments.figures.bench import Bench, replay_row
 from trimmoe.experiments.figures.contenders import Contender, letter, pinned_best
-from trimmoe.experiments.figures.draw import bars, picture
+from trimmoe.experiments.figures.draw import draw_bars
 from trimmoe.experiments.figures.quality import CHARGED
 from trimmoe.experiments.methods import METHODS
 from trimmoe.policy.settings import PolicySettings
@@ -95,43 +97,15 @@ class Ablation:
 
     def plot(self, content: Content, path: Path) -> None:
         """Delay, traffic and charged loss."""
-        with picture(path, 2, 3, size=(15, 5)) as panels:
-            for line, (name, rows) in zip(panels, content["arenas"].items(), strict=True):
-                bars(line[0], rows, "delay_ms", "ms per token, without load")
-                bars(line[1], rows, "mb_per_1000_tokens", "MB per 1000 tokens")
-                bars(line[2], rows, "charged_loss_per_token", CHARGED)
-                line[0].set_title(_TITLES[name], fontsize=9, loc="left")
+        arenas = {_TITLES[name]: rows for name, rows in content["arenas"].items()}
+        draw_bars(path, _PANELS, arenas, size=(15, 5))
 
     def grids(self, content: Content) -> dict[str, Grid]:
         """One table per arena."""
-        headings = (
-            "variant",
-            "ms",
-            "against whole",
-            "MB/1000",
-            "against whole",
-            "charged",
-            "U (21)",
-        )
-        found = {}
-        for name, rows in content["arenas"].items():
-            whole = rows[0]
-            cells = [
-                (
-                    row["title"],
-                    f"{row['delay_ms']:.2f}",
-                    percent(change(row["delay_ms"], whole["delay_ms"]), signed=True),
-                    f"{row['mb_per_1000_tokens']:.2f}",
-                    percent(
-                        change(row["mb_per_1000_tokens"], whole["mb_per_1000_tokens"]), signed=True
-                    ),
-                    f"{row['charged_loss_per_token']:.4f}",
-                    f"{row['utility']:.3f}",
-                )
-                for row in rows
-            ]
-            found[_TITLES[name]] = Grid(headings=headings, rows=cells)
-        return found
+        return {
+            _TITLES[name]: table(_COLUMNS, [row | {"whole": rows[0]} for row in rows])
+            for name, rows in content["arenas"].items()
+        }
 
     def findings(self, content: Content) -> list[str]:
         """Which part matters most, and which not at all."""
@@ -155,3 +129,23 @@ _TITLES = {
     "pinned": "pinned, our plan",
     "letter": "the paper's preset (migrate: not physical)",
 }
+_PANELS = (
+    ("delay_ms", "ms per token, without load"),
+    ("mb_per_1000_tokens", "MB per 1000 tokens"),
+    ("charged_loss_per_token", CHARGED),
+)
+
+
+def _against_whole(key: str) -> Callable[[Content], str]:
+    return lambda row: percent(change(row[key], row["whole"][key]), signed=True)
+
+
+_COLUMNS = (
+    ("variant", cell("title")),
+    ("ms", cell("delay_ms", ".2f")),
+    ("against whole", _against_whole("delay_ms")),
+    ("MB/1000", cell("mb_per_1000_tokens", ".2f")),
+    ("against whole", _against_whole("mb_per_1000_tokens")),
+    ("charged", cell("charged_loss_per_token", ".4f")),
+    ("U (21)", cell("utility", ".3f")),
+)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -29,6 +29,28 @@ class Grid:
 
     headings: tuple[str, ...]
     rows: list[tuple[str, ...]]
+
+
+Columns = Sequence[tuple[str, Callable[[Content], str]]]
+"""Of a table: what is above each column, and what it shows of a row."""
+
+
+def table(columns: Columns, rows: Iterable[Content]) -> Grid:
+    """Rows as columns declare them."""
+    return Grid(
+        headings=tuple(heading for heading, _ in columns),
+        rows=[tuple(cell(row) for _, cell in columns) for row in rows],
+    )
+
+
+def cell(key: str, form: str = "") -> Callable[[Content], str]:
+    """What a row has under `key`, formatted; a dash where that is None."""
+    return lambda row: "-" if row[key] is None else format(row[key], form)
+
+
+def share(key: str) -> Callable[[Content], str]:
+    """The same of a share, in percent."""
+    return lambda row: percent(row[key])
 
 
 class Figure(Protocol):

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from trimmoe.core.ledger import Kind, Ledger
-from trimmoe.experiments.figures.base import Content, Grid, figure_json, percent
+from trimmoe.experiments.figures.base import Content, Grid, cell, figure_json, percent, table
 from trimmoe.experiments.figures.bench import Bench
 from trimmoe.experiments.figures.contenders import letter, pinned_best
-from trimmoe.experiments.figures.draw import line, picture
+from trimmoe.experiments.figures.draw import Axes, draw_curves
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,30 +37,12 @@ class Depth:
 
     def plot(self, content: Content, path: Path) -> None:
         """Exit distribution left, skip ratio right."""
-        with picture(path, 1, 2, size=(12, 3.6)) as ((left, right),):
-            for index, row in enumerate(content["rows"]):
-                layers = list(range(1, len(row["exit_share"]) + 1))
-                line(left, layers, row["exit_share"], row["title"], index)
-                line(right, layers, row["skip_ratio"], row["title"], index)
-            left.set(xlabel="MoE layer", ylabel="share of tokens that end here")
-            right.set(xlabel="MoE layer", ylabel="share of tokens that get here and skip")
-            for panel in (left, right):
-                panel.legend(fontsize=7)
+        curves = {row["title"]: _by_layer(row) for row in content["rows"]}
+        draw_curves(path, _PANELS, curves, size=(12, 3.6))
 
     def grids(self, content: Content) -> dict[str, Grid]:
         """By thirds of the depth."""
-        rows = []
-        for row in content["rows"]:
-            exits = [float(part.sum()) for part in np.array_split(row["exit_share"][:-1], 3)]
-            skips = [float(part.mean()) for part in np.array_split(row["skip_ratio"], 3)]
-            cells = (*(percent(e) for e in exits), percent(row["exit_share"][-1]))
-            rows.append((row["title"], *cells, *(percent(skip) for skip in skips)))
-        headings = ("method", "exit, first third", "middle", "last", "full depth")
-        return {
-            "Where tokens end and skip": Grid(
-                headings=(*headings, "skip, first third", "middle", "last"), rows=rows
-            )
-        }
+        return {"Where tokens end and skip": table(_COLUMNS, content["rows"])}
 
     def findings(self, content: Content) -> list[str]:
         """Whether depth is saved where the paper says."""
@@ -77,6 +60,45 @@ class Depth:
                 f"{percent(float(skips[:half].mean()))})."
             )
         return found
+
+
+_PANELS = (
+    Axes(x="layer", y="exit_share", xlabel="MoE layer", ylabel="share of tokens that end here"),
+    Axes(
+        x="layer",
+        y="skip_ratio",
+        xlabel="MoE layer",
+        ylabel="share of tokens that get here and skip",
+    ),
+)
+
+
+def _exits(third: int) -> Callable[[Content], str]:
+    return lambda row: percent(float(np.array_split(row["exit_share"][:-1], 3)[third].sum()))
+
+
+def _skips(third: int) -> Callable[[Content], str]:
+    return lambda row: percent(float(np.array_split(row["skip_ratio"], 3)[third].mean()))
+
+
+_COLUMNS = (
+    ("method", cell("title")),
+    ("exit, first third", _exits(0)),
+    ("middle", _exits(1)),
+    ("last", _exits(2)),
+    ("full depth", lambda row: percent(row["exit_share"][-1])),
+    ("skip, first third", _skips(0)),
+    ("middle", _skips(1)),
+    ("last", _skips(2)),
+)
+
+
+def _by_layer(row: Content) -> list[Content]:
+    pairs = zip(row["exit_share"], row["skip_ratio"], strict=True)
+    return [
+        {"layer": layer, "exit_share": ends, "skip_ratio": skips}
+        for layer, (ends, skips) in enumerate(pairs, start=1)
+    ]
 
 
 def depth_row(ledger: Ledger) -> Content:

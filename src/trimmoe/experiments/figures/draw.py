@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,20 @@ LINES = (
     "#8C564B",
 )
 MARKS = "osD^vP*X"
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Axes:
+    """A panel of curves: which figure of every row is drawn over which."""
+
+    x: str
+    y: str
+    xlabel: str
+    ylabel: str
+    yscale: str = "linear"
+    ylim: tuple[float, float] | None = None
+    legend: bool = True
 
 
 @contextmanager
@@ -39,7 +54,46 @@ def picture(path: Path, rows: int, columns: int, *, size: tuple[float, float]) -
         figure.savefig(temporary, format="png", dpi=110, metadata={"Software": None})
 
 
-def bars(panel: Any, rows: Sequence[dict[str, Any]], key: str, label: str) -> None:
+def draw_curves(
+    path: Path,
+    panels: Sequence[Axes],
+    curves: Mapping[str, Sequence[Row]],
+    *,
+    size: tuple[float, float],
+) -> None:
+    """Panels beside one another, each with every curve, which are rows by name."""
+    with picture(path, 1, len(panels), size=size) as (drawn,):
+        for axes, panel in zip(panels, drawn, strict=True):
+            for index, (name, rows) in enumerate(curves.items()):
+                xs, ys = ([row[key] for row in rows] for key in (axes.x, axes.y))
+                line(panel, xs, ys, name, index)
+            panel.set(xlabel=axes.xlabel, ylabel=axes.ylabel, yscale=axes.yscale)
+            if axes.ylim is not None:
+                panel.set(ylim=axes.ylim)
+            if axes.legend:
+                panel.legend(fontsize=7)
+
+
+def draw_bars(
+    path: Path,
+    panels: Sequence[tuple[str, str]],
+    arenas: Mapping[str, Sequence[Row]],
+    *,
+    size: tuple[float, float],
+    named_once: bool = False,
+) -> None:
+    """A line of panels for each arena, which is rows by title: bars of what rows have under a key,
+    and what that is called. With `named_once` rows have their names in the first panel only."""
+    with picture(path, len(arenas), len(panels), size=size) as drawn:
+        for those, (title, rows) in zip(drawn, arenas.items(), strict=True):
+            for at, (panel, (key, label)) in enumerate(zip(those, panels, strict=True)):
+                bars(panel, rows, key, label)
+                if named_once and at > 0:
+                    panel.set_yticks([])
+            those[0].set_title(title, fontsize=9, loc="left")
+
+
+def bars(panel: Any, rows: Sequence[Row], key: str, label: str) -> None:
     """Horizontal bars, ours in colour, the first row at the top."""
     names, values = [row["title"] for row in rows], [row[key] for row in rows]
     colours = [OURS_COLOUR if row["of"] == "trimmoe" else OTHER_COLOUR for row in rows]
@@ -53,7 +107,7 @@ def bars(panel: Any, rows: Sequence[dict[str, Any]], key: str, label: str) -> No
     panel.margins(x=0.18)
 
 
-def stacked_kinds(panel: Any, rows: Sequence[dict[str, Any]]) -> None:
+def stacked_kinds(panel: Any, rows: Sequence[Row]) -> None:
     """Shares of token-layers by what was done, one bar per row."""
     left = [0.0] * len(rows)
     places = range(len(rows))

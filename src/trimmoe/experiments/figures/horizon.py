@@ -11,13 +11,15 @@ from trimmoe.experiments.figures.base import (
     CLOCK,
     Content,
     Grid,
+    cell,
     change,
     figure_json,
     percent,
+    table,
 )
 from trimmoe.experiments.figures.bench import Bench, replay_row
 from trimmoe.experiments.figures.contenders import Contender, letter, pinned_best
-from trimmoe.experiments.figures.draw import line, picture
+from trimmoe.experiments.figures.draw import Axes, draw_curves
 from trimmoe.policy.settings import PolicySettings
 
 FULL = "full"
@@ -54,37 +56,11 @@ class Horizon:
 
     def plot(self, content: Content, path: Path) -> None:
         """Delay, traffic, and the time of deciding."""
-        with picture(path, 1, 3, size=(15, 3.6)) as (panels,):
-            for index, (name, rows) in enumerate(content["curves"].items()):
-                labels = [row["horizon"] for row in rows]
-                line(panels[0], labels, [row["delay_ms"] for row in rows], name, index)
-                line(panels[1], labels, [row["mb_per_1000_tokens"] for row in rows], name, index)
-                times = content[CLOCK]["replay_ms_per_token"][name]
-                line(panels[2], labels, [times[label] for label in labels], name, index)
-            labels = ("ms per token", "MB per 1000 tokens", "ms of this machine per token replayed")
-            for panel, label in zip(panels, labels, strict=True):
-                panel.set(xlabel="H", ylabel=label)
-                panel.legend(fontsize=7)
-            panels[2].set_yscale("log")
+        draw_curves(path, _PANELS, _timed(content), size=(15, 3.6))
 
     def grids(self, content: Content) -> dict[str, Grid]:
         """One table per curve."""
-        return {
-            name: Grid(
-                headings=("H", "ms", "MB/1000", "charged", "ms to decide (this machine)"),
-                rows=[
-                    (
-                        row["horizon"],
-                        f"{row['delay_ms']:.2f}",
-                        f"{row['mb_per_1000_tokens']:.2f}",
-                        f"{row['charged_loss_per_token']:.4f}",
-                        f"{content[CLOCK]['replay_ms_per_token'][name][row['horizon']]:.1f}",
-                    )
-                    for row in rows
-                ],
-            )
-            for name, rows in content["curves"].items()
-        }
+        return {name: table(_COLUMNS, rows) for name, rows in _timed(content).items()}
 
     def findings(self, content: Content) -> list[str]:
         """The gain from H = 1 to the longest horizons beside the paper's."""
@@ -105,6 +81,35 @@ class Horizon:
             "and pinned tokens stay on their route whatever is decided, so less is left for the "
             "look-ahead than where a step moves the token.",
         ]
+
+
+_PANELS = (
+    Axes(x="horizon", y="delay_ms", xlabel="H", ylabel="ms per token"),
+    Axes(x="horizon", y="mb_per_1000_tokens", xlabel="H", ylabel="MB per 1000 tokens"),
+    Axes(
+        x="horizon",
+        y="replay_ms",
+        xlabel="H",
+        ylabel="ms of this machine per token replayed",
+        yscale="log",
+    ),
+)
+_COLUMNS = (
+    ("H", cell("horizon")),
+    ("ms", cell("delay_ms", ".2f")),
+    ("MB/1000", cell("mb_per_1000_tokens", ".2f")),
+    ("charged", cell("charged_loss_per_token", ".4f")),
+    ("ms to decide (this machine)", cell("replay_ms", ".1f")),
+)
+
+
+def _timed(content: Content) -> dict[str, list[Content]]:
+    """The curves with what the clock showed."""
+    clock = content[CLOCK]["replay_ms_per_token"]
+    return {
+        name: [row | {"replay_ms": clock[name][row["horizon"]]} for row in rows]
+        for name, rows in content["curves"].items()
+    }
 
 
 def _traffic(row: Content, first: Content) -> str:

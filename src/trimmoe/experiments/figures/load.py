@@ -8,14 +8,16 @@ from pathlib import Path
 from trimmoe.experiments.figures.base import (
     Content,
     Grid,
+    cell,
     figure_json,
     load_row,
     named,
     percent,
+    share,
 )
 from trimmoe.experiments.figures.bench import SLA_S, Bench
 from trimmoe.experiments.figures.contenders import Contender, letter, pinned_best
-from trimmoe.experiments.figures.draw import line, picture
+from trimmoe.experiments.figures.draw import Axes, draw_curves
 from trimmoe.experiments.figures.overall import full_sentence
 
 _LETTER = ("edgeshard", "moe2", "substitute-only", "trimmoe")
@@ -55,29 +57,17 @@ class UnderLoad:
 
     def plot(self, content: Content, path: Path) -> None:
         """Mean latency and share of requests within the target."""
-        with picture(path, 1, 2, size=(12, 4)) as ((left, right),):
-            for index, (title, rows) in enumerate(_curves(content).items()):
-                rates = [row["rate_per_s"] for row in rows]
-                line(left, rates, [row["delay_ms"] for row in rows], title, index)
-                line(right, rates, [row["sla_share"] for row in rows], title, index)
-            left.set(xlabel="requests/s", ylabel="ms per token, simulated", yscale="log")
-            right.set(xlabel="requests/s", ylabel="requests within 300 ms", ylim=(0, 1.02))
-            left.legend(fontsize=7)
+        draw_curves(path, _PANELS, _curves(content), size=(12, 4))
 
     def grids(self, content: Content) -> dict[str, Grid]:
         """Latency and service by rate."""
         rates = list(dict.fromkeys(row["rate_per_s"] for row in content["rows"]))
         curves = _curves(content)
         found = {}
-        for caption, cell in (
-            ("ms per token", lambda row: f"{row['delay_ms']:.2f}"),
-            ("ms per request", lambda row: f"{row['request_ms']:.0f}"),
-            ("requests within 300 ms", lambda row: percent(row["sla_share"])),
-            ("use of the busiest server", lambda row: percent(row["server_use_max"])),
-        ):
+        for caption, shown in _TABLES.items():
             found[caption] = Grid(
                 headings=("method", *(f"{rate:g}/s" for rate in rates)),
-                rows=[(title, *map(cell, rows)) for title, rows in curves.items()],
+                rows=[(title, *map(shown, rows)) for title, rows in curves.items()],
             )
         return found
 
@@ -102,6 +92,31 @@ class UnderLoad:
                 "service levels tell placements apart rather than robustness to load."
             )
         return [*found, *full_sentence(content["rows"])]
+
+
+_PANELS = (
+    Axes(
+        x="rate_per_s",
+        y="delay_ms",
+        xlabel="requests/s",
+        ylabel="ms per token, simulated",
+        yscale="log",
+    ),
+    Axes(
+        x="rate_per_s",
+        y="sla_share",
+        xlabel="requests/s",
+        ylabel="requests within 300 ms",
+        ylim=(0, 1.02),
+        legend=False,
+    ),
+)
+_TABLES = {
+    "ms per token": cell("delay_ms", ".2f"),
+    "ms per request": cell("request_ms", ".0f"),
+    "requests within 300 ms": share("sla_share"),
+    "use of the busiest server": share("server_use_max"),
+}
 
 
 def _row(bench: Bench, contender: Contender, rate: float) -> Content:

@@ -8,12 +8,15 @@ from pathlib import Path
 from trimmoe.experiments.figures.base import (
     Content,
     Grid,
+    cell,
     change,
     fastest_lossless,
     figure_json,
     find,
     named,
     percent,
+    share,
+    table,
 )
 from trimmoe.experiments.figures.bench import Bench, replay_row
 from trimmoe.experiments.figures.contenders import letter, pinned_best
@@ -71,23 +74,11 @@ class Models:
 
     def grids(self, content: Content) -> dict[str, Grid]:
         """Latency, traffic and charged loss by model and arena."""
-        found = {}
-        for name, world in content["worlds"].items():
-            for arena, rows in world["arenas"].items():
-                cells = [
-                    (
-                        row["title"],
-                        f"{row['delay_ms']:.2f}",
-                        f"{row['delay_p99_ms']:.1f}",
-                        f"{row['mb_per_1000_tokens']:.2f}",
-                        percent(row["remote_share"]),
-                        f"{row['charged_loss_per_token']:.4f}",
-                    )
-                    for row in rows
-                ]
-                headings = ("method", "ms", "P99", "MB/1000", "remote", "charged")
-                found[f"{name}, {_SHORT[arena]}"] = Grid(headings=headings, rows=cells)
-        return found
+        return {
+            f"{name}, {_SHORT[arena]}": table(_COLUMNS, rows)
+            for name, world in content["worlds"].items()
+            for arena, rows in world["arenas"].items()
+        }
 
     def findings(self, content: Content) -> list[str]:
         """Ours against MoE^2, the best lossless of others and our own, model by model."""
@@ -114,3 +105,11 @@ class Models:
 
 
 _SHORT = {"letter": "as the paper ran it", "pinned_best": "pinned"}
+_COLUMNS = (
+    ("method", cell("title")),
+    ("ms", cell("delay_ms", ".2f")),
+    ("P99", cell("delay_p99_ms", ".1f")),
+    ("MB/1000", cell("mb_per_1000_tokens", ".2f")),
+    ("remote", share("remote_share")),
+    ("charged", cell("charged_loss_per_token", ".4f")),
+)

@@ -11,16 +11,19 @@ from trimmoe.cost.clairvoyant import Exits, clairvoyant_bound
 from trimmoe.experiments.figures.base import (
     Content,
     Grid,
+    cell,
     change,
     figure_json,
     find,
     load_row,
     named,
     percent,
+    share,
+    table,
 )
 from trimmoe.experiments.figures.bench import BUDGET, CONFIDENCE, RATE_PER_S, SLA_S, Bench
 from trimmoe.experiments.figures.contenders import ARENA_TITLES, ARENAS, Contender
-from trimmoe.experiments.figures.draw import bars, picture
+from trimmoe.experiments.figures.draw import draw_bars
 from trimmoe.experiments.figures.loads import SAVING_TOKENS, SETTLING_TOKENS
 from trimmoe.policy.trim import TrimPolicy
 
@@ -73,18 +76,14 @@ class Overall:
 
     def plot(self, content: Content, path: Path) -> None:
         """Four panels per arena."""
-        arenas = content["arenas"]
-        with picture(path, len(arenas), 4, size=(17, 2.7 * len(arenas))) as panels:
-            for line, (name, rows) in zip(panels, arenas.items(), strict=True):
-                for panel, (key, label) in zip(line, _PANELS, strict=True):
-                    bars(panel, rows, key, label)
-                for panel in line[1:]:
-                    panel.set_yticks([])
-                line[0].set_title(ARENA_TITLES[name], fontsize=9, loc="left")
+        arenas = {ARENA_TITLES[name]: rows for name, rows in content["arenas"].items()}
+        draw_bars(path, _PANELS, arenas, size=(17, 2.7 * len(arenas)), named_once=True)
 
     def grids(self, content: Content) -> dict[str, Grid]:
         """One table per arena."""
-        return {ARENA_TITLES[name]: _grid(rows) for name, rows in content["arenas"].items()}
+        return {
+            ARENA_TITLES[name]: table(_COLUMNS, rows) for name, rows in content["arenas"].items()
+        }
 
     def findings(self, content: Content) -> list[str]:
         """Who is ahead by how much, and what is left to gain."""
@@ -147,23 +146,17 @@ def _row(bench: Bench, one) -> Content:
     }
 
 
-def _grid(rows: list[Content]) -> Grid:
-    headings = ("method", "ms", "±", "P99", "MB/1000", "remote", "hops", "charged", "tokens/s")
-    cells = [
-        (
-            row["title"],
-            f"{row['delay_ms']:.2f}",
-            "-" if row["delay_half_width_ms"] is None else f"{row['delay_half_width_ms']:.2f}",
-            f"{row['delay_p99_ms']:.1f}",
-            f"{row['mb_per_1000_tokens']:.2f}",
-            percent(row["remote_share"]),
-            f"{row['hops_per_token']:.2f}",
-            f"{row['charged_loss_per_token']:.4f}",
-            f"{row['saturated_tokens_per_s']:.0f}",
-        )
-        for row in rows
-    ]
-    return Grid(headings=headings, rows=cells)
+_COLUMNS = (
+    ("method", cell("title")),
+    ("ms", cell("delay_ms", ".2f")),
+    ("±", cell("delay_half_width_ms", ".2f")),
+    ("P99", cell("delay_p99_ms", ".1f")),
+    ("MB/1000", cell("mb_per_1000_tokens", ".2f")),
+    ("remote", share("remote_share")),
+    ("hops", cell("hops_per_token", ".2f")),
+    ("charged", cell("charged_loss_per_token", ".4f")),
+    ("tokens/s", cell("saturated_tokens_per_s", ".0f")),
+)
 
 
 def bound_s(bench: Bench, contender: Contender) -> float:

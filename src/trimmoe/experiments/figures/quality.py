@@ -8,7 +8,17 @@ from pathlib import Path
 
 import numpy as np
 
-from trimmoe.experiments.figures.base import Content, Grid, figure_json, find, named, percent
+from trimmoe.experiments.figures.base import (
+    Content,
+    Grid,
+    cell,
+    figure_json,
+    find,
+    named,
+    percent,
+    share,
+    table,
+)
 from trimmoe.experiments.figures.bench import Bench, replay_row
 from trimmoe.experiments.figures.contenders import Contender, pinned_best
 from trimmoe.experiments.figures.draw import bars, line, picture
@@ -100,28 +110,14 @@ class Quality:
 
     def grids(self, content: Content) -> dict[str, Grid]:
         """Charged and measured, apart."""
-        found = {
-            f"Budget sweep, {CHARGED}": Grid(
-                headings=("budget", "ms", "charged", "of the budget"),
-                rows=[
-                    (
-                        percent(row["budget"]),
-                        f"{row['delay_ms']:.2f}",
-                        f"{row['charged_loss_per_token']:.4f}",
-                        percent(row["charged_loss_per_token"] / row["budget"]),
-                    )
-                    for row in content["sweep"]
-                ],
-            )
-        }
+        found = {f"Budget sweep, {CHARGED}": table(_SWEPT, content["sweep"])}
         executed = content["executed"]
         if executed:
-            labelled = [(row["title"], row) for row in executed["methods"]]
-            labelled += [(f"TrimMoE {percent(row['budget'])}", row) for row in executed["sweep"]]
-            found["Measured by executing the model"] = Grid(
-                headings=("method", "ms", "flips", "95 % interval", "perplexity", "exact's"),
-                rows=[(name, *_executed_cells(row)) for name, row in labelled],
-            )
+            swept = [
+                row | {"title": f"TrimMoE {percent(row['budget'])}"} for row in executed["sweep"]
+            ]
+            labelled = [*executed["methods"], *swept]
+            found["Measured by executing the model"] = table(_EXECUTED, labelled)
         return found
 
     def findings(self, content: Content) -> list[str]:
@@ -154,11 +150,20 @@ class Quality:
         return found
 
 
-def _executed_cells(row: Content) -> tuple[str, ...]:
-    return (
-        f"{row['delay_ms']:.2f}",
-        percent(row["flip_rate"]),
-        f"{percent(row['flip_rate_low_95'])} to {percent(row['flip_rate_high_95'])}",
-        f"{row['perplexity']:.3f}",
-        f"{row['exact_perplexity']:.3f}",
-    )
+_SWEPT = (
+    ("budget", share("budget")),
+    ("ms", cell("delay_ms", ".2f")),
+    ("charged", cell("charged_loss_per_token", ".4f")),
+    ("of the budget", lambda row: percent(row["charged_loss_per_token"] / row["budget"])),
+)
+_EXECUTED = (
+    ("method", cell("title")),
+    ("ms", cell("delay_ms", ".2f")),
+    ("flips", share("flip_rate")),
+    (
+        "95 % interval",
+        lambda row: f"{percent(row['flip_rate_low_95'])} to {percent(row['flip_rate_high_95'])}",
+    ),
+    ("perplexity", cell("perplexity", ".3f")),
+    ("exact's", cell("exact_perplexity", ".3f")),
+)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,12 +12,15 @@ from trimmoe.experiments.figures.base import (
     KIND_NAMES,
     Content,
     Grid,
+    cell,
     change,
     figure_json,
     find,
     load_row,
     named,
     percent,
+    share,
+    table,
 )
 from trimmoe.experiments.figures.bench import SLA_S, Bench
 from trimmoe.experiments.figures.contenders import ARENA_TITLES, ARENAS
@@ -64,25 +68,8 @@ class Tail:
 
     def grids(self, content: Content) -> dict[str, Grid]:
         """P99 and shares, by arena."""
-        kinds = (name.replace("_", " ") for name in KIND_NAMES)
-        headings = ("method", "requests", "mean ms", "P99 ms", "P99 of tokens", *kinds, "remote")
         return {
-            ARENA_TITLES[name]: Grid(
-                headings=headings,
-                rows=[
-                    (
-                        row["title"],
-                        str(row["requests"]),
-                        f"{row['request_ms']:.0f}",
-                        f"{row['request_p99_ms']:.0f}",
-                        f"{row['delay_p99_ms']:.1f}",
-                        *(percent(row["kinds"][kind]) for kind in KIND_NAMES),
-                        percent(row["remote_share"]),
-                    )
-                    for row in rows
-                ],
-            )
-            for name, rows in content["arenas"].items()
+            ARENA_TITLES[name]: table(_COLUMNS, rows) for name, rows in content["arenas"].items()
         }
 
     def findings(self, content: Content) -> list[str]:
@@ -109,3 +96,18 @@ class Tail:
 def _answer(rows: list[Content]) -> str:
     """What a request is."""
     return f"request of {rows[0]['answer_tokens']} tokens"
+
+
+def _kind(name: str) -> Callable[[Content], str]:
+    return lambda row: percent(row["kinds"][name])
+
+
+_COLUMNS = (
+    ("method", cell("title")),
+    ("requests", cell("requests")),
+    ("mean ms", cell("request_ms", ".0f")),
+    ("P99 ms", cell("request_p99_ms", ".0f")),
+    ("P99 of tokens", cell("delay_p99_ms", ".1f")),
+    *((name.replace("_", " "), _kind(name)) for name in KIND_NAMES),
+    ("remote", share("remote_share")),
+)
