@@ -22,8 +22,8 @@ from transformers import AutoModelForCausalLM
 from trimmoe.calibrate.text import read_texts, token_windows
 from trimmoe.core.stand_ins import RUNGS
 from trimmoe.experiments.opening import resolved
+from trimmoe.models.compiled.quantise import pack_bits
 from trimmoe.models.load import load_tokenizer
-from trimmoe.models.quantise import pack_bits
 
 Block = tuple[nn.Parameter, nn.Parameter]
 """Weights of a layer's experts, [E, 2I, H] and [E, H, I]."""

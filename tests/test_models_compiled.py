@@ -20,10 +20,10 @@ from trimmoe.core.precision import GROUP, Precision
 from trimmoe.models.compiled import forget_outdated
 from trimmoe.models.compiled.calls import multiply
 from trimmoe.models.compiled.lanes import Format
+from trimmoe.models.compiled.quantise import Packed, pack, pack_bits, pack_joined, placed
 from trimmoe.models.compiled.view import CompiledView
 from trimmoe.models.exact import exact_logits, greedy
 from trimmoe.models.load import model_spec, open_model
-from trimmoe.models.quantise import Packed, pack, pack_bits, pack_joined, placed
 
 QUANTISED = [Precision.INT8, Precision.INT4]
 ROWS = [[5, 9, 33, 2, 71], [8, 3], [64, 12, 12, 90, 4, 7, 41]]
@@ -112,7 +112,7 @@ lanes._PAIRS_AT_ONCE = ""
 from trimmoe.core.precision import GROUP, Precision
 from trimmoe.models.compiled.calls import multiply
 from trimmoe.models.compiled.tables import record
-from trimmoe.models.quantise import pack, placed
+from trimmoe.models.compiled.quantise import pack, placed
 weights, x = np.load(sys.argv[1]), np.load(sys.argv[2])
 out = np.empty((x.shape[0], weights.shape[0]), dtype=np.float32)
 (matrix,) = placed([pack(weights, Precision.INT8)])

@@ -15,12 +15,12 @@ from synthetic import random_plan
 from trimmoe.core.errors import UserError
 from trimmoe.core.precision import Precision
 from trimmoe.models.base import ExpertNotLoaded
+from trimmoe.models.compiled.quantise import pack
 from trimmoe.models.exact import exact_logits, greedy
 from trimmoe.models.general.packed import PackedEmbedding, PackedLinear
 from trimmoe.models.general.packed_experts import GatedStack, PackedStack
 from trimmoe.models.general.view import GeneralView
 from trimmoe.models.load import open_model
-from trimmoe.models.quantise import pack
 from zoo import Specimen, prompts, specimen
 
 FAMILIES = [

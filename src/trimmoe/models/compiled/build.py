@@ -22,11 +22,11 @@ from trimmoe.models.compiled.lanes import LANES
 from trimmoe.models.compiled.latent import add_latent, is_latent
 from trimmoe.models.compiled.packing import packed
 from trimmoe.models.compiled.parts import Parts
+from trimmoe.models.compiled.quantise import placed
 from trimmoe.models.compiled.tables import ExpertParts, Tables
 from trimmoe.models.compiled.view import CompiledView
 from trimmoe.models.experts import ExpertStack, ReadLayer
 from trimmoe.models.family import Geometry
-from trimmoe.models.quantise import placed
 
 _ROTARY = frozenset({"default", "linear", "llama3", "proportional", "yarn"})
 """Whose angles depend on the position alone."""

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from trimmoe.core.precision import Precision
-from trimmoe.models.quantise import Packed, pack_joined
+from trimmoe.models.compiled.quantise import Packed, pack_joined
 
 
 def packed(weights: Sequence[Tensor], precision: Precision) -> Packed:

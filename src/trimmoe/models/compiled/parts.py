@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from trimmoe.core.precision import Precision
-from trimmoe.models.quantise import Packed
+from trimmoe.models.compiled.quantise import Packed
 
 Rotary = Callable[[Tensor], tuple[Tensor, Tensor]]
 

@@ -31,7 +31,7 @@ from trimmoe.models.compiled.product import (
     SCALES,
     product_of,
 )
-from trimmoe.models.quantise import Packed, placed
+from trimmoe.models.compiled.quantise import Packed, placed
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

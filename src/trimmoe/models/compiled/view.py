@@ -31,8 +31,8 @@ from trimmoe.models.compiled.caching import BlockCache
 from trimmoe.models.compiled.delta import sizes_of
 from trimmoe.models.compiled.lanes import LANES
 from trimmoe.models.compiled.product import RECORD
+from trimmoe.models.compiled.quantise import Packed, pack, pack_bits
 from trimmoe.models.compiled.tables import ExpertParts, Tables, record
-from trimmoe.models.quantise import Packed, pack, pack_bits
 
 if TYPE_CHECKING:
     from trimmoe.models.compiled.parts import Parts

@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from trimmoe.core.precision import Precision
 from trimmoe.models.compiled.calls import multiply
 from trimmoe.models.compiled.lanes import LANES
+from trimmoe.models.compiled.quantise import pack, placed
 from trimmoe.models.compiled.tables import record
 from trimmoe.models.compiled.view import widened
 from trimmoe.models.general.ports import ReaderPort, RouterPort
-from trimmoe.models.quantise import pack, placed
 
 
 class Held:

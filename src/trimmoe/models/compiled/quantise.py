@@ -1,7 +1,7 @@
 """Weight matrices as the compiled blocks hold them: in panels, in full or in few bits.
 
 Quantised, groups of `GROUP` in a row share a scale, and at four bits and fewer an offset: at eight
-bits rounding is to nearest, else scale and offset are fitted (`compiled/rounding.py`). Weights that
+bits rounding is to nearest, else scale and offset are fitted (`rounding.py`). Weights that
 bfloat16 holds exactly, as most checkpoints', are held in it: what is computed with them is the
 same, bit for bit.
 """
