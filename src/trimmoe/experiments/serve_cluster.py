@@ -18,7 +18,7 @@ from trimmoe.experiments.opening import require_guesses
 from trimmoe.experiments.preparation import prepare
 from trimmoe.experiments.sample_text import sample_text
 from trimmoe.placement.make import as_published
-from trimmoe.policy.settings import PolicySettings
+from trimmoe.policy.settings import PRESETS, PolicySettings
 from trimmoe.runtime.launch.artifacts import Artifacts, cluster_of
 from trimmoe.runtime.launch.config import ServeConfig
 from trimmoe.runtime.launch.deployment import DEFAULT_PORT, deployed_endpoints
@@ -32,12 +32,9 @@ from trimmoe.runtime.launch.tls import Tls, tls_of
 from trimmoe.runtime.launch.whoever import Roll, serve_whoever_joins
 
 Say = Callable[[str], None]
-POLICIES = (
-    "auto", "trimmoe", "trimming", "guessing", "lossless", "speculative", "final-exits",
-    "substitute-only", "exact",
-)  # fmt: skip
-"""Those of `methods` that are a policy on any plan; `paper` moves tokens without their KV cache,
-which no real servers can do."""
+POLICIES = tuple(name for name in PRESETS if name != "paper")
+"""What servers can run on any plan; `paper` moves tokens without their KV cache, which no real ones
+can do."""
 
 
 def pieces_of(config: ServeConfig) -> Pieces:

@@ -334,14 +334,14 @@ def substitute_only() -> PolicySettings:
 
 
 PRESETS = {
-    "trimmoe": trimmoe,
-    "final-exits": final_exits,
-    "lossless": lossless,
-    "speculative": speculative,
     "auto": auto,
+    "trimmoe": trimmoe,
     "trimming": trimming,
     "guessing": guessing,
-    "paper": paper,
-    "exact": exact,
+    "lossless": lossless,
+    "speculative": speculative,
+    "final-exits": final_exits,
     "substitute-only": substitute_only,
+    "exact": exact,
+    "paper": paper,
 }
