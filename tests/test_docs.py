@@ -17,6 +17,7 @@ from trimmoe import cli
 ROOT = Path(__file__).parents[1]
 HOOKS = runpy.run_path(str(ROOT / "scripts" / "docs_hooks.py"))
 PICTURE = runpy.run_path(str(ROOT / "tools" / "data_picture.py"))
+READINGS = runpy.run_path(str(ROOT / "tools" / "readings_table.py"))
 
 
 def pages(nav: Any) -> list[str]:
@@ -65,6 +66,11 @@ def test_links_of_the_repositorys_pages_hold_there_and_on_the_site(name: str) ->
 def test_the_picture_of_the_datas_way_is_that_of_the_code() -> None:
     shown = PICTURE["PAGE"].read_text()
     assert PICTURE["BEGIN"] + PICTURE["picture"]() + PICTURE["END"] in shown, PICTURE["__doc__"]
+
+
+def test_the_table_of_readings_is_that_of_the_presets() -> None:
+    shown = READINGS["PAGE"].read_text()
+    assert READINGS["BEGIN"] + READINGS["table"]() + READINGS["END"] in shown, READINGS["__doc__"]
 
 
 def test_the_page_of_what_to_change_where_names_what_there_is() -> None:
