@@ -19,9 +19,8 @@ from trimmoe.api.settings import ApiSettings
 from trimmoe.experiments.chaos import mixed, overload
 from trimmoe.experiments.chaos.mixed import Load, Told
 from trimmoe.experiments.chaos.overload import burst, vanish
-from trimmoe.experiments.chaos.scene import Scene
 from trimmoe.experiments.chaos.stage import Usage
-from trimmoe.experiments.chaos.streams import PROMPTS, Asking, Seen
+from trimmoe.experiments.chaos.streams import PROMPTS, Asking, Scene, Seen
 from trimmoe.experiments.serve_local import listen, run_gateway, serve
 
 Answer = Callable[[httpx.Request], httpx.Response]

@@ -13,7 +13,7 @@ from typing import TypeVar
 import numpy as np
 
 from trimmoe.experiments.chaos.overload import BURST, SLOW, VANISHING, burst, slow, vanish
-from trimmoe.experiments.chaos.scene import Scene
+from trimmoe.experiments.chaos.streams import Scene
 
 T = TypeVar("T")
 STOP_S = 10.0

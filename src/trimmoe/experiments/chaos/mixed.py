@@ -9,8 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from trimmoe.experiments.chaos.overload import REFUSED, ask
-from trimmoe.experiments.chaos.scene import Scene
-from trimmoe.experiments.chaos.streams import PROMPTS, Seen
+from trimmoe.experiments.chaos.streams import PROMPTS, Scene, Seen
 
 CLIENTS = 8
 _STREAMS, _WHOLE = 0.5, 0.3

@@ -10,8 +10,7 @@ from contextlib import asynccontextmanager, suppress
 import httpx
 import numpy as np
 
-from trimmoe.experiments.chaos.scene import Scene
-from trimmoe.experiments.chaos.streams import PROMPTS, Seen
+from trimmoe.experiments.chaos.streams import PROMPTS, Scene, Seen
 
 VANISHING = 200
 SLOW = 500

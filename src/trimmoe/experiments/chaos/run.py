@@ -12,9 +12,8 @@ import numpy as np
 from trimmoe.core.errors import UserError
 from trimmoe.experiments.chaos.failures import Failure, failures, schedule
 from trimmoe.experiments.chaos.mixed import Load
-from trimmoe.experiments.chaos.scene import Scene
 from trimmoe.experiments.chaos.stage import Stage, Usage
-from trimmoe.experiments.chaos.streams import PROMPTS, Asking, Seen
+from trimmoe.experiments.chaos.streams import PROMPTS, Asking, Scene, Seen
 
 _FREE_S = 20.0
 """By when servers have let go of everything once nobody asks for anything."""

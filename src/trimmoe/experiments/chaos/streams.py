@@ -1,4 +1,4 @@
-"""Clients that know nothing of servers: what they saw of their answers."""
+"""Where failures happen, and clients that know nothing of servers: what they saw of answers."""
 
 from __future__ import annotations
 
@@ -7,12 +7,15 @@ import json
 import time
 from collections.abc import Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
+import numpy as np
 
 from trimmoe.api.gateway.events import DONE, payloads
+from trimmoe.experiments.chaos.lan import Lan
+from trimmoe.experiments.chaos.stage import Stage
 
 PROMPTS = (
     "The history of the city begins with",
@@ -106,3 +109,28 @@ def _book(event: dict[str, Any], seen: Seen) -> None:
             seen.error = "more after its end"
         seen.text += choice["text"]
         seen.finished |= choice["finish_reason"] is not None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Scene:
+    """One run's servers and clients."""
+
+    stage: Stage
+    asking: Asking
+    rng: np.random.Generator
+    capacity: int
+    """Answers at a time that servers have places for."""
+    expected: Sequence[Seen]
+    notes: list[str] = field(default_factory=list)
+    """What is worth telling of the failure at hand, and no fault."""
+    spared: int | None = None
+    """A server that nothing is done to."""
+
+    def some_server(self) -> int:
+        others = [at for at in range(len(self.stage.names)) if at != self.spared]
+        return int(self.rng.choice(others))
+
+    @property
+    def lan(self) -> Lan:
+        assert self.stage.lan is not None
+        return self.stage.lan
