@@ -22,11 +22,13 @@ _COMPILED = (
     "delta_step",
     "gating",
     "kinds",
+    "lane_functions",
     "lanes",
     "latent_step",
     "product",
     "routing",
     "step",
+    "tiles",
 )
 """Files that hold compiled functions."""
 

@@ -50,7 +50,8 @@ from trimmoe.models.compiled.columns import (
 )
 from trimmoe.models.compiled.delta_step import delta
 from trimmoe.models.compiled.kinds import NORM_HEADS, NORM_WHOLE
-from trimmoe.models.compiled.lanes import LANES, exp_lanes
+from trimmoe.models.compiled.lane_functions import exp_lanes
+from trimmoe.models.compiled.lanes import LANES
 from trimmoe.models.compiled.latent_step import latent_keys, latent_queries, latent_values
 from trimmoe.models.compiled.product import DATA, IN, OUT, RECORD, product
 

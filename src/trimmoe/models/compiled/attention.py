@@ -16,7 +16,8 @@ from numba.np.numpy_support import carray
 from trimmoe.models.compiled.apart import apart
 from trimmoe.models.compiled.columns import HEAD, KV_HEADS, TURNED
 from trimmoe.models.compiled.kinds import GATED_SILU, SCORES_SOFTMAX
-from trimmoe.models.compiled.lanes import LANES, exp_lanes, intrinsic, make_dots, make_mix
+from trimmoe.models.compiled.lane_functions import exp_lanes, make_dots, make_mix
+from trimmoe.models.compiled.lanes import LANES, intrinsic
 
 _keys3x2, _keys3x1, _keys1x4, _keys1x1 = (
     make_dots(heads, keys) for heads, keys in ((3, 2), (3, 1), (1, 4), (1, 1))

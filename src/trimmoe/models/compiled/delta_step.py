@@ -29,7 +29,8 @@ from trimmoe.models.compiled.attention import (
     wide,
 )
 from trimmoe.models.compiled.columns import DELTA, KEY_VALUE, QUERY
-from trimmoe.models.compiled.lanes import LANES, exp_lanes, make_dots, make_mix
+from trimmoe.models.compiled.lane_functions import exp_lanes, make_dots, make_mix
+from trimmoe.models.compiled.lanes import LANES
 from trimmoe.models.compiled.product import RECORD, product
 
 (

@@ -9,7 +9,8 @@ import numpy as np
 
 from trimmoe.models.compiled.attention import address, floats, jit, whole_panels, wide
 from trimmoe.models.compiled.kinds import GATED_CLAMPED, GATED_GELU
-from trimmoe.models.compiled.lanes import LANES, exp_lanes
+from trimmoe.models.compiled.lane_functions import exp_lanes
+from trimmoe.models.compiled.lanes import LANES
 
 _SLOPE, _CUBIC = np.float32(2.0 * np.sqrt(2.0 / np.pi)), np.float32(0.044715)
 

@@ -17,15 +17,9 @@ from numba.misc.special import literally
 
 from trimmoe.core.precision import GROUP
 from trimmoe.models.compiled.apart import apart
-from trimmoe.models.compiled.lanes import (
-    LANES,
-    Format,
-    calling,
-    intrinsic,
-    round_lanes,
-    sum_lanes,
-    tile,
-)
+from trimmoe.models.compiled.lane_functions import round_lanes, sum_lanes
+from trimmoe.models.compiled.lanes import LANES, Format, calling, intrinsic
+from trimmoe.models.compiled.tiles import tile
 
 RUN, DATA, SCALES, OFFSETS, NEXT, END, FORMAT, OUT, IN = range(9)
 """Columns of a matrix: addresses of its product and its first panel's parts, bytes between panels,

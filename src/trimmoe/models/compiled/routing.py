@@ -22,7 +22,8 @@ from trimmoe.models.compiled.attention import (
 )
 from trimmoe.models.compiled.columns import CORRECTION, ROUTER, ROUTER_BIAS, ROUTER_NORM, SCALES
 from trimmoe.models.compiled.kinds import SCORES_SIGMOID
-from trimmoe.models.compiled.lanes import LANES, exp_lanes
+from trimmoe.models.compiled.lane_functions import exp_lanes
+from trimmoe.models.compiled.lanes import LANES
 
 
 @jit

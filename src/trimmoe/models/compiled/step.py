@@ -45,7 +45,8 @@ from trimmoe.models.compiled.columns import (
     UP_BIAS,
 )
 from trimmoe.models.compiled.gating import between, gated
-from trimmoe.models.compiled.lanes import LANES, exp_lanes
+from trimmoe.models.compiled.lane_functions import exp_lanes
+from trimmoe.models.compiled.lanes import LANES
 from trimmoe.models.compiled.product import DATA, OUT, RECORD, product
 from trimmoe.models.compiled.routing import asked, route
 
