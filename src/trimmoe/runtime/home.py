@@ -22,7 +22,8 @@ from trimmoe.core.profile import Profile
 from trimmoe.core.specs import BoolArray, IntArray
 from trimmoe.models.base import DROPPED, MoEView, Routing, TokenBatch
 from trimmoe.models.cache import KVCache
-from trimmoe.models.compiled.view import AtHand, CompiledView, Maps
+from trimmoe.models.compiled.copies import AtHand, Maps
+from trimmoe.models.compiled.view import CompiledView
 
 ROWS_AT_ONCE = 4096
 """Tokens that pass the layers together."""

@@ -3,69 +3,38 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from trimmoe.core.precision import Precision
-from trimmoe.core.specs import BoolArray, FloatArray, IntArray, ModelSpec
-from trimmoe.core.stand_ins import number_of
-from trimmoe.models.base import (
-    DROPPED,
-    BytesRead,
-    ExpertNotLoaded,
-    MoEView,
-    Routing,
-    Segment,
-    TokenBatch,
-    Widths,
-)
+from trimmoe.core.specs import BoolArray, IntArray, ModelSpec
+from trimmoe.models.base import DROPPED, BytesRead, Segment, TokenBatch
 from trimmoe.models.batching import describe
 from trimmoe.models.cache import KVCache
 from trimmoe.models.compiled import calls, columns, one_at_a_time
 from trimmoe.models.compiled.caching import BlockCache
+from trimmoe.models.compiled.copies import (
+    AtHand,
+    Maps,
+    add_copy,
+    at_hand,
+    have_copies,
+    low_rank_maps,
+    no_maps,
+)
 from trimmoe.models.compiled.delta import sizes_of
+from trimmoe.models.compiled.experts import CompiledExperts
 from trimmoe.models.compiled.lanes import LANES
-from trimmoe.models.compiled.product import RECORD
-from trimmoe.models.compiled.quantise import Packed, pack, pack_bits
+from trimmoe.models.compiled.rows import Floats, Found, beside, widened
 from trimmoe.models.compiled.tables import ExpertParts, Tables, record
 
 if TYPE_CHECKING:
     from trimmoe.models.compiled.parts import Parts
 
-Floats = NDArray[np.float32]
-_KEPT_LAYOUTS = 64
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Maps:
-    """Linear maps of low rank as the compiled blocks read them."""
-
-    table: IntArray
-    """Records of what the maps of all experts of a block read, and of what they give,
-    [B, 2 * RECORD]."""
-    rank: int
-    kept: list[Packed] = field(default_factory=list)
-    """What the records point to."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class AtHand:
-    """What a server guesses with: experts that it holds, and copies of others in few bits."""
-
-    weights: IntArray
-    """Where their matrices are, [B, E, EXPERT]."""
-    here: BoolArray
-    """Which ones there are, [B, E]."""
-    is_whole: bool
-    """Whether these are all that there are."""
-
-
-class CompiledView(MoEView):
+class CompiledView(CompiledExperts):
     """See `MoEView`; made by `DecoderFamily.open`."""
 
     shared_by_threads = True
@@ -73,22 +42,12 @@ class CompiledView(MoEView):
     def __init__(
         self, parts: Parts, tables: Tables, spec: ModelSpec, bytes_read: BytesRead
     ) -> None:
-        self.spec, self.bytes_read = spec, bytes_read
-        self.dtype, self.device = torch.float32, torch.device("cpu")
-        self._parts, self._tables = parts, tables
-        self.precision = parts.precision
+        super().__init__(parts, tables, spec, bytes_read)
         self._rotary = (np.empty((0, 0), dtype=np.float32),) * 2
         self._head_record = record(parts.head)
         self._restored: Tensor | None = None
-        nothing = np.zeros((tables.blocks.shape[0], 2 * RECORD), dtype=np.int64)
-        self._no_maps = Maps(table=nothing, rank=0)
-        self._moe_blocks = np.array(tables.block_of)
-        self._adds = not tables.blocks[:, columns.BOTH_POST].any()
-        """Whether what experts give is added to the state, and no norm lies between."""
+        self._no_maps = no_maps(tables)
         self._states = {block: sizes_of(known) for block, known in tables.deltas.items()}
-        self._layouts: dict[object, tuple[BoolArray, BoolArray]] = {}
-        """Tables of experts by layer and by block, by where the former are in memory, which they
-        keep."""
         calls.prepare_all()
         with one_at_a_time():
             self._warm_up()
@@ -96,11 +55,6 @@ class CompiledView(MoEView):
     @property
     def loaded(self) -> tuple[frozenset[int], ...]:
         return self._parts.loaded
-
-    @property
-    def widths(self) -> Widths:
-        usual = super().widths
-        return usual if self._adds else replace(usual, moving=usual.attended + usual.part)
 
     @property
     def rewinds(self) -> bool:
@@ -154,7 +108,7 @@ class CompiledView(MoEView):
     ) -> Tensor:
         self._refuse_what_ifs()
         rows, (first, at) = widened(hidden), self._blocks_of(layer)
-        self._attended(range(first, at + 1), rows, _beside(positions, slot), cache, aside=True)
+        self._attended(range(first, at + 1), rows, beside(positions, slot), cache, aside=True)
         return self._narrowed(rows)
 
     def tail(self, hidden: Tensor, batch: TokenBatch, cache: KVCache) -> Tensor:
@@ -167,110 +121,8 @@ class CompiledView(MoEView):
     def tail_whatif(self, hidden: Tensor, positions: Tensor, slot: int, cache: KVCache) -> Tensor:
         self._refuse_what_ifs()
         rows = widened(hidden)
-        self._attended(self._last_blocks, rows, _beside(positions, slot), cache, aside=True)
+        self._attended(self._last_blocks, rows, beside(positions, slot), cache, aside=True)
         return self._narrowed(rows)
-
-    def route(self, layer: int, hidden: Tensor, *, groups: Tensor | None = None) -> Routing:
-        rows = widened(hidden)
-        block, shape = self._tables.blocks[self._tables.block_of[layer]], self._tables.shape
-        found = _Found.of(shape, 0, rows.shape[0])
-        calls.read(shape, block, rows, found.normed)
-        reads = calls.asked(shape, block, rows, found.normed)
-        experts = np.empty((rows.shape[0], shape.top_k), dtype=np.int64)
-        calls.route(shape, block, reads, found.logits, found.probabilities, experts, found.gates)
-        return self._routing(found, experts)
-
-    def shared(self, layer: int, hidden: Tensor, *, normed: Tensor | None = None) -> Tensor | None:
-        if not self._parts.has_shared:
-            return None
-        block, shape = self._tables.blocks[self._tables.block_of[layer]], self._tables.shape
-        rows = self._read(layer, hidden, normed)
-        given = np.zeros_like(rows)
-        calls.dense(shape, block, rows, given)
-        return self._narrowed(given)
-
-    def experts(
-        self,
-        layer: int,
-        hidden: Tensor,
-        experts: Tensor,
-        gates: Tensor,
-        *,
-        normed: Tensor | None = None,
-    ) -> Tensor:
-        rows = self._read(layer, hidden, normed)
-        given = np.zeros(rows.shape, dtype=np.float64)
-        chosen, weights = self._slots(layer, experts.numpy(), gates)
-        shape, _, here = self._stack(layer)
-        calls.routed(shape, here, rows, chosen, weights, given)
-        return self._narrowed(given)
-
-    def give(
-        self,
-        layer: int,
-        hidden: Tensor,
-        experts: IntArray,
-        gates: Tensor,
-        *,
-        normed: Tensor | None = None,
-    ) -> Tensor:
-        rows, read = widened(hidden), self._read(layer, hidden, normed)
-        chosen, weights = self._slots(layer, experts, gates)
-        calls.finish(*self._stack(layer), rows, read, chosen, weights)
-        return self._narrowed(rows)
-
-    def gathered(
-        self,
-        layer: int,
-        hidden: Tensor,
-        experts: IntArray,
-        gates: Tensor,
-        *,
-        normed: Tensor | None = None,
-    ) -> Tensor:
-        rows, read = widened(hidden), self._read(layer, hidden, normed)
-        chosen, weights = self._slots(layer, experts, gates)
-        total = np.empty(rows.shape, dtype=np.float64)
-        calls.gathered(*self._stack(layer), rows, read, chosen, weights, total)
-        return self._narrowed(total)
-
-    def gathered_part(
-        self,
-        layer: int,
-        hidden: Tensor,
-        experts: IntArray,
-        gates: Tensor,
-        *,
-        normed: Tensor | None = None,
-    ) -> Tensor:
-        if self._adds:
-            return self.gathered(layer, hidden, experts, gates, normed=normed)
-        chosen = torch.from_numpy(np.ascontiguousarray(experts))
-        given = self.experts(layer, hidden, chosen, gates, normed=normed)
-        return torch.cat([hidden.to(given.dtype), given], 1)
-
-    def whole(self, layer: int, moved: Tensor) -> Tensor:
-        if self._adds:
-            return moved
-        hidden, given = moved.split([self.widths.attended, self.widths.part], 1)
-        return self._behind(layer, hidden.float(), given).float()
-
-    def finish(
-        self, layer: int, hidden: Tensor, shared: Tensor | None, routed: Tensor | None
-    ) -> Tensor:
-        if self._adds:
-            return super().finish(layer, hidden, shared, routed)
-        given = torch.zeros_like(hidden) if routed is None else routed
-        return self._behind(layer, hidden, given).float()
-
-    def _behind(self, layer: int, hidden: Tensor, given: Tensor) -> Tensor:
-        """A layer's output, [n, d] in double precision, where norms follow its experts."""
-        rows = widened(hidden)
-        wide, total = np.zeros(rows.shape), np.empty(rows.shape)
-        wide[:, : self._tables.shape.hidden] = given.numpy()
-        shape, block, _ = self._stack(layer)
-        calls.behind(shape, block, rows, wide, total)
-        return self._narrowed(total)
 
     def head(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         if self._restored is None:
@@ -308,7 +160,7 @@ class CompiledView(MoEView):
         wide = calls.wide(tables.shape.hidden)
         kept = np.empty((0 if wanted is None else count, wide), dtype=np.float32)
         end = tables.block_of[last - 1] + 1
-        found = _Found.of(tables.shape, tables.blocks.shape[0], count)
+        found = Found.of(tables.shape, tables.blocks.shape[0], count)
         by_block = self._by_block(settled)
         rows, places = widened(hidden), self._places(batch)
         stopped = calls.segment(
@@ -358,59 +210,20 @@ class CompiledView(MoEView):
 
     def maps(self, read: Floats, give: Floats) -> Maps:
         """Maps of low rank in place of experts: read [N, d, E * r], give [N, E * r, d]."""
-        tables = self._tables
-        found = Maps(
-            table=np.zeros((tables.blocks.shape[0], 2 * RECORD), dtype=np.int64),
-            rank=read.shape[2] // self.spec.expert_count,
-        )
-        for layer, block in enumerate(tables.block_of):
-            both = [pack(part[layer].T, Precision.NONE) for part in (read, give)]
-            found.table[block] = np.concatenate([record(part) for part in both])
-            found.kept.extend(both)
-        return found
+        return low_rank_maps(self._tables, read, give)
 
     def add_copy(self, layer: int, expert: int, bits: int, parts: ExpertParts) -> None:
         """Keep a copy in so many bits of an expert that is not loaded."""
-        halves = [half.float().numpy() for half in (parts.gate, parts.up)]
-        packed = pack_bits(halves, bits), pack_bits([parts.down.float().numpy()], bits)
-        biases = self._tables.keep_biases(parts)
-        self._tables.copy(self._tables.block_of[layer], expert, bits, *packed, biases)
+        add_copy(self._tables, self._tables.block_of[layer], expert, bits, parts)
 
     def at_hand(self, held: BoolArray, bits: IntArray | None) -> AtHand:
         """The experts `held` [N, E], all of which are loaded, and copies in so many `bits` [N, E]
         of others; those of loaded ones are made here."""
-        tables = self._tables
-        weights, here = tables.experts[:, : held.shape[1]].copy(), self._by_block(held).copy()
         copies = np.zeros(held.shape, dtype=np.int64) if bits is None else bits * ~held
-        if copies.any():
-            self.have_copies(copies)
-        for layer, expert in np.argwhere(copies).tolist():
-            block, few = tables.block_of[layer], int(copies[layer, expert])
-            number = number_of(expert, few, held.shape[1])
-            weights[block, expert] = tables.experts[block, number]
-            here[block, expert] = True
-        is_whole = bool(here[self._moe_blocks].all())
-        return AtHand(weights=weights, here=here, is_whole=is_whole)
+        return at_hand(self._tables, self._by_block(held), copies)
 
     def have_copies(self, bits: IntArray) -> bool:
-        tables = self._tables
-        for layer, expert in np.argwhere(bits).tolist():
-            block, few = tables.block_of[layer], int(bits[layer, expert])
-            number = number_of(expert, few, tables.shape.experts)
-            if tables.experts[block, number, 0]:
-                continue
-            if (block, expert) not in tables.matrices:
-                return False
-            self._copy_loaded(block, expert, few)
-        return True
-
-    def _copy_loaded(self, block: int, expert: int, bits: int) -> None:
-        up, down = (matrix.restored for matrix in self._tables.matrices[block, expert])
-        size = self._tables.shape.routed
-        # Each half has its own panels, which may be padded.
-        halves = [up[:size], up[up.shape[0] // 2 :][:size]]
-        packed = pack_bits(halves, bits), pack_bits([down[: self.spec.hidden_size]], bits)
-        self._tables.copy(block, expert, bits, *packed, self._tables.biases(block, expert))
+        return have_copies(self._tables, bits)
 
     def run_home(
         self,
@@ -446,20 +259,6 @@ class CompiledView(MoEView):
     def _refuse_what_ifs(self) -> None:
         if self._states:
             raise NotImplementedError("a recurrent state answers no what-if")
-
-    def _by_block(self, experts: BoolArray) -> BoolArray:
-        """Which of these experts [N, E] are here, by block, [B, E]; whoever asks does not change
-        the table afterwards."""
-        where = experts.ctypes.data, experts.shape, experts.strides
-        kept = self._layouts.get(where)
-        if kept is None:
-            if len(self._layouts) >= _KEPT_LAYOUTS:
-                self._layouts.clear()
-            here: BoolArray = self._tables.experts[:, : experts.shape[1], 0] != 0
-            by_block = np.zeros_like(here)
-            by_block[self._moe_blocks] = experts & here[self._moe_blocks]
-            kept = self._layouts[where] = experts, by_block
-        return kept[1]
 
     @property
     def _last_blocks(self) -> range:
@@ -497,50 +296,12 @@ class CompiledView(MoEView):
             calls.leave(tables.shape, tables.blocks[at], rows, rotary, places, slabs[at])
         _check_states(cache)
 
-    def _read(self, layer: int, hidden: Tensor, normed: Tensor | None) -> Floats:
-        """What the experts of a layer read, wide."""
-        if normed is not None:
-            return widened(normed)
-        block = self._tables.blocks[self._tables.block_of[layer]]
-        rows = widened(hidden)
-        out = np.zeros_like(rows)
-        calls.read(self._tables.shape, block, rows, out)
-        return out
-
-    def _stack(self, layer: int) -> tuple[calls.Shape, IntArray, IntArray]:
-        """The block with a layer's experts, and where each of them is."""
-        tables, at = self._tables, self._tables.block_of[layer]
-        return tables.shape, tables.blocks[at], tables.experts[at]
-
-    def _slots(self, layer: int, experts: IntArray, gates: Tensor) -> tuple[IntArray, Floats]:
-        """Experts [n, k] and gates as the compiled blocks read them; raises `ExpertNotLoaded`."""
-        chosen = np.ascontiguousarray(experts, dtype=np.int64)
-        here = self._tables.experts[self._tables.block_of[layer], :, 0] != 0
-        absent = (chosen != DROPPED) & ~here[chosen]
-        if absent.any():
-            expert = int(chosen[absent][0])
-            raise ExpertNotLoaded(f"expert {expert} of layer {layer} is not loaded here")
-        return chosen, np.ascontiguousarray(gates.numpy(), dtype=np.float32)
-
     def _normed_last(self, hidden: Tensor) -> Tensor:
         rows = widened(hidden)
         out = np.zeros_like(rows)
         shape, norm = self._tables.shape, self._parts.last_norm
         calls.norm(rows, norm.ctypes.data, shape.hidden, shape.epsilon, out)
         return self._narrowed(out)
-
-    def _routing(self, found: _Found, experts: IntArray) -> Routing:
-        count = self._tables.shape.experts
-        return Routing(
-            probabilities=torch.from_numpy(found.probabilities[:, :count]),
-            logits=torch.from_numpy(found.logits[:, :count]),
-            experts=torch.from_numpy(experts),
-            gates=torch.from_numpy(found.gates),
-            normed=self._narrowed(found.normed),
-        )
-
-    def _narrowed(self, rows: Floats | FloatArray) -> Tensor:
-        return torch.from_numpy(rows[:, : self._tables.shape.hidden])
 
     def _places(self, batch: TokenBatch) -> tuple[IntArray, IntArray]:
         return (
@@ -560,47 +321,6 @@ class CompiledView(MoEView):
         return cosine, sine
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Found:
-    """Room for what routers say; shapes as `calls.segment` has them."""
-
-    experts: IntArray
-    logits: Floats
-    probabilities: Floats
-    gates: Floats
-    normed: Floats
-
-    @staticmethod
-    def of(shape: calls.Shape, blocks: int, count: int) -> _Found:
-        wide = calls.wide(shape.experts)
-        return _Found(
-            experts=np.empty((blocks, count, shape.top_k), dtype=np.int64),
-            logits=np.empty((count, wide), dtype=np.float32),
-            probabilities=np.empty((count, wide), dtype=np.float32),
-            gates=np.empty((count, shape.top_k), dtype=np.float32),
-            normed=np.zeros((count, calls.wide(shape.hidden)), dtype=np.float32),
-        )
-
-
 def _check_states(cache: KVCache) -> None:
     assert isinstance(cache, BlockCache), "a cache of another view"
     cache.check_states()
-
-
-def _beside(positions: Tensor, slot: int) -> tuple[IntArray, IntArray]:
-    """Places of what-if queries [S] into one slot."""
-    where = np.ascontiguousarray(positions.numpy(), dtype=np.int64)
-    return np.full_like(where, slot), where
-
-
-def widened(rows: Tensor) -> Floats:
-    """A copy of [n, d] as wide rows."""
-    # Compiled products read by address, whatever is there.
-    assert rows.dtype is torch.float32, f"states of {rows.dtype} in compiled blocks"
-    given = rows.numpy()
-    count, size = given.shape
-    if calls.wide(size) == size:
-        return given.copy()
-    whole = np.zeros((count, calls.wide(size)), dtype=np.float32)
-    whole[:, :size] = given
-    return whole

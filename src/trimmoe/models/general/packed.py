@@ -20,8 +20,8 @@ from trimmoe.core.precision import Precision
 from trimmoe.models.compiled.calls import multiply
 from trimmoe.models.compiled.lanes import LANES
 from trimmoe.models.compiled.quantise import pack, placed
+from trimmoe.models.compiled.rows import widened
 from trimmoe.models.compiled.tables import record
-from trimmoe.models.compiled.view import widened
 from trimmoe.models.general.ports import ReaderPort, RouterPort
 
 

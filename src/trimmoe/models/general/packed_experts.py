@@ -17,8 +17,8 @@ from trimmoe.models.base import DROPPED
 from trimmoe.models.compiled import calls, columns
 from trimmoe.models.compiled.kinds import NORM_NONE
 from trimmoe.models.compiled.quantise import pack, pack_joined, placed
+from trimmoe.models.compiled.rows import widened
 from trimmoe.models.compiled.tables import expert_record
-from trimmoe.models.compiled.view import widened
 from trimmoe.models.experts import Activation, ExpertStack
 from trimmoe.models.general.packed import Held
 
