@@ -28,8 +28,9 @@ from trimmoe.core.events import (
     SequenceOpened,
     TokensArrived,
 )
+from trimmoe.core.loss_curves import LossCurves
 from trimmoe.core.plan import Plan, plan_header
-from trimmoe.core.profile import LossCurves, Profile
+from trimmoe.core.profile import Profile
 from trimmoe.core.specs import BoolArray, ClusterSpec, FloatArray, ModelSpec
 from trimmoe.core.wave import Wave
 from trimmoe.engine.step import Engine

@@ -14,7 +14,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 
 from trimmoe.core.artifact import Header
-from trimmoe.core.profile import PROFILE_FORMAT, PROFILE_KIND, LossCurves, Profile, Rung
+from trimmoe.core.loss_curves import LossCurves, Rung
+from trimmoe.core.profile import PROFILE_FORMAT, PROFILE_KIND, Profile
 from trimmoe.core.specs import BoolArray, ClusterSpec, FloatArray, IntArray, ModelSpec
 from trimmoe.core.stand_ins import RUNGS
 

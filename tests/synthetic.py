@@ -25,8 +25,9 @@ from trimmoe.core.events import (
     Trailed,
 )
 from trimmoe.core.ledger import Ledger
+from trimmoe.core.loss_curves import Rung
 from trimmoe.core.plan import Plan, plan_header
-from trimmoe.core.profile import Profile, Rung
+from trimmoe.core.profile import Profile
 from trimmoe.core.specs import ClusterSpec, ModelSpec
 from trimmoe.core.stand_ins import RUNGS
 from trimmoe.engine.books import checked

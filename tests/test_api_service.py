@@ -18,7 +18,7 @@ from factories import random_model_spec, random_profile
 from serving import EOS, SteppedDecoder, Tiny
 from tiny import CONTEXT
 from trimmoe.core.events import Attend, Execute, Routed, Strand, TokensArrived
-from trimmoe.core.profile import ExitState
+from trimmoe.core.exit_states import ExitState
 from trimmoe.models.exact import exact_logits
 from trimmoe.policy.settings import final_exits, trimmoe
 from trimmoe.runtime.counters import ExpertCounter, ExpertUse

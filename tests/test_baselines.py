@@ -10,7 +10,7 @@ import pytest
 
 import byhand
 from trimmoe.core.ledger import Kind
-from trimmoe.core.profile import LossCurves
+from trimmoe.core.loss_curves import LossCurves
 from trimmoe.cost.actions import DROPPED, ActionSpace
 from trimmoe.experiments.methods import (
     METHODS,

@@ -20,7 +20,8 @@ from trimmoe.calibrate.curves import (
     quantile_edges,
 )
 from trimmoe.calibrate.windows import Windows
-from trimmoe.core.profile import LossCurves, exit_floor
+from trimmoe.core.exit_states import exit_floor
+from trimmoe.core.loss_curves import LossCurves
 from trimmoe.cost.thresholds import skipped_layers, theta_at, thresholds
 from trimmoe.models.exit_head import confidence
 

@@ -14,7 +14,7 @@ from trimmoe.calibrate.echoes import Trimmed, flipped_behind, poisson_upper
 from trimmoe.calibrate.head import greedy
 from trimmoe.calibrate.sampling import DROP, KEEP, forced
 from trimmoe.calibrate.windows import Windows
-from trimmoe.core.profile import ExitState
+from trimmoe.core.exit_states import ExitState
 from trimmoe.models.base import MoEView
 from trimmoe.models.exact import exact_logits
 from trimmoe.models.load import open_model

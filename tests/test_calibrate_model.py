@@ -25,7 +25,8 @@ from trimmoe.calibrate.steadiness import NO_CLASS, fit_steadiness
 from trimmoe.calibrate.sweep import Known
 from trimmoe.calibrate.windows import Windows, run_layer
 from trimmoe.core.errors import UserError
-from trimmoe.core.profile import ECHOING_STATES, Profile, load_profile
+from trimmoe.core.exit_states import ECHOING_STATES
+from trimmoe.core.profile import Profile, load_profile
 from trimmoe.models.base import MoEView
 from trimmoe.models.exact import exact_logits
 from trimmoe.models.exit_head import (

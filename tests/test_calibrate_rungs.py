@@ -19,7 +19,8 @@ from trimmoe.calibrate.settings import CalibrationSettings
 from trimmoe.calibrate.windows import Windows
 from trimmoe.core.artifact import load_artifact, save_artifact
 from trimmoe.core.errors import UserError
-from trimmoe.core.profile import PROFILE_FORMAT, PROFILE_KIND, LossCurves, Rung, load_profile
+from trimmoe.core.loss_curves import LossCurves, Rung
+from trimmoe.core.profile import PROFILE_FORMAT, PROFILE_KIND, load_profile
 from trimmoe.core.stand_ins import RUNGS
 from trimmoe.models.load import open_model
 

@@ -9,7 +9,7 @@ import pytest
 
 from byhand import PLAIN, Walk, hosting, one_bin, skips, world
 from factories import random_cluster, random_model_spec
-from trimmoe.core.profile import ExitState
+from trimmoe.core.exit_states import ExitState
 from trimmoe.core.wave import Wave
 from trimmoe.cost.model import Accounting, cost_model
 from trimmoe.engine.books import closed

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from factories import random_cluster, random_model_spec
 from synthetic import random_plan
+from trimmoe.core.exit_states import ExitState
 from trimmoe.core.ledger import Kind, Ledger
-from trimmoe.core.profile import ExitState
 from trimmoe.core.trace import Trace
 from trimmoe.cost.model import Accounting
 from trimmoe.engine.step import Engine

@@ -9,7 +9,8 @@ import pytest
 
 from byhand import MS, PLAIN, UNIT, Walk, decided, hosting, one_bin, skips, world
 from trimmoe.core.events import Probe
-from trimmoe.core.profile import ExitState, Rung
+from trimmoe.core.exit_states import ExitState
+from trimmoe.core.loss_curves import Rung
 from trimmoe.cost.actions import Levers
 from trimmoe.cost.model import Accounting
 

@@ -20,9 +20,11 @@ from factories import (
     random_profile,
 )
 from synthetic import SyntheticDriver, Trajectory, Visit, hostile, random_plan
+from trimmoe.core.exit_states import ExitState
 from trimmoe.core.ledger import Kind
+from trimmoe.core.loss_curves import LossCurves
 from trimmoe.core.plan import Plan
-from trimmoe.core.profile import ExitState, LossCurves, Profile
+from trimmoe.core.profile import Profile
 from trimmoe.core.stand_ins import numbered
 from trimmoe.cost.actions import NOT_FREE, ActionSpace
 from trimmoe.cost.model import Accounting

@@ -15,8 +15,9 @@ from devices import copies
 from nodes import hybrid_routes, read, request, running, tokens_of, world
 from serving import EOS, Tiny
 from tiny import CONTEXT
+from trimmoe.core.exit_states import ExitState
 from trimmoe.core.ledger import STOOD_IN, Kind, Ledger
-from trimmoe.core.profile import ExitState, Rung
+from trimmoe.core.loss_curves import Rung
 from trimmoe.cost.actions import Levers
 from trimmoe.experiments.methods import make_engine
 from trimmoe.models.exact import exact_logits

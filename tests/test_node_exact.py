@@ -24,8 +24,8 @@ from nodes import (
 )
 from questions import Questions
 from serving import EOS, Tiny
+from trimmoe.core.exit_states import ExitState
 from trimmoe.core.ledger import Kind
-from trimmoe.core.profile import ExitState
 from trimmoe.experiments.methods import make_engine
 from trimmoe.models.load import open_model
 from trimmoe.policy.settings import PRESETS

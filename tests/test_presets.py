@@ -6,7 +6,7 @@ from dataclasses import fields
 
 import pytest
 
-from trimmoe.core.profile import ExitState
+from trimmoe.core.exit_states import ExitState
 from trimmoe.cost.actions import Levers
 from trimmoe.cost.model import Accounting
 from trimmoe.policy.settings import (

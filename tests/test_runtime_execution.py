@@ -12,7 +12,7 @@ from torch import Tensor
 from factories import random_profile
 from tiny import LAYERS, write_tiny_checkpoint
 from trimmoe.core.events import Attend, Complete, Execute, Trailed
-from trimmoe.core.profile import ExitState
+from trimmoe.core.exit_states import ExitState
 from trimmoe.models.base import MoEView
 from trimmoe.models.exact import full_depth
 from trimmoe.models.load import open_model

@@ -16,9 +16,10 @@ from factories import random_cluster, random_profile
 from synthetic import random_plan
 from tiny import write_tiny_checkpoint
 from trimmoe.core.events import Complete
+from trimmoe.core.exit_states import ExitState
 from trimmoe.core.ledger import Kind
 from trimmoe.core.plan import Plan
-from trimmoe.core.profile import ExitState, Profile
+from trimmoe.core.profile import Profile
 from trimmoe.experiments.methods import make_engine
 from trimmoe.models.base import MoEView
 from trimmoe.models.cache import cache_argument

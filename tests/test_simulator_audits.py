@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from simulated import World, drained, world
+from trimmoe.core.exit_states import ExitState
 from trimmoe.core.ledger import Kind, Ledger
-from trimmoe.core.profile import ExitState
 from trimmoe.simulator.replay import replay
 
 

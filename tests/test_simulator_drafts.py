@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from simulated import World, drained, slowed, world
 from test_simulator_trails import LAYERS, answered, finished_s, stages
 from trimmoe.core.events import Receipt
+from trimmoe.core.exit_states import ExitState
 from trimmoe.core.ledger import Kind, Ledger
-from trimmoe.core.profile import ExitState
 from trimmoe.simulator.arrivals import Requests
 from trimmoe.simulator.journey import Itinerary
 from trimmoe.simulator.measure import Sample, figures

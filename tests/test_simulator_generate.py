@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from factories import random_cluster, random_model_spec
+from trimmoe.core.exit_states import ExitState
 from trimmoe.core.ledger import Kind, Ledger
-from trimmoe.core.profile import CHANGES, DRAFT_CONFIDENCE, ExitState, Profile, load_profile
+from trimmoe.core.profile import CHANGES, DRAFT_CONFIDENCE, Profile, load_profile
 from trimmoe.core.specs import ModelSpec
 from trimmoe.core.trace import Trace, load_trace
 from trimmoe.experiments.methods import make_engine

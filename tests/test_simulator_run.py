@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from simulated import LENGTH, SEQUENCES, World, drained, slowed, unchanging, world
 from trimmoe.core.errors import UserError
+from trimmoe.core.exit_states import ExitState
 from trimmoe.core.ledger import Ledger
-from trimmoe.core.profile import ExitState
 from trimmoe.core.trace import Trace
 from trimmoe.experiments.methods import make_engine
 from trimmoe.policy.build import deploy

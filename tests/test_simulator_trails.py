@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from simulated import World, drained, slowed, unchanging, world
+from trimmoe.core.exit_states import ExitState
 from trimmoe.core.ledger import Kind
-from trimmoe.core.profile import ExitState
 from trimmoe.experiments.methods import make_engine
 from trimmoe.policy.build import deploy
 from trimmoe.simulator.arrivals import Requests

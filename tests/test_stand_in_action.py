@@ -13,8 +13,9 @@ from byhand import PLAIN, UNIT, decided, hosting, one_bin, world
 from factories import random_cluster, random_model_spec, random_profile
 from synthetic import SyntheticDriver, random_plan, with_copies
 from trimmoe.core.ledger import Kind, layer_kinds
+from trimmoe.core.loss_curves import Rung
 from trimmoe.core.plan import Plan
-from trimmoe.core.profile import Profile, Rung
+from trimmoe.core.profile import Profile
 from trimmoe.core.specs import ModelSpec
 from trimmoe.core.stand_ins import RUNGS, expert_of, number_of, numbered
 from trimmoe.cost.actions import DROPPED, ActionSpace, Levers

@@ -17,9 +17,11 @@ import checkpoints
 from factories import random_cluster, random_profile
 from synthetic import random_plan
 from trimmoe.core.events import Complete, Execute
+from trimmoe.core.exit_states import ExitState
 from trimmoe.core.ledger import Kind, Ledger
+from trimmoe.core.loss_curves import LossCurves
 from trimmoe.core.plan import Plan
-from trimmoe.core.profile import ExitState, LossCurves, Profile
+from trimmoe.core.profile import Profile
 from trimmoe.engine.step import Engine
 from trimmoe.evaluate.jobs import Forced, run_jobs
 from trimmoe.evaluate.scoring import Scoring

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from factories import clusters, models_with_profiles
 from synthetic import random_plan
-from trimmoe.core.profile import LossCurves, Profile
+from trimmoe.core.loss_curves import LossCurves
+from trimmoe.core.profile import Profile
 from trimmoe.cost.actions import Levers
 from trimmoe.cost.lookahead import LookAhead, Place, TokenKind
 from trimmoe.cost.model import Accounting

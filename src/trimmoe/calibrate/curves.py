@@ -9,7 +9,7 @@ import numpy as np
 from scipy.optimize import isotonic_regression
 from scipy.stats import beta, spearmanr
 
-from trimmoe.core.profile import LossCurves
+from trimmoe.core.loss_curves import LossCurves
 from trimmoe.core.specs import BoolArray, FloatArray, IntArray
 
 _SPANS = (4, 8)

@@ -25,7 +25,8 @@ from trimmoe.calibrate.sampling import KEEP, Changes, forced
 from trimmoe.calibrate.settings import CalibrationSettings
 from trimmoe.calibrate.sweep import Known, Sweep, Visit
 from trimmoe.calibrate.windows import Windows, run_layer
-from trimmoe.core.profile import CHANGES, ECHOING_STATES, ExitState
+from trimmoe.core.exit_states import ECHOING_STATES, ExitState
+from trimmoe.core.profile import CHANGES
 from trimmoe.core.specs import BoolArray, FloatArray, IntArray
 from trimmoe.models.base import MoEView
 

@@ -15,7 +15,8 @@ from trimmoe.calibrate.products import gram
 from trimmoe.calibrate.record import Advance, Recording
 from trimmoe.calibrate.settings import CalibrationSettings
 from trimmoe.calibrate.windows import Windows
-from trimmoe.core.profile import DRAFT_CONFIDENCE, exit_floor
+from trimmoe.core.exit_states import exit_floor
+from trimmoe.core.profile import DRAFT_CONFIDENCE
 from trimmoe.core.specs import FloatArray, IntArray
 from trimmoe.models.exit_head import HeadInput, confidence, head_input
 

@@ -14,7 +14,7 @@ from trimmoe.calibrate.record import Advance, Recording
 from trimmoe.calibrate.sampling import Changes, Classes
 from trimmoe.calibrate.settings import CalibrationSettings
 from trimmoe.calibrate.whatif import flips
-from trimmoe.core.profile import LossCurves
+from trimmoe.core.loss_curves import LossCurves
 from trimmoe.core.specs import BoolArray, FloatArray, IntArray
 from trimmoe.models.base import MoEView
 

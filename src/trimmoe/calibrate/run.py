@@ -33,7 +33,8 @@ from trimmoe.calibrate.text import text_hash, token_windows
 from trimmoe.calibrate.windows import Windows
 from trimmoe.core.artifact import Header
 from trimmoe.core.errors import UserError
-from trimmoe.core.profile import PROFILE_FORMAT, PROFILE_KIND, Profile, Rung
+from trimmoe.core.loss_curves import Rung
+from trimmoe.core.profile import PROFILE_FORMAT, PROFILE_KIND, Profile
 from trimmoe.core.specs import FloatArray
 from trimmoe.cost.thresholds import skipped_layers, thresholds
 from trimmoe.models.base import EncoderDecoderView, MoEView

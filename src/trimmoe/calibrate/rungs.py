@@ -25,7 +25,7 @@ from trimmoe.calibrate.sampling import KEEP, Classes, forced
 from trimmoe.calibrate.settings import CalibrationSettings
 from trimmoe.calibrate.sweep import Known, Sweep, Visit
 from trimmoe.calibrate.windows import Windows, run_layer
-from trimmoe.core.profile import LossCurves, Rung
+from trimmoe.core.loss_curves import LossCurves, Rung
 from trimmoe.core.specs import BoolArray, FloatArray, IntArray
 from trimmoe.core.stand_ins import RUNGS, numbered
 from trimmoe.models.base import MoEView

@@ -12,9 +12,7 @@ of a stand-in.
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
-from enum import StrEnum
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,6 +26,17 @@ from trimmoe.core.artifact import (
 )
 from trimmoe.core.contents import Kept, amount, count, require_contents, share
 from trimmoe.core.errors import UserError
+from trimmoe.core.exit_states import ExitState, exit_bound, exit_floor
+from trimmoe.core.loss_curves import (
+    LossCurves,
+    Rung,
+    curve_arrays,
+    curve_fields,
+    rung_fields,
+    rung_name,
+    taken_curves,
+    taken_rungs,
+)
 from trimmoe.core.specs import BoolArray, FloatArray, IntArray, ModelSpec
 from trimmoe.core.stand_ins import RUNGS
 
@@ -39,88 +48,8 @@ the embedded model 12 % of the layers are not waited for at 0.6, and half as man
 0.4 13 %, and as many."""
 
 
-class ExitState(StrEnum):
-    """What later tokens find of one that exited, in the layers that it did not run."""
-
-    WHOLE = "whole"
-    """What they always find: it goes on through all of them, off the critical path, and only its
-    prediction was early. At full depth it says whether that was right."""
-    DENSE = "dense"
-    """Its attention and shared experts go on, off the critical path; routed experts do not."""
-    FROZEN = "frozen"
-    """Its state stands still; the layers' keys and values are made from it, as in the paper."""
-
-
-ECHOING_STATES = (ExitState.DENSE, ExitState.FROZEN)
-"""Those in which an exit may flip later predictions."""
-COPIED_SHARE = 0.5
-"""Of all slots, that run copies while it is measured what those lose: as many of little mass as of
-much."""
 CHANGES = ("skip", "drop", "substitution")
 """What may be done to a token in one layer."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LossCurves:
-    """Non-decreasing flip rate against router mass, one curve per layer and steadiness class.
-
-    Bin g of layer l covers masses in (edges[l, b, g-1], edges[l, b, g]]; the last edge is 1. A
-    mass is rounded up to its bin's edge, so a curve never flatters.
-    """
-
-    edges: FloatArray
-    """Upper edge of each bin, shape [N, B, G], non-decreasing, last 1, the same in all classes."""
-    mean: FloatArray
-    """Isotonic fit of the measured flip rate, shape [N, B, G]."""
-    upper: FloatArray
-    """Upper confidence bound of the same, non-decreasing, shape [N, B, G], in [0, 1]."""
-    samples: IntArray
-    """Measurements behind each bin, shape [N, B, G]."""
-
-    def inflated(self, factor: float) -> LossCurves:
-        """The same curves with every bound `factor` times as large, at most 1."""
-        assert factor >= 1.0
-        return replace(self, upper=np.minimum(self.upper * factor, 1.0))
-
-    def raised(self, by: FloatArray) -> LossCurves:
-        """The same curves with every bound of a layer larger by so much, [N], at most 1."""
-        return replace(self, upper=np.minimum(self.upper + by[:, None, None], 1.0))
-
-    def averaged(self) -> LossCurves:
-        """The same curves that bound nothing: what was measured on average instead."""
-        return replace(self, upper=self.mean)
-
-    def pooled(self, class_share: FloatArray) -> LossCurves:
-        """The curves of tokens whose class is not looked at, B = 1; `class_share` [N, B]."""
-        assert (self.edges == self.edges[:, :1]).all(), "classes share their bins"
-        weight = class_share[:, :, None]
-        return LossCurves(
-            edges=self.edges[:, :1],
-            mean=(weight * self.mean).sum(1, keepdims=True),
-            upper=np.minimum((weight * self.upper).sum(1, keepdims=True), 1.0),
-            samples=self.samples.sum(1, keepdims=True),
-        )
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Rung:
-    """What it costs that copies of experts in so many bits stand in for them."""
-
-    bits: int
-    curves: LossCurves
-    """Of one slot that runs its expert's copy, with what it flips of later tokens, where half of
-    all slots run theirs; mass = softmax mass of that slot."""
-
-    def within(self, budget: float, class_share: FloatArray, top_k: int) -> LossCurves:
-        """What a slot is charged under a policy that may flip `budget` of all tokens; `class_share`
-        [N, B].
-
-        Copies are off by a little noise, which adds up as noise does: n of them flip as the root of
-        n. Half of a token's slots flip F together, so that (budget / F)^2 of those flip the budget,
-        each of them F / budget times what it flips among all.
-        """
-        at_half = COPIED_SHARE * top_k * float((class_share * self.curves.upper.mean(2)).sum())
-        return self.curves.inflated(max(1.0, at_half / budget)) if budget > 0 else self.curves
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -330,16 +259,17 @@ class Profile:
 
     def _arrays(self) -> dict[str, np.ndarray]:
         arrays: dict[str, np.ndarray] = {}
-        for name, value in _contents(self):
-            if value is None or name == "rungs":
+        for name in (item.name for item in fields(self)):
+            value = getattr(self, name)
+            if value is None or name in ("header", "rungs"):
                 continue
             if isinstance(value, LossCurves):
-                arrays |= _curve_arrays(name, value)
+                arrays |= curve_arrays(name, value)
             else:
                 arrays[name] = value.astype(np.uint8) if value.dtype == bool else value
         for rung in self.rungs:
-            name = _rung_name(rung.bits)
-            arrays |= _curve_arrays(name, rung.curves)
+            name = rung_name(rung.bits)
+            arrays |= curve_arrays(name, rung.curves)
         return arrays
 
 
@@ -348,82 +278,16 @@ def slot_ranks(slots: int, ranks: int) -> IntArray:
     return np.minimum(np.arange(slots), ranks - 1)
 
 
-def exit_bound(error_upper: FloatArray, echo: FloatArray, state: ExitState) -> FloatArray:
-    """All that one exit flips at each p [T], where it errs by at most `error_upper` [T] and flips
-    `echo` later tokens, by `ECHOING_STATES`."""
-    if state is ExitState.WHOLE:
-        return error_upper
-    return error_upper + echo[ECHOING_STATES.index(state)]
-
-
-def exit_floor(grid: FloatArray, error_upper: FloatArray, tolerated_error: float) -> float:
-    """The least grid p at which, and above which, the exit error's bound is tolerated.
-
-    Learn-then-Test with a fixed sequence: from the strictest p downwards, stop at the first
-    rejection. Above 1, so that nothing exits, if even the strictest p fails.
-    """
-    failing = np.flatnonzero(error_upper > tolerated_error)
-    if failing.size == 0:
-        return float(grid[0])
-    first_good = int(failing[-1]) + 1
-    return float(grid[first_good]) if first_good < grid.size else np.inf
-
-
-def _contents(record: Profile | LossCurves) -> list[tuple[str, Any]]:
-    named = [(item.name, getattr(record, item.name)) for item in fields(record)]
-    return [(name, value) for name, value in named if name != "header"]
-
-
-def _curve_arrays(name: str, curves: LossCurves) -> dict[str, np.ndarray]:
-    return {f"{name}.{part}": array for part, array in _contents(curves)}
-
-
-def _rung_name(bits: int) -> str:
-    return f"rung{bits}"
-
-
 def load_profile(path: Path) -> Profile:
     """Read a profile; raises `UserError` if it is missing, damaged or of another format."""
     header, arrays = load_artifact(path, kind=PROFILE_KIND, format_version=PROFILE_FORMAT)
     with undamaged(path, PROFILE_KIND):
         require_contents(arrays, _FIELDS)
         str(header.input_hashes["model"])
-        curves = {name: _taken_curves(arrays, name) for name in ("skip", "drop")}
-        rungs = _taken_rungs(arrays)
+        curves = {name: taken_curves(arrays, name) for name in ("skip", "drop")}
+        rungs = taken_rungs(arrays)
         arrays["feasible"] = arrays["feasible"].astype(bool)
         return Profile(header=header, rungs=rungs, **arrays, **curves)  # type: ignore[arg-type]
-
-
-def _taken_curves(arrays: dict[str, np.ndarray], name: str) -> LossCurves:
-    return LossCurves(**{part: arrays.pop(f"{name}.{part}") for part in _CURVE_PARTS})
-
-
-def _taken_rungs(arrays: dict[str, np.ndarray]) -> tuple[Rung, ...]:
-    """Those that are there; raises `ValueError` for half a one."""
-    found = []
-    for bits in RUNGS:
-        name = _rung_name(bits)
-        there = {part for part in _CURVE_PARTS if f"{name}.{part}" in arrays}
-        if not there:
-            continue
-        if len(there) < len(_CURVE_PARTS):
-            raise ValueError(f"{name} is incomplete")
-        found.append(Rung(bits=bits, curves=_taken_curves(arrays, name)))
-    return tuple(found)
-
-
-_CURVE_PARTS = tuple(item.name for item in fields(LossCurves))
-
-
-def _curves(name: str, *, bins: str = "G", optional: bool = False) -> dict[str, Kept]:
-    axes = f"N B {bins}"
-    kept = {f"{name}.{part}": share(axes) for part in ("edges", "mean", "upper")}
-    kept[f"{name}.samples"] = count(axes)
-    return {part: replace(each, optional=optional) for part, each in kept.items()}
-
-
-def _rung_fields(bits: int) -> dict[str, Kept]:
-    return _curves(_rung_name(bits), bins="H", optional=True)
 
 
 _FIELDS = {
@@ -438,8 +302,8 @@ _FIELDS = {
     "class_share": share("N B"),
     "steady_edges": Kept(axes="N B-1"),
     "exit_hazard": share("N+1 N"),
-    **_curves("skip"),
-    **_curves("drop"),
+    **curve_fields("skip"),
+    **curve_fields("drop"),
     "importance_quantiles": share("N 101"),
     "theta": amount("N", endless=True),
     "change_echo": amount("N 3"),
@@ -465,6 +329,6 @@ _FIELDS = {
     "substitution_mean": share("N B R E E", optional=True),
     "stand_in_read": Kept(axes="N d E r", optional=True),
     "stand_in_give": Kept(axes="N E r d", optional=True),
-    **{name: kept for bits in RUNGS for name, kept in _rung_fields(bits).items()},
+    **{name: kept for bits in RUNGS for name, kept in rung_fields(bits).items()},
 }
 """What is in the file; see the module docstring for the names of sizes."""

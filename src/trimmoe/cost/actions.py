@@ -20,7 +20,7 @@ from functools import cached_property
 
 import numpy as np
 
-from trimmoe.core.profile import LossCurves
+from trimmoe.core.loss_curves import LossCurves
 from trimmoe.core.specs import BoolArray, FloatArray, IntArray
 from trimmoe.core.stand_ins import NO_STAND_IN, RUNGS, numbered
 from trimmoe.cost import enumerating, kernels

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from trimmoe.core.profile import LossCurves
+from trimmoe.core.loss_curves import LossCurves
 from trimmoe.core.specs import FloatArray
 
 

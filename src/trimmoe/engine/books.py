@@ -8,8 +8,8 @@ from dataclasses import replace
 import numpy as np
 
 from trimmoe.core.events import Receipt, Trailed
+from trimmoe.core.exit_states import ExitState
 from trimmoe.core.ledger import Kind, Ledger, layer_kinds
-from trimmoe.core.profile import ExitState
 from trimmoe.core.specs import FloatArray, IntArray
 from trimmoe.core.wave import NOT_PROBED, Wave
 from trimmoe.cost.model import Accounting, CostModel, add_layer_messages

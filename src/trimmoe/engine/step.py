@@ -34,8 +34,9 @@ from trimmoe.core.events import (
     TokensImported,
     Trailed,
 )
+from trimmoe.core.exit_states import ExitState
 from trimmoe.core.ledger import Kind
-from trimmoe.core.profile import ExitState, Profile
+from trimmoe.core.profile import Profile
 from trimmoe.core.specs import BoolArray, FloatArray, IntArray
 from trimmoe.core.wave import NOT_PROBED, Wave
 from trimmoe.cost.model import Accounting, CostModel

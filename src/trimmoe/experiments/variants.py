@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from trimmoe.core.profile import ExitState
+from trimmoe.core.exit_states import ExitState
 from trimmoe.cost.model import Accounting
 from trimmoe.policy.settings import (
     BudgetRule,

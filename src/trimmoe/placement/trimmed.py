@@ -30,7 +30,8 @@ from functools import cached_property
 
 import numpy as np
 
-from trimmoe.core.profile import LossCurves, Profile
+from trimmoe.core.loss_curves import LossCurves
+from trimmoe.core.profile import Profile
 from trimmoe.core.specs import BoolArray, FloatArray, IntArray
 from trimmoe.cost.actions import ActionSpace, Levers, StandIns
 from trimmoe.cost.kernels import njit

@@ -7,8 +7,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from trimmoe.core.loss_curves import LossCurves
 from trimmoe.core.plan import Plan
-from trimmoe.core.profile import LossCurves, Profile
+from trimmoe.core.profile import Profile
 from trimmoe.core.specs import FloatArray, IntArray, ModelSpec
 from trimmoe.cost.actions import ActionSpace, StandIns
 from trimmoe.cost.exits import ExitForecast, calibrated, certain, never

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
-from trimmoe.core.profile import DRAFT_CONFIDENCE, ExitState
+from trimmoe.core.exit_states import ExitState
+from trimmoe.core.profile import DRAFT_CONFIDENCE
 from trimmoe.cost.actions import Levers
 from trimmoe.cost.model import Accounting
 

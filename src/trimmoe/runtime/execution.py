@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from trimmoe.core.events import Attend, Complete, Execute, Executed, Probe, Routed, Trailed
-from trimmoe.core.profile import ExitState, Profile
+from trimmoe.core.exit_states import ExitState
+from trimmoe.core.profile import Profile
 from trimmoe.core.specs import IntArray
 from trimmoe.models.base import MoEView, Routing, TokenBatch
 from trimmoe.models.cache import KVCache

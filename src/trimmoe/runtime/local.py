@@ -29,8 +29,9 @@ from trimmoe.core.events import (
     TokensArrived,
     Trailed,
 )
+from trimmoe.core.exit_states import ExitState
 from trimmoe.core.ledger import Ledger
-from trimmoe.core.profile import ExitState, Profile
+from trimmoe.core.profile import Profile
 from trimmoe.core.specs import FloatArray
 from trimmoe.engine.books import checked
 from trimmoe.engine.state import EngineState

@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from trimmoe.core.profile import LossCurves, Profile
+from trimmoe.core.loss_curves import LossCurves
+from trimmoe.core.profile import Profile
 from trimmoe.core.specs import FloatArray
 
 _DROPPED = 0.5

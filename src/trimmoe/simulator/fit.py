@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 from scipy.optimize import linear_sum_assignment
 
-from trimmoe.core.profile import LossCurves, Profile
+from trimmoe.core.loss_curves import LossCurves
+from trimmoe.core.profile import Profile
 from trimmoe.core.specs import FloatArray, IntArray
 from trimmoe.core.trace import Trace
 from trimmoe.simulator.echo_law import factor_line, own_flips

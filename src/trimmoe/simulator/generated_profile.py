@@ -18,14 +18,8 @@ from trimmoe.calibrate.routing_stats import (
     pattern_statistics,
 )
 from trimmoe.core.artifact import Header
-from trimmoe.core.profile import (
-    CHANGES,
-    DRAFT_CONFIDENCE,
-    PROFILE_FORMAT,
-    PROFILE_KIND,
-    LossCurves,
-    Profile,
-)
+from trimmoe.core.loss_curves import LossCurves
+from trimmoe.core.profile import CHANGES, DRAFT_CONFIDENCE, PROFILE_FORMAT, PROFILE_KIND, Profile
 from trimmoe.core.specs import ModelSpec
 from trimmoe.core.trace import Trace
 from trimmoe.cost.thresholds import thresholds

@@ -16,7 +16,7 @@ import numpy as np
 
 from trimmoe.core.errors import UserError
 from trimmoe.core.events import Receipt
-from trimmoe.core.profile import ExitState
+from trimmoe.core.exit_states import ExitState
 from trimmoe.core.specs import BoolArray, ClusterSpec, FloatArray, IntArray
 from trimmoe.core.trace import Trace
 from trimmoe.cost.model import Accounting

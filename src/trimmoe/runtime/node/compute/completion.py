@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from trimmoe.core.events import Complete, Receipt, Trailed
+from trimmoe.core.exit_states import ExitState
 from trimmoe.core.ledger import Ledger
-from trimmoe.core.profile import ExitState
 from trimmoe.policy.settings import PolicySettings
 from trimmoe.runtime.node.compute.runner import ModelRunner
 from trimmoe.runtime.node.records.messages import (
