@@ -19,7 +19,6 @@ from trimmoe.core.events import (
     Complete,
     Depart,
     Event,
-    Execute,
     Executed,
     Probe,
     Receipt,
@@ -28,7 +27,6 @@ from trimmoe.core.events import (
     SequenceClosed,
     SequenceOpened,
     Settled,
-    Strand,
     TokensArrived,
     TokensExported,
     TokensImported,
@@ -38,24 +36,24 @@ from trimmoe.core.exit_states import ExitState
 from trimmoe.core.ledger import Kind
 from trimmoe.core.profile import Profile
 from trimmoe.core.specs import BoolArray, FloatArray, IntArray
-from trimmoe.core.wave import NOT_PROBED, Wave
+from trimmoe.core.wave import Wave
 from trimmoe.cost.model import Accounting, CostModel
 from trimmoe.cost.nearest import Nearest
 from trimmoe.engine.books import (
     afterwards,
     closed,
-    entered,
     following,
     ledgers,
     missed,
     passed,
     receipts,
 )
+from trimmoe.engine.deciding import decided, ran_nearest
 from trimmoe.engine.exits import ExitRules
 from trimmoe.engine.feedback import Feedback, observe, observe_audits
 from trimmoe.engine.guesses import GuessRules
 from trimmoe.engine.state import Account, EngineState, new_wave
-from trimmoe.policy.base import Observation, Policy
+from trimmoe.policy.base import Policy
 from trimmoe.policy.price import own_weight
 from trimmoe.policy.settings import BudgetRule, PolicySettings
 
@@ -251,64 +249,8 @@ class Engine:
         return state, (Depart(wave=event.wave, tokens=wave.take(event.rows)),)
 
     def _routed(self, state: EngineState, event: Routed) -> Step:
-        wave, commands = self._decided(state.waves[event.wave], event)
+        wave, commands = decided(self.policy, self.cost, state.waves[event.wave], event)
         return state.with_wave(event.wave, wave if wave.alive.size else None), commands
-
-    def _decided(self, wave: Wave, event: Routed) -> tuple[Wave, tuple[Command, ...]]:
-        """What the rows alive of a wave are charged for a layer, and how it is executed."""
-        rows = wave.alive
-        audited = wave.probed[rows] != NOT_PROBED
-        # What checks an exit must itself be the full-depth model.
-        allowance = np.where(audited, 0.0, wave.allowance[rows])
-        decision = self.policy.decide(
-            Observation(
-                layer=wave.layer,
-                route=wave.route[rows],
-                server=wave.server[rows],
-                experts=event.experts,
-                masses=event.masses,
-                importance=event.importance,
-                steadiness=event.steadiness,
-                allowance=allowance,
-                exit_at=wave.exit_at[rows],
-                loss_weight=wave.loss_weight[rows],
-                probabilities=event.probabilities,
-            )
-        )
-        assert (decision.loss <= allowance).all(), "a policy overspent the quality budget"
-        stranded = ~np.isfinite(decision.delay_s)
-        if stranded.any():
-            return self._stranded(wave, event, stranded)
-        wave = entered(self.cost, wave, event.experts, decision)
-        execute = Execute(
-            wave=event.wave,
-            layer=wave.layer,
-            rows=rows,
-            slot_expert=decision.slot_expert,
-            slot_server=decision.slot_server,
-            destination=decision.destination,
-        )
-        return wave, (execute,)
-
-    def _stranded(
-        self, wave: Wave, event: Routed, stranded: BoolArray
-    ) -> tuple[Wave, tuple[Command, ...]]:
-        """Give up the rows that nobody can serve and decide again for the others."""
-        lost, kept = wave.alive[stranded], ~stranded
-        wave = wave.without(lost)
-        commands: tuple[Command, ...] = (Strand(wave=event.wave, rows=lost),)
-        if not wave.alive.size:
-            return wave, commands
-        others = Routed(
-            wave=event.wave,
-            experts=event.experts[kept],
-            masses=event.masses[kept],
-            importance=event.importance[kept],
-            steadiness=event.steadiness[kept],
-            probabilities=None if event.probabilities is None else event.probabilities[kept],
-        )
-        wave, more = self._decided(wave, others)
-        return wave, commands + more
 
     def _executed(self, state: EngineState, event: Executed) -> Step:
         wave = state.waves[event.wave]
@@ -341,7 +283,13 @@ class Engine:
             if wave.layer == self.cost.layer_count:
                 return self._ended(state, event.wave, wave)
             return state, (Depart(wave=event.wave, tokens=wave),)
-        wave, commands = self._stopped(event) if self.decides else self._ran_nearest(event)
+        if self.decides:
+            assert event.routed is not None
+            settled = event.experts[:, : event.settled]
+            wave, _, _ = passed(self.nearest, event.tokens, settled, event.settled)
+            wave, commands = decided(self.policy, self.cost, wave, event.routed)
+        else:
+            wave, commands = ran_nearest(self.nearest, event)
         if not wave.alive.size:
             return state, commands
         if wave.layer + 1 == self.cost.layer_count:
@@ -351,36 +299,6 @@ class Engine:
         whole = wave.alive.size == len(event.tokens.sequences)
         tokens = wave if whole else wave.take(wave.alive)
         return state, (*commands, Depart(wave=event.wave, tokens=tokens))
-
-    def _stopped(self, event: SegmentRan) -> tuple[Wave, tuple[Command, ...]]:
-        """Decide upon the layer that a segment ended at."""
-        assert self.nearest is not None
-        assert event.routed is not None
-        settled = event.experts[:, : event.settled]
-        wave, _, _ = passed(self.nearest, event.tokens, settled, event.settled)
-        return self._decided(wave, event.routed)
-
-    def _ran_nearest(self, event: SegmentRan) -> tuple[Wave, tuple[Command, ...]]:
-        """What the layers of a segment and the one it ended at cost, which runs at the nearest
-        hosts."""
-        assert self.nearest is not None
-        experts, rows = event.experts, np.arange(len(event.tokens.sequences))
-        wave, server, destination = passed(self.nearest, event.tokens, experts, event.settled)
-        commands: tuple[Command, ...] = ()
-        if (destination < 0).any():
-            lost, rows = np.flatnonzero(destination < 0), np.flatnonzero(destination >= 0)
-            wave, commands = wave.without(lost), (Strand(wave=event.wave, rows=lost),)
-            if not rows.size:
-                return wave, commands
-        execute = Execute(
-            wave=event.wave,
-            layer=wave.layer,
-            rows=rows,
-            slot_expert=experts[rows, -1],
-            slot_server=server[rows],
-            destination=destination[rows],
-        )
-        return wave, (*commands, execute)
 
     def _ended(self, state: EngineState, identity: int, wave: Wave) -> Step:
         """All rows have passed the last layer."""
