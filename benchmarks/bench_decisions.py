@@ -25,7 +25,7 @@ from synthetic import random_plan
 from trimmoe.core.artifact import written_whole
 from trimmoe.core.profile import Profile
 from trimmoe.core.specs import FloatArray
-from trimmoe.experiments.methods import make_engine
+from trimmoe.experiments.method_engines import make_engine
 from trimmoe.policy.base import Observation
 from trimmoe.policy.settings import PolicySettings
 from trimmoe.policy.settings import trimmoe as default_policy

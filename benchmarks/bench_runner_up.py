@@ -25,7 +25,8 @@ from trimmoe.core.precision import Precision
 from trimmoe.core.profile import Profile, load_profile
 from trimmoe.core.specs import FloatArray, IntArray
 from trimmoe.engine.guesses import guess_times_s, row_times_s
-from trimmoe.experiments.methods import configured, find_method, method_engine
+from trimmoe.experiments.method_engines import method_engine
+from trimmoe.experiments.methods import configured, find_method
 from trimmoe.experiments.opening import open_drafts, profile_path, resolved
 from trimmoe.models.base import MoEView
 from trimmoe.models.draft import DraftModel

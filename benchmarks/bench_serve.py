@@ -30,7 +30,8 @@ from forked import forked
 from trimmoe.api.app import create_app
 from trimmoe.core.artifact import written_whole
 from trimmoe.experiments.compare import CompareSettings, access_servers, compare
-from trimmoe.experiments.methods import find_method, plan_for, served
+from trimmoe.experiments.method_engines import plan_for
+from trimmoe.experiments.methods import find_method, served
 from trimmoe.experiments.preparation import prepare
 from trimmoe.experiments.sample_text import sample_text
 from trimmoe.experiments.serve_bench import Load, Sent, run_load

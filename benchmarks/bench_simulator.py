@@ -26,7 +26,7 @@ from trimmoe.core.plan import Plan
 from trimmoe.core.profile import Profile
 from trimmoe.core.specs import ModelSpec
 from trimmoe.core.trace import Trace
-from trimmoe.experiments.methods import make_engine
+from trimmoe.experiments.method_engines import make_engine
 from trimmoe.placement.make import default, make_plan
 from trimmoe.policy.build import deploy
 from trimmoe.policy.settings import PRESETS

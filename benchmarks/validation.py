@@ -22,7 +22,8 @@ from trimmoe.core.plan import Plan
 from trimmoe.core.profile import Profile
 from trimmoe.core.specs import FloatArray
 from trimmoe.core.trace import Trace
-from trimmoe.experiments.methods import find_method, make_engine, plan_for, replayed
+from trimmoe.experiments.method_engines import make_engine, plan_for
+from trimmoe.experiments.methods import find_method, replayed
 from trimmoe.models.base import MoEView
 from trimmoe.policy.build import deploy
 from trimmoe.policy.settings import PolicySettings

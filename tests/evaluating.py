@@ -15,7 +15,7 @@ from trimmoe.core.plan import Plan
 from trimmoe.core.profile import Profile
 from trimmoe.evaluate.harness import DriverLM, Serving
 from trimmoe.experiments.compare import access_servers
-from trimmoe.experiments.methods import make_engine
+from trimmoe.experiments.method_engines import make_engine
 from trimmoe.models.base import MoEView
 from trimmoe.models.load import load_tokenizer, open_model
 from trimmoe.policy.settings import PolicySettings

@@ -22,7 +22,7 @@ from synthetic import random_plan
 from tiny import VOCABULARY, write_tiny_checkpoint
 from trimmoe.api.app import create_app
 from trimmoe.api.settings import ApiSettings
-from trimmoe.experiments.methods import make_engine
+from trimmoe.experiments.method_engines import make_engine
 from trimmoe.models.base import MoEView
 from trimmoe.models.load import load_tokenizer, open_model
 from trimmoe.policy.settings import PolicySettings, trimmoe

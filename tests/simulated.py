@@ -13,7 +13,7 @@ from trimmoe.core.profile import Profile
 from trimmoe.core.specs import ModelSpec
 from trimmoe.core.trace import Trace
 from trimmoe.engine.step import Engine
-from trimmoe.experiments.methods import make_engine
+from trimmoe.experiments.method_engines import make_engine
 from trimmoe.policy.build import Deployment, deploy
 from trimmoe.policy.settings import PRESETS, ExitRule, WeightRule
 from trimmoe.simulator.generate import Parameters

@@ -12,15 +12,8 @@ import byhand
 from trimmoe.core.ledger import Kind
 from trimmoe.core.loss_curves import LossCurves
 from trimmoe.cost.actions import DROPPED, ActionSpace
-from trimmoe.experiments.methods import (
-    METHODS,
-    UNLIMITED,
-    configured,
-    load_replicated,
-    make_engine,
-    method_engine,
-    plan_for,
-)
+from trimmoe.experiments.method_engines import load_replicated, make_engine, method_engine, plan_for
+from trimmoe.experiments.methods import METHODS, UNLIMITED, configured
 from trimmoe.policy.base import Observation
 from trimmoe.policy.baselines import (
     LocalPrior,

@@ -10,7 +10,7 @@ import pytest
 from trimmoe.core.ledger import Ledger
 from trimmoe.core.plan import load_plan
 from trimmoe.evaluate.teacher import Score
-from trimmoe.experiments.methods import make_engine
+from trimmoe.experiments.method_engines import make_engine
 from trimmoe.experiments.random_clusters import paper_cluster
 from trimmoe.experiments.readings import Point, delay_at, joint_inflation
 from trimmoe.experiments.regret import (

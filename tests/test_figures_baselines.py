@@ -10,7 +10,8 @@ import pytest
 from trimmoe.core.ledger import Kind, Ledger
 from trimmoe.cost.model import Accounting
 from trimmoe.experiments.figures.contenders import ARENAS, letter, pinned_best, pinned_own
-from trimmoe.experiments.methods import METHODS, configured, make_engine
+from trimmoe.experiments.method_engines import make_engine
+from trimmoe.experiments.methods import METHODS, configured
 from trimmoe.policy.base import Observation
 from trimmoe.policy.baselines import exact_decision
 from trimmoe.policy.settings import PolicySettings

@@ -29,7 +29,7 @@ from trimmoe.core.stand_ins import numbered
 from trimmoe.cost.actions import NOT_FREE, ActionSpace
 from trimmoe.cost.model import Accounting
 from trimmoe.engine.step import Engine
-from trimmoe.experiments.methods import make_engine
+from trimmoe.experiments.method_engines import make_engine
 from trimmoe.policy.base import Policy
 from trimmoe.policy.settings import PRESETS, BudgetRule, PolicySettings
 from trimmoe.policy.trim import TrimPolicy

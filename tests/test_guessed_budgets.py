@@ -28,7 +28,7 @@ from trimmoe.core.events import (
 from trimmoe.core.wave import Wave
 from trimmoe.engine.state import EngineState
 from trimmoe.engine.step import Engine
-from trimmoe.experiments.methods import make_engine
+from trimmoe.experiments.method_engines import make_engine
 from trimmoe.policy.settings import guessing
 
 SEQUENCE = 0

@@ -21,7 +21,8 @@ from trimmoe.experiments.compare import (
     comparison_json,
     print_comparison,
 )
-from trimmoe.experiments.methods import METHODS, make_engine
+from trimmoe.experiments.method_engines import make_engine
+from trimmoe.experiments.methods import METHODS
 from trimmoe.models.exact import exact_logits
 from trimmoe.policy.settings import PolicySettings, exact, speculative
 from trimmoe.runtime.generate import generate

@@ -13,7 +13,7 @@ from trimmoe.core.events import Receipt, Settled
 from trimmoe.cost.deciding import step_costs
 from trimmoe.cost.model import Accounting
 from trimmoe.engine.feedback import Feedback
-from trimmoe.experiments.methods import make_engine
+from trimmoe.experiments.method_engines import make_engine
 from trimmoe.policy.build import deploy, user_references
 from trimmoe.policy.price import own_weight
 from trimmoe.policy.settings import ExitRule

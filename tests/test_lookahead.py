@@ -19,7 +19,7 @@ from trimmoe.cost.lookahead import (
     TokenKind,
     first_expert_first,
 )
-from trimmoe.experiments.methods import make_engine
+from trimmoe.experiments.method_engines import make_engine
 from trimmoe.policy.settings import PRESETS
 from trimmoe.policy.trim import TrimPolicy
 

@@ -27,7 +27,8 @@ from trimmoe.core.specs import ModelSpec, Speeds
 from trimmoe.core.trace import load_trace, trace_header
 from trimmoe.engine.step import Engine
 from trimmoe.experiments import preparation, serve_cluster, serve_local, simulation
-from trimmoe.experiments.methods import METHODS, UNLIMITED, configured, find_method, plan_for
+from trimmoe.experiments.method_engines import plan_for
+from trimmoe.experiments.methods import METHODS, UNLIMITED, configured, find_method
 from trimmoe.experiments.plan_vs_real import Asked, plan_vs_real
 from trimmoe.models.load import open_model
 from trimmoe.policy.base import Policy

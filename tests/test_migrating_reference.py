@@ -16,7 +16,7 @@ from trimmoe.cost.expected import expected_layer_delay_s, reference_layer_delay_
 from trimmoe.cost.lookahead import first_expert_first
 from trimmoe.cost.migrating import fastest_moves, migrating_reference_s
 from trimmoe.cost.model import Accounting, CostModel
-from trimmoe.experiments.methods import make_engine
+from trimmoe.experiments.method_engines import make_engine
 from trimmoe.policy.build import deploy
 from trimmoe.policy.settings import PRESETS
 from trimmoe.policy.trim import TrimPolicy

@@ -19,7 +19,7 @@ from trimmoe.core.exit_states import ExitState
 from trimmoe.core.ledger import STOOD_IN, Kind, Ledger
 from trimmoe.core.loss_curves import Rung
 from trimmoe.cost.actions import Levers
-from trimmoe.experiments.methods import make_engine
+from trimmoe.experiments.method_engines import make_engine
 from trimmoe.models.exact import exact_logits
 from trimmoe.policy.settings import PRESETS, PolicySettings
 from trimmoe.runtime.counters import ExpertUse

@@ -26,7 +26,7 @@ from questions import Questions
 from serving import EOS, Tiny
 from trimmoe.core.exit_states import ExitState
 from trimmoe.core.ledger import Kind
-from trimmoe.experiments.methods import make_engine
+from trimmoe.experiments.method_engines import make_engine
 from trimmoe.models.load import open_model
 from trimmoe.policy.settings import PRESETS
 from trimmoe.runtime.decoder import PlannedDecoder

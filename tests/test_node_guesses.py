@@ -31,7 +31,7 @@ from nodes import (
 from questions import Questions
 from serving import Tiny
 from trimmoe.core.events import SegmentRan, TokensImported
-from trimmoe.experiments.methods import make_engine
+from trimmoe.experiments.method_engines import make_engine
 from trimmoe.models.compiled.view import CompiledView
 from trimmoe.policy.settings import PRESETS, PolicySettings
 from trimmoe.runtime.node.compute import guesses as guesses_module

@@ -20,7 +20,7 @@ from trimmoe.core.profile import Profile
 from trimmoe.cost.actions import Levers
 from trimmoe.cost.model import Accounting
 from trimmoe.engine.prompts import decided, entered
-from trimmoe.experiments.methods import make_engine
+from trimmoe.experiments.method_engines import make_engine
 from trimmoe.models.base import MoEView
 from trimmoe.models.exact import exact_logits
 from trimmoe.policy.settings import BudgetRule, PolicySettings, WeightRule, paper

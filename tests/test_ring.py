@@ -26,7 +26,8 @@ from test_simulator_guesses import guessing as guessing_world
 from trimmoe.core.errors import UserError
 from trimmoe.engine.guesses import Chunks, Passed, guess_times_s, row_times_s
 from trimmoe.experiments.compare import CompareSettings, compare, comparison_json, comparison_table
-from trimmoe.experiments.methods import configured, find_method, method_engine, plan_for, served
+from trimmoe.experiments.method_engines import method_engine, plan_for
+from trimmoe.experiments.methods import configured, find_method, served
 from trimmoe.policy.settings import ring
 from trimmoe.simulator.measure import Sample
 from trimmoe.simulator.replay import replay

@@ -20,7 +20,7 @@ from trimmoe.core.exit_states import ExitState
 from trimmoe.core.ledger import Kind
 from trimmoe.core.plan import Plan
 from trimmoe.core.profile import Profile
-from trimmoe.experiments.methods import make_engine
+from trimmoe.experiments.method_engines import make_engine
 from trimmoe.models.base import MoEView
 from trimmoe.models.cache import cache_argument
 from trimmoe.models.exact import exact_logits, greedy

@@ -33,7 +33,7 @@ from trimmoe.core.events import (
 from trimmoe.core.profile import Profile
 from trimmoe.core.specs import ClusterSpec, ModelSpec
 from trimmoe.engine.step import Engine
-from trimmoe.experiments.methods import make_engine
+from trimmoe.experiments.method_engines import make_engine
 from trimmoe.policy.settings import PRESETS, PolicySettings
 from trimmoe.runtime.counters import ExpertCounter
 from trimmoe.runtime.node.compute.segments import Segments

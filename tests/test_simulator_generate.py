@@ -13,7 +13,7 @@ from trimmoe.core.ledger import Kind, Ledger
 from trimmoe.core.profile import CHANGES, DRAFT_CONFIDENCE, Profile, load_profile
 from trimmoe.core.specs import ModelSpec
 from trimmoe.core.trace import Trace, load_trace
-from trimmoe.experiments.methods import make_engine
+from trimmoe.experiments.method_engines import make_engine
 from trimmoe.placement.make import default, make_plan
 from trimmoe.policy.settings import PolicySettings, exact, paper, trimmoe
 from trimmoe.simulator.echo_law import own_flips

@@ -20,7 +20,7 @@ from trimmoe.core.errors import UserError
 from trimmoe.core.trace import Trace, load_trace
 from trimmoe.cost.model import Accounting
 from trimmoe.engine.guesses import Lead, guess_times_s, window
-from trimmoe.experiments.methods import make_engine
+from trimmoe.experiments.method_engines import make_engine
 from trimmoe.policy.build import make_policy
 from trimmoe.policy.settings import speculative
 from trimmoe.simulator.ahead import Ahead

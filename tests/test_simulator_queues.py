@@ -12,7 +12,7 @@ from scipy import stats
 
 from simulated import World, world
 from trimmoe.core.errors import UserError
-from trimmoe.experiments.methods import make_engine
+from trimmoe.experiments.method_engines import make_engine
 from trimmoe.policy.build import deploy
 from trimmoe.simulator.ahead import uniform
 from trimmoe.simulator.arrivals import Source

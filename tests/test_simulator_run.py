@@ -14,7 +14,7 @@ from trimmoe.core.errors import UserError
 from trimmoe.core.exit_states import ExitState
 from trimmoe.core.ledger import Ledger
 from trimmoe.core.trace import Trace
-from trimmoe.experiments.methods import make_engine
+from trimmoe.experiments.method_engines import make_engine
 from trimmoe.policy.build import deploy
 from trimmoe.simulator.arrivals import Source
 from trimmoe.simulator.measure import Sample

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from simulated import World, drained, slowed, unchanging, world
 from trimmoe.core.exit_states import ExitState
 from trimmoe.core.ledger import Kind
-from trimmoe.experiments.methods import make_engine
+from trimmoe.experiments.method_engines import make_engine
 from trimmoe.policy.build import deploy
 from trimmoe.simulator.arrivals import Requests
 from trimmoe.simulator.measure import Sample

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from byhand import hosting, world
-from trimmoe.experiments.methods import make_engine
+from trimmoe.experiments.method_engines import make_engine
 from trimmoe.policy.build import deploy
 from trimmoe.policy.settings import exact, paper
 from trimmoe.simulator.measure import figures

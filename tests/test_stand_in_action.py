@@ -21,7 +21,7 @@ from trimmoe.core.stand_ins import RUNGS, expert_of, number_of, numbered
 from trimmoe.cost.actions import DROPPED, ActionSpace, Levers
 from trimmoe.cost.model import Accounting, rung_shares
 from trimmoe.engine.step import Engine
-from trimmoe.experiments.methods import make_engine
+from trimmoe.experiments.method_engines import make_engine
 from trimmoe.policy.base import Observation
 from trimmoe.policy.settings import PRESETS, PolicySettings
 from trimmoe.policy.trim import TrimPolicy

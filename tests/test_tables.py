@@ -10,7 +10,7 @@ import pytest
 from factories import random_cluster, random_model_spec, random_profile
 from synthetic import random_plan
 from trimmoe.engine.step import Engine
-from trimmoe.experiments.methods import make_engine
+from trimmoe.experiments.method_engines import make_engine
 from trimmoe.policy import tables as tables_module
 from trimmoe.policy.settings import PRESETS
 from trimmoe.policy.tables import TableBank

@@ -26,7 +26,8 @@ from trimmoe.engine.step import Engine
 from trimmoe.evaluate.jobs import Forced, run_jobs
 from trimmoe.evaluate.scoring import Scoring
 from trimmoe.evaluate.teacher import cut_passages, score
-from trimmoe.experiments.methods import configured, find_method, make_engine, method_engine
+from trimmoe.experiments.method_engines import make_engine, method_engine
+from trimmoe.experiments.methods import configured, find_method
 from trimmoe.models.base import MoEView
 from trimmoe.models.load import open_model
 from trimmoe.policy.base import Decision, Observation, Policy

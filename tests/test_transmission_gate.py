@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from trimmoe.core.profile import Profile
 from trimmoe.cost.actions import DROPPED, ActionSpace, Levers
-from trimmoe.experiments.methods import make_engine
+from trimmoe.experiments.method_engines import make_engine
 from trimmoe.policy.base import Observation
 from trimmoe.policy.settings import PRESETS
 from trimmoe.policy.trim import TrimPolicy

@@ -18,7 +18,7 @@ from trimmoe.cost.lookahead import LookAhead, Place, TokenKind
 from trimmoe.cost.model import Accounting
 from trimmoe.cost.values import allowance_levels, build_tables
 from trimmoe.engine.step import Engine
-from trimmoe.experiments.methods import make_engine
+from trimmoe.experiments.method_engines import make_engine
 from trimmoe.policy.base import Decision, Observation
 from trimmoe.policy.settings import PRESETS
 from trimmoe.policy.trim import TrimPolicy

@@ -19,7 +19,7 @@ from trimmoe.calibrate.run import calibrate
 from trimmoe.calibrate.settings import CalibrationSettings
 from trimmoe.core.plan import Plan
 from trimmoe.core.profile import Profile
-from trimmoe.experiments.methods import make_engine
+from trimmoe.experiments.method_engines import make_engine
 from trimmoe.models.base import MoEView
 from trimmoe.models.compiled.forms import FORMS
 from trimmoe.models.compiled.view import CompiledView

@@ -56,7 +56,8 @@ def generate(
     from trimmoe.core.profile import load_profile
     from trimmoe.experiments.answering import answer, prompt_ids, server_index
     from trimmoe.experiments.generation import print_ledger
-    from trimmoe.experiments.methods import chosen, method_engine, require_fitting
+    from trimmoe.experiments.method_engines import method_engine, require_fitting
+    from trimmoe.experiments.methods import chosen
     from trimmoe.models.load import load_tokenizer, model_spec
     from trimmoe.runtime.generate import check_prompt
     from trimmoe.runtime.local import LocalDriver
@@ -124,7 +125,8 @@ def compare(
     from trimmoe.core.profile import load_profile
     from trimmoe.evaluate.scoring import Scoring
     from trimmoe.experiments import compare as comparison
-    from trimmoe.experiments.methods import find_method, possible_methods, require_fitting
+    from trimmoe.experiments.method_engines import possible_methods, require_fitting
+    from trimmoe.experiments.methods import find_method
     from trimmoe.experiments.plots import plot_layers
     from trimmoe.models.load import load_tokenizer, model_spec
 

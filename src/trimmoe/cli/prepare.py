@@ -345,7 +345,7 @@ def tune(
     from trimmoe.core.plan import load_plan
     from trimmoe.core.profile import load_profile
     from trimmoe.evaluate.scoring import Scoring
-    from trimmoe.experiments.methods import require_fitting
+    from trimmoe.experiments.method_engines import require_fitting
     from trimmoe.experiments.tune import tune as run
     from trimmoe.models.load import load_tokenizer
 

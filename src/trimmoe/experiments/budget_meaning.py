@@ -25,7 +25,7 @@ from trimmoe.core.profile import Profile
 from trimmoe.evaluate.scoring import Scoring
 from trimmoe.evaluate.teacher import Passages, Score, cut_passages, score
 from trimmoe.experiments.compare import access_servers
-from trimmoe.experiments.methods import make_engine
+from trimmoe.experiments.method_engines import make_engine
 from trimmoe.experiments.variants import base_policy, find_variants
 from trimmoe.models.base import MoEView
 from trimmoe.policy.settings import PolicySettings

@@ -67,7 +67,7 @@ def readings(
     from trimmoe.evaluate.teacher import cut_passages
     from trimmoe.experiments import readings as experiment
     from trimmoe.experiments.compare import access_servers, write_json
-    from trimmoe.experiments.methods import require_fitting
+    from trimmoe.experiments.method_engines import require_fitting
     from trimmoe.experiments.opening import open_view, resolved
     from trimmoe.experiments.variants import VARIANTS, find_variants
     from trimmoe.models.load import load_tokenizer

@@ -22,7 +22,8 @@ from trimmoe.core.profile import Profile
 from trimmoe.core.specs import IntArray
 from trimmoe.evaluate.scoring import Scoring
 from trimmoe.evaluate.teacher import Passages, Score, cut_passages, score
-from trimmoe.experiments.methods import configured, find_method, method_engine
+from trimmoe.experiments.method_engines import method_engine
+from trimmoe.experiments.methods import configured, find_method
 from trimmoe.models.base import MoEView
 from trimmoe.policy.settings import PolicySettings
 from trimmoe.runtime.local import LocalDriver

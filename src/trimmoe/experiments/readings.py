@@ -22,7 +22,7 @@ from trimmoe.core.profile import Profile
 from trimmoe.core.specs import IntArray
 from trimmoe.evaluate.scoring import Scoring
 from trimmoe.evaluate.teacher import Passages, Score, score
-from trimmoe.experiments.methods import make_engine
+from trimmoe.experiments.method_engines import make_engine
 from trimmoe.experiments.variants import Variant, base_policy
 from trimmoe.models.base import MoEView
 from trimmoe.policy.settings import PolicySettings

@@ -24,7 +24,7 @@ from trimmoe.core.trace import Trace, load_trace
 from trimmoe.cost.clairvoyant import Exits, clairvoyant_bound
 from trimmoe.cost.model import Accounting
 from trimmoe.engine.step import Engine
-from trimmoe.experiments.methods import make_engine
+from trimmoe.experiments.method_engines import make_engine
 from trimmoe.experiments.opening import resolved
 from trimmoe.experiments.random_clusters import paper_cluster
 from trimmoe.experiments.variants import base_policy

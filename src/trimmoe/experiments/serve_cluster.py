@@ -13,7 +13,8 @@ from trimmoe.api.app import create_app
 from trimmoe.api.settings import ApiSettings
 from trimmoe.core.errors import UserError
 from trimmoe.experiments.joining import JoinedPlanner
-from trimmoe.experiments.methods import chosen, find_method, plan_for, served
+from trimmoe.experiments.method_engines import plan_for
+from trimmoe.experiments.methods import chosen, find_method, served
 from trimmoe.experiments.opening import require_guesses
 from trimmoe.experiments.preparation import prepare
 from trimmoe.experiments.sample_text import sample_text

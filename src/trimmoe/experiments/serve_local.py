@@ -19,7 +19,8 @@ from trimmoe.core.cores import available_cores
 from trimmoe.core.errors import UserError
 from trimmoe.core.plan import Plan
 from trimmoe.core.profile import Profile
-from trimmoe.experiments.methods import Method, configured, make_engine, plan_for, require_fitting
+from trimmoe.experiments.method_engines import make_engine, plan_for, require_fitting
+from trimmoe.experiments.methods import Method, configured
 from trimmoe.models.base import MoEView
 from trimmoe.models.checkpoint import resolve
 from trimmoe.models.draft import DraftModel

@@ -18,13 +18,8 @@ from trimmoe.core.profile import Profile
 from trimmoe.core.specs import ModelSpec
 from trimmoe.core.trace import Trace
 from trimmoe.cost.model import Accounting
-from trimmoe.experiments.methods import (
-    PolicyMaker,
-    configured,
-    find_method,
-    make_engine,
-    plan_for,
-)
+from trimmoe.experiments.method_engines import make_engine, plan_for
+from trimmoe.experiments.methods import PolicyMaker, configured, find_method
 from trimmoe.policy.base import Policy
 from trimmoe.policy.build import Deployment, action_space, deploy
 from trimmoe.policy.settings import PolicySettings

@@ -48,7 +48,7 @@ def record(
     from trimmoe.calibrate.trace import TraceSettings
     from trimmoe.core.plan import load_plan
     from trimmoe.core.profile import load_profile
-    from trimmoe.experiments.methods import require_fitting
+    from trimmoe.experiments.method_engines import require_fitting
     from trimmoe.experiments.opening import open_view, profile_path, resolved
     from trimmoe.experiments.recording import record_with_bar
     from trimmoe.models.load import load_tokenizer
@@ -135,7 +135,8 @@ def simulate(
     from trimmoe.core.trace import load_trace
     from trimmoe.cost.model import Accounting
     from trimmoe.experiments.compare import write_json
-    from trimmoe.experiments.methods import find_method, possible_methods, require_fitting
+    from trimmoe.experiments.method_engines import possible_methods, require_fitting
+    from trimmoe.experiments.methods import find_method
     from trimmoe.experiments.opening import profile_path
     from trimmoe.experiments.simulation import (
         model_of,

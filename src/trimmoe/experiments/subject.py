@@ -12,12 +12,8 @@ from trimmoe.core.plan import Plan, load_plan
 from trimmoe.core.profile import Profile, load_profile
 from trimmoe.evaluate.scoring import Scoring
 from trimmoe.experiments.compare import access_servers
-from trimmoe.experiments.methods import (
-    configured,
-    find_method,
-    method_engine,
-    require_fitting,
-)
+from trimmoe.experiments.method_engines import method_engine, require_fitting
+from trimmoe.experiments.methods import configured, find_method
 from trimmoe.experiments.opening import open_view, resolved
 from trimmoe.models.base import MoEView
 from trimmoe.models.load import load_tokenizer

@@ -18,7 +18,8 @@ from trimmoe.core.specs import ModelSpec
 from trimmoe.core.trace import Trace
 from trimmoe.engine.step import Engine
 from trimmoe.experiments import answering
-from trimmoe.experiments.methods import chosen, method_engine, require_fitting
+from trimmoe.experiments.method_engines import method_engine, require_fitting
+from trimmoe.experiments.methods import chosen
 from trimmoe.experiments.opening import open_view, resolved
 from trimmoe.experiments.preparation import prepare
 from trimmoe.experiments.sample_text import sample_text

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from trimmoe.core.trace import Trace
-from trimmoe.experiments.methods import DEFAULT_BUDGET, find_method, possible_methods
+from trimmoe.experiments.method_engines import possible_methods
+from trimmoe.experiments.methods import DEFAULT_BUDGET, find_method
 from trimmoe.experiments.simulation import simulate_with_bar, simulation_json, simulation_table
 from trimmoe.facade.model import Plan
 from trimmoe.simulator.settings import Load, SimulationSettings

@@ -24,7 +24,8 @@ from trimmoe.experiments.figures.world import (
     first_tokens,
     generated_world,
 )
-from trimmoe.experiments.methods import UNLIMITED, configured, make_engine, plan_for
+from trimmoe.experiments.method_engines import make_engine, plan_for
+from trimmoe.experiments.methods import UNLIMITED, configured
 from trimmoe.policy.build import Deployment, deploy
 from trimmoe.policy.settings import PolicySettings
 from trimmoe.simulator.measure import Sample

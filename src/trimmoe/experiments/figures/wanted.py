@@ -20,7 +20,7 @@ from trimmoe.experiments.figures.world import (
     made_world,
     quick,
 )
-from trimmoe.experiments.methods import require_fitting
+from trimmoe.experiments.method_engines import require_fitting
 from trimmoe.experiments.random_clusters import paper_cluster
 from trimmoe.experiments.simulation import model_of
 
