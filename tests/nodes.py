@@ -210,7 +210,7 @@ async def running(
     **settings: Any,
 ) -> AsyncGenerator[Servers]:
     """All servers of a plan, up and connected."""
-    chosen = {"measures": False, "log_events": True, "weather_s": 0.2} | settings
+    chosen = {"measures": False, "log_events": True, "report_every_s": 0.2} | settings
     servers = Servers(
         tiny=tiny,
         profile=profile,

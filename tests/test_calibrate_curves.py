@@ -20,7 +20,7 @@ from trimmoe.calibrate.curves import (
     quantile_edges,
 )
 from trimmoe.calibrate.windows import Windows
-from trimmoe.core.exit_states import exit_floor
+from trimmoe.core.exit_states import exit_threshold
 from trimmoe.core.loss_curves import LossCurves
 from trimmoe.cost.thresholds import skipped_layers, theta_at, thresholds
 from trimmoe.models.exit_head import confidence
@@ -222,9 +222,9 @@ def test_learn_then_test_bounds_the_error_of_what_exits() -> None:
     upper, rate = exits.learn_then_test(scores, agrees, grid, 0.95)
     assert (np.diff(rate) <= 0).all()
     assert rate[-1] > 0
-    floor = exit_floor(grid, upper, 0.1)
+    floor = exit_threshold(grid, upper, 0.1)
     assert 0.7 < floor < 1.0
-    assert exit_floor(grid, upper, 0.0) == np.inf
+    assert exit_threshold(grid, upper, 0.0) == np.inf
 
 
 @settings(deadline=None, max_examples=10)

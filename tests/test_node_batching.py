@@ -140,9 +140,9 @@ def test_slots_wait_from_their_arrival_until_they_are_begun() -> None:
     transport: Any = SimpleNamespace(reading_wait_s=lambda: 0.25, link_estimates=dict)
     reporter = Reporter(transport, ("a", "b"), now=lambda: 0.0)
     reporter.waited(1.0)
-    assert reporter.weather(0.0, frozenset(), [], 0).waiting_s == 1.25
+    assert reporter.load_report(0.0, frozenset(), [], 0).waiting_s == 1.25
     # Nobody came since: nobody would have waited in the queue.
-    assert reporter.weather(0.0, frozenset(), [], 0).waiting_s == 0.25 + 0.5
+    assert reporter.load_report(0.0, frozenset(), [], 0).waiting_s == 0.25 + 0.5
 
 
 def test_dropped_items_never_run() -> None:

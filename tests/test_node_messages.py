@@ -28,6 +28,7 @@ from trimmoe.runtime.node.records.messages import (
     Followed,
     Granted,
     LedgerSpec,
+    LoadReport,
     Message,
     Onward,
     Parcel,
@@ -46,7 +47,6 @@ from trimmoe.runtime.node.records.messages import (
     Token,
     Tokens,
     Vitals,
-    Weather,
     Withdraw,
     access_of,
     first_sequence,
@@ -361,13 +361,13 @@ NONSENSE: list[tuple[Message, tuple[torch.Tensor, ...]]] = [
     *((Tokens([replace(TOKEN, **wrong)]), ()) for wrong in WRONG),
     *((Followed([After(7, LEDGER, True, replace(TOKEN, **wrong))]), ()) for wrong in WRONG),
     (Followed([After(7, replace(LEDGER, delay_s=math.nan), True)]), ()),
-    (Weather([None] * 2, [None] * 2, 0.0, math.nan, []), ()),
-    (Weather([None] * 2, [None] * 2, 0.0, 0.0, [], loss_weights=[0.5] * 257), ()),
-    (Weather([], [], 0.0, 0.0, []), ()),
-    (Weather([None] * 2, [None] * 2, 0.0, 0.0, [99]), ()),
-    (Weather([None] * 2, [None] * 2, 0.0, 0.0, [], vitals=Vitals(0, 0, 0, 0.0, [1])), ()),
+    (LoadReport([None] * 2, [None] * 2, 0.0, math.nan, []), ()),
+    (LoadReport([None] * 2, [None] * 2, 0.0, 0.0, [], loss_weights=[0.5] * 257), ()),
+    (LoadReport([], [], 0.0, 0.0, []), ()),
+    (LoadReport([None] * 2, [None] * 2, 0.0, 0.0, [99]), ()),
+    (LoadReport([None] * 2, [None] * 2, 0.0, 0.0, [], vitals=Vitals(0, 0, 0, 0.0, [1])), ()),
     *(
-        (Weather([None] * 2, [None] * 2, 0.0, 0.0, [], loss_weights=[weight]), ())
+        (LoadReport([None] * 2, [None] * 2, 0.0, 0.0, [], loss_weights=[weight]), ())
         for weight in (-0.1, 1.1, math.nan)
     ),
 ]

@@ -24,7 +24,7 @@ from trimmoe.cost.model import cost_model
 from trimmoe.engine.exits import ExitRules
 from trimmoe.policy.settings import PRESETS
 from trimmoe.policy.trim import TrimPolicy, rounded_weight
-from trimmoe.runtime.node.records.messages import Weather
+from trimmoe.runtime.node.records.messages import LoadReport
 from trimmoe.runtime.node.records.packing import MalformedMessage
 from trimmoe.runtime.node.watch import planner as planner_module
 from trimmoe.runtime.node.watch.deployments import (
@@ -51,7 +51,7 @@ def basis(name: str = "substitute-only", *, density: float = 0.4, **changes: obj
     return Basis.of(plan, profile, model, replace(PRESETS[name](), **changes))
 
 
-def weather(**changes: Any) -> Weather:
+def load_report(**changes: Any) -> LoadReport:
     fields: dict[str, Any] = {
         "delay_s": [None] * SERVERS,
         "bandwidth_bytes_per_s": [None] * SERVERS,
@@ -59,7 +59,7 @@ def weather(**changes: Any) -> Weather:
         "kv_usage": 0.0,
         "unreachable": [],
     }
-    return Weather(**(fields | changes))
+    return LoadReport(**(fields | changes))
 
 
 @asynccontextmanager
@@ -95,8 +95,8 @@ async def test_measured_links_and_waiting_are_in_the_rebuilt_engines_costs() -> 
         np.testing.assert_allclose(before.transfer_s, plan.cluster.transfer_s(model.hidden_bytes))
         delays = [None, 0.5, 0.25, None]
         rates = [None, 1e6, None, None]
-        planner.note(0, weather(delay_s=delays, bandwidth_bytes_per_s=rates))
-        planner.note(2, weather(waiting_s=0.75))
+        planner.note(0, load_report(delay_s=delays, bandwidth_bytes_per_s=rates))
+        planner.note(2, load_report(waiting_s=0.75))
         await until(lambda: len(applied) == 2)
         cost = applied[1].engine.cost
         z = model.hidden_bytes
@@ -141,10 +141,10 @@ async def test_small_changes_are_not_worth_an_engine() -> None:
     fixed = basis()
     async with planning(fixed) as (planner, applied):
         nearly = (fixed.plan.cluster.delay_s[0] * 1.05).tolist()
-        planner.note(0, weather(delay_s=nearly))
+        planner.note(0, load_report(delay_s=nearly))
         twice = (fixed.plan.cluster.delay_s[1] * 2).tolist()
         assert len(applied) == 1
-        planner.note(1, weather(delay_s=twice))
+        planner.note(1, load_report(delay_s=twice))
         await until(lambda: len(applied) == 2)
         await asyncio.sleep(0.05)
         assert len(applied) == 2
@@ -156,7 +156,7 @@ async def test_measurements_wait_while_the_planner_rests_but_lost_servers_and_ro
     """Following the load must not become the load."""
     monkeypatch.setattr(planner_module, "BUSY_SHARE", 1e-9)
     async with planning(basis()) as (planner, applied):
-        planner.note(1, weather(waiting_s=0.75))
+        planner.note(1, load_report(waiting_s=0.75))
         planner.look_ahead()
         await asyncio.sleep(0.1)
         assert len(applied) == 1
@@ -172,7 +172,7 @@ async def test_measurements_wait_while_the_planner_rests_but_lost_servers_and_ro
 
 async def test_without_measuring_the_plan_stands() -> None:
     async with planning(basis(), changed_share=None) as (planner, applied):
-        planner.note(0, weather(delay_s=[None, 5.0, 5.0, 5.0], waiting_s=3.0))
+        planner.note(0, load_report(delay_s=[None, 5.0, 5.0, 5.0], waiting_s=3.0))
         planner.want_lost(frozenset({3}))
         await until(lambda: len(applied) == 2)
         np.testing.assert_array_equal(
@@ -230,11 +230,11 @@ async def test_a_server_that_was_gone_for_a_moment_keeps_nobody_waiting() -> Non
         assert len(applied) == 1
 
 
-async def test_mere_weather_is_no_change() -> None:
+async def test_mere_load_is_no_change() -> None:
     async with planning(basis(), changed_share=None) as (planner, _):
         waiting = asyncio.create_task(planner.next_change())
         await asyncio.sleep(0)
-        planner.note(1, weather(waiting_s=3.0))
+        planner.note(1, load_report(waiting_s=3.0))
         await asyncio.sleep(0.05)
         assert not waiting.done()
         planner.want_lost(frozenset({1}))
@@ -265,13 +265,13 @@ async def test_a_route_that_comes_from_elsewhere_is_learnt_and_never_forgotten()
 
 async def test_links_between_others_that_are_down_are_avoided_by_everybody() -> None:
     async with planning(basis()) as (planner, _):
-        planner.note(1, weather(unreachable=[2]))
+        planner.note(1, load_report(unreachable=[2]))
         await soon(planner.until_settled())
         built = planner.in_force
         assert built.conditions.cut == {(1, 2)}
         assert built.engine.cost.transfer_s[1, 2] >= CUT_DELAY_S
         assert set(built.detours) == {1}
-        planner.note(1, weather())
+        planner.note(1, load_report())
         await soon(planner.until_settled())
         assert not planner.in_force.detours
 
@@ -291,7 +291,7 @@ async def test_tables_are_made_for_tokens_that_come_with_another_price() -> None
             assert now.tables is not None
             return now.tables.has(rounded_weight(far))
 
-        planner.note(1, weather(loss_weights=[far]))
+        planner.note(1, load_report(loss_weights=[far]))
         await until(has_it)
 
 
@@ -345,7 +345,7 @@ async def test_engines_are_built_beside_the_decisions(
     profile, plan = world(tiny, servers=2, routes=staircase_routes(2))
     policy = replace(PRESETS["trimmoe"](), budget=0.2, exit_risk=None)
     async with running(
-        tiny, profile=profile, plan=plan, policy=policy, measures=True, weather_s=0.05
+        tiny, profile=profile, plan=plan, policy=policy, measures=True, report_every_s=0.05
     ) as cluster:
         for node in cluster.nodes.values():
             policy_tables = node.worker.engine.policy.tables  # type: ignore[attr-defined]

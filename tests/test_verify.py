@@ -63,10 +63,10 @@ async def test_a_server_that_lies_is_found_by_a_third_and_left_out(
         await until(lambda: node.planner.settled and _asked_first(cluster) != liar)
         stats = service_stats(node.parts, 0, 0)
         assert (stats.left_out, stats.wrong_results > 0) == (1, True)
-        assert node._verifying().all()
+        assert node._peers.verifying().all()
         before = Version(VERIFIES_SINCE.major, VERIFIES_SINCE.minor - 1)
         monkeypatch.setattr(cluster.transports[0], "version_of", lambda peer: before)
-        assert node._verifying().tolist() == [True, False, False, False]
+        assert node._peers.verifying().tolist() == [True, False, False, False]
 
 
 async def test_where_it_gathers_a_lie_is_found_too(tiny: Tiny) -> None:

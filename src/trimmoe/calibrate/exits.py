@@ -15,7 +15,7 @@ from trimmoe.calibrate.products import gram
 from trimmoe.calibrate.record import Advance, Recording
 from trimmoe.calibrate.settings import CalibrationSettings
 from trimmoe.calibrate.windows import Windows
-from trimmoe.core.exit_states import exit_floor
+from trimmoe.core.exit_states import exit_threshold
 from trimmoe.core.profile import DRAFT_CONFIDENCE
 from trimmoe.core.specs import FloatArray, IntArray
 from trimmoe.models.exit_head import HeadInput, confidence, head_input
@@ -46,8 +46,8 @@ class Exits:
     def threshold(self) -> float:
         """The confidence at which tokens are taken to exit: the one asked for, raised to where what
         exits flip is tolerated, as the default policy does; infinite if nothing will do."""
-        floor = exit_floor(self.grid, self.error_upper * self.rate, self.settings.exit_risk)
-        return max(self.settings.confidence, floor)
+        tolerated = exit_threshold(self.grid, self.error_upper * self.rate, self.settings.exit_risk)
+        return max(self.settings.confidence, tolerated)
 
     @cached_property
     def layer(self) -> IntArray:

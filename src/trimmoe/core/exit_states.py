@@ -33,7 +33,7 @@ def exit_bound(error_upper: FloatArray, echo: FloatArray, state: ExitState) -> F
     return error_upper + echo[ECHOING_STATES.index(state)]
 
 
-def exit_floor(grid: FloatArray, error_upper: FloatArray, tolerated_error: float) -> float:
+def exit_threshold(grid: FloatArray, error_upper: FloatArray, tolerated_error: float) -> float:
     """The least grid p at which, and above which, the exit error's bound is tolerated.
 
     Learn-then-Test with a fixed sequence: from the strictest p downwards, stop at the first

@@ -26,7 +26,7 @@ from trimmoe.core.artifact import (
 )
 from trimmoe.core.contents import Kept, amount, count, require_contents, share
 from trimmoe.core.errors import UserError
-from trimmoe.core.exit_states import ExitState, exit_bound, exit_floor
+from trimmoe.core.exit_states import ExitState, exit_bound, exit_threshold
 from trimmoe.core.loss_curves import (
     LossCurves,
     Rung,
@@ -228,13 +228,13 @@ class Profile:
         """Upper bound of all that one exit flips at each p, itself and later tokens, [T]."""
         return exit_bound(self.exit_error_upper, self.exit_echo, state)
 
-    def exit_floor_at_risk(self, risk: float, state: ExitState) -> float:
+    def exit_threshold_at_risk(self, risk: float, state: ExitState) -> float:
         """The least grid p at which, and above which, exits flip at most `risk` of all tokens.
 
         The bound is that of one exit times the share of tokens that exit; unlike the former it
         falls with p. Infinite, so that nothing exits, if none will do.
         """
-        return exit_floor(self.exit_grid, self.exit_bound(state) * self.exit_rate, risk)
+        return exit_threshold(self.exit_grid, self.exit_bound(state) * self.exit_rate, risk)
 
     def slots_alike(self, substitution_loss: FloatArray) -> FloatArray:
         """Substitution losses [N, B, R, E, E] of slots whose rank is not looked at, R = 1."""

@@ -36,7 +36,7 @@ class ExitRules:
         if self.settings.exit_risk is None:
             return confidence
         tolerated = self.settings.exit_risk, self.settings.exit_state
-        return max(confidence, self.profile.exit_floor_at_risk(*tolerated))
+        return max(confidence, self.profile.exit_threshold_at_risk(*tolerated))
 
     @cached_property
     def busy(self) -> FloatArray:

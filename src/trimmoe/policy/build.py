@@ -200,7 +200,7 @@ def exit_forecast(profile: Profile, settings: PolicySettings) -> ExitForecast:
     """When tokens are expected to exit under `settings`."""
     # Drafts flip nothing: they leave at a confidence of their own, whatever risk is tolerated.
     risk = None if settings.drafts else settings.exit_risk
-    tolerated = risk is None or profile.exit_floor_at_risk(risk, settings.exit_state) <= 1.0
+    tolerated = risk is None or profile.exit_threshold_at_risk(risk, settings.exit_state) <= 1.0
     if not settings.levers.exit or not tolerated:
         return never(profile.layer_count)
     if not settings.hazards:

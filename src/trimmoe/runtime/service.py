@@ -273,5 +273,7 @@ def quality(
     if copied and budget < settings.budget:
         budget *= budget / settings.budget
     if request.quality_budget is not None and settings.exit_risk is not None:
-        confidence = max(confidence, profile.exit_floor_at_risk(budget / 2, settings.exit_state))
+        confidence = max(
+            confidence, profile.exit_threshold_at_risk(budget / 2, settings.exit_state)
+        )
     return budget, confidence

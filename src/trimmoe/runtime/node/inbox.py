@@ -16,6 +16,7 @@ from trimmoe.runtime.node.records.messages import (
     Followed,
     Granted,
     InHand,
+    LoadReport,
     Lost,
     Parcel,
     Release,
@@ -23,7 +24,6 @@ from trimmoe.runtime.node.records.messages import (
     Retain,
     Stranded,
     Tokens,
-    Weather,
     Withdraw,
 )
 from trimmoe.runtime.node.records.packing import MalformedMessage
@@ -82,7 +82,7 @@ class Inbox:
                 self._asked(sender, sequence)
             case InHand(sequence=sequence):
                 self.front_end.in_hand(sequence)
-            case Weather() as message:
+            case LoadReport() as message:
                 self.planner.note(sender, message)
                 self.reporter.kv_usage[sender] = message.kv_usage
                 self.reporter.running[sender] = message.running

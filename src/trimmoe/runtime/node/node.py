@@ -16,8 +16,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 
-import numpy as np
-
 from trimmoe.core.plan import Plan
 from trimmoe.core.profile import Profile
 from trimmoe.core.specs import BoolArray
@@ -30,18 +28,20 @@ from trimmoe.policy.settings import PolicySettings
 from trimmoe.runtime.copies import able_policy
 from trimmoe.runtime.drafter import Drafter
 from trimmoe.runtime.guides import guides_of
-from trimmoe.runtime.machine_report import MachineReport, link_reports
+from trimmoe.runtime.machine_report import MachineReport
 from trimmoe.runtime.node.compute.completion import withdrawn
 from trimmoe.runtime.node.compute.encoding import attaching, encoder_of
 from trimmoe.runtime.node.compute.pace import EmulatedPace, Pace
 from trimmoe.runtime.node.compute.verifying import Verifier
 from trimmoe.runtime.node.compute.worker import Worker
 from trimmoe.runtime.node.front.admission import Admission
-from trimmoe.runtime.node.front.front_end import Backroom, FrontEnd
+from trimmoe.runtime.node.front.front_end import FrontEnd, FrontEndContext
 from trimmoe.runtime.node.front.jobs import Begun
 from trimmoe.runtime.node.inbox import Inbox
+from trimmoe.runtime.node.measuring import measured
 from trimmoe.runtime.node.outbox import Outbox
 from trimmoe.runtime.node.parts import Parts
+from trimmoe.runtime.node.peers import Peers
 from trimmoe.runtime.node.picture import picture_of
 from trimmoe.runtime.node.records.checks import Geometry
 from trimmoe.runtime.node.records.messages import (
@@ -68,7 +68,7 @@ from trimmoe.runtime.node.watch.jury import Jury
 from trimmoe.runtime.node.watch.planner import Planner
 from trimmoe.runtime.node.watch.reports import Reporter
 from trimmoe.runtime.picture import layout_of
-from trimmoe.runtime.probe import free_bytes, machine_name, time_software, time_work, used_bytes
+from trimmoe.runtime.probe import used_bytes
 from trimmoe.runtime.service import Health, InferenceService, ServedModel
 from trimmoe.runtime.wire.base import (
     PeerChange,
@@ -77,7 +77,6 @@ from trimmoe.runtime.wire.base import (
     Transport,
     TransportClosed,
 )
-from trimmoe.runtime.wire.protocol import VERIFIES_SINCE
 
 _log = logging.getLogger(__name__)
 
@@ -116,9 +115,7 @@ class Node:
         self.cluster = plan.cluster
         """As planned."""
         self.layout = layout_of(view.spec, plan)
-        self._names = plan.cluster.server_names
-        self._index = {name: index for index, name in enumerate(self._names)}
-        assert self._names[settings.server] == transport.name
+        self._peers = Peers(transport, plan.cluster.server_names, settings.server)
         view.use_threads(settings.threads)
         self.batch_loop = BatchLoop(
             threads=settings.threads,
@@ -130,12 +127,12 @@ class Node:
         self._tasks: list[asyncio.Task[None]] = []
         self.outbox = Outbox(
             transport,
-            self._names,
+            self._peers.names,
             server=settings.server,
             deliver=lambda parcel: self._deliver(parcel.to, parcel),
         )
         self.jury = Jury(
-            self._names,
+            self._peers.names,
             plan.hosts,
             rounding=rounding_of(view.dtype),
             server=settings.server,
@@ -166,8 +163,7 @@ class Node:
         self.planner.want_lost(self._lost())
         self._transport.on_peer_change(self._peer_changed)
         await self.planner.build_first()
-        self.reporter = Reporter(self._transport, self._names, loop.time)
-        spec = self._view.spec
+        self.reporter = Reporter(self._transport, self._peers.names, loop.time)
         seats = Seats(
             self.worker.cache,
             settings.server,
@@ -179,18 +175,7 @@ class Node:
         scheduler = Scheduler(
             max_rows=settings.max_batch, now=loop.time, waited=self.reporter.waited
         )
-        geometry = Geometry(
-            layer_count=spec.layer_count,
-            server=settings.server,
-            server_count=len(self._names),
-            hidden_size=spec.hidden_size,
-            widths=self._view.widths,
-            top_k=spec.top_k,
-            vocab_size=spec.vocab_size,
-            context_length=spec.context_length,
-            loaded=self._view.loaded,
-            has_encoder=isinstance(self._view, EncoderDecoderView),
-        )
+        geometry = Geometry.of(self._view, settings.server, len(self._peers.names))
         self.intake = Intake(
             geometry,
             seats,
@@ -203,7 +188,9 @@ class Node:
         )
         self.admission = Admission(self.planner, seats, self.outbox.post)
         self.front_end = FrontEnd(
-            self.model, self._backroom(), first_sequence(settings.server, time.time_ns() >> 20)
+            self.model,
+            self._front_end_context(),
+            first_sequence(settings.server, time.time_ns() >> 20),
         )
         self.inbox = Inbox(
             geometry=geometry,
@@ -217,7 +204,7 @@ class Node:
             malformed=self.malformed,
         )
         self._failure = ""
-        pumping = self.batch_loop.run(
+        computing = self.batch_loop.run(
             LoopContext(
                 intake=self.intake,
                 worker=self.worker,
@@ -229,7 +216,7 @@ class Node:
         )
         listening = self._transport.hand_to(self._heard)
         planning, minding = self.planner.run(), self._look_after()
-        loops = (pumping, listening, planning, minding, self._report())
+        loops = (computing, listening, planning, minding, self._report())
         for work in loops:
             task = asyncio.create_task(work, name=f"{work.__qualname__} of {self._transport.name}")
             task.add_done_callback(self._task_ended)
@@ -286,19 +273,7 @@ class Node:
 
     async def measure(self) -> MachineReport:
         """What this server can do, timed now; requests wait for some seconds."""
-        software_s, work_s = await self.batch_loop.apart(
-            lambda: (time_software(), time_work(self._view, self.worker.draft_runner.own))
-        )
-        return MachineReport(
-            server=self._transport.name,
-            machine=machine_name(),
-            device=str(self._view.device),
-            threads=self.settings.threads,
-            free_bytes=free_bytes(self._view.device),
-            software_s=software_s * self.settings.slowdown,
-            work_s=work_s * self.settings.slowdown,
-            links=link_reports(self._transport.link_estimates().values()),
-        )
+        return await measured(self.parts, self._view, self.settings)
 
     @property
     def _remembers(self) -> bool:
@@ -308,9 +283,9 @@ class Node:
         reads = not isinstance(self._view, EncoderDecoderView)
         return self.settings.prefix_cache and self._view.rewinds and reads and not trims
 
-    def _backroom(self) -> Backroom:
+    def _front_end_context(self) -> FrontEndContext:
         settings, worker = self.settings, self.worker
-        return Backroom(
+        return FrontEndContext(
             server=settings.server,
             kv_slots=settings.kv_slots,
             max_waiting=settings.max_waiting,
@@ -338,7 +313,7 @@ class Node:
             picture=lambda: picture_of(self.parts),
             ledger_shape={
                 "layer_count": self._view.spec.layer_count,
-                "server_count": len(self._names),
+                "server_count": len(self._peers.names),
                 "hidden_bytes": self._view.spec.hidden_bytes,
             },
         )
@@ -357,7 +332,7 @@ class Node:
                 log_events=self.settings.log_events,
                 drafter=self._drafter,
                 verifier=Verifier(
-                    self.settings.verify_share, self._hosts(built), self._verifying()
+                    self.settings.verify_share, self._hosts(built), self._peers.verifying()
                 ),
             )
         else:
@@ -369,15 +344,6 @@ class Node:
 
     def _hosts(self, built: Built) -> BoolArray:
         return live_hosts(self._basis.plan.hosts, built.conditions.lost)
-
-    def _verifying(self) -> BoolArray:
-        """Servers that can be asked to verify, [M]: those that know what that is."""
-        able = np.zeros(len(self._names), dtype=bool)
-        able[self.settings.server] = True
-        for peer in self._transport.peers_up() & self._index.keys():
-            version = self._transport.version_of(peer)
-            able[self._index[peer]] = version is not None and version >= VERIFIES_SINCE
-        return able
 
     def _pace(self) -> Pace:
         share = self.settings.batch_share
@@ -455,14 +421,14 @@ class Node:
         message = received.message
         assert isinstance(message, Message)
         parcel = Parcel(to=self.settings.server, message=message, tensors=received.tensors)
-        self._deliver(self._index[received.peer], parcel)
+        self._deliver(self._peers.index[received.peer], parcel)
 
     def _deliver(self, sender: int, parcel: Parcel) -> None:
         self.inbox.deliver(sender, parcel)
         self.batch_loop.wake()
 
     def _ask(self, sequence: int) -> None:
-        for server in range(len(self._names)):
+        for server in range(len(self._peers.names)):
             self.outbox.post(Parcel(to=server, message=Ask(sequence)))
 
     async def _look_after(self) -> None:
@@ -473,9 +439,7 @@ class Node:
     # Peers.
 
     def _lost(self) -> frozenset[int]:
-        up = {self._index[peer] for peer in self._transport.peers_up() if peer in self._index}
-        others = frozenset(range(len(self._names))) - {self.settings.server}
-        return (others - up) | self.jury.left_out
+        return self._peers.down() | self.jury.left_out
 
     def _leave_out(self, server: int) -> None:
         """A server gave wrong results: it is as if it were lost."""
@@ -483,7 +447,7 @@ class Node:
         def leave() -> None:
             self.planner.want_lost(self._lost())
             self.inbox.peer_down(server)
-            self._tell_weather()
+            self._send_load_report()
 
         # Not at once: whoever found out is in the middle of something.
         asyncio.get_running_loop().call_soon(leave)
@@ -497,19 +461,19 @@ class Node:
         self.planner.want_lost(self._lost())
         if hasattr(self, "worker"):
             # Whole, so that the worker sees the one or the other.
-            self.worker.verifier.knows = self._verifying()
+            self.worker.verifier.knows = self._peers.verifying()
         if hasattr(self, "front_end"):
             if isinstance(change, PeerDown):
-                self.inbox.peer_down(self._index[change.peer])
-            self._tell_weather()
+                self.inbox.peer_down(self._peers.index[change.peer])
+            self._send_load_report()
 
     async def _report(self) -> None:
         while True:
-            self._tell_weather()
+            self._send_load_report()
             self.planner.look_ahead()
-            await asyncio.sleep(self.settings.weather_s)
+            await asyncio.sleep(self.settings.report_every_s)
 
-    def _tell_weather(self) -> None:
+    def _send_load_report(self) -> None:
         weights = self.worker.loss_weights
         usage, running = self.intake.seats.usage, self.front_end.running
         vitals = self.reporter.vitals(
@@ -517,7 +481,7 @@ class Node:
             tokens=self.front_end.answers.tokens,
             memory_bytes=used_bytes(self._view.device),
         )
-        weather = self.reporter.weather(usage, self._lost(), weights, running, vitals)
-        self.planner.note(self.settings.server, weather)
-        for server in set(range(len(self._names))) - self._lost() - {self.settings.server}:
-            self.outbox.post(Parcel(to=server, message=weather))
+        load = self.reporter.load_report(usage, self._lost(), weights, running, vitals)
+        self.planner.note(self.settings.server, load)
+        for server in self._peers.others() - self._lost():
+            self.outbox.post(Parcel(to=server, message=load))

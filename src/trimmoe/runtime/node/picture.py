@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from trimmoe.runtime.node.parts import Parts
-from trimmoe.runtime.node.records.messages import Vitals, Weather
+from trimmoe.runtime.node.records.messages import LoadReport, Vitals
 from trimmoe.runtime.picture import (
     LinkPicture,
     Picture,
@@ -28,7 +28,7 @@ def picture_of(parts: Parts) -> Picture:
         reason=health.reason,
         layout=parts.layout,
         servers=tuple(
-            _server(state, planner.weather_of(server))
+            _server(state, planner.load_of(server))
             for server, state in zip(servers, states, strict=True)
         ),
         links=tuple(
@@ -53,20 +53,20 @@ def _state(parts: Parts, server: int) -> State:
         return State.LEFT_OUT
     if server in parts.planner.lost:
         return State.LOST
-    return State.STARTING if parts.planner.weather_of(server) is None else State.UP
+    return State.STARTING if parts.planner.load_of(server) is None else State.UP
 
 
-def _server(state: State, weather: Weather | None) -> ServerPicture:
-    if weather is None or state is not State.UP:
+def _server(state: State, load: LoadReport | None) -> ServerPicture:
+    if load is None or state is not State.UP:
         return ServerPicture(state=state)
-    vitals = weather.vitals or _NOTHING
+    vitals = load.vitals or _NOTHING
     return ServerPicture(
         state=state,
-        busy=weather.busy,
-        waiting_s=weather.waiting_s,
+        busy=load.busy,
+        waiting_s=load.waiting_s,
         queued=vitals.queued,
-        kv_usage=weather.kv_usage,
-        running=weather.running,
+        kv_usage=load.kv_usage,
+        running=load.running,
         tokens=vitals.tokens,
         memory_bytes=vitals.memory_bytes,
         uptime_s=vitals.uptime_s,
@@ -74,19 +74,17 @@ def _server(state: State, weather: Weather | None) -> ServerPicture:
 
 
 def _link(parts: Parts, source: int, destination: int, states: list[State]) -> LinkPicture:
-    weather = parts.planner.weather_of(source)
-    vitals = None if weather is None else weather.vitals
+    load = parts.planner.load_of(source)
+    vitals = None if load is None else load.vitals
     up = not {State.LOST, State.LEFT_OUT} & {states[source], states[destination]}
     return LinkPicture(
         source=source,
         destination=destination,
-        delay_s=None if weather is None else weather.delay_s[destination],
+        delay_s=None if load is None else load.delay_s[destination],
         planned_delay_s=float(parts.cluster.delay_s[source, destination]),
-        bandwidth_bytes_per_s=(
-            None if weather is None else weather.bandwidth_bytes_per_s[destination]
-        ),
+        bandwidth_bytes_per_s=(None if load is None else load.bandwidth_bytes_per_s[destination]),
         sent_bytes=None if vitals is None else vitals.sent_bytes[destination],
-        up=up and (weather is None or destination not in weather.unreachable),
+        up=up and (load is None or destination not in load.unreachable),
     )
 
 

@@ -34,7 +34,7 @@ class NodeSettings:
     """Whether measured links and waiting times enter the costs that decisions are made with."""
     changed_share: float = 0.25
     """Relative change of a cost that makes new decisions' tables worth building."""
-    weather_s: float = 1.0
+    report_every_s: float = 1.0
     """Time between two reports of what is measured to the other servers."""
     gather_news_s: float = 0.05
     """How long to wait for more news before an engine is built."""

@@ -15,7 +15,7 @@ from trimmoe.core.events import SequenceOpened
 from trimmoe.core.ledger import Ledger
 from trimmoe.policy.settings import BudgetRule
 from trimmoe.runtime.node.front.drafts import GUESSED, Guessing, Kind
-from trimmoe.runtime.node.front.jobs import Attempt, Backroom, Job
+from trimmoe.runtime.node.front.jobs import Attempt, FrontEndContext, Job
 from trimmoe.runtime.node.front.memory import Memory
 from trimmoe.runtime.node.records.messages import After, Parcel, Token, Withdraw
 from trimmoe.runtime.node.records.output import Arrival
@@ -31,12 +31,12 @@ class Answers:
 
     def __init__(
         self,
-        room: Backroom,
+        context: FrontEndContext,
         memory: Memory,
         job_of: Callable[[int], Job | None],
         end: Callable[[Job], None],
     ) -> None:
-        self._room, self._memory, self._job_of, self._end = room, memory, job_of, end
+        self._context, self._memory, self._job_of, self._end = context, memory, job_of, end
         self.guessing = Guessing()
         self.tokens = 0
         """Handed out so far."""
@@ -55,12 +55,12 @@ class Answers:
         )
         agrees = [token.agrees for token in tokens if token.agrees is not None]
         if receipts or agrees:
-            self._room.control(lambda: self._room.settle(receipts, agrees))
+            self._context.control(lambda: self._context.settle(receipts, agrees))
         for job, attempt, token in known:
             if job.attempt is not attempt:
                 continue
             if token.epoch < attempt.epoch and token.ledger is not None:
-                self._in_vain(job, unpack_ledger(token.ledger, **self._room.ledger_shape))
+                self._in_vain(job, unpack_ledger(token.ledger, **self._context.ledger_shape))
             elif (token.epoch, token.position) == (attempt.epoch, attempt.position):
                 self._advance(job, attempt, token)
             elif token.epoch == attempt.epoch and token.position > attempt.position:
@@ -71,9 +71,9 @@ class Answers:
         shown, unless it is their own."""
         agrees = [one.agrees for one in after if one.agrees is not None]
         if agrees:
-            self._room.control(lambda: self._room.settle((), agrees))
+            self._context.control(lambda: self._context.settle((), agrees))
         for one in after:
-            ledger = unpack_ledger(one.ledger, **self._room.ledger_shape)
+            ledger = unpack_ledger(one.ledger, **self._context.ledger_shape)
             job = self._job_of(one.sequence)
             if job is None or job.attempt is None or sender not in job.attempt.route:
                 continue
@@ -110,7 +110,7 @@ class Answers:
 
     def _followed(self, job: Job, attempt: Attempt, guessed: Reading) -> int:
         """Follow what is probable; how many tokens are."""
-        least = self._room.planner.settings.guess_confidence
+        least = self._context.planner.settings.guess_confidence
         each = zip(guessed.made, guessed.confidence, strict=True)
         for at, (token, confidence) in enumerate(each):
             if confidence < least:
@@ -146,9 +146,11 @@ class Answers:
         attempt.news = True
         ledger: Ledger | None = None
         if token.ledger is not None:
-            ledger = unpack_ledger(token.ledger, **self._room.ledger_shape)
+            ledger = unpack_ledger(token.ledger, **self._context.ledger_shape)
         elif token.charge is not None:
-            ledger = unpack_charge(token.charge, self.quality_of(job)[0], **self._room.ledger_shape)
+            ledger = unpack_charge(
+                token.charge, self.quality_of(job)[0], **self._context.ledger_shape
+            )
         guess = attempt.pending.token_at(token.position)
         if attempt.lead is not None and ledger is not None and token.charge is None:
             right = guess is not None and guess.token == token.token
@@ -181,17 +183,17 @@ class Answers:
 
     def guess(self, job: Job, attempt: Attempt) -> None:
         """Have this server read what it has not read yet, and guess what follows."""
-        lead, request, room = attempt.lead, job.request, self._room
+        lead, request, context = attempt.lead, job.request, self._context
         if lead is None or attempt.reading:
             return
-        lead.least = room.least_chance(attempt.route)
+        lead.least = context.least_chance(attempt.route)
         if isinf(lead.least):
             return
         ids, source = self._looked_up(job, attempt), lead.choose()
         if attempt.pending.drafts >= lead.window:
             return
         start = attempt.read_by(source)
-        tokens = tuple(ids[start : start + room.chunk])
+        tokens = tuple(ids[start : start + context.chunk])
         if not tokens:
             return
         if attempt.seen is not None:
@@ -206,7 +208,7 @@ class Answers:
             seen=attempt.seen,
             more=self._more(job, attempt, start + len(tokens)),
         )
-        room.guess(attempt.reading)
+        context.guess(attempt.reading)
         attempt.goes_on_from(source, start + len(tokens))
 
     def _more(self, job: Job, attempt: Attempt, position: int) -> int:
@@ -266,15 +268,15 @@ class Answers:
         attempt.withdraw(token.position)
         for early in attempt.early.values():
             if early.ledger is not None:
-                self._in_vain(job, unpack_ledger(early.ledger, **self._room.ledger_shape))
+                self._in_vain(job, unpack_ledger(early.ledger, **self._context.ledger_shape))
         attempt.early.clear()
         opened = self.opened(job, attempt)
         route, start = attempt.route, token.position
-        self._room.control(lambda: self._room.begin_anew(opened, route, start))
+        self._context.control(lambda: self._context.begin_anew(opened, route, start))
         # Here as well, whether or not the route comes by: what is to set out is dropped.
-        for server in {*attempt.servers, self._room.server}:
+        for server in {*attempt.servers, self._context.server}:
             withdraw = Withdraw(attempt.sequence, token.position, attempt.epoch)
-            self._room.post(Parcel(to=server, message=withdraw))
+            self._context.post(Parcel(to=server, message=withdraw))
         self._feed(attempt, token)
 
     def _feed(self, attempt: Attempt, token: Token) -> None:
@@ -286,7 +288,7 @@ class Answers:
             # What is guessed is awaited nevertheless.
             attempt.position, guessed = first, True
         attempt.fed = token.position if first is None else first - 1
-        self._room.arrive(
+        self._context.arrive(
             Arrival(
                 sequence=attempt.sequence,
                 position=token.position,
@@ -305,7 +307,7 @@ class Answers:
 
     def _in_vain(self, job: Job, ledger: Ledger) -> None:
         """A token was withdrawn; what it sent was sent all the same."""
-        job.owe(replace(Ledger.empty(**self._room.ledger_shape), messages=ledger.messages))
+        job.owe(replace(Ledger.empty(**self._context.ledger_shape), messages=ledger.messages))
 
     def _show(self, job: Job, attempt: Attempt) -> None:
         """Hand out what nothing can change any more."""
@@ -332,7 +334,7 @@ class Answers:
                 finish_reason=reason,
             )
             job.out.put_nowait(event)
-            self._room.make_way(first)
+            self._context.make_way(first)
             self.tokens += 1
             if reason is not None:
                 attempt.trouble.set_result("") if not attempt.trouble.done() else None
@@ -341,17 +343,17 @@ class Answers:
 
     def opened(self, job: Job, attempt: Attempt) -> SequenceOpened:
         """Its account, with what the tokens shown so far left."""
-        bucket = self._room.planner.settings.budget_rule is BudgetRule.BUCKET
+        bucket = self._context.planner.settings.budget_rule is BudgetRule.BUCKET
         budget, confidence = self.quality_of(job)
         return SequenceOpened(
             sequence=attempt.sequence,
-            access=self._room.server,
+            access=self._context.server,
             budget=budget,
             confidence=confidence,
             balance=max(job.credit, 0.0) if bucket else 0.0,
         )
 
     def quality_of(self, job: Job) -> tuple[float, float]:
-        planner = self._room.planner
+        planner = self._context.planner
         copied = planner.in_force.engine.copied_bits is not None
         return quality(job.request, planner.settings, planner.profile, copied=copied)

@@ -18,7 +18,7 @@ from functools import partial
 
 from trimmoe.engine.guesses import Lead
 from trimmoe.runtime.node.front.answers import Answers
-from trimmoe.runtime.node.front.jobs import NO_EXPERT, Attempt, Backroom, Job
+from trimmoe.runtime.node.front.jobs import NO_EXPERT, Attempt, FrontEndContext, Job
 from trimmoe.runtime.node.front.memory import Memory
 from trimmoe.runtime.node.front.watchdog import stalled
 from trimmoe.runtime.node.records.checks import prompt
@@ -69,9 +69,9 @@ COUNTS = {STALLED: STALL_COUNTS, DISPUTED: DISPUTE_COUNTS}
 class FrontEnd:
     """An `InferenceService` on one server of a cluster."""
 
-    def __init__(self, model: ServedModel, backroom: Backroom, first_sequence: int) -> None:
+    def __init__(self, model: ServedModel, context: FrontEndContext, first_sequence: int) -> None:
         self.model = model
-        self._room = backroom
+        self._context = context
         self._sequences = itertools.count(first_sequence)
         self._jobs: set[Job] = set()
         self._by_sequence: dict[int, Job] = {}
@@ -79,9 +79,9 @@ class FrontEnd:
         """Places are asked for by one request at a time, in order."""
         self.blocked = False
         """Whether the one whose turn it is had to queue for a place."""
-        self.memory = Memory(backroom)
+        self.memory = Memory(context)
         self.answers = Answers(
-            backroom, self.memory, self._by_sequence.get, lambda job: self._end(job, None)
+            context, self.memory, self._by_sequence.get, lambda job: self._end(job, None)
         )
         self.restarts = 0
         """Attempts that were lost."""
@@ -102,9 +102,9 @@ class FrontEnd:
         check_length(request, self.model.context_length)
         if not (health := self.health()).ok:
             raise Unavailable(health.reason)
-        waiting, room = self.waiting, self._room
-        if len(self._jobs) >= room.kv_slots + room.max_waiting or (
-            self.blocked and waiting > room.max_waiting
+        waiting, context = self.waiting, self._context
+        if len(self._jobs) >= context.kv_slots + context.max_waiting or (
+            self.blocked and waiting > context.max_waiting
         ):
             raise Overloaded(RETRY_AFTER_S)
         now_s = asyncio.get_running_loop().time()
@@ -114,21 +114,21 @@ class FrontEnd:
         return QueueStream(job.out, partial(self.cancel, job))
 
     def _job(self, request: GenerationRequest, now_s: float) -> Job:
-        encoder, source = self._room.encoder, ()
+        encoder, source = self._context.encoder, ()
         if encoder is not None:
             source = tuple(request.prompt_ids)
             request = replace(request, prompt_ids=(encoder.start_token,))
         return Job(request=request, source=source, since_s=now_s, tokens=list(request.received))
 
     def health(self) -> Health:
-        health = self._room.health()
+        health = self._context.health()
         return Health(ok=False, reason=STOPPING) if health.ok and self._closing else health
 
     def stats(self) -> ServiceStats:
-        return self._room.stats(self.running, self.waiting)
+        return self._context.stats(self.running, self.waiting)
 
     def picture(self) -> Picture:
-        return self._room.picture()
+        return self._context.picture()
 
     def under_way(self) -> list[RequestPicture]:
         """The oldest requests of this server's users."""
@@ -160,7 +160,7 @@ class FrontEnd:
     def look_after(self) -> None:
         """Begin anew what nobody has in hand; called now and then, see `stalls`."""
         attempts = [job.attempt for job in self._by_sequence.values() if job.attempt]
-        for attempt in stalled(attempts, self._room.ask):
+        for attempt in stalled(attempts, self._context.ask):
             _log.warning("Sequence %d on route %s stalled.", attempt.sequence, attempt.route)
             self.stalls += 1
             attempt.fail(STALLED)
@@ -203,7 +203,7 @@ class FrontEnd:
     async def _serve(self, job: Job) -> None:
         """One attempt after the other until one ends well."""
         made, restarts, help_until_s = -1, 0, math.inf
-        loop, planner = asyncio.get_running_loop(), self._room.planner
+        loop, planner = asyncio.get_running_loop(), self._context.planner
         while True:
             trouble = await self._attempted(job)
             if not trouble:
@@ -215,7 +215,7 @@ class FrontEnd:
             elif trouble != NO_EXPERT or not planner.lost:
                 restarts += COUNTS.get(trouble, 1)
             if trouble == NO_EXPERT:
-                help_until_s = min(help_until_s, loop.time() + self._room.patience_s)
+                help_until_s = min(help_until_s, loop.time() + self._context.patience_s)
                 if not await self._help_comes(help_until_s - loop.time()):
                     self._end(job, Unavailable(STRANDED))
             if restarts > MOST_RESTARTS:
@@ -224,7 +224,7 @@ class FrontEnd:
 
     async def _help_comes(self, patience_s: float) -> bool:
         """Whether the cluster changes in time, or all servers are back already."""
-        planner = self._room.planner
+        planner = self._context.planner
         if not planner.lost:
             return True
         try:
@@ -235,12 +235,12 @@ class FrontEnd:
 
     async def _attempted(self, job: Job) -> str:
         """Run one attempt; why it ended."""
-        planner, encoder = self._room.planner, self._room.encoder
+        planner, encoder = self._context.planner, self._context.encoder
         if encoder is not None and job.encoded is None:
             job.encoded = await encoder.encode(job.source)
         async with self._turn:
             await planner.until_settled()
-            route = planner.in_force.route_of(self._room.server)
+            route = planner.in_force.route_of(self._context.server)
             attempt = Attempt(
                 sequence=next(self._sequences),
                 route=route,
@@ -296,30 +296,30 @@ class FrontEnd:
             trimmed=self._trimmed(job, budget),
         )
         tensors = () if job.encoded is None else (job.encoded,)
-        self._room.post(Parcel(to=server, message=reserve, tensors=tensors))
+        self._context.post(Parcel(to=server, message=reserve, tensors=tensors))
         return grant
 
     def _trimmed(self, job: Job, budget: float) -> int:
         """Tokens of what is read that may spend the budget; the answer's have done so before."""
-        trims = self._room.planner.settings.prompts_trimmed and budget > 0
+        trims = self._context.planner.settings.prompts_trimmed and budget > 0
         return len(job.request.prompt_ids) if trims else 0
 
     def _send_off(self, job: Job, attempt: Attempt) -> None:
         """The prompt, with what was made of the answer, enters the route: what is not there yet."""
-        room = self._room
+        context = self._context
         opened = self.answers.opened(job, attempt)
-        room.control(lambda: room.open_account(opened, attempt.route))
+        context.control(lambda: context.open_account(opened, attempt.route))
         ids = _ids(job)
         attempt.position = attempt.prompt = len(ids)
         self._begin(attempt)
         self.memory.began(job, attempt, attempt.start)
-        guesses = room.planner.settings.guesses
+        guesses = context.planner.settings.guesses
         if guesses:
-            own_s, *others_s = room.guess_s()
+            own_s, *others_s = context.guess_s()
             attempt.lead = Lead(guesses=guesses, guess_s=own_s, others_s=tuple(others_s))
             attempt.seen = job.request.seen(self.model)
         start, epoch = attempt.start, attempt.epoch
-        room.post(prompt(attempt.route[0], attempt.sequence, ids, start=start, epoch=epoch))
+        context.post(prompt(attempt.route[0], attempt.sequence, ids, start=start, epoch=epoch))
         self.answers.guess(job, attempt)
 
     def _begin(self, attempt: Attempt) -> None:
@@ -328,8 +328,8 @@ class FrontEnd:
             return
         attempt.start = min(attempt.kept.values())
         attempt.read = min(begun.read, attempt.start)
-        sequence, start, room = attempt.sequence, attempt.start, self._room
-        room.control(lambda: room.adopt(sequence, begun, start))
+        sequence, start, context = attempt.sequence, attempt.start, self._context
+        context.control(lambda: context.adopt(sequence, begun, start))
         if max(attempt.kept.values()) > start:
             # Some have more, which is void then.
             attempt.epoch = 1
@@ -337,7 +337,7 @@ class FrontEnd:
                 self._post(server, Withdraw(sequence, start, attempt.epoch))
 
     def _post(self, server: int, message: Message) -> None:
-        self._room.post(Parcel(to=server, message=message))
+        self._context.post(Parcel(to=server, message=message))
 
     def _release(self, attempt: Attempt) -> None:
         gone = [attempt.sequence]
@@ -345,7 +345,7 @@ class FrontEnd:
             # Where it has not taken over the place of that, nobody will.
             source = attempt.begun.prefix.sequence
             gone.append(source)
-            self._room.control(lambda: self._room.close_account(source))
+            self._context.control(lambda: self._context.close_account(source))
         for server in attempt.servers:
             self._post(server, Release(gone))
 
@@ -360,7 +360,7 @@ class FrontEnd:
         if retained and self.memory.ended(job, attempt):
             return
         self._release(attempt)
-        self._room.control(lambda: self._room.close_account(sequence))
+        self._context.control(lambda: self._context.close_account(sequence))
 
     def _end(self, job: Job, error: Unavailable | None) -> None:
         """The job is over: complete, cancelled or failed."""

@@ -175,7 +175,7 @@ class Job:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Backroom:
+class FrontEndContext:
     """What the front end needs of its server."""
 
     server: int

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from trimmoe.core.ledger import Ledger
-from trimmoe.runtime.node.front.jobs import Attempt, Backroom, Begun, Job
+from trimmoe.runtime.node.front.jobs import Attempt, Begun, FrontEndContext, Job
 from trimmoe.runtime.node.records.messages import Parcel, Prefix, Release, Retain
 from trimmoe.runtime.prefixes import BLOCK, Prefixes, is_exact
 
@@ -36,8 +36,8 @@ class _Kept:
 class Memory:
     """Of one access server."""
 
-    def __init__(self, room: Backroom) -> None:
-        self._room = room
+    def __init__(self, context: FrontEndContext) -> None:
+        self._context = context
         self._prefixes = Prefixes()
         self._kept: dict[int, _Kept] = {}
         self.asked = 0
@@ -56,7 +56,7 @@ class Memory:
     def match(self, route: tuple[int, ...], ids: Sequence[int]) -> Begun | None:
         """What a prompt may begin with on a route; a token is left to be read, since it says what
         follows."""
-        found = self._prefixes.find(route, ids) if self._room.prefix_cache else None
+        found = self._prefixes.find(route, ids) if self._context.prefix_cache else None
         if found is None:
             return None
         kept, length = self._kept[found.key], min(found.length, len(ids) - 1)
@@ -80,22 +80,22 @@ class Memory:
             attempt.exact = attempt.start if ledger is not None else position
             self._read(job, attempt)
         elif attempt.exact == position - 1 and ledger is not None:
-            drafts = self._room.planner.settings.drafts
+            drafts = self._context.planner.settings.drafts
             attempt.exact += is_exact(ledger, exits=drafts)
 
     def ended(self, job: Job, attempt: Attempt) -> bool:
         """An answer is over: whether its states are retained."""
         self.forget(attempt.sequence)
-        sequence, length, room = attempt.sequence, attempt.exact, self._room
+        sequence, length, context = attempt.sequence, attempt.exact, self._context
         failed = attempt.trouble.done() and attempt.trouble.result()
-        if not room.prefix_cache or length < BLOCK or failed:
+        if not context.prefix_cache or length < BLOCK or failed:
             return False
         read = min(attempt.has_read, length)
         kept = _Kept(route=attempt.route, attempt=None, read=read)
         self._keep(sequence, _ids(job)[:length], kept)
         for server in attempt.servers:
-            room.post(Parcel(to=server, message=Retain([sequence])))
-        room.control(lambda: room.retire(sequence, read, length))
+            context.post(Parcel(to=server, message=Retain([sequence])))
+        context.control(lambda: context.retire(sequence, read, length))
         return True
 
     def forget(self, sequence: int) -> None:
@@ -120,7 +120,7 @@ class Memory:
 
     def _read(self, job: Job, attempt: Attempt) -> None:
         """A prompt was read: it may begin others."""
-        if self._room.prefix_cache and attempt.exact >= BLOCK:
+        if self._context.prefix_cache and attempt.exact >= BLOCK:
             kept = _Kept(route=attempt.route, attempt=attempt)
             self._keep(attempt.sequence, _ids(job)[: attempt.exact], kept)
 
@@ -136,8 +136,8 @@ class Memory:
         """Free the places of a retained sequence, but for one server that has done so."""
         self._drop(sequence)
         for server in sorted(set(kept.route) - {spared}):
-            self._room.post(Parcel(to=server, message=Release([sequence])))
-        self._room.control(lambda: self._room.close_account(sequence))
+            self._context.post(Parcel(to=server, message=Release([sequence])))
+        self._context.control(lambda: self._context.close_account(sequence))
 
 
 def _ids(job: Job) -> list[int]:

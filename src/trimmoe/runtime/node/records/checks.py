@@ -13,13 +13,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from trimmoe.models.base import Widths
+from trimmoe.models.base import EncoderDecoderView, MoEView, Widths
 from trimmoe.runtime.node.records.messages import (
     NO_TOKEN,
     NOBODY,
     Dispatch,
     Followed,
     Granted,
+    LoadReport,
     Message,
     Onward,
     Parcel,
@@ -31,7 +32,6 @@ from trimmoe.runtime.node.records.messages import (
     Start,
     Tokens,
     Vitals,
-    Weather,
     Withdraw,
     access_of,
 )
@@ -73,6 +73,23 @@ class Geometry:
     loaded: tuple[frozenset[int], ...]
     """Experts that this server can run, by layer."""
     has_encoder: bool = False
+
+    @staticmethod
+    def of(view: MoEView, server: int, server_count: int) -> Geometry:
+        """Of a server with this view."""
+        spec = view.spec
+        return Geometry(
+            layer_count=spec.layer_count,
+            server=server,
+            server_count=server_count,
+            hidden_size=spec.hidden_size,
+            widths=view.widths,
+            top_k=spec.top_k,
+            vocab_size=spec.vocab_size,
+            context_length=spec.context_length,
+            loaded=view.loaded,
+            has_encoder=isinstance(view, EncoderDecoderView),
+        )
 
     def is_server(self, *servers: int) -> bool:
         return all(0 <= server < self.server_count for server in servers)
@@ -117,7 +134,7 @@ def _makes_sense(
             good = are_tokens(message.tokens, vocab_size, positions)
         case Followed():
             good = are_told_after(message.after, vocab_size, positions)
-        case Weather():
+        case LoadReport():
             counts = {len(message.delay_s), len(message.bandwidth_bytes_per_s)}
             good = counts == {geometry.server_count} and geometry.is_server(*message.unreachable)
             good = good and len(message.loss_weights) <= MOST_WEIGHTS

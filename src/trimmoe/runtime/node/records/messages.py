@@ -362,7 +362,7 @@ class Vitals(msgspec.Struct, frozen=True, array_like=True):
     """To each server since it started."""
 
 
-class Weather(Message, frozen=True, tag="weather"):
+class LoadReport(Message, frozen=True, tag="weather"):
     """What a server measures, told to all now and then."""
 
     delay_s: list[float | None]
@@ -399,7 +399,7 @@ MESSAGE_TYPES: tuple[type[msgspec.Struct], ...] = (
     Stranded,
     Ask,
     InHand,
-    Weather,
+    LoadReport,
 )
 """What a node's transport has to be made for."""
 

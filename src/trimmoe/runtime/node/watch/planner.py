@@ -16,7 +16,7 @@ import numpy as np
 from trimmoe.core.profile import Profile
 from trimmoe.engine.feedback import Feedback
 from trimmoe.policy.settings import PolicySettings
-from trimmoe.runtime.node.records.messages import Weather
+from trimmoe.runtime.node.records.messages import LoadReport
 from trimmoe.runtime.node.records.packing import MalformedMessage
 from trimmoe.runtime.node.watch.deployments import (
     Basis,
@@ -56,7 +56,7 @@ class Planner:
         count = basis.plan.cluster.server_count
         self._wanted = Conditions.planned(count)
         self._extra: dict[Route, None] = {}
-        self._weather: dict[int, Weather] = {}
+        self._loads: dict[int, LoadReport] = {}
         self._news, self._changed = asyncio.Event(), asyncio.Event()
         self._urgent = asyncio.Event()
         """Set while not `settled`."""
@@ -107,7 +107,7 @@ class Planner:
     def want_lost(self, lost: frozenset[int]) -> None:
         """These servers cannot be reached."""
         for server in lost:
-            self._weather.pop(server, None)
+            self._loads.pop(server, None)
         self._want(replace(self._wanted, lost=lost))
 
     def want_route(self, route: Route) -> None:
@@ -120,19 +120,19 @@ class Planner:
             self._news.set()
             self._mark_urgent()
 
-    def note(self, server: int, weather: Weather) -> None:
+    def note(self, server: int, load: LoadReport) -> None:
         """What a server, perhaps this one, measures."""
-        self._weather[server] = weather
+        self._loads[server] = load
         self._want(self._wanted)
 
-    def weather_of(self, server: int) -> Weather | None:
+    def load_of(self, server: int) -> LoadReport | None:
         """What a server said last; None if it has said nothing since it was lost."""
-        return self._weather.get(server)
+        return self._loads.get(server)
 
     @property
     def _others(self) -> frozenset[float]:
         """Loss weights that tokens come with, those of other servers' users among them."""
-        told = (weather.loss_weights for weather in self._weather.values())
+        told = (load.loss_weights for load in self._loads.values())
         return frozenset(chain.from_iterable(told))
 
     def look_ahead(self) -> None:
@@ -177,16 +177,16 @@ class Planner:
         count = wanted.waiting_s.size
         clean = Conditions.planned(count)
         cut: set[tuple[int, int]] = set()
-        for server, weather in self._weather.items():
-            for other in weather.unreachable:
+        for server, load in self._loads.items():
+            for other in load.unreachable:
                 if server != self._server and not {server, other} & (wanted.lost | {self._server}):
                     cut.add((min(server, other), max(server, other)))
             if self._changed_share is None:
                 continue
-            clean.delay_s[server] = _row(weather.delay_s)
-            clean.bandwidth_bytes_per_s[server] = _row(weather.bandwidth_bytes_per_s)
-            clean.waiting_s[server] = weather.waiting_s
-            clean.busy[server] = weather.busy
+            clean.delay_s[server] = _row(load.delay_s)
+            clean.bandwidth_bytes_per_s[server] = _row(load.bandwidth_bytes_per_s)
+            clean.waiting_s[server] = load.waiting_s
+            clean.busy[server] = load.busy
         return replace(clean, lost=wanted.lost, cut=frozenset(cut))
 
     async def build_first(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from trimmoe.runtime.node.records.messages import Vitals, Weather
+from trimmoe.runtime.node.records.messages import LoadReport, Vitals
 from trimmoe.runtime.wire.base import Transport
 from trimmoe.runtime.wire.estimates import RunningAverage
 
@@ -50,14 +50,14 @@ class Reporter:
         """Mean time from the arrival of slots of generated tokens until they are begun."""
         return self._transport.reading_wait_s() + (self._waits.average.mean or 0.0)
 
-    def weather(
+    def load_report(
         self,
         kv_usage: float,
         lost: frozenset[int],
         loss_weights: list[float],
         running: int,
         vitals: Vitals | None = None,
-    ) -> Weather:
+    ) -> LoadReport:
         """What to tell the others."""
         if not self._waits.since_last:
             # Nobody came, so nobody would have waited: otherwise a bad name would last for ever.
@@ -70,7 +70,7 @@ class Reporter:
             self._worked_s, self._told_s = 0.0, now_s
         links = self._transport.link_estimates()
         estimates = [links.get(name) for name in self._names]
-        return Weather(
+        return LoadReport(
             delay_s=[None if one is None else one.delay_s for one in estimates],
             bandwidth_bytes_per_s=[
                 None if one is None else one.bandwidth_bytes_per_s for one in estimates

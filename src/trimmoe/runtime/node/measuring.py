@@ -1,0 +1,26 @@
+"""What one server can do, timed on its own loop."""
+
+from __future__ import annotations
+
+from trimmoe.models.base import MoEView
+from trimmoe.runtime.machine_report import MachineReport, link_reports
+from trimmoe.runtime.node.parts import Parts
+from trimmoe.runtime.node.settings import NodeSettings
+from trimmoe.runtime.probe import free_bytes, machine_name, time_software, time_work
+
+
+async def measured(parts: Parts, view: MoEView, settings: NodeSettings) -> MachineReport:
+    """Time it now; requests wait for some seconds."""
+    software_s, work_s = await parts.batch_loop.apart(
+        lambda: (time_software(), time_work(view, parts.worker.draft_runner.own))
+    )
+    return MachineReport(
+        server=parts.transport.name,
+        machine=machine_name(),
+        device=str(view.device),
+        threads=settings.threads,
+        free_bytes=free_bytes(view.device),
+        software_s=software_s * settings.slowdown,
+        work_s=work_s * settings.slowdown,
+        links=link_reports(parts.transport.link_estimates().values()),
+    )
