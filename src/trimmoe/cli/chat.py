@@ -17,10 +17,10 @@ from trimmoe.cli.options import console, say
 
 def chat(
     url: Annotated[
-        str, typer.Argument(help="Where a server answers; those of `trimmoe serve` say it.")
+        str, typer.Argument(help="Address of a server, as `trimmoe serve` prints it.")
     ] = "http://127.0.0.1:8000",
     model: Annotated[str | None, typer.Option(help="Default: what the server has.")] = None,
-    system: Annotated[str, typer.Option(help="What the model is told first.")] = "",
+    system: Annotated[str, typer.Option(help="System message.")] = "",
     max_tokens: Annotated[int, typer.Option(min=1, help="Tokens of an answer.")] = 512,
     temperature: Annotated[float, typer.Option(min=0.0, max=2.0, help="0 is greedy.")] = 0.7,
     budget: Annotated[

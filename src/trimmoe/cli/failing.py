@@ -22,23 +22,25 @@ OF_MACHINES = ("cut", "part", "crash")
 
 def gateway(
     server: Annotated[
-        list[str], typer.Option(help="Base URL of a server, repeatable: all of a cluster.")
+        list[str],
+        typer.Option(help="Base URL of a server; repeat it for all servers of a cluster."),
     ],
     host: str = "127.0.0.1",
     port: Annotated[int, typer.Option(min=1, max=65535)] = 8080,
     patience: Annotated[
-        float, typer.Option(min=0.0, help="Seconds without a token until a request is given up.")
+        float,
+        typer.Option(min=0.0, help="Seconds without a token after which a request is given up."),
     ] = 60.0,
     silence: Annotated[
         float,
-        typer.Option(min=0.1, help="Seconds until a server that answers nothing is left out."),
+        typer.Option(min=0.1, help="Seconds after which a server that says nothing is left out."),
     ] = 5.0,
     tls_certificate: TlsCertificate = None,
     tls_key: TlsKey = None,
     server_ca: Annotated[
         Path | None,
         typer.Option(
-            help="PEM file of who signed the servers' certificates; default: the system's."
+            help="PEM file of the authorities for the servers' certificates; default: the system's."
         ),
     ] = None,
 ) -> None:
@@ -75,13 +77,14 @@ def chaos(
     kv_slots: Annotated[int, typer.Option(min=8)] = 16,
     port_base: Annotated[int, typer.Option(min=1, max=65535)] = 8000,
     minutes: Annotated[
-        float, typer.Option(min=0.0, help="Or until every kind of failure has come.")
+        float,
+        typer.Option(min=0.0, help="How long; longer if some kind of failure has not come yet."),
     ] = 10.0,
     every: Annotated[
         float | None,
         typer.Option(
             min=1.0,
-            help="A failure every so many seconds under clients who never stop asking; the last "
+            help="Seconds between failures, under clients who never stop asking; the last "
             "server is spared. Default: one after the other, each under eight streams.",
         ),
     ] = None,
@@ -93,7 +96,7 @@ def chaos(
             "cables are cut too; skipped where the system does not allow it.",
         ),
     ] = False,
-    tokens: Annotated[int, typer.Option(min=8, help="Of every answer.")] = 48,
+    tokens: Annotated[int, typer.Option(min=8, help="Tokens of every answer.")] = 48,
     failure: Annotated[
         list[str] | None,
         typer.Option(

@@ -37,7 +37,7 @@ def generate(
     model: ModelOption = "embedded",
     method: Annotated[
         str,
-        typer.Option(help="As in `trimmoe compare`; `auto` trims with --budget only."),
+        typer.Option(help="As in `trimmoe compare`; `auto` trims only with --budget."),
     ] = "auto",
     budget: GivenBudget = None,
     confidence: Confidence = 0.9,
@@ -176,7 +176,8 @@ def evaluate(
     ] = None,
     model: ModelOption = "embedded",
     method: Annotated[
-        list[str] | None, typer.Option(help="Repeatable; beside exact execution; default: trimmoe.")
+        list[str] | None,
+        typer.Option(help="In addition to exact execution; repeatable; default: trimmoe."),
     ] = None,
     budget: Annotated[
         list[float] | None,

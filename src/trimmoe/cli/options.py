@@ -66,11 +66,11 @@ Dtype = Annotated[
 ]
 Quantise = Annotated[
     Precision,
-    typer.Option("--quantise", help="Hold weights in few bits: float32 on a CPU only."),
+    typer.Option("--quantise", help="Keep weights in few bits; only in float32 on a CPU."),
 ]
 TlsCertificate = Annotated[
     Path | None,
-    typer.Option(help="PEM file to serve HTTPS with: the certificate and those above it."),
+    typer.Option(help="PEM file to serve HTTPS with: the certificate and its chain."),
 ]
 TlsKey = Annotated[Path | None, typer.Option(help="PEM file of the certificate's key.")]
 ScoringOption = Annotated[

@@ -147,7 +147,7 @@ def plan(
         ]
         | None,
         typer.Option(
-            help="A placement as it is published, nothing of ours added; `best`: the best "
+            help="A published placement with nothing of ours added; `best`: the best "
             "of ours that start from `dispersed` and both pipelines."
         ),
     ] = None,
@@ -162,7 +162,10 @@ def plan(
     ] = None,
     iterations: Annotated[
         int | None,
-        typer.Option(min=1, help="End the search after so many steps: the same plan every time."),
+        typer.Option(
+            min=1,
+            help="End the search after this many steps, so that every run gives the same plan.",
+        ),
     ] = None,
     objective: Annotated[
         Literal["exact", "trimmed"] | None,
@@ -172,7 +175,7 @@ def plan(
         float | None,
         typer.Option(min=0.0, max=1.0, help="Flip rate of `--objective trimmed`; default: 0.02."),
     ] = None,
-    seed: Annotated[int | None, typer.Option(min=0, help="Of the search; default: 0.")] = None,
+    seed: Annotated[int | None, typer.Option(min=0, help="Seed of the search; default: 0.")] = None,
     stand_ins: Annotated[
         float | None,
         typer.Option(
@@ -183,7 +186,7 @@ def plan(
     ] = None,
     survive: Annotated[
         int,
-        typer.Option(min=0, help="So many servers may go, and every expert still has a host."),
+        typer.Option(min=0, help="This many servers may fail, and every expert still has a host."),
     ] = 0,
     explain: Annotated[
         bool,
@@ -196,7 +199,7 @@ def plan(
     dry_run: Annotated[
         bool,
         typer.Option(
-            "--dry-run", help="Only say what fits where and what to expect, from --config."
+            "--dry-run", help="Only say what fits where and what to expect, based on --config."
         ),
     ] = False,
     config: Annotated[
@@ -285,11 +288,11 @@ def probe(
         Path | None, typer.Option(help="Made by `trimmoe calibrate`; without it, made and kept.")
     ] = None,
     plan: Annotated[
-        Path | None, typer.Option(help="What servers hold meanwhile; without it, made and kept.")
+        Path | None, typer.Option(help="What servers hold meanwhile; default: made now and kept.")
     ] = None,
     quantise: Quantise = Precision.NONE,
     threads: Annotated[
-        int | None, typer.Option(help="Of each server; default: its share of the cores.")
+        int | None, typer.Option(help="Threads of each server; default: its share of the cores.")
     ] = None,
     port_base: Annotated[int, typer.Option(help="HTTP port of the first server.")] = 8000,
     emulate_links: Annotated[

@@ -23,7 +23,10 @@ def clusters(
         str | None, typer.Argument(help="Show this sample's file.", show_default=False)
     ] = None,
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Write it there instead, to be changed.")
+        Path | None,
+        typer.Option(
+            "--output", "-o", help="Write it to this file instead, so that you can change it."
+        ),
     ] = None,
 ) -> None:
     """List the sample clusters, whose names do wherever a cluster file is asked for."""

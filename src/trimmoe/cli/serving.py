@@ -48,12 +48,17 @@ def serve_local(
     access: Annotated[str | None, typer.Option(help="The server the users talk to.")] = None,
     draft_model: DraftModel = None,
     host: str = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 8000,
+    port: Annotated[
+        int, typer.Option(min=0, max=65535, help="HTTP port; 0 chooses a free one.")
+    ] = 8000,
     api_key: Annotated[
-        list[str] | None, typer.Option(envvar="TRIMMOE_API_KEY", help="Repeatable; default: none.")
+        list[str] | None,
+        typer.Option(
+            envvar="TRIMMOE_API_KEY", help="Key that opens the API; repeatable; default: none."
+        ),
     ] = None,
     served_model_name: Annotated[
-        str | None, typer.Option(help="What requests call the model; default: its own name.")
+        str | None, typer.Option(help="The model's name in requests; default: its own name.")
     ] = None,
     max_num_seqs: Annotated[int, typer.Option(min=1, help="Requests decoded together.")] = 8,
     max_waiting: Annotated[int, typer.Option(min=0, help="Requests that may wait.")] = 64,
@@ -63,7 +68,7 @@ def serve_local(
     device: Device = "cpu",
     quantise: Quantise = Precision.NONE,
     threads: Annotated[
-        int | None, typer.Option(min=1, help="To compute with; default: one per core.")
+        int | None, typer.Option(min=1, help="Threads to compute with; default: one per core.")
     ] = None,
     tls_certificate: TlsCertificate = None,
     tls_key: TlsKey = None,
@@ -128,7 +133,7 @@ def serve_local(
 
 def stop(
     port_base: Annotated[
-        int | None, typer.Option(help="HTTP port of the first server; default: all there are.")
+        int | None, typer.Option(help="HTTP port of the first server; default: all servers.")
     ] = None,
 ) -> None:
     """End servers of this machine that `trimmoe serve` started, also after that was killed."""
@@ -161,23 +166,24 @@ def _default_cluster(config: ServeConfig) -> Path:
 def serve(
     cluster: Annotated[
         Path | None,
-        typer.Option(help=f"{CLUSTER_HELP} Or give --plan; default: what suits this machine."),
+        typer.Option(help=f"{CLUSTER_HELP} Or give --plan; default: one that suits this machine."),
     ] = None,
     config: Annotated[
-        Path | None, typer.Option(help="YAML with these options as keys; options given win.")
+        Path | None,
+        typer.Option(help="YAML with these options as keys; the command line overrides it."),
     ] = None,
     model: Annotated[
         str | None,
         typer.Option(help="A checkpoint folder, hub id or GGUF file, or `embedded` (default)."),
     ] = None,
     profile: Annotated[
-        Path | None, typer.Option(help="Made by `trimmoe calibrate`; without it, made and kept.")
+        Path | None, typer.Option(help="Made by `trimmoe calibrate`; default: made now and kept.")
     ] = None,
     plan: Annotated[
-        Path | None, typer.Option(help="Made by `trimmoe plan`; without it, made and kept.")
+        Path | None, typer.Option(help="Made by `trimmoe plan`; default: made now and kept.")
     ] = None,
     machines: Annotated[
-        Path | None, typer.Option(help="Made by `trimmoe probe`; without it, nominal figures.")
+        Path | None, typer.Option(help="Made by `trimmoe probe`; default: nominal figures.")
     ] = None,
     text: Annotated[
         list[Path] | None, typer.Option(help="What to calibrate on without a profile; repeatable.")
@@ -185,12 +191,12 @@ def serve(
     survive: Annotated[
         int | None,
         typer.Option(
-            help="So many servers may go, and every expert still has a host; default 0. For plans "
+            help="Servers that may fail while every expert still has a host; default 0. For plans "
             "that are made here."
         ),
     ] = None,
     policy: Annotated[
-        str | None, typer.Option(help="A preset; default: auto, which trims with --budget only.")
+        str | None, typer.Option(help="A preset; default: auto, which trims only with --budget.")
     ] = None,
     method: Annotated[
         str | None,
@@ -203,10 +209,13 @@ def serve(
         float | None, typer.Option(help="Confidence an early exit needs; default 0.9.")
     ] = None,
     api_key: Annotated[
-        list[str] | None, typer.Option(envvar="TRIMMOE_API_KEY", help="Repeatable; default: none.")
+        list[str] | None,
+        typer.Option(
+            envvar="TRIMMOE_API_KEY", help="Key that opens the API; repeatable; default: none."
+        ),
     ] = None,
     served_name: Annotated[
-        str | None, typer.Option(help="What requests call the model; default: its own name.")
+        str | None, typer.Option(help="The model's name in requests; default: its own name.")
     ] = None,
     tls_certificate: TlsCertificate = None,
     tls_key: TlsKey = None,
@@ -226,22 +235,25 @@ def serve(
         bool | None,
         typer.Option(
             "--emulate/--no-emulate",
-            help="Slow links and computing down to the cluster file; default: on one machine.",
+            help="Slow links and machines down to the cluster file; default: on one machine.",
         ),
     ] = None,
     emulate_links: Annotated[
         bool | None,
-        typer.Option("--emulate-links/--no-emulate-links", help="Only these; default: --emulate."),
+        typer.Option(
+            "--emulate-links/--no-emulate-links", help="Only the links; default: as --emulate."
+        ),
     ] = None,
     emulate_machines: Annotated[
         bool | None,
         typer.Option(
-            "--emulate-machines/--no-emulate-machines", help="Only these; default: --emulate."
+            "--emulate-machines/--no-emulate-machines",
+            help="Only the machines; default: as --emulate.",
         ),
     ] = None,
     quantise: Annotated[
         Precision | None,
-        typer.Option(help="Hold weights in few bits; float32 on a processor only."),
+        typer.Option(help="Keep weights in few bits; only in float32 on a processor."),
     ] = None,
     device: Annotated[
         str | None,
@@ -252,14 +264,16 @@ def serve(
         typer.Option(help="Arithmetic; default: bfloat16 on accelerators, else float32."),
     ] = None,
     threads: Annotated[
-        int | None, typer.Option(help="Of each server; default: its share of its machine's cores.")
+        int | None, typer.Option(help="Threads of each server; default: its share of the cores.")
     ] = None,
     encrypt: Annotated[
         bool | None,
-        typer.Option("--encrypt/--no-encrypt", help="Links; default: wherever they are ports."),
+        typer.Option(
+            "--encrypt/--no-encrypt", help="Encrypt links; default: wherever they use ports."
+        ),
     ] = None,
     kv_slots: Annotated[
-        int | None, typer.Option(help="Sequences a server admits at once; default 16.")
+        int | None, typer.Option(help="Sequences that may cross a server at once; default 16.")
     ] = None,
     max_waiting: Annotated[
         int | None, typer.Option(help="Requests that may wait at a server; default 64.")
@@ -270,13 +284,15 @@ def serve(
     ] = None,
     spare: Annotated[
         bool | None,
-        typer.Option("--spare/--no-spare", help="A process ready for a server that dies; default."),
+        typer.Option(
+            "--spare/--no-spare", help="Keep a process ready for a server that dies; default: yes."
+        ),
     ] = None,
     prefix_cache: Annotated[
         bool | None,
         typer.Option(
             "--prefix-cache/--no-prefix-cache",
-            help="Keep what was read for requests that begin alike; default: yes.",
+            help="Keep states for requests that begin the same way; default: yes.",
         ),
     ] = None,
     verify_share: Annotated[
@@ -298,7 +314,9 @@ def serve(
     ] = None,
     servers: Annotated[
         int | None,
-        typer.Option(min=1, help="With --head: plan once so many are there; default: all named."),
+        typer.Option(
+            min=1, help="With --head: plan once this many have joined; default: all named."
+        ),
     ] = None,
     replan: Annotated[
         bool,
@@ -319,10 +337,12 @@ def serve(
     ] = None,
     probe: Annotated[
         bool,
-        typer.Option("--probe/--no-probe", help="On one machine: measure it if nobody has lately."),
+        typer.Option(
+            "--probe/--no-probe", help="On one machine: measure it unless that was done lately."
+        ),
     ] = True,
     check: Annotated[
-        bool, typer.Option("--check", help="Only say what would be listened at, and for whom.")
+        bool, typer.Option("--check", help="Only list what would be listened on, and for whom.")
     ] = False,
 ) -> None:
     """Serve a model on a cluster, one process per server; calibrates and plans if need be."""

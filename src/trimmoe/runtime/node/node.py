@@ -204,6 +204,10 @@ class Node:
             malformed=self.malformed,
         )
         self._failure = ""
+        self._begin()
+
+    def _begin(self) -> None:
+        """Run the loops, once all parts are there."""
         computing = self.batch_loop.run(
             LoopContext(
                 intake=self.intake,
