@@ -39,7 +39,7 @@ from trimmoe.runtime.counters import ExpertCounter
 from trimmoe.runtime.node.compute.segments import Segments
 
 DECIDES_NOTHING = ["auto", "exact", "speculative"]
-SETTLES = [*DECIDES_NOTHING, "guessing"]
+SETTLES = [*DECIDES_NOTHING, "trimming", "guessing"]
 """Leave those layers settled whose activated experts all run where the token is."""
 
 

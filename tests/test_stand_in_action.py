@@ -152,7 +152,7 @@ def test_a_copy_takes_the_time_of_its_bytes() -> None:
 def test_only_what_trims_knows_of_stand_ins(name: str) -> None:
     model, profile, plan = parts(3)
     engine = make_engine(plan, profile, model, PRESETS[name]())
-    trims = name in {"trimmoe", "final-exits", "guessing"}
+    trims = name in {"trimmoe", "trimming", "final-exits", "guessing"}
     assert (space_of(engine).stand_ins is not None) == trims
     assert (engine.copied_bits is not None) == trims
 
