@@ -56,7 +56,8 @@ def test_the_papers_letter() -> None:
     ("preset", "base", "changed"),
     [
         ("final-exits", "trimmoe", {"draft_confidence"}),
-        ("guessing", "trimmoe", {"draft_confidence", "levers", "guesses"}),
+        ("trimming", "trimmoe", {"draft_confidence", "levers"}),
+        ("guessing", "trimming", {"guesses"}),
         ("substitute-only", "final-exits", {"levers"}),
         ("lossless", "exact", {"draft_confidence", "levers", "horizon"}),
         ("speculative", "exact", {"guesses"}),

@@ -18,7 +18,7 @@ from trimmoe.simulator.feed import TraceFeed
 from trimmoe.simulator.journey import TRAVELLING, Itinerary, pass_layers
 from trimmoe.simulator.settings import Load
 
-SETTLES = ["auto", "exact", "speculative", "guessing"]
+SETTLES = ["auto", "exact", "speculative", "trimming", "guessing"]
 
 
 def of(preset: str, seed: int, layers: int) -> World:
