@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import fields
+
+from torch import Tensor
 
 from trimmoe.models.replay import Passed
 
@@ -21,9 +24,15 @@ class Anew:
         def again() -> None:
             self.run += 1
             now = step()
-            passed.hidden.copy_(now.hidden)
-            passed.experts.copy_(now.experts)
-            if passed.kept is not None and now.kept is not None:
-                passed.kept.copy_(now.kept)
+            for target, source in zip(_tensors(passed), _tensors(now), strict=True):
+                target.copy_(source)
 
         return passed, again
+
+
+def _tensors(passed: Passed) -> list[Tensor]:
+    """All that a step gives."""
+    routing = passed.routing
+    more = [] if routing is None else [getattr(routing, each.name) for each in fields(routing)]
+    found = [passed.hidden, passed.experts, passed.kept, *more]
+    return [each for each in found if each is not None]

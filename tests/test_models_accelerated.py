@@ -19,13 +19,13 @@ from torch import Tensor
 
 from checkpoints import DECODERS, Folder, reference, written_once
 from recording import Anew
-from trimmoe.models import together
-from trimmoe.models.base import DROPPED, ExpertNotLoaded, MoEView
+from trimmoe.models import replay, together
+from trimmoe.models.base import DROPPED, ExpertNotLoaded, MoEView, Segment
 from trimmoe.models.cache import KVCache
 from trimmoe.models.decoder_view import DecoderView
 from trimmoe.models.exact import full_depth, greedy
 from trimmoe.models.experts import ExpertStack
-from trimmoe.models.load import known_device, open_model
+from trimmoe.models.load import known_device, model_spec, open_model
 from trimmoe.models.replay import Passed, Replays
 
 ACCELERATOR = known_device("auto")
@@ -45,12 +45,21 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Folder:
 
 
 def _opened(
-    folder: Folder, name: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
+    folder: Folder,
+    name: str,
+    device: torch.device,
+    monkeypatch: pytest.MonkeyPatch,
+    without: tuple[int, int] | None = None,
 ) -> tuple[DecoderView, Anew]:
-    """A view that records: on the processor, by computing anew."""
+    """A view that records: on the processor, by computing anew; without an expert of a layer."""
     if device.type == "cpu":
         monkeypatch.setattr(together, "can_group", lambda *_: True)
-    view = open_model(folder(name), compiled=False, device=device)
+    experts = None
+    if without is not None:
+        every = model_spec(folder(name))
+        experts = {layer: set(range(every.expert_count)) for layer in range(every.layer_count)}
+        experts[without[0]].discard(without[1])
+    view = open_model(folder(name), compiled=False, device=device, experts=experts)
     assert isinstance(view, DecoderView)
     record = Anew()
     if device.type == "cpu":
@@ -156,6 +165,38 @@ def test_layers_that_leave_a_decision_are_passed_as_ever(
         assert record.run == 2
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@torch.inference_mode()
+def test_rows_whose_experts_are_here_pass_a_layer_that_is_not(
+    folder: Folder, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Layer 1 lacks an expert that the row does not activate: it is recorded up to its router, and
+    its experts by themselves."""
+    plain = open_model(folder("mixtral"), compiled=False)
+    settled = np.ones((3, 4), dtype=bool)
+
+    def gone(view: MoEView) -> Segment:
+        cache = view.new_cache(slots=2)
+        slots = [cache.alloc(), cache.alloc()]
+        batch = view.batch(cache, slots, [(0,), (0,)])
+        hidden = view.embed(batch.pad([[9], [9]]), batch)[:, 0]
+        return view.run(0, 3, hidden, batch, cache, settled, 1)
+
+    theirs = gone(plain)
+    lacking = next(each for each in range(4) if each not in theirs.experts[:, 1])
+    settled[1, lacking] = False
+    view, record = _opened(folder, "mixtral", device, monkeypatch, without=(1, lacking))
+    ours = gone(view)
+    assert (ours.layer, ours.routing) == (3, None)
+    assert (ours.experts == theirs.experts).all()
+    assert ours.kept is not None
+    assert theirs.kept is not None
+    torch.testing.assert_close(ours.hidden.cpu(), theirs.hidden, atol=1e-4, rtol=0)
+    torch.testing.assert_close(ours.kept.cpu(), theirs.kept, atol=1e-4, rtol=0)
+    if device.type == "cpu":
+        assert record.run == 3, "to the router of layer 1, its experts, and layer 2"
+
+
 @torch.inference_mode()
 def test_recordings_go_when_the_memory_under_them_does(
     folder: Folder, monkeypatch: pytest.MonkeyPatch
@@ -172,6 +213,21 @@ def test_recordings_go_when_the_memory_under_them_does(
     assert record.made == 2
     step([0], [3], 9)
     assert record.made == 3, "another number of rows is another recording"
+
+
+@torch.inference_mode()
+def test_the_oldest_recordings_go_where_there_are_too_many(
+    folder: Folder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Six layers are kept, so two recordings of all three."""
+    monkeypatch.setattr(replay, "MOST_LAYERS", 6)
+    view, record = _opened(folder, "mixtral", torch.device("cpu"), monkeypatch)
+    step = _stepped(view, view.new_cache(slots=4), _tokens(5, 5, 5, 5))
+    made = []
+    for position, rows in enumerate((1, 2, 1, 2, 4, 2, 1)):
+        step(list(range(rows)), [3] * rows, 5 + position)
+        made.append(record.made)
+    assert made == [1, 2, 2, 2, 3, 3, 4]
 
 
 @torch.inference_mode()

@@ -28,7 +28,7 @@ came over the wire, leave it out and the view computes it.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -65,6 +65,16 @@ class Routing:
     """
     normed: Tensor
     """What the experts read, [n, d]."""
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> Routing:
+        """The same with every tensor changed."""
+        return Routing(
+            probabilities=change(self.probabilities),
+            logits=change(self.logits),
+            experts=change(self.experts),
+            gates=change(self.gates),
+            normed=change(self.normed),
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

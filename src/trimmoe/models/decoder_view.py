@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from trimmoe.core.specs import BoolArray, ModelSpec
+from trimmoe.core.specs import BoolArray, IntArray, ModelSpec
 from trimmoe.models.base import BytesRead, MoEView, Routing, Segment, TokenBatch
 from trimmoe.models.batching import all_masks, describe, masks
 from trimmoe.models.cache import KVCache, cache_argument
@@ -170,31 +170,54 @@ class DecoderView(MoEView):
         settled: BoolArray,
         kept_at: int | None = None,
     ) -> Segment:
-        until = self._recordable(first, last, batch, settled)
-        keeps = kept_at is not None and first <= kept_at < until
-        span = Span(first=first, last=until, kept_at=kept_at if keeps else None)
-        ran = None
-        if until > first and self._replays is not None:
-            ran = self._replays.run(span, hidden, batch, cache)
-        if ran is None:
+        if self._replays is None or batch.shape[1] > 1:
             return super().run(first, last, hidden, batch, cache, settled, kept_at)
-        if until == last:
-            return ran
-        rest = super().run(until, last, ran.hidden, batch, cache, settled, kept_at)
-        kept = rest.kept if ran.kept is None else ran.kept
-        experts = np.concatenate([ran.experts, rest.experts], axis=1)
-        return replace(rest, experts=experts, kept=kept)
+        passed: list[IntArray] = []
+        kept: Tensor | None = None
+        layer = first
+        while layer < last:
+            until = self._whole_until(layer, last, hidden.shape[0], settled)
+            ends = until if until == last else until + 1
+            keeps = kept_at is not None and layer <= kept_at < ends
+            span = Span(
+                first=layer, last=until, kept_at=kept_at if keeps else None, routes=until < last
+            )
+            ran = self._replays.run(span, hidden, batch, cache)
+            if ran is None:
+                rest = super().run(layer, last, hidden, batch, cache, settled, kept_at)
+                return _joined(passed, rest, kept)
+            hidden, routing = ran.hidden, ran.routing
+            kept = kept if ran.kept is None else ran.kept
+            passed.append(ran.experts.cpu().numpy())
+            if routing is not None:
+                experts = routing.experts.cpu().numpy()
+                if not settled[until][experts].all():
+                    return _segment(until, passed, hidden, routing, kept)
+                passed.append(experts[:, None])
+                hidden = self._experts_here(until, hidden, routing, cache)
+            layer = ends
+        return _segment(last, passed, hidden, None, kept)
 
-    def _recordable(self, first: int, last: int, batch: TokenBatch, settled: BoolArray) -> int:
-        """The first layer that a step cannot pass as it was recorded."""
-        rows, columns = batch.shape
-        if self._replays is None or columns > 1:
-            return first
-        slots = rows * self.spec.top_k
+    def _whole_until(self, first: int, last: int, rows: int, settled: BoolArray) -> int:
+        """The first layer that rows cannot pass as it was recorded whatever they activate."""
         for layer in range(first, last):
-            if not settled[layer].all() or not self._stacks[layer].asks_nobody(2 * slots):
+            if not settled[layer].all() or not self._is_recorded(layer, rows):
                 return layer
         return last
+
+    def _is_recorded(self, layer: int, rows: int) -> bool:
+        """Whether a layer's experts run in a recording of so many rows, filled up."""
+        stack = self._stacks[layer] if self.loaded[layer] else None
+        return stack is not None and stack.asks_nobody(2 * rows * self.spec.top_k)
+
+    def _experts_here(
+        self, layer: int, attended: Tensor, routing: Routing, cache: KVCache
+    ) -> Tensor:
+        """The layer's output of rows [n, d], all of whose activated experts are here."""
+        output = None
+        if self._replays is not None and self._is_recorded(layer, len(attended)):
+            output = self._replays.experts(layer, attended, routing, cache)
+        return self.through(layer, attended, routing) if output is None else output
 
     def pass_span(self, span: Span, hidden: Tensor, batch: TokenBatch, cache: KVCache) -> Passed:
         """See `Passes`."""
@@ -203,17 +226,33 @@ class DecoderView(MoEView):
         batch = replace(batch, mask=mask, window_mask=window_mask, rotary=rotary)
         chosen: list[Tensor] = []
         kept: Tensor | None = None
-        for layer in range(span.first, span.last):
+        last: Routing | None = None
+        for layer in range(span.first, span.last + span.routes):
             kept = hidden if layer == span.kept_at else kept
             attended = batch.pack(self.attend(layer, batch.unpack(hidden), batch, cache))
             routing = self.route(layer, attended)
+            if layer == span.last:
+                hidden, last = attended, routing
+                break
             hidden = self.through(layer, attended, routing)
             chosen.append(routing.experts)
-        return Passed(hidden=hidden, experts=torch.stack(chosen, 1), kept=kept)
+        # Of no layer nothing is asked of the device afterwards.
+        none = torch.empty((len(hidden), 0, self.spec.top_k), dtype=torch.int64)
+        experts = torch.stack(chosen, 1) if chosen else none
+        return Passed(hidden=hidden, experts=experts, kept=kept, routing=last)
+
+    def pass_experts(
+        self, layer: int, attended: Tensor, normed: Tensor, experts: Tensor, gates: Tensor
+    ) -> Tensor:
+        """See `Passes`."""
+        shared = self.shared(layer, attended, normed=normed)
+        routed = self._stacks[layer].unasked(normed, experts, gates)
+        return self.finish(layer, attended, shared, routed)
 
     def reserve(self, span: Span, cache: KVCache, length: int) -> bytes:
         """See `Passes`."""
-        blocks = range(self._first_blocks[span.first], self._moe_blocks[span.last - 1] + 1)
+        end = span.last + span.routes
+        blocks = range(self._first_blocks[span.first], self._moe_blocks[end - 1] + 1)
         return cache.addresses(blocks, length)[blocks.start : blocks.stop].tobytes()
 
     def propagate(self, layer: int, hidden: Tensor, batch: TokenBatch, cache: KVCache) -> None:
@@ -314,6 +353,23 @@ class DecoderView(MoEView):
         keys = keys.transpose(1, 2)
         _, keys = self._apply_rotary(keys, keys, *batch.rotary)
         cache.write(attention.layer_idx, keys, values.transpose(1, 2), batch)
+
+
+def _segment(
+    layer: int,
+    passed: list[IntArray],
+    hidden: Tensor,
+    routing: Routing | None,
+    kept: Tensor | None,
+) -> Segment:
+    experts = np.concatenate(passed, axis=1)
+    return Segment(layer=layer, hidden=hidden, routing=routing, experts=experts, kept=kept)
+
+
+def _joined(passed: list[IntArray], rest: Segment, kept: Tensor | None) -> Segment:
+    """The rest of a way whose first layers gave these."""
+    experts = np.concatenate([*passed, rest.experts], axis=1)
+    return replace(rest, experts=experts, kept=kept if rest.kept is None else rest.kept)
 
 
 def window_of(attention: Any, config: Any) -> int | None:

@@ -72,6 +72,10 @@ class ExpertStack:
         each = self.up[0].nbytes + self.down[0].nbytes
         return self.up.dtype is torch.bfloat16 or slots * each <= together.GATHERED_BYTES
 
+    def unasked(self, normed: Tensor, experts: Tensor, gates: Tensor) -> Tensor:
+        """A call, where `asks_nobody` and all experts are known to be here."""
+        return self._together(normed, experts, gates, here=True)
+
     def __call__(self, normed: Tensor, experts: Tensor, gates: Tensor) -> Tensor:
         """Sum over slots of gate times expert: [n, d], as in `MoEView.experts`, from [n, d], int64
         [n, k], [n, k]."""
@@ -115,10 +119,12 @@ class ExpertStack:
             out.index_add_(0, rows, _addends(outer, weights))
         return out
 
-    def _together(self, normed: Tensor, experts: Tensor, gates: Tensor) -> Tensor:
+    def _together(
+        self, normed: Tensor, experts: Tensor, gates: Tensor, *, here: bool = False
+    ) -> Tensor:
         """All slots at once; those that run nothing run any expert, at a weight of zero."""
         width, asked = experts.shape[1], experts.reshape(-1)
-        index = self._indices(asked)
+        index = self._indices(asked, here)
         weights = gates.reshape(-1).masked_fill(asked == DROPPED, 0.0).unsqueeze(-1)
         read = normed.repeat_interleave(width, 0, output_size=asked.numel())
         if self._weighs_input:
@@ -134,10 +140,12 @@ class ExpertStack:
         outer = together.apart(read, index, len(self.order), run)
         return _addends(outer, weights).view(-1, width, outer.shape[1]).sum(1)
 
-    def _indices(self, asked: Tensor) -> Tensor:
+    def _indices(self, asked: Tensor, here: bool) -> Tensor:
         """Where experts [S] are in the stack; 0 for those that run nothing."""
         if self._places is None:
             return asked.clamp(min=0)
+        if here:
+            return self._places[asked]
         most = len(self._places) - 1
         index = self._places[asked.clamp(max=most)].masked_fill(asked > most, DROPPED)
         index = index.masked_fill(asked == DROPPED, 0)

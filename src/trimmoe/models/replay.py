@@ -1,9 +1,11 @@
-"""Decode steps through whole layers, recorded once and replayed.
+"""Decode steps through layers, recorded once and replayed.
 
 On an accelerator a layer is some forty launches, each of which takes the interpreter longer than
 the accelerator. A recording does them all at once, over memory that stays where it is: what goes in
 is copied there, rows are filled up to a power of two with the first one, and attention reads as
-many keys as the next power of two, those masked that are not there.
+many keys as the next power of two, those masked that are not there. Whole layers are one recording.
+Where some of a layer's experts are elsewhere, one ends behind its router, and its experts are
+another, for the rows whose experts are all here.
 """
 
 from __future__ import annotations
@@ -18,19 +20,16 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from trimmoe.models.base import Segment
+from trimmoe.models.base import Routing
 from trimmoe.models.batch import TokenBatch
 from trimmoe.models.cache import KVCache
 
 LEAST_LENGTH = 64
-MOST_RECORDINGS = 64
-"""Kept for a cache; the oldest goes when there is another."""
+MOST_LAYERS = 4096
+"""In all recordings that are kept for a cache; the oldest go when there is another."""
 
 Record = Callable[[Callable[[], "Passed"]], tuple["Passed", Callable[[], None]]]
 """Runs a step and records it: what it gives, and what makes it anew."""
-
-Key = tuple["Span", int, int]
-"""Layers, rows and keys."""
 
 _log = logging.getLogger(__name__)
 
@@ -42,6 +41,19 @@ class Span:
     first: int
     last: int
     kept_at: int | None
+    routes: bool = False
+    """Whether rows go on through attention and router of the layer `last`."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Experts:
+    """The experts of one layer, of rows behind its router."""
+
+    layer: int
+
+
+Key = tuple[Span | Experts, int, int]
+"""Layers, rows and keys."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,11 +61,23 @@ class Passed:
     """What rows are behind a span."""
 
     hidden: Tensor
-    """[n, d]"""
+    """[n, d]; behind attention if there is a `routing`."""
     experts: Tensor
-    """Activated in its layers, [n, L, k]."""
-    kept: Tensor | None
+    """Activated in its whole layers, [n, L, k]."""
+    kept: Tensor | None = None
     """What entered the layer of which states are kept, [n, d]."""
+    routing: Routing | None = None
+    """Of the layer behind those."""
+
+    def rows(self, count: int) -> Passed:
+        """A copy of the first rows."""
+        routing, kept = self.routing, self.kept
+        return Passed(
+            hidden=_first(self.hidden, count),
+            experts=_first(self.experts, count),
+            kept=None if kept is None else _first(kept, count),
+            routing=None if routing is None else routing.map(lambda each: _first(each, count)),
+        )
 
 
 class Passes(Protocol):
@@ -64,6 +88,13 @@ class Passes(Protocol):
         for anything. The batch is one of `decoding`, without masks."""
         ...
 
+    def pass_experts(
+        self, layer: int, attended: Tensor, normed: Tensor, experts: Tensor, gates: Tensor
+    ) -> Tensor:
+        """A layer's output of rows [n, d] behind its router, all of whose experts [n, k] run here,
+        likewise."""
+        ...
+
     def reserve(self, span: Span, cache: KVCache, length: int) -> bytes:
         """Have the cache hold so many positions in the blocks of the span; where it does."""
         ...
@@ -71,20 +102,18 @@ class Passes(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Recording:
-    hidden: Tensor
-    slots: Tensor
-    positions: Tensor
+    inputs: tuple[Tensor, ...]
     passed: Passed
     again: Callable[[], None]
     where: bytes
     """What it reads and writes of the cache."""
+    layers: int
 
-    def __call__(self, hidden: Tensor, batch: TokenBatch) -> Passed:
-        _fill(self.hidden, hidden)
-        _fill(self.slots, batch.slot_ids)
-        _fill(self.positions, batch.position_ids[:, 0])
+    def __call__(self, *given: Tensor) -> Passed:
+        for target, source in zip(self.inputs, given, strict=True):
+            _fill(target, source)
         self.again()
-        return self.passed
+        return self.passed.rows(len(given[0]))
 
 
 class Replays:
@@ -95,68 +124,81 @@ class Replays:
         self._caches: WeakKeyDictionary[KVCache, dict[Key, _Recording]] = WeakKeyDictionary()
         self._works = True
 
-    def run(self, span: Span, hidden: Tensor, batch: TokenBatch, cache: KVCache) -> Segment | None:
-        """Take rows [n, d], one token of each sequence, through whole layers; None if that cannot
-        be recorded here."""
+    def run(self, span: Span, hidden: Tensor, batch: TokenBatch, cache: KVCache) -> Passed | None:
+        """Take rows [n, d], one token of each sequence, through a span; None if that cannot be
+        recorded here."""
+        length = min(_power(batch.length, LEAST_LENGTH), cache.context_limit)
+        given = hidden, batch.slot_ids, batch.position_ids[:, 0]
+
+        def step(states: Tensor, slots: Tensor, positions: Tensor) -> Passed:
+            steps = decoding(slots, positions, length)
+            return self._passes.pass_span(span, states, steps, cache)
+
+        layers = span.last - span.first + span.routes
+        where = self._passes.reserve(span, cache, length)
+        return self._replayed(cache, span, length, given, step, where, layers)
+
+    def experts(
+        self, layer: int, attended: Tensor, routing: Routing, cache: KVCache
+    ) -> Tensor | None:
+        """The layer's output of rows [n, d] behind its router, all of whose experts run here;
+        else as `run`."""
+        given = attended, routing.normed, routing.experts, routing.gates
+
+        def step(states: Tensor, normed: Tensor, experts: Tensor, gates: Tensor) -> Passed:
+            output = self._passes.pass_experts(layer, states, normed, experts, gates)
+            return Passed(hidden=output, experts=experts[:, None])
+
+        passed = self._replayed(cache, Experts(layer=layer), 0, given, step, b"", 1)
+        return None if passed is None else passed.hidden
+
+    def _replayed(
+        self,
+        cache: KVCache,
+        what: Span | Experts,
+        length: int,
+        given: tuple[Tensor, ...],
+        step: Callable[..., Passed],
+        where: bytes,
+        layers: int,
+    ) -> Passed | None:
+        """What a step makes of what is `given`, by its recording, which is made if there is none;
+        `where` and `layers` as of a `_Recording`."""
         if not self._works:
             return None
-        recording = self._recording(span, hidden, batch, cache)
-        if recording is None:
-            return None
-        passed, count = recording(hidden, batch), len(hidden)
-        return Segment(
-            layer=span.last,
-            hidden=passed.hidden[:count].clone(),
-            routing=None,
-            experts=passed.experts[:count].cpu().numpy(),
-            kept=None if passed.kept is None else passed.kept[:count].clone(),
-        )
-
-    def _recording(
-        self, span: Span, hidden: Tensor, batch: TokenBatch, cache: KVCache
-    ) -> _Recording | None:
-        rows = _power(len(hidden), 1)
-        length = min(_power(batch.length, LEAST_LENGTH), cache.context_limit)
-        where = self._passes.reserve(span, cache, length)
         made = self._caches.setdefault(cache, {})
-        key = (span, rows, length)
-        if key in made and made[key].where == where:
-            return made[key]
-        made.pop(key, None)
-        if len(made) >= MOST_RECORDINGS:
-            del made[next(iter(made))]
-        recording = self._made(key, where, hidden, batch, cache)
-        if recording is not None:
+        key = (what, _power(len(given[0]), 1), length)
+        recording = made.get(key)
+        if recording is None or recording.where != where:
+            made.pop(key, None)
+            while made and sum(one.layers for one in made.values()) + layers > MOST_LAYERS:
+                del made[next(iter(made))]
+            recording = self._made(key, given, step, where, layers)
+            if recording is None:
+                return None
             made[key] = recording
-        return recording
+        return recording(*given)
 
     def _made(
-        self, key: Key, where: bytes, hidden: Tensor, batch: TokenBatch, cache: KVCache
+        self,
+        key: Key,
+        given: tuple[Tensor, ...],
+        step: Callable[..., Passed],
+        where: bytes,
+        layers: int,
     ) -> _Recording | None:
-        span, rows, length = key
         # Outside inference mode, because what is made inside it could not be written outside it.
         with torch.inference_mode(False):
-            states = hidden.new_empty((rows, hidden.shape[1]))
-            slots = batch.slot_ids.new_empty(rows)
-            positions = slots.new_empty(rows)
-        _fill(states, hidden)
-        _fill(slots, batch.slot_ids)
-        _fill(positions, batch.position_ids[:, 0])
-        steps = decoding(slots, positions, length)
+            inputs = tuple(one.new_empty((key[1], *one.shape[1:])) for one in given)
+        for target, source in zip(inputs, given, strict=True):
+            _fill(target, source)
         try:
-            passed, again = self._record(lambda: self._passes.pass_span(span, states, steps, cache))
+            passed, again = self._record(lambda: step(*inputs))
         except RuntimeError as error:
             _log.warning("Layers run launch by launch, since they cannot be recorded: %s", error)
             self._works = False
             return None
-        return _Recording(
-            hidden=states,
-            slots=slots,
-            positions=positions,
-            passed=passed,
-            again=again,
-            where=where,
-        )
+        return _Recording(inputs=inputs, passed=passed, again=again, where=where, layers=layers)
 
 
 def decoding(slots: Tensor, positions: Tensor, length: int) -> TokenBatch:
@@ -232,6 +274,11 @@ def _fill(target: Tensor, source: Tensor) -> None:
     target[: len(source)] = source
     if len(source) < len(target):
         target[len(source) :] = source[:1]
+
+
+def _first(tensor: Tensor, count: int) -> Tensor:
+    """A copy of the first rows, since the next recording uses the same memory."""
+    return tensor[:count].clone()
 
 
 def _power(count: int, least: int) -> int:

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from trimmoe.core.machines import BATCHES, Work
-from trimmoe.core.specs import FloatArray
-from trimmoe.models.base import DROPPED, EncoderDecoderView, MoEView
+from trimmoe.core.specs import BoolArray, FloatArray
+from trimmoe.models.base import DROPPED, EncoderDecoderView, MoEView, Segment
 from trimmoe.runtime.home import Own, held_here, home_layers
 
 FEWEST, MOST = 5, 40
@@ -27,13 +27,26 @@ _CONTEXT = 64
 """Positions of a sequence before the one that is timed."""
 _QUANTILES = (0.1, 0.5, 0.9)
 _SOFTWARE_TIMES, _SOFTWARE_ROWS = 15, 1000
+_DRAWN = 1 << 40
+"""Set in an address that every process draws for itself, where a machine has no network card."""
 _SPREAD = 8
 """Experts that are timed one after another, so that none is in the processor's cache."""
 
 
 def machine_name() -> str:
     """The same for all processes of a machine, and for no other's."""
-    return f"{platform.node()} {uuid.getnode():012x}"
+    address = uuid.getnode()
+    if address & _DRAWN and (boot := _boot()):
+        return f"{platform.node()} {boot}"
+    return f"{platform.node()} {address:012x}"
+
+
+def _boot() -> str:
+    """What the system calls the time since it started; empty if it does not say."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    except OSError:
+        return ""
 
 
 def free_bytes(device: torch.device) -> int:
@@ -84,10 +97,11 @@ def time_work(view: MoEView, own: Own | None = None) -> FloatArray:
 
 def _work_at(bench: _Bench, own: Own) -> FloatArray:
     """Of one size of batch, [3, W]."""
-    view, nothing = bench.view, Own.of(bench.view, torch.zeros_like(held_here(bench.view)))
+    view = bench.view
+    dense = bench.dense()
     taken = {
-        Work.DENSE: bench.timed(lambda: bench.home(nothing)) / view.spec.layer_count,
-        Work.EXPERT: bench.expert(),
+        Work.DENSE: dense,
+        Work.EXPERT: bench.expert(float(np.median(dense))),
         Work.HEAD: bench.timed(lambda: view.logits(bench.states).argmax(-1)),
         Work.DRAFT: bench.timed(lambda: bench.draft(own)),
     }
@@ -125,8 +139,30 @@ class _Bench:
         states = self._batch.pack(view.tail(self.home(own), self._batch, self._cache))
         return view.logits(states).argmax(-1)
 
-    def expert(self) -> FloatArray:
-        """One expert that is held here, with all rows, less what a call takes; seconds, [n]."""
+    def dense(self) -> FloatArray:
+        """A layer without its experts; seconds, [n]."""
+        layers = self.view.spec.layer_count
+        nothing = torch.zeros_like(held_here(self.view))
+        if self._accelerated:
+            return self.timed(lambda: self._routed(nothing.cpu().numpy())) / layers
+        own = Own.of(self.view, nothing)
+        return self.timed(lambda: self.home(own)) / layers
+
+    def _routed(self, settled: BoolArray) -> None:
+        """All layers up to their routers, and what each adds to every token, as decoding has it
+        where a layer's experts are to be decided on."""
+        view = self.view
+        for layer in range(view.spec.layer_count):
+            states, batch = self.states, self._batch
+            ran = view.run(layer, layer + 1, states, batch, self._cache, settled)
+            assert ran.routing is not None
+            view.shared(layer, ran.hidden, normed=ran.routing.normed)
+
+    def expert(self, dense_s: float) -> FloatArray:
+        """One expert that is held here, with all rows, less what a call takes; seconds, [n]. A
+        layer without experts takes `dense_s`."""
+        if self._accelerated and (whole := self._whole_layers()):
+            return self._share_of_expert(whole, dense_s)
         places = [
             (layer, expert)
             for layer, experts in enumerate(self.view.loaded)
@@ -144,6 +180,34 @@ class _Bench:
         )
         worked = (with_it - np.median(without)) / len(chosen)
         return np.maximum(worked, np.median(with_it) * 1e-3 / len(chosen))
+
+    @property
+    def _accelerated(self) -> bool:
+        """Whether experts run together, so that one by itself says nothing of many."""
+        return self.view.device.type != "cpu"
+
+    def _whole_layers(self) -> range:
+        """The longest run of layers all of whose experts are here."""
+        count, longest, first = self.view.spec.expert_count, range(0), 0
+        for layer, experts in enumerate((*self.view.loaded, frozenset[int]())):
+            if len(experts) < count:
+                longest = max(longest, range(first, layer), key=len)
+                first = layer + 1
+        return longest
+
+    def _share_of_expert(self, whole: range, dense_s: float) -> FloatArray:
+        """What whole layers take beyond their dense part, by expert that runs in them; seconds,
+        [n]."""
+        view, settled = self.view, held_here(self.view).cpu().numpy()
+
+        def through() -> Segment:
+            first, last = whole.start, whole.stop
+            return view.run(first, last, self.states, self._batch, self._cache, settled)
+
+        ran = through().experts
+        run = sum(np.unique(ran[:, at]).size for at in range(ran.shape[1]))
+        taken = self.timed(through)
+        return np.maximum(taken - dense_s * len(whole), taken * 1e-3) / run
 
     def _experts(
         self, chosen: Sequence[tuple[int, int]], used: int, gates: Tensor, width: int
