@@ -47,7 +47,6 @@ from worlds import random_trace
 BUDGET, CONFIDENCE = 0.07, 0.8
 LETTER = {"paper", "paper-substitute-only"}
 """Move tokens without their KV cache, which servers do not."""
-RINGS = {name for name, method in METHODS.items() if method.settings().guess_chunks}
 """Are there to compare with; servers make no chunks of guesses."""
 OWN = {
     "mixture-of-depths": MixtureOfDepths,
@@ -226,7 +225,7 @@ def test_serve_runs_the_policies_it_offers_and_refuses_all_other_methods(
 
 
 @pytest.mark.parametrize("given", ["plan", "cluster"])
-@pytest.mark.parametrize("name", sorted(METHODS.keys() - LETTER - RINGS))
+@pytest.mark.parametrize("name", sorted(METHODS.keys() - LETTER))
 def test_serve_runs_any_method_on_its_own_placement_with_its_own_policy(
     name: str, given: str, world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -262,11 +261,10 @@ def test_serve_refuses_what_moves_tokens_without_their_cache(
 ) -> None:
     options = ["serve", "--plan", str(world.folder / "plan"), "--method"]
     assert "KV cache" in refused(monkeypatch, capsys, *options, "paper")
-    assert "to compare with" in refused(monkeypatch, capsys, *options, "ring")
     assert "no method `nonesuch`" in refused(monkeypatch, capsys, *options, "nonesuch")
 
 
-@pytest.mark.parametrize("name", [*OWN, *sorted(LETTER), *sorted(RINGS)])
+@pytest.mark.parametrize("name", [*OWN, *sorted(LETTER)])
 def test_what_real_servers_cannot_run_is_not_compared_with_the_simulator(
     name: str, world: World
 ) -> None:

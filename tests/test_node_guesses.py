@@ -33,10 +33,11 @@ from serving import Tiny
 from trimmoe.core.events import SegmentRan, TokensImported
 from trimmoe.experiments.method_engines import make_engine
 from trimmoe.models.compiled.view import CompiledView
-from trimmoe.policy.settings import PRESETS, PolicySettings
+from trimmoe.policy.settings import PRESETS, PolicySettings, ring
 from trimmoe.runtime.node.compute import guesses as guesses_module
 from trimmoe.runtime.node.compute.draft_runner import DraftRunner
 from trimmoe.runtime.node.front.drafts import Pending
+from trimmoe.runtime.node.front.jobs import Attempt
 from trimmoe.runtime.node.records.messages import Token
 from trimmoe.runtime.node.records.readings import Foreseen
 from trimmoe.runtime.node.records.sequences import Seat
@@ -80,6 +81,45 @@ async def test_answers_are_those_of_transformers_however_many_are_guessed(
     assert [tokens_of(events) for events in made] == questions.answers
     assert 0 < sum(each.right for each in said) < sum(each.made for each in said)
     assert sum(front_end.restarts for front_end in front_ends) == 0
+
+
+@pytest.mark.parametrize("drafted", [1, 4])
+@pytest.mark.parametrize("routes", [constant_routes, staircase_routes, hybrid_routes])
+async def test_a_ring_drafts_the_next_tokens_when_there_is_word_of_all_before_them(
+    tiny: Tiny,
+    questions: Questions,
+    monkeypatch: pytest.MonkeyPatch,
+    routes: Callable[[int], list[list[int]]],
+    drafted: int,
+) -> None:
+    """Answers are transformers'. Nobody has more than one chunk under way, whose end stays where it
+    is until nothing is unconfirmed."""
+    asked: list[tuple[int, bool]] = []
+    may_guess = Attempt.may_guess
+
+    def watched(attempt: Attempt, position: int) -> bool:
+        before, drafts = attempt.chunk_end, attempt.pending.drafts
+        may = may_guess(attempt, position)
+        assert attempt.chunk_end == (before if drafts else position + drafted)
+        assert may == (position < attempt.chunk_end)
+        asked.append((drafts, may))
+        return may
+
+    monkeypatch.setattr(Attempt, "may_guess", watched)
+    profile, plan = world(tiny, servers=3, routes=routes(3))
+    policy = ring(drafted)
+    async with running(tiny, profile=profile, plan=plan, policy=policy) as cluster:
+        made = await answers(cluster, questions.among(3))
+        await cluster.all_free()
+        said = [node.front_end.answers.guessing for node in cluster.nodes.values()]
+    assert [tokens_of(events) for events in made] == questions.answers
+    assert sum(each.copied for each in said) == 0
+    assert 0 < sum(each.right for each in said) < sum(each.made for each in said)
+    assert max(drafts for drafts, _ in asked) == drafted - 1, "a full chunk is not asked about"
+    assert not all(may for _, may in asked) or drafted == 1, "some would be of the next one"
+    told = [ledger for events in made for ledger in ledgers_of(events)]
+    if drafted > 1:
+        assert any(each.delay_s == 0.0 for each in told), "of a chunk's first token only"
 
 
 async def test_budgets_hold_at_every_prefix_of_answers_that_are_guessed_ahead(

@@ -23,11 +23,10 @@ from test_simulator_guesses import (
     stages,
 )
 from test_simulator_guesses import guessing as guessing_world
-from trimmoe.core.errors import UserError
 from trimmoe.engine.guesses import Chunks, Passed, guess_times_s, row_times_s
 from trimmoe.experiments.compare import CompareSettings, compare, comparison_json, comparison_table
 from trimmoe.experiments.method_engines import method_engine, plan_for
-from trimmoe.experiments.methods import configured, find_method, served
+from trimmoe.experiments.methods import configured, find_method
 from trimmoe.policy.settings import ring
 from trimmoe.simulator.measure import Sample
 from trimmoe.simulator.replay import replay
@@ -119,11 +118,6 @@ def test_a_comparison_has_it_and_it_flips_nothing(bench: Bench) -> None:
         assert row["hops_per_token"] >= pipeline["hops_per_token"]
         assert row["delay_per_token_ms"] != pipeline["delay_per_token_ms"]
     assert comparison_table(content).row_count == 3
-
-
-def test_servers_do_not_run_it() -> None:
-    with pytest.raises(UserError, match="there to compare with"):
-        served("ring", budget=0.02, confidence=0.9)
 
 
 # Simulated.

@@ -232,11 +232,18 @@ class GuessRules:
         """How streams get on by access server, whose guesses have to have the chance `least` [M];
         other sources than the servers' own pass take `others_s` [M] each."""
         return Leads(
-            settings=self.settings,
+            rules=self,
             guess_s=guess_times_s(self.cost, self.top_k),
             others_s=tuple(others_s),
-            row_s=row_times_s(self.cost, self.routes, self.top_k),
             least=least,
+        )
+
+    def chunks(self, access: int) -> Chunks:
+        """A new stream of a server's users whose guesses are verified so many at a time."""
+        return Chunks(
+            guesses=self.settings.guesses,
+            guess_s=float(guess_times_s(self.cost, self.top_k)[access]),
+            row_s=float(row_times_s(self.cost, self.routes, self.top_k)[access]),
         )
 
     @cached_property
@@ -262,24 +269,21 @@ class GuessRules:
 class Leads:
     """How streams get on, by access server."""
 
-    settings: PolicySettings
+    rules: GuessRules
     guess_s: FloatArray
     """[M]."""
     others_s: tuple[FloatArray, ...]
     """Of other sources, [M] each."""
-    row_s: FloatArray
-    """What one more row takes a batch on its way, [M]."""
     least: FloatArray
     """[M]."""
 
     def of(self, access: int) -> Lead | Chunks:
         """A new stream's."""
-        most, guess_s = self.settings.guesses, float(self.guess_s[access])
-        if self.settings.guess_chunks:
-            return Chunks(guesses=most, guess_s=guess_s, row_s=float(self.row_s[access]))
+        if self.rules.settings.guess_chunks:
+            return self.rules.chunks(access)
         return Lead(
-            guesses=most,
-            guess_s=guess_s,
+            guesses=self.rules.settings.guesses,
+            guess_s=float(self.guess_s[access]),
             others_s=tuple(float(each[access]) for each in self.others_s),
             least=float(self.least[access]),
         )

@@ -254,11 +254,6 @@ def served(name: str, *, budget: float, confidence: float) -> PolicySettings:
     Nothing moves KV caches along with tokens.
     """
     settings = configured(find_method(name), budget=budget, confidence=confidence)
-    if settings.guess_chunks:
-        raise UserError(
-            f"Servers cannot run the method {name}, which is there to compare with; leave it "
-            "out, or see `trimmoe compare` and `trimmoe simulate`."
-        )
     if settings.accounting is Accounting.MIGRATE:
         raise UserError(
             f"Servers cannot run the method {name}, whose tokens move without their KV cache; "

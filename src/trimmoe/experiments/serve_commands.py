@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from trimmoe.core.errors import UserError
+from trimmoe.core.precision import Precision
 
 if TYPE_CHECKING:
     from trimmoe.runtime.launch.artifacts import Artifacts
@@ -142,6 +143,18 @@ def methods(
     emulate: Annotated[
         bool, typer.Option(help="Links and speeds of the cluster file, or the machine's own.")
     ] = True,
+    emulate_links: Annotated[
+        bool | None, typer.Option(help="Only the links; default: as --emulate.")
+    ] = None,
+    emulate_machines: Annotated[
+        bool | None, typer.Option(help="Only the machines; default: as --emulate.")
+    ] = None,
+    machines: Annotated[
+        Path | None, typer.Option(help="Made by `trimmoe probe`: what was measured of them.")
+    ] = None,
+    quantise: Annotated[
+        Precision, typer.Option(help="Weights in few bits, of all methods alike.")
+    ] = Precision.NONE,
     seed: int = 0,
 ) -> None:
     """Serve every method on one cluster, one after another, and measure it as a client."""
@@ -156,6 +169,8 @@ def methods(
     given = {
         "cluster": cluster, "model": model, "profile": profile, "plan": plan, "budget": budget,
         "confidence": confidence, "port_base": port_base, "emulate": emulate,
+        "emulate_links": emulate_links, "emulate_machines": emulate_machines,
+        "machines": machines, "quantise": quantise,
         # All methods are asked the same, and all are to read it.
         "prefix_cache": False,
     }  # fmt: skip

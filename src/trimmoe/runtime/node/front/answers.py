@@ -152,9 +152,10 @@ class Answers:
                 token.charge, self.quality_of(job)[0], **self._context.ledger_shape
             )
         guess = attempt.pending.token_at(token.position)
-        if attempt.lead is not None and ledger is not None and token.charge is None:
+        stream = attempt.chunks or attempt.lead
+        if stream is not None and ledger is not None and token.charge is None:
             right = guess is not None and guess.token == token.token
-            passed = attempt.lead.after(
+            passed = stream.after(
                 ledger.delay_s,
                 guessed=guess is not None,
                 right=right,
@@ -190,7 +191,7 @@ class Answers:
         if isinf(lead.least):
             return
         ids, source = self._looked_up(job, attempt), lead.choose()
-        if attempt.pending.drafts >= lead.window:
+        if attempt.pending.drafts >= lead.window or not attempt.may_guess(len(ids)):
             return
         start = attempt.read_by(source)
         tokens = tuple(ids[start : start + context.chunk])
@@ -224,6 +225,8 @@ class Answers:
             return 0
         # The answer's last token is not followed.
         left = len(request.prompt_ids) + request.max_new_tokens - 2 - position
+        if attempt.chunks is not None:
+            left = min(left, attempt.chunk_end - position - 1)
         return max(min(attempt.lead.window - pending.drafts - 1, left), 0)
 
     def _looked_up(self, job: Job, attempt: Attempt) -> list[int]:
@@ -232,7 +235,7 @@ class Answers:
         lookup = attempt.lookup
         lookup.learn(ids)
         ids += attempt.pending.tokens
-        if attempt.unfed is not None or len(ids) <= attempt.prompt:
+        if attempt.unfed is not None or attempt.chunks is not None or len(ids) <= attempt.prompt:
             return ids
         while (token := lookup.guess(ids)) is not None:
             if not self._set_out(job, attempt, len(ids), token, "copy"):

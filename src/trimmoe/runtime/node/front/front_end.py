@@ -313,10 +313,12 @@ class FrontEnd:
         attempt.position = attempt.prompt = len(ids)
         self._begin(attempt)
         self.memory.began(job, attempt, attempt.start)
-        guesses = context.planner.settings.guesses
-        if guesses:
+        settings = context.planner.settings
+        if settings.guesses:
             own_s, *others_s = context.guess_s()
-            attempt.lead = Lead(guesses=guesses, guess_s=own_s, others_s=tuple(others_s))
+            attempt.lead = Lead(guesses=settings.guesses, guess_s=own_s, others_s=tuple(others_s))
+            if settings.guess_chunks:
+                attempt.chunks = context.planner.in_force.engine.guess_rules.chunks(context.server)
             attempt.seen = job.request.seen(self.model)
         start, epoch = attempt.start, attempt.epoch
         context.post(prompt(attempt.route[0], attempt.sequence, ids, start=start, epoch=epoch))

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from trimmoe.core.events import Receipt, SequenceOpened
 from trimmoe.core.ledger import Ledger
-from trimmoe.engine.guesses import OWN, Lead
+from trimmoe.engine.guesses import OWN, Chunks, Lead
 from trimmoe.runtime.node.front.drafts import Pending
 from trimmoe.runtime.node.front.lookup import Lookup
 from trimmoe.runtime.node.records.encoder import Encoder
@@ -68,6 +68,10 @@ class Attempt:
     """One of them that nothing follows before the drafts ahead of it are confirmed."""
     lead: Lead | None = None
     """Where this server guesses ahead: how long its tokens take by that."""
+    chunks: Chunks | None = None
+    """The same where so many guesses are verified at a time."""
+    chunk_end: int = 0
+    """Position behind the guesses that are verified together now."""
     lookup: Lookup = field(default_factory=Lookup)
     """What it may copy."""
     early: dict[int, Token] = field(default_factory=dict)
@@ -107,6 +111,15 @@ class Attempt:
             self.read = position
         else:
             self.drafted = position
+
+    def may_guess(self, position: int) -> bool:
+        """Whether a guess for a position belongs to the chunk under way, which begins where there
+        is word of all guesses; any may where there are no chunks."""
+        if self.chunks is None:
+            return True
+        if not self.pending.drafts:
+            self.chunk_end = position + self.chunks.guesses
+        return position < self.chunk_end
 
     def withdraw(self, position: int) -> None:
         """Tokens from a position on were withdrawn: they are read anew."""
