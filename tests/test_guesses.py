@@ -295,3 +295,21 @@ def test_a_source_gets_chance_back_while_another_one_guesses() -> None:
     assert [each.chance for each in lead.sources] == pytest.approx([0.905, 0.504])
     lead.after(WHOLE_S, guessed=False, right=False)
     assert [each.chance for each in lead.sources] == pytest.approx([0.905, 0.50796])
+
+
+@pytest.mark.parametrize(
+    ("whole_s", "guess_s", "together"),
+    [
+        (0.0, 1.0, 1),
+        (10.0, 5.0, 1),
+        (10.0, 2.5, 2),
+        (100.0, 9.0, 3),
+        (100.0, 1.0, 4),
+        (1.0, 0.0, 1),
+    ],
+)
+def test_guesses_wait_for_those_upon_them_for_a_quarter_of_a_tokens_way(
+    whole_s: float, guess_s: float, together: int
+) -> None:
+    """And never for more than a compiled layer takes at once."""
+    assert Lead(guesses=16, guess_s=guess_s, whole_s=whole_s).together == together

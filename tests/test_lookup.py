@@ -5,9 +5,15 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
+from trimmoe.engine.guesses import Lead
 from trimmoe.runtime.node.front.lookup import MOST, SHORTEST, Lookup
 
 TOKENS = st.lists(st.integers(0, 3), max_size=40)
+
+
+def lead(whole_s: float = 0.0, guess_s: float = 1.0) -> Lead:
+    """Where tokens take nothing, copies pay whatever they are right."""
+    return Lead(guesses=16, guess_s=guess_s, whole_s=whole_s)
 
 
 @given(TOKENS)
@@ -16,7 +22,7 @@ def test_a_guess_is_what_followed_the_same_tokens_last(ids: list[int]) -> None:
     lookup.learn(ids)
     last = ids[-SHORTEST:]
     found = [ids[end] for end in range(SHORTEST, len(ids)) if ids[end - SHORTEST : end] == last]
-    assert lookup.guess(ids) == (found[-1] if found else None)
+    assert lookup.guess(ids, lead()) == (found[-1] if found else None)
 
 
 @given(TOKENS, st.lists(st.integers(1, 5)))
@@ -27,14 +33,13 @@ def test_it_is_all_the_same_how_often_it_learns(ids: list[int], steps: list[int]
         bit_by_bit.learn(ids[:end])
     for each in (at_once, bit_by_bit):
         each.learn(ids)
-    assert at_once.guess(ids) == bit_by_bit.guess(ids)
+    assert at_once.guess(ids, lead()) == bit_by_bit.guess(ids, lead())
 
 
 def copying(lookup: Lookup, ids: list[int]) -> list[int]:
     """Positions that are guessed now, one after another."""
     made = []
-    while (token := lookup.guess(ids)) is not None:
-        lookup.pending.add(len(ids))
+    while (token := lookup.guess(ids, lead())) is not None:
         made.append(len(ids))
         ids = [*ids, token]
     return made
@@ -60,10 +65,37 @@ def test_what_was_wrong_again_and_again_needs_more_of_the_same() -> None:
     short = [9, 8, 1, 2, 3, 4, 7, 6, 5, 1, 2, 3]
     lookup.learn(short)
     for position in range(100, 103):
-        lookup.pending.add(position)
+        lookup.pending[position] = lookup.short
         lookup.checked(position, right=False)
-    assert lookup.guess(short) is None
+    assert lookup.guess(short, lead()) is None
     long = [*range(20, 32), 40, *range(20, 32)]
     lookup = Lookup(trust=0)
     lookup.learn(long)
-    assert lookup.guess(long) == 40
+    assert lookup.guess(long, lead()) == 40
+
+
+def test_one_wrong_copy_is_enough_where_the_own_pass_is_right_and_links_are_slow() -> None:
+    """A wrong one costs a second, and the own pass takes 10 ms for a token. Where that takes half a
+    second there is more to gain."""
+    ids = [1, 2, 3, 4, 5] * 4
+    lookup = Lookup()
+    lookup.learn(ids)
+    slow, busy = lead(1.0, 0.01), lead(1.0, 0.5)
+    assert lookup.guess(ids, slow) is not None
+    lookup.checked(len(ids), right=False)
+    lookup.trust = 1
+    assert lookup.guess(ids, slow) is None
+    assert lookup.guess(ids, busy) is not None
+
+
+def test_copies_are_tried_again_when_others_have_guessed_for_a_while() -> None:
+    ids = [9, 8, 1, 2, 3, 4, 7, 6, 5, 1, 2, 3]
+    lookup = Lookup(trust=MOST)
+    lookup.learn(ids)
+    slow = lead(1.0, 0.1)
+    for _ in range(10):
+        lookup.short.learn(False)
+    assert lookup.guess(ids, slow) is None
+    for position in range(300):
+        lookup.checked(position, right=True)
+    assert lookup.guess(ids, slow) is not None

@@ -31,14 +31,17 @@ from nodes import (
 from questions import Questions
 from serving import Tiny
 from trimmoe.core.events import SegmentRan, TokensImported
+from trimmoe.engine.guesses import Lead
 from trimmoe.experiments.method_engines import make_engine
 from trimmoe.models.compiled.view import CompiledView
 from trimmoe.policy.settings import PRESETS, PolicySettings, ring
 from trimmoe.runtime.node.compute import guesses as guesses_module
 from trimmoe.runtime.node.compute.draft_runner import DraftRunner
+from trimmoe.runtime.node.compute.worker import Worker
 from trimmoe.runtime.node.front.drafts import Pending
 from trimmoe.runtime.node.front.jobs import Attempt
 from trimmoe.runtime.node.records.messages import Token
+from trimmoe.runtime.node.records.output import Arrival, BatchOutput
 from trimmoe.runtime.node.records.readings import Foreseen
 from trimmoe.runtime.node.records.sequences import Seat
 from trimmoe.runtime.node.records.units import Unit
@@ -81,6 +84,30 @@ async def test_answers_are_those_of_transformers_however_many_are_guessed(
     assert [tokens_of(events) for events in made] == questions.answers
     assert 0 < sum(each.right for each in said) < sum(each.made for each in said)
     assert sum(front_end.restarts for front_end in front_ends) == 0
+
+
+async def test_guesses_set_out_together_where_nothing_that_is_read_waits_for_them(
+    tiny: Tiny, questions: Questions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Copies from what came before are left out, since they come all at once."""
+    profile, plan = world(tiny, servers=3, routes=hybrid_routes(3))
+    monkeypatch.setattr(Lead, "together", 3)
+    monkeypatch.setattr(Lead, "pays", lambda *_: False)
+    sent: list[int] = []
+    arrive = Worker.arrive
+
+    def arrived(worker: Worker, arrivals: Sequence[Arrival]) -> BatchOutput:
+        guessed = [one.sequence for one in arrivals if one.guessed]
+        sent.extend(guessed.count(sequence) for sequence in set(guessed))
+        return arrive(worker, arrivals)
+
+    monkeypatch.setattr(Worker, "arrive", arrived)
+    policy = replace(guessing(8), guess_confidence=0.0, guess_chance=0.0)
+    async with running(tiny, profile=profile, plan=plan, policy=policy) as cluster:
+        made = await answers(cluster, questions.among(3))
+        await cluster.all_free()
+    assert [tokens_of(events) for events in made] == questions.answers
+    assert max(sent) >= 3
 
 
 @pytest.mark.parametrize("drafted", [1, 4])

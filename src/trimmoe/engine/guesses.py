@@ -42,6 +42,11 @@ OWN, DRAFT_MODEL = 0, 1
 """Sources of guesses: a server's own pass, and a small model beside it."""
 
 
+MOST_TOGETHER, HELD_SHARE = 4, 0.25
+"""Guesses that set out together: a compiled layer takes so many rows in the time of one, and the
+first waits for the others for no more than this share of what a token takes to full depth."""
+
+
 def window(chance: float, least: float, most: int) -> int:
     """How many guesses may be ahead of what is confirmed: as many as are all right with a chance of
     at least `least` where each is with `chance`, and no more than `most`."""
@@ -99,8 +104,8 @@ class Lead:
     sources: list[Source] = field(init=False)
     turn: int = OWN
     """The source that guesses."""
-    _whole_s: float = 0.0
-    """What the last token took."""
+    whole_s: float = 0.0
+    """What the last token took to full depth and back, or the first one is expected to."""
     _through_s: deque[float] = field(default_factory=deque)
     """When those tokens are through that are under way when the next one sets out."""
 
@@ -112,6 +117,15 @@ class Lead:
         """How many may be ahead now."""
         return window(self.sources[self.turn].chance, self.least, self.guesses)
 
+    @property
+    def together(self) -> int:
+        """How many guesses are to set out together, where they gain by that: as many as are made
+        while hardly anything is lost by waiting."""
+        guess_s = self.sources[self.turn].guess_s
+        if guess_s <= 0.0:
+            return 1
+        return min(1 + int(HELD_SHARE * self.whole_s / guess_s), MOST_TOGETHER)
+
     def choose(self) -> int:
         """Give the turn to the source with which tokens are expected to follow one another soonest,
         by what its guesses take and how often they were right lately."""
@@ -120,8 +134,14 @@ class Lead:
             self.turn = min(able, key=self._interval_s)
         return self.turn
 
+    def pays(self, source: Source) -> bool:
+        """Whether tokens are expected to follow one another no later by a source than by the one
+        whose turn it is."""
+        interval_s = source.interval_s(self.whole_s, self.least, self.guesses)
+        return interval_s <= self._interval_s(self.turn)
+
     def _interval_s(self, at: int) -> float:
-        return self.sources[at].interval_s(self._whole_s, self.least, self.guesses)
+        return self.sources[at].interval_s(self.whole_s, self.least, self.guesses)
 
     def after(
         self, whole_s: float, *, guessed: bool, right: bool, source: int | None = OWN
@@ -130,7 +150,7 @@ class Lead:
         it predicts is guessed, and rightly, and by which source; None where that was none of
         them."""
         guess_s = self.sources[self.turn if source is None else source].guess_s
-        self._whole_s = whole_s
+        self.whole_s = whole_s
         ahead = len(self._through_s)
         done_s = max(whole_s, self._through_s[-1]) if ahead else whole_s
         self._through_s.append(done_s)
@@ -210,7 +230,7 @@ class GuessRules:
         below = self.settings.guess_below
         if below is None:
             return np.full(self.routes.shape[0], np.inf)
-        return below / stream_share(self.cost, self.routes, self.top_k, self._whole_s)
+        return below / stream_share(self.cost, self.routes, self.top_k, self.whole_s)
 
     def least_among(self, streams: int) -> FloatArray:
         """Chance that a guess and those before it are right at which what follows sets out while so
@@ -247,7 +267,7 @@ class GuessRules:
         )
 
     @cached_property
-    def _whole_s(self) -> FloatArray:
+    def whole_s(self) -> FloatArray:
         """What a token takes at full depth and on its way to and from its user, without load, [R];
         users of routes that were added are taken for the others."""
         servers = np.arange(self.cost.server_count)
@@ -262,7 +282,7 @@ class GuessRules:
         """Whether a user's server takes as long for a guess as tokens do at full depth, [R]."""
         guess_s = guess_times_s(self.cost, self.top_k)
         more = np.full(self.routes.shape[0] - guess_s.size, guess_s.max())
-        return np.concatenate([guess_s, more]) >= self._whole_s
+        return np.concatenate([guess_s, more]) >= self.whole_s
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,8 +1,9 @@
 """Copies in few bits of experts that a server does not hold, to guess with and to stand in.
 
-A copy in four bits leaves most guesses as they are, one in two bits most of those. What is
-activated often gets one first. Where a token's way has layers on a server, its copies stand in for
-experts that it lacks there, and are of eight bits, where they fit.
+A copy in eight bits leaves nearly all guesses as they are, one in four bits most, one in two bits
+most of those. What is activated often gets one first, and more bits when all have so many. Where a
+token's way has layers on a server, its copies stand in for experts that it lacks there: they come
+before others, in as many bits as fit.
 """
 
 from __future__ import annotations
@@ -17,8 +18,6 @@ from trimmoe.core.specs import BoolArray, FloatArray, IntArray, ModelSpec
 from trimmoe.core.stand_ins import RUNGS
 
 _SINGLE_BYTES = 4
-_GUESSED = (2, 4)
-"""Bits of copies that are there to guess with."""
 
 
 def allowance_bytes(model: ModelSpec, share: float) -> int:
@@ -57,7 +56,7 @@ def copied_bits(
             needed = [where for where in missing if passing[server, where[0]]]
             for rung in RUNGS:
                 room.raise_to(rung, needed)
-        for rung in _GUESSED:
+        for rung in RUNGS:
             room.raise_to(rung, missing)
     return found
 

@@ -310,6 +310,7 @@ class Node:
             arrive=self._arrive,
             guess=self._guess,
             guess_s=self._guess_s,
+            holds=lambda route: self._view.chains and not self.worker.reads_from(route),
             least_chance=self._least_chance,
             chunk=settings.prefill_chunk,
             health=self.health,

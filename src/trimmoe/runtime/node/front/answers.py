@@ -13,6 +13,7 @@ from math import isinf
 
 from trimmoe.core.events import SequenceOpened
 from trimmoe.core.ledger import Ledger
+from trimmoe.engine.guesses import Lead
 from trimmoe.policy.settings import BudgetRule
 from trimmoe.runtime.node.front.drafts import GUESSED, Guessing, Kind
 from trimmoe.runtime.node.front.jobs import Attempt, FrontEndContext, Job
@@ -105,6 +106,7 @@ class Answers:
                 read = attempt.read_by(asked.source) + min(followed, len(asked.made) - 1)
                 attempt.goes_on_from(asked.source, read)
                 if not followed:
+                    self._release(attempt)
                     continue
             self.guess(job, attempt)
 
@@ -137,8 +139,16 @@ class Answers:
         if self._ends(job, token):
             return False
         attempt.pending.add(token, None, kind)
-        self._feed(attempt, token)
+        attempt.held.append(token)
+        if len(attempt.held) >= attempt.together:
+            self._release(attempt)
         return True
+
+    def _release(self, attempt: Attempt) -> None:
+        """Guesses that were held set out, in one frame."""
+        held, attempt.held = attempt.held, []
+        for token in held:
+            self._feed(attempt, token)
 
     def _advance(self, job: Job, attempt: Attempt, token: Token) -> None:
         """A token came, perhaps one that this server has guessed; the next one is predicted from it
@@ -184,13 +194,18 @@ class Answers:
 
     def guess(self, job: Job, attempt: Attempt) -> None:
         """Have this server read what it has not read yet, and guess what follows."""
+        self._ask(job, attempt)
+        if attempt.reading is None:
+            self._release(attempt)
+
+    def _ask(self, job: Job, attempt: Attempt) -> None:
         lead, request, context = attempt.lead, job.request, self._context
         if lead is None or attempt.reading:
             return
         lead.least = context.least_chance(attempt.route)
         if isinf(lead.least):
             return
-        ids, source = self._looked_up(job, attempt), lead.choose()
+        ids, source = self._looked_up(job, attempt, lead), lead.choose()
         if attempt.pending.drafts >= lead.window or not attempt.may_guess(len(ids)):
             return
         start = attempt.read_by(source)
@@ -229,7 +244,7 @@ class Answers:
             left = min(left, attempt.chunk_end - position - 1)
         return max(min(attempt.lead.window - pending.drafts - 1, left), 0)
 
-    def _looked_up(self, job: Job, attempt: Attempt) -> list[int]:
+    def _looked_up(self, job: Job, attempt: Attempt, lead: Lead) -> list[int]:
         """Follow what followed the same tokens before; all tokens afterwards."""
         ids = [*job.request.prompt_ids, *job.tokens]
         lookup = attempt.lookup
@@ -237,12 +252,15 @@ class Answers:
         ids += attempt.pending.tokens
         if attempt.unfed is not None or attempt.chunks is not None or len(ids) <= attempt.prompt:
             return ids
-        while (token := lookup.guess(ids)) is not None:
+        known = len(ids)
+        while (token := lookup.guess(ids, lead)) is not None:
             if not self._set_out(job, attempt, len(ids), token, "copy"):
                 break
             self.guessing.copied += 1
-            lookup.pending.add(len(ids))
             ids.append(token)
+        if len(ids) > known:
+            # They come all at once, and there is nothing to wait for.
+            self._release(attempt)
         return ids
 
     def _feed_in_turn(self, attempt: Attempt) -> None:
@@ -261,12 +279,16 @@ class Answers:
             return
         if wrong is None:
             attempt.strand()
+            if attempt.held and attempt.held[0].position == token.position:
+                # Full depth was faster.
+                self._release(attempt)
             self._feed_in_turn(attempt)
             return
         for entry in wrong:
             if entry.ledger is not None:
                 self._in_vain(job, entry.ledger)
         attempt.epoch, attempt.stranded = attempt.epoch + 1, None
+        attempt.held.clear()
         attempt.lookup.pending.clear()
         attempt.withdraw(token.position)
         for early in attempt.early.values():
@@ -287,7 +309,7 @@ class Answers:
         first = attempt.pending.unconfirmed
         attempt.position, attempt.unfed = token.position + 1, None
         guessed = False
-        if attempt.lead is not None and first is not None:
+        if attempt.lead is not None and first is not None and first <= token.position:
             # What is guessed is awaited nevertheless.
             attempt.position, guessed = first, True
         attempt.fed = token.position if first is None else first - 1

@@ -316,9 +316,16 @@ class FrontEnd:
         settings = context.planner.settings
         if settings.guesses:
             own_s, *others_s = context.guess_s()
-            attempt.lead = Lead(guesses=settings.guesses, guess_s=own_s, others_s=tuple(others_s))
+            rules = context.planner.in_force.engine.guess_rules
+            attempt.lead = Lead(
+                guesses=settings.guesses,
+                guess_s=own_s,
+                others_s=tuple(others_s),
+                whole_s=float(rules.whole_s[context.server]),
+            )
+            attempt.holds = context.holds(attempt.route)
             if settings.guess_chunks:
-                attempt.chunks = context.planner.in_force.engine.guess_rules.chunks(context.server)
+                attempt.chunks = rules.chunks(context.server)
             attempt.seen = job.request.seen(self.model)
         start, epoch = attempt.start, attempt.epoch
         context.post(prompt(attempt.route[0], attempt.sequence, ids, start=start, epoch=epoch))

@@ -72,6 +72,10 @@ class Attempt:
     """The same where so many guesses are verified at a time."""
     chunk_end: int = 0
     """Position behind the guesses that are verified together now."""
+    holds: bool = False
+    """Whether guesses may wait for those upon them, to set out together."""
+    held: list[Token] = field(default_factory=list)
+    """Those that do."""
     lookup: Lookup = field(default_factory=Lookup)
     """What it may copy."""
     early: dict[int, Token] = field(default_factory=dict)
@@ -90,6 +94,11 @@ class Attempt:
     """Whether anything was heard of it since it was last looked at."""
     asked: bool = False
     """Whether everybody was asked for it since."""
+
+    @property
+    def together(self) -> int:
+        """How many guesses are to set out together."""
+        return self.lead.together if self.holds and self.lead is not None else 1
 
     @property
     def servers(self) -> list[int]:
@@ -221,6 +230,9 @@ class FrontEndContext:
     guess: Callable[[Reading], None]
     guess_s: Callable[[], tuple[float, ...]]
     """What a guess takes this server, by source."""
+    holds: Callable[[tuple[int, ...]], bool]
+    """Whether guesses of sequences on a route gain by setting out together, and nothing that this
+    server reads by itself waits for them."""
     least_chance: Callable[[tuple[int, ...]], float]
     """That guesses of sequences on a route have to have of being right to be followed now; infinite
     where none is worth its time."""
