@@ -134,10 +134,11 @@ class Lead:
             self.turn = min(able, key=self._interval_s)
         return self.turn
 
-    def pays(self, source: Source) -> bool:
-        """Whether tokens are expected to follow one another no later by a source than by the one
-        whose turn it is."""
-        interval_s = source.interval_s(self.whole_s, self.least, self.guesses)
+    def pays(self, chance: float) -> bool:
+        """Whether tokens are expected to follow one another no later by guesses that take no time
+        and have such a chance of being right than by the source whose turn it is."""
+        free = Source(guess_s=0.0, chance=chance)
+        interval_s = free.interval_s(self.whole_s, self.least, self.guesses)
         return interval_s <= self._interval_s(self.turn)
 
     def _interval_s(self, at: int) -> float:
