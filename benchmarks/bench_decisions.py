@@ -27,8 +27,8 @@ from trimmoe.core.profile import Profile
 from trimmoe.core.specs import FloatArray
 from trimmoe.experiments.method_engines import make_engine
 from trimmoe.policy.base import Observation
+from trimmoe.policy.presets import trimmoe as default_policy
 from trimmoe.policy.settings import PolicySettings
-from trimmoe.policy.settings import trimmoe as default_policy
 from trimmoe.policy.trim import TrimPolicy
 
 SEED = 0

@@ -34,7 +34,7 @@ from trimmoe.models.compiled import calls
 from trimmoe.models.compiled import view as compiled
 from trimmoe.models.embedded import ensure_embedded_model
 from trimmoe.models.load import open_model
-from trimmoe.policy.settings import PRESETS
+from trimmoe.policy.presets import PRESETS
 from trimmoe.runtime.service import ServedModel
 
 KERNELS = (

@@ -32,7 +32,7 @@ from trimmoe.models.base import MoEView
 from trimmoe.models.draft import DraftModel
 from trimmoe.models.exact import exact_logits
 from trimmoe.models.load import load_tokenizer, open_model
-from trimmoe.policy.settings import speculative
+from trimmoe.policy.presets import speculative
 from trimmoe.runtime.home import home_states, owns
 
 _LENGTH, _FROM, _AT_ONCE = 256, 32, 64

@@ -29,7 +29,7 @@ from trimmoe.core.trace import Trace
 from trimmoe.experiments.method_engines import make_engine
 from trimmoe.placement.make import default, make_plan
 from trimmoe.policy.build import deploy
-from trimmoe.policy.settings import PRESETS
+from trimmoe.policy.presets import PRESETS
 from trimmoe.simulator import loop
 from trimmoe.simulator.generate import Parameters
 from trimmoe.simulator.generated_profile import generate_profile_and_trace

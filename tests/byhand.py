@@ -36,7 +36,8 @@ from trimmoe.core.wave import Wave
 from trimmoe.engine.step import Engine
 from trimmoe.policy.base import Decision, Observation
 from trimmoe.policy.build import deploy, make_policy
-from trimmoe.policy.settings import PRESETS, BudgetRule, ExitRule, PolicySettings, WeightRule
+from trimmoe.policy.presets import PRESETS
+from trimmoe.policy.settings import BudgetRule, ExitRule, PolicySettings, WeightRule
 from trimmoe.policy.trim import TrimPolicy
 
 UNIT = 2.0**-7

@@ -14,7 +14,7 @@ from trimmoe.core.plan import load_plan
 from trimmoe.core.profile import load_profile
 from trimmoe.cost import deciding, enumerating, kernels
 from trimmoe.models.load import open_model
-from trimmoe.policy.settings import PRESETS
+from trimmoe.policy.presets import PRESETS
 from trimmoe.runtime.launch.artifacts import Artifacts
 from trimmoe.runtime.launch.kernels import compile_decisions
 from trimmoe.runtime.node.compute.worker import Worker

@@ -14,7 +14,7 @@ import msgspec
 from hostile import Mutator, attempted
 from nodes import answers, request, running, staircase_routes, world
 from serving import Tiny
-from trimmoe.policy.settings import PRESETS
+from trimmoe.policy.presets import PRESETS
 from trimmoe.runtime.node.records.checks import Geometry, check
 from trimmoe.runtime.node.records.messages import (
     MESSAGE_TYPES,

@@ -24,7 +24,8 @@ from trimmoe.core.specs import IntArray
 from trimmoe.models.base import MoEView
 from trimmoe.models.draft import DraftModel
 from trimmoe.models.load import open_model
-from trimmoe.policy.settings import PRESETS, PolicySettings
+from trimmoe.policy.presets import PRESETS
+from trimmoe.policy.settings import PolicySettings
 from trimmoe.runtime.node.node import Node
 from trimmoe.runtime.node.records.messages import MESSAGE_TYPES
 from trimmoe.runtime.node.settings import NodeSettings

@@ -25,7 +25,8 @@ from trimmoe.api.settings import ApiSettings
 from trimmoe.experiments.method_engines import make_engine
 from trimmoe.models.base import MoEView
 from trimmoe.models.load import load_tokenizer, open_model
-from trimmoe.policy.settings import PolicySettings, trimmoe
+from trimmoe.policy.presets import trimmoe
+from trimmoe.policy.settings import PolicySettings
 from trimmoe.runtime.decoder import ExactDecoder, PlannedDecoder
 from trimmoe.runtime.http import HttpServer
 from trimmoe.runtime.local import Decoded

@@ -15,7 +15,8 @@ from trimmoe.core.trace import Trace
 from trimmoe.engine.step import Engine
 from trimmoe.experiments.method_engines import make_engine
 from trimmoe.policy.build import Deployment, deploy
-from trimmoe.policy.settings import PRESETS, ExitRule, WeightRule
+from trimmoe.policy.presets import PRESETS
+from trimmoe.policy.settings import ExitRule, WeightRule
 from trimmoe.simulator.generate import Parameters
 from trimmoe.simulator.generated_profile import generate_profile_and_trace
 from trimmoe.simulator.measure import Sample

@@ -11,7 +11,7 @@ import pytest
 
 from nodes import GenerationRequest, answers, read, request, running, tokens_of, world
 from serving import EOS, MODEL, Tiny, served
-from trimmoe.policy.settings import PRESETS
+from trimmoe.policy.presets import PRESETS
 from trimmoe.runtime.local_service import LocalService
 from trimmoe.runtime.sampling import Sampling
 from trimmoe.runtime.service import TokenEvent

@@ -17,7 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from serving import EOS, MODEL, SERVERS, SteppedDecoder, Tiny, eventually, served
 from tiny import LAYERS
 from trimmoe.api.settings import ApiSettings
-from trimmoe.policy.settings import trimmoe
+from trimmoe.policy.presets import trimmoe
 from trimmoe.runtime.decoder import ExactDecoder
 from trimmoe.runtime.local import Decoded
 from trimmoe.runtime.local_service import LocalService

@@ -20,7 +20,7 @@ from tiny import CONTEXT
 from trimmoe.core.events import Attend, Execute, Routed, Strand, TokensArrived
 from trimmoe.core.exit_states import ExitState
 from trimmoe.models.exact import exact_logits
-from trimmoe.policy.settings import final_exits, trimmoe
+from trimmoe.policy.presets import final_exits, trimmoe
 from trimmoe.runtime.counters import ExpertCounter, ExpertUse
 from trimmoe.runtime.decoder import ExactDecoder
 from trimmoe.runtime.local_service import LocalService

@@ -26,7 +26,7 @@ from trimmoe.policy.baselines import (
     matched_skip_rate,
     skip_thresholds,
 )
-from trimmoe.policy.settings import PRESETS
+from trimmoe.policy.presets import PRESETS
 from trimmoe.policy.trim import TrimPolicy
 from trimmoe.simulator.probabilities import complete_probabilities
 from trimmoe.simulator.replay import replay

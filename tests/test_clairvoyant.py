@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from trimmoe.cost.actions import ActionSpace, as_batch
 from trimmoe.cost.clairvoyant import Exits, clairvoyant_bound
 from trimmoe.experiments.method_engines import make_engine
-from trimmoe.policy.settings import PRESETS
+from trimmoe.policy.presets import PRESETS
 from trimmoe.policy.trim import TrimPolicy
 from trimmoe.simulator.replay import replay
 from worlds import SmallWorld, small_world

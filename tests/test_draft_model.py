@@ -37,7 +37,7 @@ from trimmoe.engine.guesses import DRAFT_MODEL, FIRST_CHANCE, OWN, Lead
 from trimmoe.experiments.method_engines import make_engine
 from trimmoe.experiments.opening import open_drafts, require_guesses
 from trimmoe.models.draft import DraftModel, Served, open_draft
-from trimmoe.policy.settings import PRESETS
+from trimmoe.policy.presets import PRESETS
 from trimmoe.runtime.drafter import Drafter
 from trimmoe.runtime.generate import Generated, generate
 from trimmoe.runtime.local import LocalDriver

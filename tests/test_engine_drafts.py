@@ -21,7 +21,8 @@ from trimmoe.core.trace import Trace
 from trimmoe.cost.model import Accounting
 from trimmoe.engine.step import Engine
 from trimmoe.experiments.method_engines import make_engine
-from trimmoe.policy.settings import PRESETS, PolicySettings
+from trimmoe.policy.presets import PRESETS
+from trimmoe.policy.settings import PolicySettings
 from trimmoe.simulator.generate import Parameters
 from trimmoe.simulator.generated_profile import generate_profile_and_trace
 from trimmoe.simulator.replay import replay

@@ -24,7 +24,7 @@ from trimmoe.evaluate.reference import ExactReference
 from trimmoe.models.base import EncoderDecoderView, MoEView
 from trimmoe.models.cache import cache_argument
 from trimmoe.models.load import open_model
-from trimmoe.policy.settings import exact, trimmoe
+from trimmoe.policy.presets import exact, trimmoe
 
 PAIRS = [
     ("The lobster is", " blue"),

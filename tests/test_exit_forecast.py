@@ -10,7 +10,8 @@ import pytest
 from factories import random_model_spec, random_profile
 from trimmoe.core.profile import Profile
 from trimmoe.policy.build import exit_forecast
-from trimmoe.policy.settings import PRESETS, PolicySettings
+from trimmoe.policy.presets import PRESETS
+from trimmoe.policy.settings import PolicySettings
 
 LEAVING = 0.25
 """Of tokens that reach a layer but the last."""

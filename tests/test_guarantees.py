@@ -31,7 +31,8 @@ from trimmoe.cost.model import Accounting
 from trimmoe.engine.step import Engine
 from trimmoe.experiments.method_engines import make_engine
 from trimmoe.policy.base import Policy
-from trimmoe.policy.settings import PRESETS, BudgetRule, PolicySettings
+from trimmoe.policy.presets import PRESETS
+from trimmoe.policy.settings import BudgetRule, PolicySettings
 from trimmoe.policy.trim import TrimPolicy
 
 TOKENS = 6

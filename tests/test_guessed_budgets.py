@@ -29,7 +29,7 @@ from trimmoe.core.wave import Wave
 from trimmoe.engine.state import EngineState
 from trimmoe.engine.step import Engine
 from trimmoe.experiments.method_engines import make_engine
-from trimmoe.policy.settings import guessing
+from trimmoe.policy.presets import guessing
 
 SEQUENCE = 0
 

@@ -24,7 +24,8 @@ from trimmoe.experiments.compare import (
 from trimmoe.experiments.method_engines import make_engine
 from trimmoe.experiments.methods import METHODS
 from trimmoe.models.exact import exact_logits
-from trimmoe.policy.settings import PolicySettings, exact, speculative
+from trimmoe.policy.presets import exact, speculative
+from trimmoe.policy.settings import PolicySettings
 from trimmoe.runtime.generate import generate
 from trimmoe.runtime.home import Own, home_pass
 from trimmoe.runtime.layerwise import Layerwise

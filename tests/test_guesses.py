@@ -26,7 +26,7 @@ from trimmoe.engine.guesses import (
     stream_share,
     window,
 )
-from trimmoe.policy.settings import PRESETS
+from trimmoe.policy.presets import PRESETS
 
 WHOLE_S, GUESS_S = 10.0, 1.0
 RIGHT, WRONG, NONE = (True, True), (True, False), (False, False)

@@ -16,7 +16,7 @@ from nodes import Servers, answers, read, request, running, staircase_routes, to
 from serving import Tiny
 from tiny import HIDDEN, LAYERS
 from trimmoe.core.plan import Plan
-from trimmoe.policy.settings import PRESETS
+from trimmoe.policy.presets import PRESETS
 from trimmoe.runtime.node.records.messages import (
     MESSAGE_TYPES,
     After,

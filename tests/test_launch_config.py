@@ -10,7 +10,7 @@ import pytest
 from trimmoe.core.errors import UserError
 from trimmoe.cost.model import Accounting
 from trimmoe.experiments.serve_cluster import POLICIES, pieces_of
-from trimmoe.policy.settings import PRESETS
+from trimmoe.policy.presets import PRESETS
 from trimmoe.runtime.launch.addresses import (
     Endpoint,
     endpoints,

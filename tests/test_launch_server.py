@@ -23,7 +23,7 @@ from trimmoe.core.plan import load_plan
 from trimmoe.core.precision import Precision
 from trimmoe.core.profile import load_profile
 from trimmoe.models.load import model_spec
-from trimmoe.policy.settings import exact
+from trimmoe.policy.presets import exact
 from trimmoe.runtime.launch import process
 from trimmoe.runtime.launch.addresses import endpoints
 from trimmoe.runtime.launch.nodes import real_node

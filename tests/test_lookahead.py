@@ -20,7 +20,7 @@ from trimmoe.cost.lookahead import (
     first_expert_first,
 )
 from trimmoe.experiments.method_engines import make_engine
-from trimmoe.policy.settings import PRESETS
+from trimmoe.policy.presets import PRESETS
 from trimmoe.policy.trim import TrimPolicy
 
 

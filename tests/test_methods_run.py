@@ -34,7 +34,7 @@ from trimmoe.models.load import open_model
 from trimmoe.policy.base import Policy
 from trimmoe.policy.baselines import LocalPrior, MaskedGating, MixtureOfDepths
 from trimmoe.policy.build import deploy
-from trimmoe.policy.settings import auto_trimming
+from trimmoe.policy.presets import auto_trimming
 from trimmoe.policy.trim import TrimPolicy
 from trimmoe.runtime.launch.artifacts import Artifacts
 from trimmoe.runtime.launch.config import ServeConfig

@@ -18,7 +18,7 @@ from trimmoe.cost.migrating import fastest_moves, migrating_reference_s
 from trimmoe.cost.model import Accounting, CostModel
 from trimmoe.experiments.method_engines import make_engine
 from trimmoe.policy.build import deploy
-from trimmoe.policy.settings import PRESETS
+from trimmoe.policy.presets import PRESETS
 from trimmoe.policy.trim import TrimPolicy
 from trimmoe.simulator.replay import replay
 from worlds import small_world

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from trimmoe.policy.settings import PRESETS, BudgetRule
+from trimmoe.policy.presets import PRESETS
+from trimmoe.policy.settings import BudgetRule
 from trimmoe.runtime.node.front.answers import Answers
 from trimmoe.runtime.node.front.jobs import Job
 from trimmoe.runtime.node.front.memory import Memory

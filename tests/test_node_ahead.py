@@ -26,7 +26,8 @@ from nodes import (
 from questions import Questions
 from serving import Tiny
 from trimmoe.models.load import open_model
-from trimmoe.policy.settings import PRESETS, PolicySettings
+from trimmoe.policy.presets import PRESETS
+from trimmoe.policy.settings import PolicySettings
 from trimmoe.runtime.sampling import Sampling
 
 either = pytest.mark.parametrize("early", [drafting(0.5), guessing(3)], ids=["drafts", "guesses"])

@@ -23,7 +23,7 @@ from nodes import (
     world,
 )
 from serving import Tiny
-from trimmoe.policy.settings import PRESETS
+from trimmoe.policy.presets import PRESETS
 from trimmoe.runtime.node.compute.worker import Worker
 from trimmoe.runtime.node.records.work import Step
 from trimmoe.runtime.node.schedule.scheduler import PATIENCE, Scheduler

@@ -21,7 +21,8 @@ from trimmoe.core.loss_curves import Rung
 from trimmoe.cost.actions import Levers
 from trimmoe.experiments.method_engines import make_engine
 from trimmoe.models.exact import exact_logits
-from trimmoe.policy.settings import PRESETS, PolicySettings
+from trimmoe.policy.presets import PRESETS
+from trimmoe.policy.settings import PolicySettings
 from trimmoe.runtime.counters import ExpertUse
 from trimmoe.runtime.decoder import PlannedDecoder
 from trimmoe.runtime.local_service import LocalService

@@ -28,7 +28,7 @@ from trimmoe.core.exit_states import ExitState
 from trimmoe.core.ledger import Kind
 from trimmoe.experiments.method_engines import make_engine
 from trimmoe.models.load import open_model
-from trimmoe.policy.settings import PRESETS
+from trimmoe.policy.presets import PRESETS
 from trimmoe.runtime.decoder import PlannedDecoder
 from trimmoe.runtime.local_service import LocalService
 from wires import soon

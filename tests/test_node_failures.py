@@ -19,7 +19,8 @@ from trimmoe.core.plan import Plan
 from trimmoe.core.profile import Profile
 from trimmoe.cost.actions import Levers
 from trimmoe.models.exact import greedy
-from trimmoe.policy.settings import PRESETS, PolicySettings
+from trimmoe.policy.presets import PRESETS
+from trimmoe.policy.settings import PolicySettings
 from trimmoe.runtime.sampling import Sampling
 from trimmoe.runtime.service import TokenEvent, TokenStream, Unavailable
 from wires import soon, until

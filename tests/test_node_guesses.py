@@ -34,7 +34,8 @@ from trimmoe.core.events import SegmentRan, TokensImported
 from trimmoe.engine.guesses import Lead
 from trimmoe.experiments.method_engines import make_engine
 from trimmoe.models.compiled.view import CompiledView
-from trimmoe.policy.settings import PRESETS, PolicySettings, ring
+from trimmoe.policy.presets import PRESETS, ring
+from trimmoe.policy.settings import PolicySettings
 from trimmoe.runtime.node.compute import guesses as guesses_module
 from trimmoe.runtime.node.compute.draft_runner import DraftRunner
 from trimmoe.runtime.node.compute.worker import Worker

@@ -31,7 +31,8 @@ from nodes import (
 from serving import Tiny
 from trimmoe.core.ledger import Kind
 from trimmoe.models.exact import greedy
-from trimmoe.policy.settings import PRESETS, PolicySettings
+from trimmoe.policy.presets import PRESETS
+from trimmoe.policy.settings import PolicySettings
 from trimmoe.runtime.local_service import LocalService
 from trimmoe.runtime.node.records.readings import Reading
 from trimmoe.runtime.prefixes import is_exact

@@ -22,7 +22,7 @@ from trimmoe.core.errors import UserError
 from trimmoe.core.plan import Plan
 from trimmoe.cost.model import cost_model
 from trimmoe.engine.exits import ExitRules
-from trimmoe.policy.settings import PRESETS
+from trimmoe.policy.presets import PRESETS
 from trimmoe.policy.trim import TrimPolicy, rounded_weight
 from trimmoe.runtime.node.records.messages import LoadReport
 from trimmoe.runtime.node.records.packing import MalformedMessage

@@ -9,15 +9,8 @@ import pytest
 from trimmoe.core.exit_states import ExitState
 from trimmoe.cost.actions import Levers
 from trimmoe.cost.model import Accounting
-from trimmoe.policy.settings import (
-    PRESETS,
-    BudgetRule,
-    ExitRule,
-    PolicySettings,
-    WeightRule,
-    paper_substitute_only,
-    ring,
-)
+from trimmoe.policy.presets import PRESETS, paper_substitute_only, ring
+from trimmoe.policy.settings import BudgetRule, ExitRule, PolicySettings, WeightRule
 
 NOTHING = Levers(substitute=False, drop_slots=False, skip=False, exit=False)
 

@@ -23,7 +23,8 @@ from trimmoe.engine.prompts import decided, entered
 from trimmoe.experiments.method_engines import make_engine
 from trimmoe.models.base import MoEView
 from trimmoe.models.exact import exact_logits
-from trimmoe.policy.settings import BudgetRule, PolicySettings, WeightRule, paper
+from trimmoe.policy.presets import paper
+from trimmoe.policy.settings import BudgetRule, PolicySettings, WeightRule
 from trimmoe.runtime.local import LocalDriver
 from trimmoe.simulator.settings import Load
 

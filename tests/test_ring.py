@@ -27,7 +27,7 @@ from trimmoe.engine.guesses import Chunks, Passed, guess_times_s, row_times_s
 from trimmoe.experiments.compare import CompareSettings, compare, comparison_json, comparison_table
 from trimmoe.experiments.method_engines import method_engine, plan_for
 from trimmoe.experiments.methods import configured, find_method
-from trimmoe.policy.settings import ring
+from trimmoe.policy.presets import ring
 from trimmoe.simulator.measure import Sample
 from trimmoe.simulator.replay import replay
 

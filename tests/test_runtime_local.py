@@ -26,7 +26,8 @@ from trimmoe.models.cache import cache_argument
 from trimmoe.models.exact import exact_logits, greedy
 from trimmoe.models.load import open_model
 from trimmoe.policy.base import Decision, Observation, Policy
-from trimmoe.policy.settings import PRESETS, PolicySettings
+from trimmoe.policy.presets import PRESETS
+from trimmoe.policy.settings import PolicySettings
 from trimmoe.runtime.decoder import Decoder, ExactDecoder, PlannedDecoder
 from trimmoe.runtime.local import Decoded, LocalDriver
 from trimmoe.runtime.service import GenerationRequest

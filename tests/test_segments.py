@@ -34,7 +34,8 @@ from trimmoe.core.profile import Profile
 from trimmoe.core.specs import ClusterSpec, ModelSpec
 from trimmoe.engine.step import Engine
 from trimmoe.experiments.method_engines import make_engine
-from trimmoe.policy.settings import PRESETS, PolicySettings
+from trimmoe.policy.presets import PRESETS
+from trimmoe.policy.settings import PolicySettings
 from trimmoe.runtime.counters import ExpertCounter
 from trimmoe.runtime.node.compute.segments import Segments
 

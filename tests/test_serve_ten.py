@@ -31,7 +31,7 @@ from trimmoe.core.specs import ModelSpec
 from trimmoe.models.embedded import ensure_embedded_model
 from trimmoe.models.load import model_spec
 from trimmoe.placement.make import make_plan
-from trimmoe.policy.settings import exact
+from trimmoe.policy.presets import exact
 from trimmoe.runtime.launch.job import Pieces
 
 pytestmark = pytest.mark.slow

@@ -15,7 +15,8 @@ from trimmoe.core.specs import ModelSpec
 from trimmoe.core.trace import Trace, load_trace
 from trimmoe.experiments.method_engines import make_engine
 from trimmoe.placement.make import default, make_plan
-from trimmoe.policy.settings import PolicySettings, exact, paper, trimmoe
+from trimmoe.policy.presets import exact, paper, trimmoe
+from trimmoe.policy.settings import PolicySettings
 from trimmoe.simulator.echo_law import own_flips
 from trimmoe.simulator.fit import fit_parameters
 from trimmoe.simulator.generate import Parameters, class_shares, generate_trace, popularity

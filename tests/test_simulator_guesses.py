@@ -22,7 +22,7 @@ from trimmoe.cost.model import Accounting
 from trimmoe.engine.guesses import Lead, guess_times_s, window
 from trimmoe.experiments.method_engines import make_engine
 from trimmoe.policy.build import make_policy
-from trimmoe.policy.settings import speculative
+from trimmoe.policy.presets import speculative
 from trimmoe.simulator.ahead import Ahead
 from trimmoe.simulator.arrivals import Requests
 from trimmoe.simulator.feed import TraceFeed

@@ -26,7 +26,7 @@ from trimmoe.experiments.method_engines import make_engine
 from trimmoe.models.base import MoEView
 from trimmoe.models.load import load_tokenizer, open_model
 from trimmoe.placement.make import default, make_plan
-from trimmoe.policy.settings import exact, speculative
+from trimmoe.policy.presets import exact, speculative
 from trimmoe.runtime.guesser import Guesser
 from trimmoe.runtime.local import LocalDriver
 

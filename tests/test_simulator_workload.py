@@ -10,7 +10,7 @@ import pytest
 from byhand import hosting, world
 from trimmoe.experiments.method_engines import make_engine
 from trimmoe.policy.build import deploy
-from trimmoe.policy.settings import exact, paper
+from trimmoe.policy.presets import exact, paper
 from trimmoe.simulator.measure import figures
 from trimmoe.simulator.run import simulate
 from trimmoe.simulator.settings import Load, Prefill, SimulationSettings

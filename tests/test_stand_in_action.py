@@ -23,7 +23,8 @@ from trimmoe.cost.model import Accounting, rung_shares
 from trimmoe.engine.step import Engine
 from trimmoe.experiments.method_engines import make_engine
 from trimmoe.policy.base import Observation
-from trimmoe.policy.settings import PRESETS, PolicySettings
+from trimmoe.policy.presets import PRESETS
+from trimmoe.policy.settings import PolicySettings
 from trimmoe.policy.trim import TrimPolicy
 
 EXPERTS, TOP_K = 5, 2

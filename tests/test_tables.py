@@ -12,7 +12,7 @@ from synthetic import random_plan
 from trimmoe.engine.step import Engine
 from trimmoe.experiments.method_engines import make_engine
 from trimmoe.policy import tables as tables_module
-from trimmoe.policy.settings import PRESETS
+from trimmoe.policy.presets import PRESETS
 from trimmoe.policy.tables import TableBank
 from trimmoe.policy.trim import WEIGHT_GRID, TrimPolicy, rounded_weight
 from trimmoe.runtime.node.watch.deployments import prepared

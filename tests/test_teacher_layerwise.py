@@ -31,7 +31,8 @@ from trimmoe.experiments.methods import configured, find_method
 from trimmoe.models.base import MoEView
 from trimmoe.models.load import open_model
 from trimmoe.policy.base import Decision, Observation, Policy
-from trimmoe.policy.settings import PolicySettings, WeightRule, final_exits, speculative
+from trimmoe.policy.presets import final_exits, speculative
+from trimmoe.policy.settings import PolicySettings, WeightRule
 from trimmoe.runtime.layerwise import Layerwise
 from trimmoe.runtime.local import LocalDriver
 from trimmoe.runtime.texts import Scored, Text, batches, schedule

@@ -13,7 +13,7 @@ from trimmoe.core.profile import Profile
 from trimmoe.cost.actions import DROPPED, ActionSpace, Levers
 from trimmoe.experiments.method_engines import make_engine
 from trimmoe.policy.base import Observation
-from trimmoe.policy.settings import PRESETS
+from trimmoe.policy.presets import PRESETS
 from trimmoe.policy.trim import TrimPolicy
 from worlds import SmallWorld, small_world
 

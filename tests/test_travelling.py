@@ -38,7 +38,7 @@ from trimmoe.core.profile import Profile
 from trimmoe.core.wave import Wave, join_waves
 from trimmoe.engine.step import Engine
 from trimmoe.experiments.method_engines import make_engine
-from trimmoe.policy.settings import PRESETS
+from trimmoe.policy.presets import PRESETS
 
 
 @dataclass

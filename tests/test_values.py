@@ -20,7 +20,7 @@ from trimmoe.cost.values import allowance_levels, build_tables
 from trimmoe.engine.step import Engine
 from trimmoe.experiments.method_engines import make_engine
 from trimmoe.policy.base import Decision, Observation
-from trimmoe.policy.settings import PRESETS
+from trimmoe.policy.presets import PRESETS
 from trimmoe.policy.trim import TrimPolicy
 
 UNIT = 2.0**-7

@@ -28,7 +28,7 @@ from trimmoe.models.general.catalogue import FAST, SERVED, TEXT_PARTS
 from trimmoe.models.general.view import GeneralView
 from trimmoe.models.load import open_model
 from trimmoe.placement.make import make_plan
-from trimmoe.policy.settings import PRESETS
+from trimmoe.policy.presets import PRESETS
 from trimmoe.runtime.local import LocalDriver
 from wires import soon
 from zoo import REPRESENTATIVE, Specimen, families, prompts, specimen

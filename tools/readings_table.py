@@ -12,7 +12,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from trimmoe.policy.settings import paper, trimmoe
+from trimmoe.policy.presets import paper, trimmoe
 
 PAGE = Path(__file__).parents[1] / "docs" / "architecture.md"
 BEGIN, END = "<!-- made by tools/readings_table.py -->\n", "<!-- to here -->\n"

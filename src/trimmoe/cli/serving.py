@@ -81,7 +81,7 @@ def serve_local(
     from trimmoe.experiments.answering import server_index
     from trimmoe.experiments.methods import configured, find_method
     from trimmoe.models.load import load_tokenizer
-    from trimmoe.policy.settings import exact
+    from trimmoe.policy.presets import exact
     from trimmoe.runtime.decoder import ExactDecoder
     from trimmoe.runtime.launch.tls import tls_of
     from trimmoe.runtime.local_service import LocalService

@@ -71,7 +71,7 @@ def readings(
     from trimmoe.experiments.opening import open_view, resolved
     from trimmoe.experiments.variants import VARIANTS, find_variants
     from trimmoe.models.load import load_tokenizer
-    from trimmoe.policy.settings import exact
+    from trimmoe.policy.presets import exact
 
     try:
         chosen = find_variants(variant)

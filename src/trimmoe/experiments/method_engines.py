@@ -24,9 +24,7 @@ from trimmoe.policy.build import (
     starting_weights,
     user_references,
 )
-from trimmoe.policy.settings import (
-    PolicySettings,
-)
+from trimmoe.policy.settings import PolicySettings
 
 
 def possible_methods(

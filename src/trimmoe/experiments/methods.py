@@ -25,9 +25,7 @@ from trimmoe.policy.build import (
     Deployment,
     PolicyMaker,
 )
-from trimmoe.policy.settings import (
-    DEFAULT_BUDGET,
-    PolicySettings,
+from trimmoe.policy.presets import (
     auto,
     auto_trimming,
     exact,
@@ -42,6 +40,7 @@ from trimmoe.policy.settings import (
     trimming,
     trimmoe,
 )
+from trimmoe.policy.settings import DEFAULT_BUDGET, PolicySettings
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -30,8 +30,9 @@ from trimmoe.experiments.random_clusters import paper_cluster
 from trimmoe.experiments.variants import base_policy
 from trimmoe.models.load import model_spec
 from trimmoe.placement.make import PlanSettings, make_plan, paper
-from trimmoe.policy.settings import PolicySettings, WeightRule, exact
-from trimmoe.policy.settings import paper as paper_policy
+from trimmoe.policy.presets import exact
+from trimmoe.policy.presets import paper as paper_policy
+from trimmoe.policy.settings import PolicySettings, WeightRule
 from trimmoe.policy.trim import TrimPolicy
 from trimmoe.simulator.generate import Parameters
 from trimmoe.simulator.generated_profile import generate_profile_and_trace

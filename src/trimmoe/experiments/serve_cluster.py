@@ -19,7 +19,8 @@ from trimmoe.experiments.opening import require_guesses
 from trimmoe.experiments.preparation import prepare
 from trimmoe.experiments.sample_text import sample_text
 from trimmoe.placement.make import as_published
-from trimmoe.policy.settings import PRESETS, PolicySettings
+from trimmoe.policy.presets import PRESETS
+from trimmoe.policy.settings import PolicySettings
 from trimmoe.runtime.launch.artifacts import Artifacts, cluster_of
 from trimmoe.runtime.launch.config import ServeConfig
 from trimmoe.runtime.launch.deployment import DEFAULT_PORT, deployed_endpoints

@@ -8,14 +8,8 @@ from typing import Any
 
 from trimmoe.core.exit_states import ExitState
 from trimmoe.cost.model import Accounting
-from trimmoe.policy.settings import (
-    BudgetRule,
-    ExitRule,
-    PolicySettings,
-    WeightRule,
-    paper,
-    trimmoe,
-)
+from trimmoe.policy.presets import paper, trimmoe
+from trimmoe.policy.settings import BudgetRule, ExitRule, PolicySettings, WeightRule
 
 Change = Callable[[PolicySettings], PolicySettings]
 

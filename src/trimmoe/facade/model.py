@@ -26,7 +26,8 @@ from trimmoe.experiments.sample_text import sample_text
 from trimmoe.facade.token import Token
 from trimmoe.models.base import MoEView
 from trimmoe.models.load import load_tokenizer
-from trimmoe.policy.settings import PolicySettings, exact
+from trimmoe.policy.presets import exact
+from trimmoe.policy.settings import PolicySettings
 from trimmoe.runtime.decoder import AloneDriver
 from trimmoe.runtime.generate import Driver, check_prompt
 from trimmoe.runtime.launch.config import serve_config

@@ -1,4 +1,4 @@
-"""The readings of the paper as named options, and the presets that bundle them."""
+"""The options of a policy; `presets` bundles them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from trimmoe.core.exit_states import ExitState
-from trimmoe.core.profile import DRAFT_CONFIDENCE
 from trimmoe.cost.actions import Levers
 from trimmoe.cost.model import Accounting
 
@@ -16,18 +15,10 @@ DEFAULT_BUDGET = 0.02
 BUDGET_USE_TARGET = 0.9
 """Share of the budget that a policy aims to spend."""
 
-GUESSES, GUESS_CHANCE, GUESS_CONFIDENCE = 16, 0.15, 0.02
+GUESS_CHANCE, GUESS_CONFIDENCE = 0.15, 0.02
 """By default. On the embedded model servers of `local4` are right 93 to 96 % of the time with
 copies of the other experts in four bits, and 68 to 75 % with linear maps. That a guess is
 improbable says little of that: the model itself gives what it predicts a tenth now and then."""
-
-GUESS_BELOW = 0.75
-"""Share of what its machines can do that a route is at work for from which on guesses cost others
-more than they save; measured, see docs/performance.md."""
-
-
-RING_DRAFTS = 4
-"""Tokens that a ring of stages verifies at a time, behind the one that is known."""
 
 
 class BudgetRule(StrEnum):
@@ -192,157 +183,3 @@ class PolicySettings:
         checking a draft would cost, so that exits are final."""
         final = {"draft_confidence": None} if accounting is Accounting.MIGRATE else {}
         return replace(self, accounting=accounting, **final)
-
-
-def trimmoe() -> PolicySettings:
-    """The default: all levers, with the readings of the design document; exits are drafts."""
-    return PolicySettings(
-        name="trimmoe", levers=Levers(stand_in=True), draft_confidence=DRAFT_CONFIDENCE
-    )
-
-
-def final_exits() -> PolicySettings:
-    """The default, but that a prediction is answered at its exit: no word of it waits for full
-    depth, and what it may flip is charged."""
-    return replace(trimmoe(), name="final-exits", draft_confidence=None)
-
-
-def lossless() -> PolicySettings:
-    """Every slot's target at its fastest host; drafts save waiting and nothing is approximated. It
-    looks ahead, lest a draft takes longer to its user than what it saves."""
-    plain = exact()
-    return replace(
-        plain,
-        name="lossless",
-        horizon=None,
-        levers=replace(plain.levers, exit=True),
-        draft_confidence=DRAFT_CONFIDENCE,
-    )
-
-
-def speculative() -> PolicySettings:
-    """Exact execution of tokens that users' own servers guess ahead, several under way at once."""
-    return replace(exact(), name="speculative", guesses=GUESSES)
-
-
-def ring(drafted: int = RING_DRAFTS) -> PolicySettings:
-    """What public systems do over slow links: so many tokens are drafted, however improbable, and
-    verified in one pass through the stages; then the next ones."""
-    return replace(
-        exact(),
-        name="ring",
-        guesses=drafted,
-        guess_chunks=True,
-        guess_chance=0.0,
-        guess_confidence=0.0,
-    )
-
-
-def auto() -> PolicySettings:
-    """Exact execution, and `speculative` for as long as that is faster: where machines have time to
-    spare, and guesses take less than the way through the servers."""
-    return replace(speculative(), name="auto", guess_below=GUESS_BELOW)
-
-
-def auto_trimming() -> PolicySettings:
-    """`guessing`, with guesses as `auto` makes them."""
-    return replace(guessing(), name="auto", guess_below=GUESS_BELOW)
-
-
-def trimming() -> PolicySettings:
-    """The default's skips, drops and substitutes where a token would have to leave its server. It
-    passes all other layers in one go, as under `exact`; there are no exits."""
-    whole = trimmoe()
-    levers = replace(whole.levers, exit=False, local=False)
-    return replace(whole, name="trimming", levers=levers, draft_confidence=None)
-
-
-def guessing() -> PolicySettings:
-    """`trimming`, on tokens that users' own servers guess ahead. A guessed token spends its own
-    credit only, see `TokensArrived`."""
-    return replace(trimming(), name="guessing", guesses=GUESSES)
-
-
-def paper() -> PolicySettings:
-    """The paper to the letter: migrating tokens, one expert per layer, whole-layer skips, prompts
-    too, mean losses, even budget, (37), (43)."""
-    return PolicySettings(
-        name="paper",
-        levers=Levers(drop_slots=False),
-        horizon=3,
-        accounting=Accounting.MIGRATE,
-        importance_gate=True,
-        exit_risk=None,
-        exit_state=ExitState.FROZEN,
-        inflate=False,
-        echoes_charged=False,
-        exits_charged=False,
-        exits_weighed=False,
-        budget_rule=BudgetRule.EVEN,
-        weight_rule=WeightRule.PAPER,
-        exit_rule=ExitRule.PAPER,
-        loss_weight_range=(0.0, 1.0),
-        audit_share=0.0,
-        allowance_levels=8,
-        steadiness=False,
-        slot_ranks=False,
-        one_expert=True,
-        target_transitions=True,
-        target_importance=True,
-        mean_losses=True,
-        user_references=True,
-        user_exits=True,
-        workload_limit=True,
-        prompts_trimmed=True,
-        hazards=False,
-        price_start=False,
-    )
-
-
-def paper_substitute_only() -> PolicySettings:
-    """The predecessor read as `paper` reads its successor, so that they differ in nothing but what
-    the paper adds: skips, exits and the look-ahead."""
-    letter = paper()
-    return replace(
-        letter,
-        name="paper-substitute-only",
-        horizon=1,
-        levers=replace(letter.levers, skip=False, exit=False),
-    )
-
-
-def exact() -> PolicySettings:
-    """Exact nearest-replica execution: every slot's target at its fastest host, full depth."""
-    return PolicySettings(
-        name="exact",
-        levers=Levers(substitute=False, drop_slots=False, skip=False, exit=False),
-        horizon=1,
-        budget=0.0,
-        weight_rule=WeightRule.FIXED,
-        exit_rule=ExitRule.FIXED,
-        audit_share=0.0,
-        price_start=False,
-    )
-
-
-def substitute_only() -> PolicySettings:
-    """The predecessor: similar experts stand in, every layer of every token runs."""
-    return replace(
-        final_exits(),
-        name="substitute-only",
-        levers=Levers(drop_slots=False, skip=False, exit=False),
-    )
-
-
-PRESETS = {
-    "auto": auto,
-    "trimmoe": trimmoe,
-    "trimming": trimming,
-    "guessing": guessing,
-    "lossless": lossless,
-    "speculative": speculative,
-    "final-exits": final_exits,
-    "substitute-only": substitute_only,
-    "exact": exact,
-    "paper": paper,
-}
