@@ -140,7 +140,7 @@ def validate(subject: Subject, method: str, traffic: Traffic, *, seed: int) -> P
     plan = plan_for(chosen, subject.plan, subject.profile, model)
     policy = replayed(method, budget=subject.budget, confidence=subject.confidence)
     # Which exits are audited is a matter of chance, and of another on either side.
-    policy = replace(policy, audit_share=0.0)
+    policy = policy.but(audit_share=0.0)
     share, vocabulary = plan.cluster.access_share, model.vocab_size
     prompts, asked = traffic.drawn(share, vocabulary, seed)
     answers, trace = asyncio.run(_served(subject, plan, policy, traffic, prompts, asked))

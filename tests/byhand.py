@@ -37,15 +37,15 @@ from trimmoe.engine.step import Engine
 from trimmoe.policy.base import Decision, Observation
 from trimmoe.policy.build import deploy, make_policy
 from trimmoe.policy.presets import PRESETS
-from trimmoe.policy.settings import BudgetRule, ExitRule, PolicySettings, WeightRule
+from trimmoe.policy.readings import BudgetRule, ExitRule, WeightRule
+from trimmoe.policy.settings import PolicySettings
 from trimmoe.policy.trim import TrimPolicy
 
 UNIT = 2.0**-7
 BUDGET = 8 * UNIT
 MS = REFERENCE_S = 1e-3
 
-PLAIN: PolicySettings = replace(
-    PRESETS["final-exits"](),
+PLAIN: PolicySettings = PRESETS["final-exits"]().but(
     horizon=1,
     budget=BUDGET,
     confidence=0.9,

@@ -76,7 +76,7 @@ def hybrid_routes(servers: int) -> list[list[int]]:
 
 def drafting(at: float, budget: float = 0.0) -> PolicySettings:
     """Drafts at this confidence, worth while or not; at 0 after the first layer of every token."""
-    return replace(PRESETS["trimmoe"](), draft_confidence=at, budget=budget, exits_weighed=False)
+    return PRESETS["trimmoe"]().but(draft_confidence=at, budget=budget, exits_weighed=False)
 
 
 def guessing(guesses: int, confidence: float = 0.0) -> PolicySettings:

@@ -16,7 +16,7 @@ from trimmoe.engine.step import Engine
 from trimmoe.experiments.method_engines import make_engine
 from trimmoe.policy.build import Deployment, deploy
 from trimmoe.policy.presets import PRESETS
-from trimmoe.policy.settings import ExitRule, WeightRule
+from trimmoe.policy.readings import ExitRule, WeightRule
 from trimmoe.simulator.generate import Parameters
 from trimmoe.simulator.generated_profile import generate_profile_and_trace
 from trimmoe.simulator.measure import Sample
@@ -69,7 +69,7 @@ def world(
     if lying:
         profile = hostile(rng, profile)
     plan = random_plan(rng, model, random_cluster(rng, servers=servers))
-    chosen = replace(PRESETS[preset](), **({"draft_confidence": None} | policy))
+    chosen = PRESETS[preset]().but(**({"draft_confidence": None} | policy))
     engine = make_engine(plan, profile, model, chosen)
     deployment = deploy(plan, profile, model, chosen.accounting)
     return World(model=model, profile=profile, trace=trace, deployment=deployment, engine=engine)

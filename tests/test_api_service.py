@@ -104,7 +104,7 @@ async def test_a_stop_token_ends_the_answer_and_is_its_last_token(tiny: Tiny) ->
 
 async def test_each_request_has_its_own_budget(tiny: Tiny) -> None:
     """One asks for exactness, one for a budget, side by side; neither sees the other."""
-    settings = replace(final_exits(), budget=0.3, exit_risk=None, audit_share=0.0)
+    settings = final_exits().but(budget=0.3, exit_risk=None, audit_share=0.0)
     async with running(tiny.planned(settings)) as service:
         exact, loose = await asyncio.gather(
             read(service.submit(request(PROMPTS[1], 24, exact=True))),
@@ -225,8 +225,8 @@ async def test_the_service_counts_links_and_experts_as_the_ledgers_do(
     tiny: Tiny, state: ExitState
 ) -> None:
     """But for experts of tokens that went on after their answers: those cost no token anything."""
-    settings = replace(final_exits(), budget=0.3, exit_risk=None, audit_share=0.5)
-    settings = replace(settings, exit_state=state)
+    settings = final_exits().but(budget=0.3, exit_risk=None, audit_share=0.5)
+    settings = settings.but(exit_state=state)
     async with running(tiny.planned(settings)) as service:
         answers = await asyncio.gather(
             *(read(service.submit(request(prompt, 12, confidence=0.5))) for prompt in PROMPTS[:4])
@@ -245,10 +245,10 @@ async def test_the_service_counts_links_and_experts_as_the_ledgers_do(
 def test_a_request_is_opened_with_what_it_asks_for_or_the_policys_own() -> None:
     model = random_model_spec(np.random.default_rng(0))
     profile = random_profile(np.random.default_rng(0), model)
-    settings = replace(trimmoe(), budget=0.1, confidence=0.8, exit_risk=0.05)
+    settings = trimmoe().but(budget=0.1, confidence=0.8, exit_risk=0.05)
     assert quality(request([1]), settings, profile, copied=True) == (0.1, 0.8)
     both = request([1], quality_budget=0.2, confidence=0.5)
-    assert quality(both, replace(settings, exit_risk=None), profile, copied=True) == (0.2, 0.5)
+    assert quality(both, settings.but(exit_risk=None), profile, copied=True) == (0.2, 0.5)
     assert quality(replace(both, exact=True), settings, profile, copied=True) == (0.0, NEVER_EXIT)
 
 
@@ -256,7 +256,7 @@ def test_a_smaller_budget_than_the_policys_runs_fewer_copies_still() -> None:
     """They are charged what they flip where the policy's budget is run up."""
     model = random_model_spec(np.random.default_rng(0))
     profile = random_profile(np.random.default_rng(0), model)
-    settings = replace(trimmoe(), budget=0.1, exit_risk=None)
+    settings = trimmoe().but(budget=0.1, exit_risk=None)
     half = request([1], quality_budget=0.05)
     assert quality(half, settings, profile, copied=True)[0] == pytest.approx(0.025)
     assert quality(half, settings, profile, copied=False)[0] == 0.05
@@ -275,7 +275,7 @@ def test_a_smaller_budget_never_allows_more_exits(
     )
     assert small[0] <= large[0]
     assert small[1] >= large[1] >= 0.3
-    exits_flip = profile.exit_bound(trimmoe().exit_state) * profile.exit_rate
+    exits_flip = profile.exit_bound(trimmoe().readings.exit_state) * profile.exit_rate
     assert (exits_flip[profile.exit_grid >= small[1]] <= small[0] / 2).all()
 
 

@@ -86,8 +86,7 @@ def test_audits_are_counted_and_pull_p_up(bench: Bench, texts) -> None:
     passages = cut_passages(bench.view, texts["near"], count=4, context=8, steps=40)
     harmless = np.zeros_like(bench.profile.exit_error_upper)
     sworn = replace(bench.profile, exit_error_upper=harmless, exit_echo=np.zeros(2))
-    policy = replace(
-        base_policy(budget=0.9, confidence=0.0),
+    policy = base_policy(budget=0.9, confidence=0.0).but(
         draft_confidence=None,
         exit_risk=0.0, exits_charged=False, audit_share=1.0, window_tokens=16,
     )  # fmt: skip

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from itertools import product
 
 import numpy as np
@@ -20,7 +19,7 @@ from worlds import SmallWorld, small_world
 
 
 def space_of(world: SmallWorld, **changes) -> tuple[ActionSpace, np.ndarray]:
-    settings = replace(PRESETS["trimmoe"](), **changes)
+    settings = PRESETS["trimmoe"]().but(**changes)
     engine = make_engine(world.plan, world.profile, world.model, settings)
     assert isinstance(engine.policy, TrimPolicy)
     return engine.policy.lookahead.space, engine.routes
@@ -37,8 +36,7 @@ def space_of(world: SmallWorld, **changes) -> tuple[ActionSpace, np.ndarray]:
 def test_no_policy_is_faster_than_the_bound(seed, budget, confidence, horizon, charged) -> None:
     world = small_world(seed)
     access = np.random.default_rng(seed).integers(3, size=3)
-    policy = replace(
-        PRESETS["trimmoe"](),
+    policy = PRESETS["trimmoe"]().but(
         budget=budget,
         confidence=confidence,
         horizon=horizon,
@@ -118,7 +116,7 @@ def cheapest_path(space, trace, route, access, exits) -> float:
 
 def test_the_replay_spends_no_more_than_its_budget_and_keeps_the_order_of_tokens() -> None:
     world = small_world(11)
-    policy = replace(PRESETS["trimmoe"](), budget=0.1, exit_risk=None)
+    policy = PRESETS["trimmoe"]().but(budget=0.1, exit_risk=None)
     engine = make_engine(world.plan, world.profile, world.model, policy)
     ledgers = replay(engine, world.trace, np.zeros(3, dtype=int), budget=0.1, confidence=0.9)
     for sequence in range(3):

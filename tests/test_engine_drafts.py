@@ -31,7 +31,7 @@ SERVERS, CONFIDENCE = 4, 0.9
 
 
 def lossless(**changes) -> PolicySettings:
-    return replace(PRESETS["lossless"](), exits_weighed=False, **changes)
+    return PRESETS["lossless"]().but(exits_weighed=False, **changes)
 
 
 class Replayed:

@@ -12,7 +12,7 @@ from trimmoe.core.events import Receipt, Settled
 from trimmoe.cost.model import Accounting
 from trimmoe.policy.base import Observation
 from trimmoe.policy.baselines import MixtureOfDepths
-from trimmoe.policy.settings import BudgetRule
+from trimmoe.policy.readings import BudgetRule
 
 PAIR_MS = [[0, 10], [10, 0]]
 TRIO_MS = [[0, 10, 10], [10, 0, 10], [10, 10, 0]]
@@ -197,7 +197,7 @@ def test_an_even_budget_keeps_nothing_for_the_next_token(
     16 and leaves 4, the third has 12 and leaves 0, the fourth has 8 and leaves them.
     """
     made = world(hosting([[]], [[0, 1]]), PAIR_MS, skip=one_bin([12]))
-    walk = Walk(engine=made.engine(replace(PLAIN, budget_rule=rule)))
+    walk = Walk(engine=made.engine(PLAIN.but(budget_rule=rule)))
     found, left = [], []
     for _ in skipped:
         walk.arrive()
@@ -213,7 +213,7 @@ def test_nor_does_it_keep_what_tokens_left_that_ended_elsewhere(
 ) -> None:
     """Two receipts of 8 units, of which 5 and none were spent."""
     walk = Walk(
-        engine=world(hosting([[0, 1]]), [[0]]).engine(replace(PLAIN, budget_rule=rule)),
+        engine=world(hosting([[0, 1]]), [[0]]).engine(PLAIN.but(budget_rule=rule)),
     )
     spent = (5 * UNIT, 0.0)
     walk.tell(

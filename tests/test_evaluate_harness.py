@@ -223,7 +223,7 @@ def test_the_answer_does_not_depend_on_what_is_decoded_beside_it(bench: Bench) -
 
 def everything_skipped(bench: Bench) -> DriverLM:
     """So large a budget that hardly a slot runs."""
-    policy = replace(trimmoe(), budget=100.0, exit_risk=None, audit_share=0.0, inflate=False)
+    policy = trimmoe().but(budget=100.0, exit_risk=None, audit_share=0.0, inflate=False)
     return bench.model(replace(policy, confidence=2.0))
 
 

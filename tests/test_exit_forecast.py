@@ -41,7 +41,7 @@ def goes_on(settings: PolicySettings, error: float) -> list[float]:
 @pytest.mark.parametrize("name", ["trimmoe", "lossless"])
 def test_drafts_are_foreseen_whatever_exits_would_flip(name: str) -> None:
     """Nobody is shown a draft, so that no risk keeps it from setting out."""
-    drafts = replace(PRESETS[name](), exit_risk=0.01)
+    drafts = PRESETS[name]().but(exit_risk=0.01)
     assert goes_on(drafts, error=0.4) == [0.75, 0.75, 0.0]
 
 
@@ -57,9 +57,9 @@ def test_drafts_are_foreseen_as_often_as_they_set_out_at_their_own_confidence() 
 
 def test_final_exits_are_foreseen_only_where_their_risk_is_tolerated() -> None:
     """Half of all tokens exit and 40 % of those err: 0.2 of all."""
-    final = replace(PRESETS["final-exits"](), exit_risk=0.19)
+    final = PRESETS["final-exits"]().but(exit_risk=0.19)
     assert goes_on(final, error=0.4) == [1.0, 1.0, 0.0]
-    assert goes_on(replace(final, exit_risk=0.21), error=0.4) == [0.75, 0.75, 0.0]
+    assert goes_on(final.but(exit_risk=0.21), error=0.4) == [0.75, 0.75, 0.0]
 
 
 def test_without_the_lever_nothing_exits() -> None:

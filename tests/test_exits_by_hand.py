@@ -63,7 +63,7 @@ def test_a_token_only_leaves_where_going_on_costs_more_than_the_exit(
 ) -> None:
     """What is to come costs 1 (21 in the row that says so) besides; an exit that is charged `limit`
     units costs as much as going on, and one that is charged a unit less is taken."""
-    settings = replace(PLAIN, exits_weighed=True, accounting=Accounting(accounting))
+    settings = PLAIN.but(exits_weighed=True, accounting=Accounting(accounting))
     made = world(EVERYWHERE, PAIR_MS, routes=[route, route])
     engine = made.engine(settings)
     engine = replace(engine, cost=replace(engine.cost, dense_s=np.full((2, 3), dense_ms * MS)))
@@ -109,10 +109,10 @@ def test_an_exit_is_charged_the_bound_of_the_laxer_threshold_of_the_grid(
         exit_echo=np.array([[0.0, 0.0], [1.5, 0.25]]),
         exit_rate=np.ones(2),
     )
-    charged = replace(PLAIN, exits_charged=True)
+    charged = PLAIN.but(exits_charged=True)
     for state, loss in ((ExitState.WHOLE, whole), (ExitState.FROZEN, frozen)):
         for inflation in (1.0, 2.0):
-            settings = replace(charged, exit_state=state, inflation=inflation)
+            settings = charged.but(exit_state=state, inflation=inflation)
             found = made.engine(settings).exits.charge(np.array([needed]))
             assert found.tolist() == [loss * inflation]
     free = made.engine(PLAIN).exits.charge(np.array([needed]))
@@ -154,7 +154,7 @@ def test_where_nothing_but_exits_is_chosen_what_is_to_come_is_known_to_weigh_the
 def test_a_token_that_audits_its_exit_runs_exactly_to_full_depth() -> None:
     """Layers 1 and 2 are 10 ms away and would be skipped for 2 of 8 units each."""
     hosts = hosting([[0, 1], [], []], [[], [0, 1], [0, 1]])
-    settings = replace(PLAIN, audit_share=0.5, exit_state=ExitState.FROZEN)
+    settings = PLAIN.but(audit_share=0.5, exit_state=ExitState.FROZEN)
     walk = Walk(engine=world(hosts, PAIR_MS, skip=one_bin([2] * 3)).engine(settings))
     walk.arrive()
     (probe,) = _probes(walk, confidence=0.95)

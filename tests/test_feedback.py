@@ -10,10 +10,10 @@ import pytest
 from byhand import BUDGET, PLAIN, Walk, hosting, one_bin, world
 from trimmoe.core.events import SequenceOpened, TokensArrived
 from trimmoe.engine.feedback import Feedback, Window, observe, observe_audits
-from trimmoe.policy.settings import ExitRule, PolicySettings, WeightRule
+from trimmoe.policy.readings import ExitRule, WeightRule
+from trimmoe.policy.settings import PolicySettings
 
-PAPER: PolicySettings = replace(
-    PLAIN,
+PAPER: PolicySettings = PLAIN.but(
     weight_rule=WeightRule.PAPER,
     exit_rule=ExitRule.PAPER,
     loss_weight_range=(0.0, 1.0),
@@ -88,7 +88,7 @@ def test_weights_move_once_a_window_is_full_and_it_begins_anew() -> None:
 def test_steered_the_weight_follows_the_use_of_the_budget_whatever_time_it_takes(
     use: tuple[float, float], weight: float
 ) -> None:
-    steered = replace(PAPER, weight_rule=WeightRule.STEER)
+    steered = PAPER.but(weight_rule=WeightRule.STEER)
     after = window(Feedback(loss_weight=0.5), steered, use=use, delay=(7.0, 9.0))
     assert after.loss_weight == pytest.approx(weight)
 
@@ -96,7 +96,7 @@ def test_steered_the_weight_follows_the_use_of_the_budget_whatever_time_it_takes
 def test_every_route_is_steered_by_its_own_tokens() -> None:
     """Log odds, here 0 and ln 3, move by 4 x (use - 0.9) x the route's half of the window: by
     4 (1.4 - 0.9) / 2 = 1 and 4 (0.4 - 0.9) / 2 = -1. A route without tokens stays where it is."""
-    steered = replace(PAPER, weight_rule=WeightRule.STEER, steer_step=4.0)
+    steered = PAPER.but(weight_rule=WeightRule.STEER, steer_step=4.0)
     before = Feedback(loss_weight=0.5, route_weights=(0.5, 0.75, 0.25))
     after = window(before, steered, use=(1.4, 0.4), routes=(0, 1))
     up, down = 1 / (1 + np.exp(-1.0)), 1 / (1 + np.exp(-(np.log(3.0) - 1.0)))
@@ -145,7 +145,7 @@ def test_the_exit_threshold_follows_the_mean_confidence_at_exit(
 def test_audited_the_threshold_follows_the_share_of_tokens_that_exits_flip(
     tokens: int, exits: tuple[float, ...], agrees: tuple[bool, ...], after: float
 ) -> None:
-    rule = replace(PAPER, exit_rule=ExitRule.AUDITED, exit_risk=0.3, window_tokens=tokens)
+    rule = PAPER.but(exit_rule=ExitRule.AUDITED, exit_risk=0.3, window_tokens=tokens)
     before = Feedback(loss_weight=0.5, exit_raise=0.1)
     before = observe_audits(before, np.array(agrees, dtype=bool))
     assert (before.audits, before.false_exits) == (len(agrees), agrees.count(False))
@@ -178,7 +178,7 @@ def test_no_more_drafts_are_wrong_than_their_confidence_promises(
 
 def test_fixed_rules_change_nothing() -> None:
     before = Feedback(loss_weight=0.3, route_weights=(0.2, 0.7), exit_raise=0.04)
-    fixed = replace(PAPER, weight_rule=WeightRule.FIXED, exit_rule=ExitRule.FIXED)
+    fixed = PAPER.but(weight_rule=WeightRule.FIXED, exit_rule=ExitRule.FIXED)
     after = window(before, fixed, use=(9.0, 9.0), exits=(0.99,))
     assert after == before
 

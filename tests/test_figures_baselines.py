@@ -111,12 +111,13 @@ def test_by_the_letter_the_predecessor_differs_from_ours_in_what_the_paper_adds_
 
 
 def test_by_the_letter_whoever_trims_prompts_is_everybody_who_trims() -> None:
-    trims = {one.of: one.change(one.method.settings()).prompts_trimmed for one in letter()}
+    trims = {one.of: one.change(one.method.settings()).readings.prompts_trimmed for one in letter()}
     assert {of for of, whole in trims.items() if whole} >= {"trimmoe", "substitute-only"}
     assert trims["mod"]
     assert trims["moe2"]
     assert not any(
-        one.change(one.method.settings()).prompts_trimmed for one in (*pinned_own(), *pinned_best())
+        one.change(one.method.settings()).readings.prompts_trimmed
+        for one in (*pinned_own(), *pinned_best())
     )
 
 
@@ -142,8 +143,8 @@ def test_where_our_letter_knows_no_echoes_the_predecessor_beside_it_is_charged_n
     assert [one.of for one in budgeted] == ["substitute-only", "trimmoe"]
     for one in budgeted:
         policy = one.change(one.method.settings())
-        assert not policy.echoes_charged
+        assert not policy.readings.echoes_charged
         assert policy.accounting is Accounting.MIGRATE
     physical = (*pinned_own(), *pinned_best())
     for one in (row for row in physical if not row.method.matched):
-        assert one.change(one.method.settings()).echoes_charged
+        assert one.change(one.method.settings()).readings.echoes_charged

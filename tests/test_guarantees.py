@@ -32,7 +32,8 @@ from trimmoe.engine.step import Engine
 from trimmoe.experiments.method_engines import make_engine
 from trimmoe.policy.base import Policy
 from trimmoe.policy.presets import PRESETS
-from trimmoe.policy.settings import BudgetRule, PolicySettings
+from trimmoe.policy.readings import BudgetRule
+from trimmoe.policy.settings import PolicySettings
 from trimmoe.policy.trim import TrimPolicy
 
 TOKENS = 6
@@ -49,8 +50,7 @@ def worlds(draw: st.DrawFn) -> tuple[SyntheticDriver, Plan, float, float]:
         profile = hostile(rng, profile)
     budget = draw(st.sampled_from([0.0, 1e-6, 0.02, 0.1, 1.0]))
     confidence = draw(st.sampled_from([0.0, 0.5, 0.9, 1.0, 1.1]))
-    policy = replace(
-        PRESETS[draw(st.sampled_from(sorted(PRESETS)))](),
+    policy = PRESETS[draw(st.sampled_from(sorted(PRESETS)))]().but(
         budget=budget,
         horizon=draw(st.sampled_from([1, 2, 3, None])),
         audit_share=draw(st.sampled_from([0.0, 0.5])),
@@ -59,7 +59,7 @@ def worlds(draw: st.DrawFn) -> tuple[SyntheticDriver, Plan, float, float]:
         importance_gate=draw(st.booleans()),
     )
     if not policy.drafts:
-        policy = replace(policy, exit_state=draw(st.sampled_from(ExitState)))
+        policy = policy.but(exit_state=draw(st.sampled_from(ExitState)))
     plan = random_plan(
         rng,
         model,
@@ -110,7 +110,7 @@ def misled(rng: np.random.Generator, policy: Policy) -> Policy:
 def test_the_quality_budget_is_never_exceeded_at_any_prefix(world) -> None:
     """Property 2 and (c.10): at every prefix of a sequence, spent <= credited."""
     driver, _, budget, _ = world
-    even = driver.engine.settings.budget_rule is BudgetRule.EVEN
+    even = driver.engine.settings.readings.budget_rule is BudgetRule.EVEN
     spent: dict[int, float] = {}
     for count, trajectory in _by_sequence(driver):
         assert trajectory.ledger is not None
@@ -187,7 +187,7 @@ def test_tokens_are_where_the_accounting_says(world) -> None:
 def test_tokens_that_exit_whole_go_on_through_all_layers_at_no_loss(world) -> None:
     driver, _, _, _ = world
     engine = driver.engine
-    whole, layers = engine.settings.exit_state is ExitState.WHOLE, engine.cost.layer_count
+    whole, layers = engine.settings.readings.exit_state is ExitState.WHOLE, engine.cost.layer_count
     for trajectory in driver.trajectories:
         left = range(trajectory.exit_layer, layers)
         assert [visit.layer for visit in trajectory.after] == (list(left) if whole else [])
@@ -267,8 +267,8 @@ def test_feedback_moves_and_stays_in_its_range(field: str) -> None:
     rng = np.random.default_rng(5)
     cluster = _example_cluster(4)
     plan = random_plan(rng, model, cluster, density=0.0)
-    policy: PolicySettings = replace(
-        PRESETS["final-exits"](), window_tokens=2, audit_share=0.5, exit_risk=0.3
+    policy: PolicySettings = PRESETS["final-exits"]().but(
+        window_tokens=2, audit_share=0.5, exit_risk=0.3
     )
     driver = SyntheticDriver(engine=make_engine(plan, profile, model, policy), rng=rng)
     driver.open(0, access=0, budget=0.02, confidence=0.9)
@@ -278,7 +278,7 @@ def test_feedback_moves_and_stays_in_its_range(field: str) -> None:
         feedback = driver.state.feedback
         seen.append(feedback.exit_raise if field == "exit_raise" else feedback.route_weights[0])
     assert len(set(seen)) > 3
-    low = policy.loss_weight_range[0] if field == "loss_weight" else 0.0
+    low = policy.readings.loss_weight_range[0] if field == "loss_weight" else 0.0
     assert low <= min(seen)
     assert max(seen) <= 1.0
 
@@ -289,14 +289,14 @@ def test_a_token_only_exits_where_going_on_would_cost_more_than_the_exit_is_char
     model, profile = _example_world(3)
     bounds = np.full(profile.exit_grid.size, 0.05)
     profile = replace(profile, exit_error_upper=bounds, exit_echo=np.zeros(2))
-    policy = replace(PRESETS["final-exits"](), budget=0.02, exit_risk=None, audit_share=0.0)
+    policy = PRESETS["final-exits"]().but(budget=0.02, exit_risk=None, audit_share=0.0)
     left: dict[bool, set[int]] = {}
     for weighed in (True, False):
         rng = np.random.default_rng(5)
         plan = random_plan(rng, model, _example_cluster(2), density=1.0)
         slow = replace(plan.cluster, delay_s=np.where(np.eye(2) > 0, 0.0, 10.0))
         plan = replace(plan, cluster=slow, routes=np.tile([0, 0, 0, 1, 1, 1], (2, 1)))
-        settled = replace(policy, exits_weighed=weighed)
+        settled = policy.but(exits_weighed=weighed)
         driver = SyntheticDriver(engine=make_engine(plan, profile, model, settled), rng=rng)
         driver.open(0, access=0, budget=1.0, confidence=0.9)
         left[weighed] = {driver.decode((0,))[0].exit_layer for _ in range(60)}
@@ -310,13 +310,14 @@ def exit_charge(trajectory: Trajectory, driver: SyntheticDriver) -> float:
     all of them nothing is known, and it is the largest bound, of itself at least."""
     settings, profile = driver.engine.settings, driver.engine.profile
     assert trajectory.ledger is not None
-    if trajectory.exit_layer == driver.engine.cost.layer_count or not settings.exits_charged:
+    readings = settings.readings
+    if trajectory.exit_layer == driver.engine.cost.layer_count or not readings.exits_charged:
         return 0.0
     if settings.drafts:
         return 0.0
     charged = trajectory.ledger.loss - true_loss(trajectory, profile, settings)
     met = profile.exit_grid <= trajectory.visits[-1].confidence
-    bounds = profile.exit_bound(settings.exit_state)
+    bounds = profile.exit_bound(readings.exit_state)
     known = [max(1.0, *bounds), *bounds[met]]
     assert min(abs(charged - each) for each in known) < ROUNDING
     return charged
@@ -324,32 +325,33 @@ def exit_charge(trajectory: Trajectory, driver: SyntheticDriver) -> float:
 
 def true_loss(trajectory: Trajectory, profile: Profile, policy: PolicySettings) -> float:
     """The proxy degradation (17) of what really ran, recomputed slot by slot."""
-    profile = profile.averaged() if policy.mean_losses else profile
-    profile = profile.echoing() if policy.echoes_charged else profile
+    readings = policy.readings
+    profile = profile.averaged() if readings.mean_losses else profile
+    profile = profile.echoing() if readings.echoes_charged else profile
     skip, drop, substitution = profile.skip, profile.drop, profile.substitution_loss
-    if not policy.steadiness:
+    if not readings.steadiness:
         share = profile.class_share
         skip, drop = skip.pooled(share), drop.pooled(share)
         substitution = (share[:, :, None, None, None] * substitution).sum(1, keepdims=True)
-    if not policy.slot_ranks:
+    if not readings.slot_ranks:
         substitution = profile.slots_alike(substitution)
     loss = 0.0
     for visit in trajectory.visits:
-        at = visit.layer, visit.steadiness if policy.steadiness else 0
+        at = visit.layer, visit.steadiness if readings.steadiness else 0
         if (visit.slot_expert < 0).all():
             gate = float(visit.masses[0])
-            loss += _curve_at(skip, at, gate if policy.target_importance else visit.importance)
+            loss += _curve_at(skip, at, gate if readings.target_importance else visit.importance)
             continue
         slots = zip(visit.targets, visit.slot_expert, visit.masses, strict=True)
         for slot, (target, expert, mass) in enumerate(slots):
-            if policy.one_expert and slot > 0:
+            if readings.one_expert and slot > 0:
                 assert expert < 0, "(10): one expert per layer"
             elif expert < 0:
                 loss += _curve_at(drop, at, mass)
             elif expert >= profile.expert_count:
                 rung = profile.rungs[expert // profile.expert_count - 1].curves
                 more = _fewer_flip_more_by_each(rung, profile, policy.budget)
-                rung = rung if policy.steadiness else rung.pooled(profile.class_share)
+                rung = rung if readings.steadiness else rung.pooled(profile.class_share)
                 loss += max(more * _curve_at(rung, at, mass), NOT_FREE)
             elif expert != target:
                 rank = min(slot, substitution.shape[2] - 1)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -108,7 +106,7 @@ def answers(draw: st.DrawFn) -> Answer:
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     budget = draw(st.sampled_from([0.0, 0.02, 0.1, 1.0]))
     # Whatever is saved is worth any quality, so that all there is gets spent.
-    policy = replace(guessing(), budget=budget, loss_weight=0.05, price_start=False)
+    policy = guessing().but(budget=budget, loss_weight=0.05, price_start=False)
     plan = random_plan(rng, model, cluster)
     return Answer(make_engine(plan, profile, model, policy), rng, budget)
 

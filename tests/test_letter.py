@@ -79,7 +79,7 @@ def test_the_look_ahead_reads_p_l(letter: str) -> None:
     is here too. Calibrated sets say that a token stays with what it activates."""
     hosts = hosting([[0, 1, 2], [0, 2]], [[], [1]], experts=3)
     made = world(hosts, PAIR_MS, top_k=2, **CODEBOOK)
-    settings = replace(PLAIN, horizon=None, budget=BUDGET, **{letter: True})
+    settings = PLAIN.but(horizon=None, budget=BUDGET, **{letter: True})
     look = made.policy(settings).lookahead
     kind = TokenKind(steadiness=0, exit_row=0)
     ahead = look.to_go(0, Place(route=(0, 0)), 0.0, 1, kind)
@@ -96,7 +96,7 @@ def test_one_expert_per_layer_is_run_and_nothing_charged_for_the_others() -> Non
     would take as long. Where 2 stands in for it here at 4 units, that is all that is charged."""
     hosts = hosting([[0, 2], [0, 2]], [[1], [1]], experts=3)
     exact = world(hosts, PAIR_MS, top_k=2)
-    settings = replace(PLAIN, one_expert=True)
+    settings = PLAIN.but(one_expert=True)
     ran = decided(exact.policy(settings), [1, 0], masses=[0.4, 0.2])
     assert ran.slot_expert.tolist() == [[1, DROPPED]]
     assert ran.slot_server[0, 0] == 1
@@ -115,7 +115,7 @@ def test_with_the_targets_gate_as_importance_a_layer_may_be_skipped_that_the_set
     made = world(hosts, PAIR_MS, top_k=2, skip=one_bin([2.0, 2.0]))
     decisions = []
     for by_gate in (False, True):
-        policy = made.policy(replace(PLAIN, target_importance=by_gate))
+        policy = made.policy(PLAIN.but(target_importance=by_gate))
         space = replace(policy.lookahead.space, theta=np.array([0.5, 0.5]))
         policy = replace(policy, lookahead=replace(policy.lookahead, space=space))
         policy = replace(policy, tables=None)
@@ -141,7 +141,7 @@ def test_mean_losses_are_what_was_measured_and_not_its_bounds() -> None:
     )
     deployment = deploy(made.plan, profile, made.model, PLAIN.accounting)
     for mean, skips, stands_in in ((False, 5, 6), (True, 3, 3)):
-        settings = replace(PLAIN, mean_losses=mean)
+        settings = PLAIN.but(mean_losses=mean)
         space = action_space(deployment, profile, settings)
         assert (space.skip.upper == skips * UNIT).all()
         assert (space.substitution_loss[..., 0, 1] == stands_in * UNIT).all()

@@ -16,7 +16,7 @@ from trimmoe.engine.feedback import Feedback
 from trimmoe.experiments.method_engines import make_engine
 from trimmoe.policy.build import deploy, user_references
 from trimmoe.policy.price import own_weight
-from trimmoe.policy.settings import ExitRule
+from trimmoe.policy.readings import ExitRule
 
 APART_MS = [[0, 10], [10, 0]]
 
@@ -77,7 +77,7 @@ def test_who_is_far_from_everything_counts_a_millisecond_for_less(by_user: bool)
 def test_the_letter_makes_engines_that_know_their_users() -> None:
     made = world(hosting([[0, 1], [0, 1]], [[], []]), APART_MS)
     for known in (False, True):
-        settings = replace(PLAIN, accounting=Accounting.MIGRATE, user_references=known)
+        settings = PLAIN.but(accounting=Accounting.MIGRATE, user_references=known)
         engine = make_engine(made.plan, made.profile, made.model, settings)
         if known:
             assert engine.user_reference_s is not None
@@ -88,7 +88,7 @@ def test_the_letter_makes_engines_that_know_their_users() -> None:
 
 def test_each_users_threshold_follows_the_exits_of_that_user() -> None:
     """(37): 0.9 + 0.1 (0.95 - 0.9) and 0.9 + 0.1 (1 - 0.9); together 0.9 + 0.1 (0.975 - 0.9)."""
-    before, own = Feedback(loss_weight=0.5), replace(PAPER, user_exits=True)
+    before, own = Feedback(loss_weight=0.5), PAPER.but(user_exits=True)
     after = window(before, own, exits=(0.95, 1.0), users=(0, 3))
     assert after.exit_raise == 0.0
     assert after.raises_of(np.array([0, 3, 1])).tolist() == pytest.approx([0.005, 0.01, 0.0])
@@ -101,7 +101,7 @@ def test_each_users_threshold_follows_the_exits_of_that_user() -> None:
 
 def test_no_users_threshold_falls_below_what_it_asked_for() -> None:
     """0.9 + 0.1 (0.7 - 0.9) would be 0.88."""
-    own = replace(PAPER, user_exits=True)
+    own = PAPER.but(user_exits=True)
     after = window(Feedback(loss_weight=0.5), own, exits=(0.7,), users=(3,))
     assert after.raises_of(np.array([3, 0])).tolist() == [0.0, 0.0]
 
@@ -110,7 +110,7 @@ def test_an_exit_counts_for_the_user_whose_token_it_was() -> None:
     """Of two tokens of user 1 the first exits, as sure as 1: 0.9 + 0.1 (1 - 0.9)."""
     made = world(hosting([[0, 1], [0, 1]], [[0, 1], [0, 1]]), APART_MS, skip=one_bin([128.0] * 2))
     paper = {"exit_rule": ExitRule.PAPER, "exit_step": 0.1, "user_exits": True, "window_tokens": 2}
-    walk = Walk(engine=made.engine(replace(PLAIN, **paper)), access=1)
+    walk = Walk(engine=made.engine(PLAIN.but(**paper)), access=1)
     told = [
         Receipt(sequence=0, budget=1.0, loss=0.0, delay_s=0.01, exit_confidence=sure)
         for sure in (1.0, None)
@@ -121,7 +121,7 @@ def test_an_exit_counts_for_the_user_whose_token_it_was() -> None:
 
 def test_a_users_token_sets_out_with_that_users_threshold() -> None:
     made = world(hosting([[0, 1], [0, 1]], [[0, 1], [0, 1]]), APART_MS, skip=one_bin([128.0] * 2))
-    engine = made.engine(replace(PLAIN, user_exits=True))
+    engine = made.engine(PLAIN.but(user_exits=True))
     for user, needed in ((0, 0.9), (1, 0.95)):
         walk = Walk(engine=engine, access=user)
         feedback = replace(walk.state.feedback, user_raises={1: 0.05})

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from trimmoe.policy.presets import PRESETS
-from trimmoe.policy.settings import BudgetRule
+from trimmoe.policy.readings import BudgetRule
 from trimmoe.runtime.node.front.answers import Answers
 from trimmoe.runtime.node.front.jobs import Job
 from trimmoe.runtime.node.front.memory import Memory
@@ -28,7 +27,7 @@ def test_it_brings_along_what_its_tokens_left_unless_budgets_are_even(
     rule: BudgetRule, credit: float, balance: float
 ) -> None:
     """(33): of an even budget nothing is left; a bucket has no less than nothing in it."""
-    settings = replace(PRESETS["final-exits"](), budget=0.5, confidence=0.75, budget_rule=rule)
+    settings = PRESETS["final-exits"]().but(budget=0.5, confidence=0.75, budget_rule=rule)
     engine = SimpleNamespace(copied_bits=None)
     planner = SimpleNamespace(
         settings=settings, profile=None, in_force=SimpleNamespace(engine=engine)

@@ -205,7 +205,7 @@ async def test_a_long_prompt_does_not_stall_decoding(tiny: Tiny) -> None:
 
 
 async def test_logs_replay_through_a_fresh_engine(tiny: Tiny) -> None:
-    policy = replace(PRESETS["final-exits"](), budget=0.2, exit_risk=None, audit_share=0.3)
+    policy = PRESETS["final-exits"]().but(budget=0.2, exit_risk=None, audit_share=0.3)
     profile, plan = world(tiny, servers=3, routes=hybrid_routes(3))
     async with running(tiny, profile=profile, plan=plan, policy=policy) as cluster:
         asked = [(i % 3, request(prompt, 16, confidence=0.6)) for i, prompt in enumerate(PROMPTS)]

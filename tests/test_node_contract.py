@@ -37,7 +37,7 @@ from trimmoe.runtime.service import (
 from wires import soon, until
 
 DRIVERS = {"in process": 0, "one node": 1, "three nodes": 3}
-TRIMMING = replace(PRESETS["final-exits"](), budget=0.2, exit_risk=None, audit_share=0.2)
+TRIMMING = PRESETS["final-exits"]().but(budget=0.2, exit_risk=None, audit_share=0.2)
 PROMPTS = [
     list(range(5 + i, 5 + i + length)) for i, length in enumerate([1, 40, 3, 17, 9, 2, 64, 5])
 ]
@@ -220,7 +220,7 @@ async def test_tokens_that_leave_early_are_known_to_all_who_draw(
 ) -> None:
     """Nothing comes twice under a penalty that forbids it, wherever a token is drawn and whatever
     of it goes on to the servers of later layers."""
-    policy = replace(TRIMMING, exit_state=state, exits_charged=False, exits_weighed=False)
+    policy = TRIMMING.but(exit_state=state, exits_charged=False, exits_weighed=False)
     never_again = Sampling(presence_penalty=1e6)
     async with driver.serving(policy) as service:
         streams = [
@@ -317,7 +317,7 @@ async def test_stopping_ends_open_streams(driver: Driver) -> None:
 @pytest.mark.parametrize("state", [ExitState.WHOLE, ExitState.DENSE])
 async def test_audits_are_counted_as_in_the_ledgers(driver: Driver, state: ExitState) -> None:
     """But for what becomes of a token that goes on when its request may be over."""
-    policy = replace(TRIMMING, audit_share=0.5, exit_state=state)
+    policy = TRIMMING.but(audit_share=0.5, exit_state=state)
     async with driver.serving(policy) as service:
         streams = [service.submit(request(prompt, 12, confidence=0.5)) for prompt in PROMPTS[:4]]
         made = await soon(asyncio.gather(*(read(stream) for stream in streams)))
@@ -332,7 +332,7 @@ async def test_audits_are_counted_as_in_the_ledgers(driver: Driver, state: ExitS
 @pytest.mark.parametrize("name", ["trimmoe", "substitute-only", "exact"])
 async def test_one_node_decides_and_answers_as_the_in_process_driver(tiny: Tiny, name: str) -> None:
     """The very tokens and ledgers, audits included, one request after the other."""
-    policy = replace(PRESETS[name](), exit_risk=None, audit_share=0.3, window_tokens=10**9)
+    policy = PRESETS[name]().but(exit_risk=None, audit_share=0.3, window_tokens=10**9)
     if not policy.levers.lossless:
         policy = replace(policy, budget=0.2)
     books = []

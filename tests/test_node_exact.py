@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -98,8 +97,8 @@ async def test_later_tokens_find_what_exited_ones_leave_as_in_one_process(
     deep = Tiny(folder=folder, view=open_model(folder), tokenizer=tiny.tokenizer)
     routes = [[server, (server + 1) % 3, server] for server in range(3)]
     profile, plan = world(deep, servers=3, routes=routes)
-    policy = replace(
-        PRESETS["final-exits"](), exit_state=state, exit_risk=None, exits_charged=False,
+    policy = PRESETS["final-exits"]().but(
+        exit_state=state, exit_risk=None, exits_charged=False,
         exits_weighed=False, budget=0.0, audit_share=0.0, window_tokens=10**9,
     )  # fmt: skip
     asked = [request([1 + i, 7, 3 * i + 2], 24, confidence=0.7) for i in range(9)]
@@ -126,10 +125,10 @@ async def test_frames_are_those_of_the_cost_model(
     request's last token leaves behind need not go all the way once the request is over."""
     profile, plan = world(tiny, servers=4, routes=hybrid_routes(4))
     asked = questions.among(4, new=12, confidence=0.6)[:12]
-    policy = replace(PRESETS["final-exits"](), exit_state=state)
+    policy = PRESETS["final-exits"]().but(exit_state=state)
     if state is ExitState.WHOLE:
         often = {"exit_risk": None, "exits_charged": False, "exits_weighed": False}
-        policy = replace(policy, **often)
+        policy = policy.but(**often)
     async with running(tiny, profile=profile, plan=plan, policy=policy) as cluster:
         made = await answers(cluster, asked)
         await cluster.all_free()

@@ -41,8 +41,8 @@ def replicated(tiny: Tiny, *, holders: dict[int, list[int]]) -> tuple[Profile, P
 
 ALL = list(range(LAYERS))
 EVERYWHERE = dict.fromkeys(range(4), ALL)
-DRAFTING = replace(
-    PRESETS["trimmoe"](), draft_confidence=0.6, budget=0.0, exits_weighed=False, name="drafting"
+DRAFTING = PRESETS["trimmoe"]().but(
+    draft_confidence=0.6, budget=0.0, exits_weighed=False, name="drafting"
 )
 GUESSING = replace(PRESETS["speculative"](), guess_confidence=0.0)
 either = pytest.mark.parametrize(
@@ -388,7 +388,7 @@ async def test_the_budget_holds_across_a_restart(tiny: Tiny) -> None:
     profile, plan = replicated(tiny, holders=EVERYWHERE)
     # Exits are taken whenever they are sure enough, so that there is something to spend on.
     chosen = {"exit_risk": None, "audit_share": 0.0, "exits_weighed": False}
-    policy = replace(PRESETS["final-exits"](), budget=0.1, **chosen)
+    policy = PRESETS["final-exits"]().but(budget=0.1, **chosen)
     async with running(tiny, profile=profile, plan=plan, policy=policy) as cluster:
         streams = [
             cluster.nodes[0].service.submit(request([3, 4, i], LONG, confidence=0.6))

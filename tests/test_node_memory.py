@@ -400,7 +400,7 @@ async def test_tokens_that_were_trimmed_are_read_again(tiny: Tiny) -> None:
 async def test_final_exits_leave_nothing_behind_that_is_used(tiny: Tiny) -> None:
     """What an exit leaves may be on its way still when its answer is over."""
     profile, plan = world(tiny, servers=2, routes=staircase_routes(2))
-    policy = replace(PRESETS["final-exits"](), budget=0.5, confidence=0.0, exits_weighed=False)
+    policy = PRESETS["final-exits"]().but(budget=0.5, confidence=0.0, exits_weighed=False)
     async with running(tiny, profile=profile, plan=plan, policy=policy) as cluster:
         prompt = words(24)
         made = await ask(cluster, 0, prompt, 12)

@@ -48,7 +48,7 @@ def basis(name: str = "substitute-only", *, density: float = 0.4, **changes: obj
     profile = random_profile(rng, model)
     plan: Plan = random_plan(rng, model, random_cluster(rng, servers=SERVERS), density=density)
     plan = replace(plan, routes=np.array([[0, 1, 1], [1, 1, 2], [2, 2, 2], [3, 0, 3]]))
-    return Basis.of(plan, profile, model, replace(PRESETS[name](), **changes))
+    return Basis.of(plan, profile, model, PRESETS[name]().but(**changes))
 
 
 def load_report(**changes: Any) -> LoadReport:
@@ -343,7 +343,7 @@ async def test_engines_are_built_beside_the_decisions(
 
     monkeypatch.setattr(planner_module, "build", watched)
     profile, plan = world(tiny, servers=2, routes=staircase_routes(2))
-    policy = replace(PRESETS["trimmoe"](), budget=0.2, exit_risk=None)
+    policy = PRESETS["trimmoe"]().but(budget=0.2, exit_risk=None)
     async with running(
         tiny, profile=profile, plan=plan, policy=policy, measures=True, report_every_s=0.05
     ) as cluster:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import pytest
 
@@ -10,14 +10,15 @@ from trimmoe.core.exit_states import ExitState
 from trimmoe.cost.actions import Levers
 from trimmoe.cost.model import Accounting
 from trimmoe.policy.presets import PRESETS, paper_substitute_only, ring
-from trimmoe.policy.settings import BudgetRule, ExitRule, PolicySettings, WeightRule
+from trimmoe.policy.readings import BudgetRule, ExitRule, Readings, WeightRule
+from trimmoe.policy.settings import PolicySettings
 
 NOTHING = Levers(substitute=False, drop_slots=False, skip=False, exit=False)
 
 
 def differs(one: PolicySettings, other: PolicySettings) -> set[str]:
-    names = [item.name for item in fields(PolicySettings) if item.name != "name"]
-    return {name for name in names if getattr(one, name) != getattr(other, name)}
+    theirs = other.described()
+    return {name for name, value in one.described().items() if value != theirs[name]} - {"name"}
 
 
 def test_presets_are_found_by_their_names() -> None:
@@ -26,23 +27,56 @@ def test_presets_are_found_by_their_names() -> None:
 
 def test_the_papers_letter() -> None:
     paper = PRESETS["paper"]()
+    letter = paper.readings
     assert paper.accounting is Accounting.MIGRATE, "(12), (13)"
     assert paper.levers == Levers(drop_slots=False), "(34): a layer runs, or is skipped"
-    assert paper.importance_gate, "(24)"
-    assert paper.budget_rule is BudgetRule.EVEN, "(33)"
+    assert letter.importance_gate, "(24)"
+    assert letter.budget_rule is BudgetRule.EVEN, "(33)"
     assert paper.horizon == 3, "(40)"
     assert (paper.budget, paper.confidence) == (0.02, 0.9), "section VI"
-    assert paper.exit_rule is ExitRule.PAPER, "(37)"
-    assert paper.weight_rule is WeightRule.PAPER, "(43)"
-    assert paper.loss_weight_range == (0.0, 1.0), "(43)"
-    assert paper.exit_state is ExitState.FROZEN
-    assert (paper.exit_risk, paper.draft_confidence, paper.audit_share) == (None, None, 0.0)
+    assert letter.exit_rule is ExitRule.PAPER, "(37)"
+    assert letter.weight_rule is WeightRule.PAPER, "(43)"
+    assert letter.loss_weight_range == (0.0, 1.0), "(43)"
+    assert letter.exit_state is ExitState.FROZEN
+    assert (letter.exit_risk, paper.draft_confidence, letter.audit_share) == (None, None, 0.0)
     on = ("one_expert", "target_transitions", "target_importance", "mean_losses")
     for name in (*on, "user_references", "user_exits", "workload_limit", "prompts_trimmed"):
-        assert getattr(paper, name), name
+        assert getattr(letter, name), name
     off = ("inflate", "echoes_charged", "exits_charged", "exits_weighed", "steadiness")
     for name in (*off, "slot_ranks", "hazards", "price_start"):
-        assert not getattr(paper, name), name
+        assert not getattr(letter, name), name
+
+
+def test_every_reading_has_a_letter_of_its_own() -> None:
+    ours, letter = Readings(), Readings.letter()
+    for each in fields(Readings):
+        assert getattr(ours, each.name) != getattr(letter, each.name), each.name
+
+
+def test_the_papers_preset_is_its_letter_with_its_actions_horizon_and_accounting() -> None:
+    ours, paper = PRESETS["trimmoe"](), PRESETS["paper"]()
+    assert paper.readings == Readings.letter()
+    read = {each.name for each in fields(Readings)}
+    assert differs(paper, ours) - read == {"levers", "horizon", "accounting", "draft_confidence"}
+
+
+def test_options_are_changed_by_name_those_of_readings_too() -> None:
+    ours = PRESETS["final-exits"]()
+    changed = ours.but(horizon=2, exit_risk=None)
+    assert differs(changed, ours) == {"horizon", "exit_risk"}
+    assert (changed.horizon, changed.readings) == (2, replace(ours.readings, exit_risk=None))
+    read = ours.but(readings=Readings.letter(), exit_risk=0.5).readings
+    assert read == replace(Readings.letter(), exit_risk=0.5)
+    with pytest.raises(TypeError, match="no_such"):
+        ours.but(no_such=1)
+
+
+def test_results_name_every_option_once() -> None:
+    """As they did before readings were a type of their own."""
+    told = PRESETS["paper"]().described()
+    names = [each.name for kind in (PolicySettings, Readings) for each in fields(kind)]
+    assert sorted(told) == sorted(name for name in names if name != "readings")
+    assert (told["budget_rule"], told["levers"]["drop_slots"]) == ("even", False)
 
 
 @pytest.mark.parametrize(
@@ -71,15 +105,16 @@ def test_the_papers_predecessor_substitutes_and_looks_no_further() -> None:
 
 
 def test_exits_may_flip_a_hundredth_of_the_tokens() -> None:
-    assert PRESETS["final-exits"]().exit_risk == 0.01
+    assert PRESETS["final-exits"]().readings.exit_risk == 0.01
 
 
 def test_what_is_exact_has_nothing_to_choose_nor_to_spend_nor_to_learn() -> None:
     exact = PRESETS["exact"]()
     assert exact.levers == NOTHING
-    assert (exact.budget, exact.audit_share, exact.guesses) == (0.0, 0.0, 0)
-    assert (exact.weight_rule, exact.exit_rule) == (WeightRule.FIXED, ExitRule.FIXED)
-    assert not exact.price_start
+    assert (exact.budget, exact.readings.audit_share, exact.guesses) == (0.0, 0.0, 0)
+    learnt = exact.readings
+    assert (learnt.weight_rule, learnt.exit_rule) == (WeightRule.FIXED, ExitRule.FIXED)
+    assert not learnt.price_start
     assert (PRESETS["speculative"]().guesses, PRESETS["guessing"]().guesses) == (16, 16)
     only = PRESETS["substitute-only"]().levers
     assert only == Levers(drop_slots=False, skip=False, exit=False)

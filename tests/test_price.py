@@ -82,7 +82,7 @@ def test_prices_are_taken_by_route_where_tokens_stay_on_one() -> None:
     none is skipped. Who migrates has no route."""
     made = world(hosting([[], []], [[0, 1], [0, 1]]), [[0, 1], [1, 0]], skip=one_bin([4, 4]))
     levers = Levers(exit=False, local=False)
-    settings = replace(PLAIN, horizon=None, price_start=True, levers=levers)
+    settings = PLAIN.but(horizon=None, price_start=True, levers=levers)
     found = {}
     for accounting in Accounting:
         deployment = deploy(made.plan, made.profile, made.model, accounting)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -24,7 +23,8 @@ from trimmoe.experiments.method_engines import make_engine
 from trimmoe.models.base import MoEView
 from trimmoe.models.exact import exact_logits
 from trimmoe.policy.presets import paper
-from trimmoe.policy.settings import BudgetRule, PolicySettings, WeightRule
+from trimmoe.policy.readings import BudgetRule, WeightRule
+from trimmoe.policy.settings import PolicySettings
 from trimmoe.runtime.local import LocalDriver
 from trimmoe.simulator.settings import Load
 
@@ -43,7 +43,7 @@ def letter(accounting: Accounting = Accounting.PINNED, **changes: object) -> Pol
         "importance_gate": False,
         "levers": Levers(drop_slots=False, exit=False),
     }
-    return replace(paper().under(accounting), **(chosen | changes))
+    return paper().under(accounting).but(**(chosen | changes))
 
 
 def driver(view: MoEView, profile: Profile, plan: Plan, settings: PolicySettings) -> LocalDriver:
@@ -110,7 +110,7 @@ def test_what_an_answers_tokens_have_left_is_not_the_prompts_to_spend(rule: Budg
     """(33): each token of a prompt may spend 8 units, whatever the balance of its sequence, read
     again after a failure; and those that are not trimmed nothing."""
     made = byhand.world(byhand.hosting([[0, 1]]), [[0]])
-    engine = made.engine(replace(byhand.PLAIN, budget_rule=rule, prompts_trimmed=True))
+    engine = made.engine(byhand.PLAIN.but(budget_rule=rule, prompts_trimmed=True))
     again = SequenceOpened(
         sequence=7, access=0, budget=8 * byhand.UNIT, confidence=0.9, balance=5 * byhand.UNIT
     )
@@ -133,7 +133,7 @@ def test_no_token_of_a_prompt_is_predicted_to_exit() -> None:
         [[0, 10], [10, 0]],
         skip=byhand.one_bin([4, 128]),
     )
-    engine = made.engine(replace(byhand.PLAIN, horizon=None, prompts_trimmed=True))
+    engine = made.engine(byhand.PLAIN.but(horizon=None, prompts_trimmed=True))
     decision = decided(
         engine,
         engine.start(),

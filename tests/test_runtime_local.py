@@ -110,7 +110,7 @@ def test_no_budget_and_no_exits_is_the_exact_model_bit_for_bit(world: World) -> 
 
 
 def test_drafts_change_nothing_in_what_is_predicted(world: World) -> None:
-    settings = replace(PRESETS["lossless"](), draft_confidence=0.3, exits_weighed=False)
+    settings = PRESETS["lossless"]().but(draft_confidence=0.3, exits_weighed=False)
     driver = world.driver(settings)
     made, steps = run(driver, budget=0.0, confidence=0.9)
     assert made == greedy(world.view, PROMPTS, NEW)
@@ -147,8 +147,8 @@ class Scripted(Policy):
 
 
 def scripted(world: World, skipped: set[int], **settings) -> LocalDriver:
-    policy = replace(
-        PRESETS["final-exits"](), audit_share=0.0, exit_risk=None, exits_charged=False, **settings
+    policy = PRESETS["final-exits"]().but(
+        audit_share=0.0, exit_risk=None, exits_charged=False, **settings
     )
     return world.driver(policy, policy=Scripted(skipped))
 
@@ -236,7 +236,7 @@ def _exact_prompt(view: MoEView, cache, slot: int, prompt: list[int]) -> None:
 @pytest.mark.parametrize("name", sorted(PRESETS))
 def test_every_policy_decodes_all_sequences_and_replays(world: World, name: str) -> None:
     """The recorded events, through a fresh engine, give the same commands."""
-    settings = replace(PRESETS[name](), audit_share=0.5, exit_risk=None)
+    settings = PRESETS[name]().but(audit_share=0.5, exit_risk=None)
     driver = world.driver(settings)
     driver.log = []
     run(driver, budget=settings.budget, confidence=0.3)

@@ -250,7 +250,7 @@ def test_exact_execution_is_what_the_search_among_all_actions_finds(
     model, profile = world.draw(models_with_profiles())
     engine = _engine(cluster, model, profile, PRESETS["exact"](), seed)
     # With an exit that never comes the policy weighs all actions.
-    weighing = replace(PRESETS["lossless"](), draft_confidence=None, confidence=2.0, exit_risk=None)
+    weighing = PRESETS["lossless"]().but(draft_confidence=None, confidence=2.0, exit_risk=None)
     other = _engine(cluster, model, profile, weighing, seed)
     access = seed % cluster.server_count
     ours, theirs = (Walk(one, seed, segments=False).run(access) for one in (engine, other))

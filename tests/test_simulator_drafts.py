@@ -53,7 +53,7 @@ def wrong(depth: int) -> Token:
 
 def drafting(one: World, confidence: float | None = DRAFTS) -> World:
     """The same world where exits are drafts; without a confidence they are final."""
-    policy = replace(one.engine.settings, exit_state=ExitState.WHOLE, draft_confidence=confidence)
+    policy = one.engine.settings.but(exit_state=ExitState.WHOLE, draft_confidence=confidence)
     return replace(one, engine=replace(one.engine, settings=policy))
 
 

@@ -167,7 +167,7 @@ def test_a_generated_world_can_be_planned_and_trimmed() -> None:
     plan = make_plan(profile, model, cluster, default(), cluster_hash="c")
     access = np.arange(64) % cluster.server_count
     delay_s = {}
-    for settings in (exact(), replace(trimmoe(), budget=0.05, exit_risk=None)):
+    for settings in (exact(), trimmoe().but(budget=0.05, exit_risk=None)):
         engine = make_engine(plan, profile, model, settings)
         ledgers = replay(engine, trace, access, budget=settings.budget, confidence=0.9)
         delay_s[settings.name] = np.mean([one.delay_s for one in ledgers])
@@ -220,7 +220,7 @@ def test_echoes_are_charged_by_default_and_never_by_the_papers_preset() -> None:
     assert letter[0].loss == letter[1].loss
     assert letter[0].delay_s == letter[1].delay_s
     np.testing.assert_array_equal(letter[0].kinds, letter[1].kinds)
-    generous = replace(trimmoe(), budget=0.1, exit_risk=None)
+    generous = trimmoe().but(budget=0.1, exit_risk=None)
     ours, silent = (replayed(parameters, generous) for parameters in (Parameters(), SILENT))
     assert silent.delay_s < ours.delay_s
 

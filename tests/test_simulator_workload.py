@@ -65,7 +65,7 @@ def test_work_goes_elsewhere_in_the_slot_after_one_with_too_much(limited: bool) 
     too, 5 ms away. Unlimited, server 0 runs them all; limited, they take turns."""
     made = world(hosting([[0]], [[0]], experts=1), [[0, 5], [5, 0]])
     plan = replace(made.plan, cluster=replace(made.plan.cluster, access_share=np.array([1.0, 0.0])))
-    settings = replace(exact(), workload_limit=limited)
+    settings = exact().but(workload_limit=limited)
     sample, *_ = simulate(
         make_engine(plan, made.profile, made.model, settings),
         deploy(plan, made.profile, made.model, settings.accounting),
@@ -91,5 +91,5 @@ def test_work_goes_elsewhere_in_the_slot_after_one_with_too_much(limited: bool) 
 
 
 def test_the_letter_keeps_to_the_limit() -> None:
-    assert paper().workload_limit
-    assert not exact().workload_limit
+    assert paper().readings.workload_limit
+    assert not exact().readings.workload_limit

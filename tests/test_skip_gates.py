@@ -27,7 +27,7 @@ from trimmoe.cost.model import Accounting
 from trimmoe.policy.settings import PolicySettings
 
 PAIR_MS = [[0, 10], [10, 0]]
-GATED = replace(PLAIN, importance_gate=True)
+GATED = PLAIN.but(importance_gate=True)
 LITERAL = {"literal_lookahead": True}
 ACCOUNTINGS = [Accounting.PINNED, Accounting.MIGRATE]
 
@@ -71,7 +71,7 @@ def test_a_layer_above_its_threshold_is_not_skipped_however_cheap_that_is(
 def test_without_the_gate_the_budget_and_the_price_decide_alone() -> None:
     """At omega_D = 1/2 a step costs 1/2 21 = 10.5 there and back, a skip of 6 units 1/2 6/6 and of
     128 units 1/2 128/6 = 10.7."""
-    policy = theta_world().policy(replace(GATED, importance_gate=False, budget=6 * UNIT))
+    policy = theta_world().policy(GATED.but(importance_gate=False, budget=6 * UNIT))
     for importance, skipped in ((0.25, True), (0.26, True), (0.5, True), (0.51, False)):
         token = {"masses": [importance], "units": 1024.0}
         assert skips(decided(policy, [0], **token)) == skipped
@@ -91,7 +91,7 @@ def test_a_slot_above_its_threshold_is_not_dropped(mass: float, dropped: bool) -
     decision = decided(made.policy(settings), [0, 1], masses=[0.5, mass], units=1024.0)
     assert decision.slot_expert.tolist() == [[0, -1 if dropped else 1]]
     assert decision.delay_s.tolist() == pytest.approx([(1 if dropped else 21) * MS])
-    ungated = made.policy(replace(settings, importance_gate=False))
+    ungated = made.policy(settings.but(importance_gate=False))
     assert decided(ungated, [0, 1], masses=[0.5, mass], units=1024.0).slot_expert[0, 1] == -1
 
 

@@ -43,8 +43,8 @@ def parts(seed: int, *, copied: float = 1.0) -> tuple[ModelSpec, Profile, Plan]:
 
 
 def policy(**changes: object) -> PolicySettings:
-    plain = replace(PRESETS["final-exits"](), levers=ONLY, budget=0.05, inflate=False)
-    return replace(plain, **changes)
+    plain = PRESETS["final-exits"]().but(levers=ONLY, budget=0.05, inflate=False)
+    return plain.but(**changes)
 
 
 def space_of(engine: Engine) -> ActionSpace:

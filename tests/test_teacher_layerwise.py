@@ -32,7 +32,8 @@ from trimmoe.models.base import MoEView
 from trimmoe.models.load import open_model
 from trimmoe.policy.base import Decision, Observation, Policy
 from trimmoe.policy.presets import final_exits, speculative
-from trimmoe.policy.settings import PolicySettings, WeightRule
+from trimmoe.policy.readings import WeightRule
+from trimmoe.policy.settings import PolicySettings
 from trimmoe.runtime.layerwise import Layerwise
 from trimmoe.runtime.local import LocalDriver
 from trimmoe.runtime.texts import Scored, Text, batches, schedule
@@ -109,8 +110,7 @@ def worlds(views: dict[str, MoEView]) -> dict[str, World]:
 
 
 def policy_of(*, budget: float, exits: bool, **changes) -> PolicySettings:
-    policy = replace(
-        final_exits(),
+    policy = final_exits().but(
         budget=budget,
         confidence=0.4,
         exit_risk=None,
@@ -118,7 +118,7 @@ def policy_of(*, budget: float, exits: bool, **changes) -> PolicySettings:
         window_tokens=16,
     )
     levers = replace(policy.levers, exit=exits)
-    return replace(policy, levers=levers, **changes)
+    return policy.but(levers=levers, **changes)
 
 
 def by_steps(driver: LocalDriver, texts: list[Text]) -> list[Scored]:
@@ -235,7 +235,7 @@ def test_every_token_fares_as_in_decoding_step_by_step(
     world, reached = worlds[family], []
     for budget in (0.05, 0.15, 0.5):
         policy = policy_of(budget=budget, exits=exits is not None)
-        policy = replace(policy, exit_state=exits or policy.exit_state)
+        policy = policy.but(exit_state=exits or policy.readings.exit_state)
         scored, layerwise = compared(world, world.engine(policy), world.texts(policy))
         assert layerwise.passes < len(schedule(LENGTHS, AT_ONCE)) / 2
         reached.append((total(scored), layerwise))
@@ -345,8 +345,7 @@ def test_audits_and_what_they_steer_are_the_same(worlds: dict[str, World]) -> No
     world = worlds["qwen2_moe"]
     harmless = np.zeros_like(world.profile.exit_error_upper)
     sworn = replace(world.profile, exit_error_upper=harmless, exit_echo=np.zeros(2))
-    policy = replace(
-        policy_of(budget=0.3, exits=True),
+    policy = policy_of(budget=0.3, exits=True).but(
         confidence=0.0, exit_risk=0.0, exits_charged=False, exits_weighed=False, audit_share=0.5,
     )  # fmt: skip
     world = replace(world, profile=sworn)
@@ -363,8 +362,8 @@ def test_an_audit_that_was_not_foreseen_needs_the_token_again(worlds: dict[str, 
     balance says. What it would have predicted there is not known of a token that was not asked."""
     world, policy = worlds["mixtral"], policy_of(budget=0.01, exits=True)
     exact_but_exits = replace(policy.levers, substitute=False, drop_slots=False, skip=False)
-    policy = replace(
-        policy, levers=exact_but_exits, confidence=0.5, exits_weighed=False, audit_share=1.0,
+    policy = policy.but(
+        levers=exact_but_exits, confidence=0.5, exits_weighed=False, audit_share=1.0,
         exit_state=ExitState.DENSE,
     )  # fmt: skip
     scored, layerwise = compared(world, world.engine(policy), world.texts(policy))
@@ -423,7 +422,7 @@ def test_guesses_that_are_often_wrong_cost_passes_and_nothing_else(
 def test_no_token_runs_twice_where_the_budget_does_not_bind(worlds: dict[str, World]) -> None:
     """Balances are guessed wrongly all the time; it does not matter, and is found out unrun."""
     world = worlds["qwen2_moe"]
-    policy = replace(policy_of(budget=5.0, exits=True), weight_rule=WeightRule.FIXED)
+    policy = policy_of(budget=5.0, exits=True).but(weight_rule=WeightRule.FIXED)
     scored, layerwise = compared(world, world.engine(policy), world.texts(policy))
     assert total(scored).loss > 0
     assert layerwise.rows_run == len(scored)

@@ -42,8 +42,7 @@ def losing_little(profile: Profile) -> Profile:
 
 
 def policy_of(world: SmallWorld, *, tables: bool) -> TrimPolicy:
-    chosen = replace(
-        PRESETS["trimmoe"](),
+    chosen = PRESETS["trimmoe"]().but(
         budget=BUDGET,
         levers=Levers(drop_slots=False, exit=False),
         draft_confidence=None,

@@ -191,8 +191,8 @@ def alone(engine: Engine, world: World, sequence: int, access: int, tokens: int,
 def test_travelling_changes_nothing(modelled, cluster, budget, confidence, seed) -> None:
     model, profile = modelled
     rng = np.random.default_rng(seed)
-    policy = replace(
-        PRESETS["trimmoe"](), budget=budget, exit_risk=None, audit_share=0.0, window_tokens=10**9
+    policy = PRESETS["trimmoe"]().but(
+        budget=budget, exit_risk=None, audit_share=0.0, window_tokens=10**9
     )
     engine = make_engine(random_plan(rng, model, cluster), profile, model, policy)
     world = World(profile=profile, seed=seed)

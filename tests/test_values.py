@@ -53,8 +53,7 @@ def engines(draw: st.DrawFn, *, presets: tuple[str, ...]) -> tuple[Engine, np.ra
     model, profile = draw(models_with_profiles(max_layers=4, max_experts=4))
     cluster = draw(clusters(max_servers=3))
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
-    policy = replace(
-        PRESETS[draw(st.sampled_from(presets))](),
+    policy = PRESETS[draw(st.sampled_from(presets))]().but(
         budget=draw(st.sampled_from([0.02, 0.1])),
         horizon=None,
         exit_risk=None,
@@ -63,7 +62,7 @@ def engines(draw: st.DrawFn, *, presets: tuple[str, ...]) -> tuple[Engine, np.ra
         levers=Levers(skip_needs_transmission=draw(st.booleans()), stand_in=draw(st.booleans())),
     )
     profile = in_units(profile)
-    if not policy.steadiness:  # pooling would break the units
+    if not policy.readings.steadiness:  # pooling would break the units
         profile = replace(profile, class_share=np.eye(profile.class_count)[[0] * model.layer_count])
     plan = random_plan(rng, model, cluster, copied=0.5)
     return make_engine(plan, profile, model, policy), rng

@@ -31,11 +31,12 @@ class ExitRules:
     def needed(self, confidence: float) -> float:
         """p_J, raised to where calibration bounds what exits flip by what is tolerated; of drafts,
         which flip nothing, the one they have by themselves, unless p_J rules all exits out."""
+        readings = self.settings.readings
         if self.settings.draft_confidence is not None:
             return max(self.settings.draft_confidence, confidence if confidence > 1.0 else 0.0)
-        if self.settings.exit_risk is None:
+        if readings.exit_risk is None:
             return confidence
-        tolerated = self.settings.exit_risk, self.settings.exit_state
+        tolerated = readings.exit_risk, readings.exit_state
         return max(confidence, self.profile.exit_threshold_at_risk(*tolerated))
 
     @cached_property
@@ -56,9 +57,10 @@ class ExitRules:
 
     def charge(self, needed: FloatArray) -> FloatArray:
         """What an exit at these thresholds is charged: the bound of all that it flips."""
-        if self.settings.drafts or not self.settings.exits_charged:
+        readings = self.settings.readings
+        if self.settings.drafts or not readings.exits_charged:
             return np.zeros_like(needed)
-        grid, bound = self.profile.exit_grid, self.profile.exit_bound(self.settings.exit_state)
+        grid, bound = self.profile.exit_grid, self.profile.exit_bound(readings.exit_state)
         # Rounded to the laxer threshold of the grid, and below the grid nothing is known.
         index = np.searchsorted(grid, needed, side="right") - 1
         unknown = max(1.0, float(bound.max()))
@@ -94,7 +96,7 @@ class ExitRules:
         """Whether an exit costs less than going on: its charge and the way back from here, against
         what is expected still to come, the attention of the layers left and the way back from the
         last. Both as step costs (31)."""
-        if not self.settings.exits_weighed:
+        if not self.settings.readings.exits_weighed:
             return np.ones(rows.size, dtype=bool)
         weight, access, server = wave.loss_weight[rows], wave.access[rows], wave.server[rows]
         last, back_s = server, self.cost.token_transfer_s

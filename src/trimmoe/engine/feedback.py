@@ -8,7 +8,8 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from trimmoe.core.specs import FloatArray, IntArray
-from trimmoe.policy.settings import BUDGET_USE_TARGET, ExitRule, PolicySettings, WeightRule
+from trimmoe.policy.readings import BUDGET_USE_TARGET, ExitRule, WeightRule
+from trimmoe.policy.settings import PolicySettings
 
 _DRAFT_STEP = 0.5
 """By how much the confidence of drafts follows the share of them that was wrong, per window."""
@@ -129,7 +130,7 @@ def _loss_weight(feedback: Feedback, settings: PolicySettings) -> float:
     """omega_D after a window (43)."""
     window = feedback.window
     budget_use = window.budget_use / window.tokens
-    match settings.weight_rule:
+    match settings.readings.weight_rule:
         case WeightRule.FIXED:
             return feedback.loss_weight
         case WeightRule.PAPER:
@@ -138,7 +139,7 @@ def _loss_weight(feedback: Feedback, settings: PolicySettings) -> float:
             if feedback.route_weights:
                 return feedback.loss_weight
             error = budget_use - BUDGET_USE_TARGET
-    low, high = settings.loss_weight_range
+    low, high = settings.readings.loss_weight_range
     return float(np.clip(feedback.loss_weight + settings.weight_step * error, low, high))
 
 
@@ -149,9 +150,9 @@ def _route_weights(feedback: Feedback, settings: PolicySettings) -> tuple[float,
     log odds, the logarithm of the price of quality, in proportion to a route's share of the window.
     """
     weights = list(feedback.route_weights)
-    if not weights or settings.weight_rule is not WeightRule.STEER:
+    if not weights or settings.readings.weight_rule is not WeightRule.STEER:
         return feedback.route_weights
-    low, high = settings.loss_weight_range
+    low, high = settings.readings.loss_weight_range
     for route, (tokens, use) in feedback.window.by_route.items():
         error = (use - tokens * BUDGET_USE_TARGET) / feedback.window.tokens
         odds = np.log(weights[route] / (1.0 - weights[route])) + settings.steer_step * error
@@ -166,30 +167,31 @@ def _exit_raise(feedback: Feedback, settings: PolicySettings) -> float:
     wrong draft flips nothing but is work in vain: no more of them may be wrong than their
     confidence promises, as on texts that the heads do not know.
     """
-    window, above = feedback.window, feedback.exit_raise
+    window, above, readings = feedback.window, feedback.exit_raise, settings.readings
     if settings.draft_confidence is not None:
         wrong = window.false_exits / max(window.audits, 1)
         promised = 1.0 - settings.draft_confidence
         return float(np.clip(above + _DRAFT_STEP * (wrong - promised), 0.0, 1.0))
-    match settings.exit_rule:
+    match readings.exit_rule:
         case ExitRule.FIXED:
             return above
         case ExitRule.PAPER:
-            if settings.user_exits or not window.exits:
+            if readings.user_exits or not window.exits:
                 return above
             error = window.exit_confidence / window.exits - (settings.confidence + above)
         case ExitRule.AUDITED:
-            if settings.exit_risk is None or (window.exits and not window.audits):
+            if readings.exit_risk is None or (window.exits and not window.audits):
                 return above
             # Where nothing was due to exit nothing flipped: too high a threshold comes down again.
             due = (window.exits + window.audits) / window.tokens
-            error = due * window.false_exits / max(window.audits, 1) - settings.exit_risk
+            error = due * window.false_exits / max(window.audits, 1) - readings.exit_risk
     return float(np.clip(above + settings.exit_step * error, 0.0, 1.0))
 
 
 def _user_raises(feedback: Feedback, settings: PolicySettings) -> Mapping[int, float]:
     """p - p_J of every user after a window, by (37) over that user's exits alone."""
-    if not settings.user_exits or settings.exit_rule is not ExitRule.PAPER:
+    readings = settings.readings
+    if not readings.user_exits or readings.exit_rule is not ExitRule.PAPER:
         return feedback.user_raises
     raises = dict(feedback.user_raises)
     for user, (exits, total) in feedback.window.exits_by_user.items():

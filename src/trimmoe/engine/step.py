@@ -55,7 +55,8 @@ from trimmoe.engine.guesses import GuessRules
 from trimmoe.engine.state import Account, EngineState, new_wave
 from trimmoe.policy.base import Policy
 from trimmoe.policy.price import own_weight
-from trimmoe.policy.settings import BudgetRule, PolicySettings
+from trimmoe.policy.readings import BudgetRule
+from trimmoe.policy.settings import PolicySettings
 
 Step = tuple[EngineState, tuple[Command, ...]]
 
@@ -262,9 +263,9 @@ class Engine:
         if done == self.cost.layer_count:
             return self._ended(state, event.wave, wave)
         due = self.exits.due(wave, rows)
-        audit = due & (wave.draws[rows] < self.settings.audit_share)
+        audit = due & (wave.draws[rows] < self.settings.readings.audit_share)
         # What goes on whole is checked without being held up for it.
-        audit &= self.settings.exit_state is not ExitState.WHOLE
+        audit &= self.settings.readings.exit_state is not ExitState.WHOLE
         commands: tuple[Command, ...] = ()
         if audit.any():
             wave = wave.at(rows[audit], probed=np.array(wave.layer - 1))
@@ -323,12 +324,13 @@ class Engine:
         if not rows.size:
             return state.with_wave(identity, wave if wave.alive.size else None), ()
         done = wave.take(rows)
-        if wave.layer < self.cost.layer_count and self.settings.exit_state is ExitState.WHOLE:
+        exit_state = self.settings.readings.exit_state
+        if wave.layer < self.cost.layer_count and exit_state is ExitState.WHOLE:
             left = following(self.cost, wave, rows)
         else:
             left = wave.without(rows)
         state = state.with_wave(identity, left if left.alive.size else None)
-        done = closed(self.cost, self.routes, done, done.alive, self.settings.exit_state)
+        done = closed(self.cost, self.routes, done, done.alive, exit_state)
         told = receipts(self.cost, done)
         here = tuple(each for each in told if each.sequence in state.accounts)
         complete = Complete(
@@ -348,7 +350,7 @@ class Engine:
             return state
         state = self._grown(state)
         accounts = dict[int, Account]()
-        if self.settings.budget_rule is BudgetRule.BUCKET:
+        if self.settings.readings.budget_rule is BudgetRule.BUCKET:
             for each in receipts:
                 account = accounts.get(each.sequence, state.accounts[each.sequence])
                 accounts[each.sequence] = account.settled(each.budget, each.loss)

@@ -164,7 +164,7 @@ def comparison_json(
         "methods": [
             outcome_row(outcome, exact_perplexity)
             | {
-                "policy": asdict(outcome.policy),
+                "policy": outcome.policy.described(),
                 "kinds_by_layer": outcome.score.ledger.kinds.tolist(),
                 "kind_names": [kind.name.lower() for kind in Kind],
                 "messages_by_link": outcome.score.ledger.messages.tolist(),

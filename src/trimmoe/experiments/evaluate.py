@@ -186,7 +186,7 @@ def _row(result: TaskResult, exact: TaskResult) -> dict[str, Any]:
         "retention": result.retention(exact),
         "reference_answers": None,
         "generated": None,
-        "policy": asdict(result.run.policy),
+        "policy": result.run.policy.described(),
     }
     if result.agreement is not None and result.exact_nll is not None:
         outcome = Outcome(

@@ -118,7 +118,7 @@ def make_engine(
         reference_s=deployment.reference_s,
         route_weights=starting_weights(space, deployment, profile, settings),
         user_reference_s=(
-            user_references(deployment, profile) if settings.user_references else None
+            user_references(deployment, profile) if settings.readings.user_references else None
         ),
         hosts=plan.hosts,
         stand_in_bits=plan.stand_in_bits,

@@ -230,8 +230,8 @@ def configured(method: Method, *, budget: float, confidence: float) -> PolicySet
         return replace(settings, budget=budget)
     if settings.levers.lossless:
         return settings  # Of an exact method, or of one that knows no budget.
-    exit_risk = None if settings.exit_risk is None else budget / 2
-    return replace(settings, budget=budget, confidence=confidence, exit_risk=exit_risk)
+    exit_risk = None if settings.readings.exit_risk is None else budget / 2
+    return settings.but(budget=budget, confidence=confidence, exit_risk=exit_risk)
 
 
 def chosen(name: str, *, budget: float | None, confidence: float) -> tuple[Method, PolicySettings]:

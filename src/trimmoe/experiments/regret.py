@@ -32,7 +32,8 @@ from trimmoe.models.load import model_spec
 from trimmoe.placement.make import PlanSettings, make_plan, paper
 from trimmoe.policy.presets import exact
 from trimmoe.policy.presets import paper as paper_policy
-from trimmoe.policy.settings import PolicySettings, WeightRule
+from trimmoe.policy.readings import WeightRule
+from trimmoe.policy.settings import PolicySettings
 from trimmoe.policy.trim import TrimPolicy
 from trimmoe.simulator.generate import Parameters
 from trimmoe.simulator.generated_profile import generate_profile_and_trace
@@ -106,9 +107,7 @@ class Outcome:
 
 def policies(settings: RegretSettings) -> dict[str, PolicySettings]:
     """The policies in the order of the table; audits are off, since a replay has no answers."""
-    ours = replace(
-        base_policy(budget=settings.budget, confidence=settings.confidence), audit_share=0.0
-    )
+    ours = base_policy(budget=settings.budget, confidence=settings.confidence).but(audit_share=0.0)
     letter = replace(
         paper_policy(),
         accounting=Accounting.PINNED,
@@ -121,7 +120,7 @@ def policies(settings: RegretSettings) -> dict[str, PolicySettings]:
         "ours, H = 1": replace(ours, horizon=1),
         "ours, H = 3": replace(ours, horizon=3),
         "ours, full depth": ours,
-        "ours, price fixed": replace(ours, weight_rule=WeightRule.FIXED),
+        "ours, price fixed": ours.but(weight_rule=WeightRule.FIXED),
     }
 
 

@@ -170,7 +170,7 @@ def _outcome(outcome: Simulated) -> dict[str, Any]:
         "title": outcome.title,
         "accounting": str(outcome.policy.accounting),
         "prefill": str(outcome.settings.load.prefill),
-        "policy": asdict(outcome.policy),
+        "policy": outcome.policy.described(),
         "figures": {key: asdict(estimate([one[key] for one in by_seed])) for key in by_seed[0]},
         "by_seed": by_seed,
         "tokens": [one.ledger.tokens for one in samples],

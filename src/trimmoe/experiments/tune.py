@@ -9,7 +9,6 @@ approximating, and to a budget.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 from trimmoe.core.errors import UserError
 from trimmoe.core.plan import Plan
@@ -47,7 +46,7 @@ def tune(
     access = access_servers(plan, cut.token_ids.shape[0], seed)
     scores = {}
     for budget in budgets:
-        policy = replace(base_policy(budget=budget, confidence=confidence), inflate=False)
+        policy = base_policy(budget=budget, confidence=confidence).but(inflate=False)
         scores[budget] = run_policy(
             view,
             profile,

@@ -9,7 +9,8 @@ from typing import Any
 from trimmoe.core.exit_states import ExitState
 from trimmoe.cost.model import Accounting
 from trimmoe.policy.presets import paper, trimmoe
-from trimmoe.policy.settings import BudgetRule, ExitRule, PolicySettings, WeightRule
+from trimmoe.policy.readings import BudgetRule, ExitRule, WeightRule
+from trimmoe.policy.settings import PolicySettings
 
 Change = Callable[[PolicySettings], PolicySettings]
 
@@ -30,17 +31,16 @@ def _levers(**changes: bool) -> Change:
 
 def _final(policy: PolicySettings, **changes: Any) -> PolicySettings:
     """With exits that nobody checks before they are answered."""
-    return replace(policy, draft_confidence=None, **changes)
+    return policy.but(draft_confidence=None, **changes)
 
 
 def _letter(policy: PolicySettings) -> PolicySettings:
     """The paper's policy on pinned tokens, since where its tokens wander cannot be built."""
-    return replace(
-        paper(),
+    return paper().but(
         accounting=Accounting.PINNED,
         budget=policy.budget,
         confidence=policy.confidence,
-        audit_share=policy.audit_share,
+        audit_share=policy.readings.audit_share,
     )
 
 
@@ -49,7 +49,7 @@ VARIANTS = (
     Variant(
         name="even",
         what="(33): budget split evenly, what a token leaves is lost",
-        change=lambda policy: replace(policy, budget_rule=BudgetRule.EVEN),
+        change=lambda policy: policy.but(budget_rule=BudgetRule.EVEN),
     ),
     Variant(
         name="whole-layers",
@@ -62,17 +62,17 @@ VARIANTS = (
     Variant(
         name="one-class",
         what="all tokens equally steady: losses by router mass alone",
-        change=lambda policy: replace(policy, steadiness=False),
+        change=lambda policy: policy.but(steadiness=False),
     ),
     Variant(
         name="one-rank",
         what="substitutes charged alike in all slots",
-        change=lambda policy: replace(policy, slot_ranks=False),
+        change=lambda policy: policy.but(slot_ranks=False),
     ),
     Variant(
         name="theta",
         what="(24): skips and drops only below the importance thresholds",
-        change=lambda policy: replace(policy, importance_gate=True),
+        change=lambda policy: policy.but(importance_gate=True),
     ),
     Variant(
         name="no-gamma-gate",
@@ -82,13 +82,13 @@ VARIANTS = (
     Variant(
         name="horizon-3",
         what="(39) to three layers, exits at the predicted layer",
-        change=lambda policy: replace(policy, horizon=3, hazards=False),
+        change=lambda policy: policy.but(horizon=3, hazards=False),
     ),
     Variant(
         name="fixed-start",
         what="omega_D starts at one half and follows (43)",
-        change=lambda policy: replace(
-            policy, price_start=False, weight_rule=WeightRule.PAPER, loss_weight=0.5
+        change=lambda policy: policy.but(
+            price_start=False, weight_rule=WeightRule.PAPER, loss_weight=0.5
         ),
     ),
     Variant(
@@ -116,12 +116,12 @@ VARIANTS = (
     Variant(
         name="no-echoes",
         what="what a change flips of later tokens is not charged",
-        change=lambda policy: replace(policy, echoes_charged=False),
+        change=lambda policy: policy.but(echoes_charged=False),
     ),
     Variant(
         name="no-inflation",
         what="losses add up as measured alone, gamma = 1",
-        change=lambda policy: replace(policy, inflate=False),
+        change=lambda policy: policy.but(inflate=False),
     ),
     Variant(name="no-exits", what="every token runs to full depth", change=_levers(exit=False)),
     Variant(name="letter", what="the paper to the letter, tokens pinned", change=_letter),
@@ -136,4 +136,4 @@ def find_variants(names: list[str] | None) -> tuple[Variant, ...]:
 
 def base_policy(*, budget: float, confidence: float) -> PolicySettings:
     """The default policy at a user's budget, exits held to half of it."""
-    return replace(trimmoe(), budget=budget, confidence=confidence, exit_risk=budget / 2)
+    return trimmoe().but(budget=budget, confidence=confidence, exit_risk=budget / 2)

@@ -24,7 +24,8 @@ from trimmoe.policy.letter import as_read
 from trimmoe.policy.nearest import nothing_to_choose
 from trimmoe.policy.patterns import PatternIndex
 from trimmoe.policy.price import meeting_weights
-from trimmoe.policy.settings import BUDGET_USE_TARGET, PolicySettings
+from trimmoe.policy.readings import BUDGET_USE_TARGET
+from trimmoe.policy.settings import PolicySettings
 from trimmoe.policy.tables import TableBank
 from trimmoe.policy.trim import TrimPolicy
 
@@ -79,7 +80,8 @@ def user_references(deployment: Deployment, profile: Profile) -> FloatArray:
 def make_policy(deployment: Deployment, profile: Profile, settings: PolicySettings) -> TrimPolicy:
     """The policy of `settings` on a deployment."""
     space = action_space(deployment, profile, settings)
-    profile = as_read(profile, settings)
+    readings = settings.readings
+    profile = as_read(profile, readings)
     weights = Weights(
         loss_weight=settings.loss_weight,
         reference_s=deployment.reference_s,
@@ -110,23 +112,24 @@ def make_policy(deployment: Deployment, profile: Profile, settings: PolicySettin
         routes=deployment.routes,
         patterns=PatternIndex.of(profile.patterns, profile.expert_count),
         tables=tables,
-        one_expert=settings.one_expert,
-        target_importance=settings.target_importance,
+        one_expert=readings.one_expert,
+        target_importance=readings.target_importance,
     )
 
 
 def action_space(deployment: Deployment, profile: Profile, settings: PolicySettings) -> ActionSpace:
     """The actions that `settings` admit on a deployment."""
-    profile = profile.averaged() if settings.mean_losses else profile
-    profile = profile.echoing() if settings.echoes_charged else profile
+    readings = settings.readings
+    profile = profile.averaged() if readings.mean_losses else profile
+    profile = profile.echoing() if readings.echoes_charged else profile
     share = profile.class_share
     pooled = profile.skip.pooled(share), profile.drop.pooled(share)
     theta, theta_drop = _thresholds(*pooled, profile, settings)
     skip, drop, substitution = profile.skip, profile.drop, profile.substitution_loss
-    if not settings.steadiness:
+    if not readings.steadiness:
         skip, drop = pooled
         substitution = (share[:, :, None, None, None] * substitution).sum(1, keepdims=True)
-    if not settings.slot_ranks:
+    if not readings.slot_ranks:
         substitution = profile.slots_alike(substitution)
     skip, drop = skip.inflated(settings.inflation), drop.inflated(settings.inflation)
     substitution = np.minimum(substitution * settings.inflation, 1.0)
@@ -158,7 +161,7 @@ def _stand_ins(
         rung.bits: rung.within(settings.budget, profile.class_share, profile.top_k)
         for rung in profile.rungs
     }
-    if not settings.steadiness:
+    if not settings.readings.steadiness:
         curves = {few: one.pooled(profile.class_share) for few, one in curves.items()}
     curves = {few: one.inflated(settings.inflation) for few, one in curves.items()}
     return StandIns.of(curves, np.where(deployment.plan.hosts, 0, bits))
@@ -166,7 +169,7 @@ def _stand_ins(
 
 def inflated(plan: Plan, settings: PolicySettings) -> PolicySettings:
     """`settings` with the joint inflation measured for the plan, unless they name their own."""
-    if settings.inflation > 1.0 or not settings.inflate:
+    if settings.inflation > 1.0 or not settings.readings.inflate:
         return settings
     return replace(settings, inflation=plan.inflation(settings.budget))
 
@@ -178,7 +181,7 @@ def starting_weights(
 
     `space`: what `action_space` makes of the other arguments, or a policy already has.
     """
-    if not settings.price_start or settings.budget <= 0 or settings.levers.lossless:
+    if not settings.readings.price_start or settings.budget <= 0 or settings.levers.lossless:
         return ()
     if deployment.cost.accounting is Accounting.MIGRATE:
         return ()
@@ -199,11 +202,12 @@ def starting_weights(
 def exit_forecast(profile: Profile, settings: PolicySettings) -> ExitForecast:
     """When tokens are expected to exit under `settings`."""
     # Drafts flip nothing: they leave at a confidence of their own, whatever risk is tolerated.
-    risk = None if settings.drafts else settings.exit_risk
-    tolerated = risk is None or profile.exit_threshold_at_risk(risk, settings.exit_state) <= 1.0
+    readings = settings.readings
+    risk = None if settings.drafts else readings.exit_risk
+    tolerated = risk is None or profile.exit_threshold_at_risk(risk, readings.exit_state) <= 1.0
     if not settings.levers.exit or not tolerated:
         return never(profile.layer_count)
-    if not settings.hazards:
+    if not readings.hazards:
         return certain(profile.layer_count)
     drafts = settings.drafts and profile.draft_hazard is not None
     hazard = profile.draft_hazard if drafts else profile.exit_hazard
@@ -215,7 +219,7 @@ def _thresholds(
     skip: LossCurves, drop: LossCurves, profile: Profile, settings: PolicySettings
 ) -> tuple[FloatArray, FloatArray]:
     """theta_l of (24) for skips and for single drops, [N] each; 1 admits everything."""
-    if not settings.importance_gate:
+    if not settings.readings.importance_gate:
         return np.ones(profile.layer_count), np.ones(profile.layer_count)
     theta, epsilon = thresholds(skip, profile.importance_quantiles, settings.budget)
     return theta, theta_at(drop, epsilon)

@@ -17,16 +17,16 @@ from trimmoe.core.specs import FloatArray, IntArray
 from trimmoe.cost.actions import DROPPED
 from trimmoe.cost.lookahead import first_expert_first
 from trimmoe.policy.base import Decision, Observation
-from trimmoe.policy.settings import PolicySettings
+from trimmoe.policy.readings import Readings
 
 
-def as_read(profile: Profile, settings: PolicySettings) -> Profile:
-    """The profile that the look-ahead of `settings` reads."""
-    if settings.one_expert:
+def as_read(profile: Profile, readings: Readings) -> Profile:
+    """The profile that the look-ahead goes by."""
+    if readings.one_expert:
         profile = of_targets(profile)
-    elif settings.target_transitions:
+    elif readings.target_transitions:
         profile = moved_by_target(profile)
-    if settings.target_importance:
+    if readings.target_importance:
         profile = weighed_by_target(profile)
     return profile
 

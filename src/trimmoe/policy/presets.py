@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from trimmoe.core.exit_states import ExitState
 from trimmoe.core.profile import DRAFT_CONFIDENCE
 from trimmoe.cost.actions import Levers
 from trimmoe.cost.model import Accounting
-from trimmoe.policy.settings import BudgetRule, ExitRule, PolicySettings, WeightRule
+from trimmoe.policy.readings import ExitRule, Readings, WeightRule
+from trimmoe.policy.settings import PolicySettings
 
 GUESSES = 16
 """Tokens that are guessed ahead, at most, where tokens are guessed."""
@@ -91,38 +91,14 @@ def guessing() -> PolicySettings:
 
 
 def paper() -> PolicySettings:
-    """The paper to the letter: migrating tokens, one expert per layer, whole-layer skips, prompts
-    too, mean losses, even budget, (37), (43)."""
+    """The paper to the letter: migrating tokens, whole-layer skips, three layers ahead, and all
+    that `Readings.letter` has."""
     return PolicySettings(
         name="paper",
         levers=Levers(drop_slots=False),
         horizon=3,
         accounting=Accounting.MIGRATE,
-        importance_gate=True,
-        exit_risk=None,
-        exit_state=ExitState.FROZEN,
-        inflate=False,
-        echoes_charged=False,
-        exits_charged=False,
-        exits_weighed=False,
-        budget_rule=BudgetRule.EVEN,
-        weight_rule=WeightRule.PAPER,
-        exit_rule=ExitRule.PAPER,
-        loss_weight_range=(0.0, 1.0),
-        audit_share=0.0,
-        allowance_levels=8,
-        steadiness=False,
-        slot_ranks=False,
-        one_expert=True,
-        target_transitions=True,
-        target_importance=True,
-        mean_losses=True,
-        user_references=True,
-        user_exits=True,
-        workload_limit=True,
-        prompts_trimmed=True,
-        hazards=False,
-        price_start=False,
+        readings=Readings.letter(),
     )
 
 
@@ -145,10 +121,12 @@ def exact() -> PolicySettings:
         levers=Levers(substitute=False, drop_slots=False, skip=False, exit=False),
         horizon=1,
         budget=0.0,
-        weight_rule=WeightRule.FIXED,
-        exit_rule=ExitRule.FIXED,
-        audit_share=0.0,
-        price_start=False,
+        readings=Readings(
+            weight_rule=WeightRule.FIXED,
+            exit_rule=ExitRule.FIXED,
+            audit_share=0.0,
+            price_start=False,
+        ),
     )
 
 

@@ -91,7 +91,7 @@ class LocalDriver:
         engine = able(view, engine)
         self.view, self.engine = view, engine
         self.state: EngineState = engine.start()
-        exit_state = engine.settings.exit_state
+        exit_state = engine.settings.readings.exit_state
         self.execution = Execution(view, profile, slots=slots, exit_state=exit_state)
         self.guesser: Guesser | None = None
         if engine.settings.guesses:
@@ -105,7 +105,7 @@ class LocalDriver:
         # What is read by an encoder is not in these caches.
         retain = prefix_cache and view.rewinds and not isinstance(view, EncoderDecoderView)
         # What was trimmed is no matter of its tokens alone.
-        retain = retain and not engine.settings.prompts_trimmed
+        retain = retain and not engine.settings.readings.prompts_trimmed
         self._spent: dict[int, Ledger] = {}
         self._places = Places(*caches, retain=retain)
         self._draws = np.random.default_rng(seed)
@@ -182,7 +182,8 @@ class LocalDriver:
 
     def _trims(self, opened: Sequence[SequenceOpened]) -> bool:
         """Whether any of these has a prompt that may be trimmed; an encoder reads them exactly."""
-        trims = self.engine.settings.prompts_trimmed and any(one.budget > 0 for one in opened)
+        readings = self.engine.settings.readings
+        trims = readings.prompts_trimmed and any(one.budget > 0 for one in opened)
         return trims and not isinstance(self.view, EncoderDecoderView)
 
     def _trimmed(
@@ -294,7 +295,7 @@ class LocalDriver:
         for row, ledger, scores in zip(rows, command.ledgers, logits, strict=True):
             step.done[row] = Decoded(sequence=step.sequences[row], logits=scores, ledger=ledger)
         if command.layer < self.view.spec.layer_count:
-            if self.engine.settings.exit_state is ExitState.WHOLE:
+            if self.engine.settings.readings.exit_state is ExitState.WHOLE:
                 step.probes.update(zip(rows, logits, strict=True))
             return ()
         return self._audited(dict(zip(rows, logits, strict=True)), step)

@@ -272,8 +272,8 @@ def quality(
     confidence = settings.confidence if request.confidence is None else request.confidence
     if copied and budget < settings.budget:
         budget *= budget / settings.budget
-    if request.quality_budget is not None and settings.exit_risk is not None:
+    if request.quality_budget is not None and settings.readings.exit_risk is not None:
         confidence = max(
-            confidence, profile.exit_threshold_at_risk(budget / 2, settings.exit_state)
+            confidence, profile.exit_threshold_at_risk(budget / 2, settings.readings.exit_state)
         )
     return budget, confidence

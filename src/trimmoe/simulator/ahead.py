@@ -145,7 +145,7 @@ class Ahead:
     def prefill(self, requests: IntArray, access: IntArray, tokens: IntArray) -> Itinerary:
         """Prompt tokens [n], which run exactly, without budget, unless the policy trims them: then
         each has that of a generated one, and what it leaves is lost. None exits."""
-        budget = self.budget if self.engine.settings.prompts_trimmed else 0.0
+        budget = self.budget if self.engine.settings.readings.prompts_trimmed else 0.0
         state = EngineState(feedback=self.engine.start().feedback)
         for request, server in dict(zip(requests.tolist(), access.tolist(), strict=True)).items():
             opened = SequenceOpened(

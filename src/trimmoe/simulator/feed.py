@@ -73,7 +73,8 @@ class TraceFeed:
     ) -> BoolArray:
         """The same of `tokens` [n] that would have left after `layer` but go on as audits."""
         # Only draws below that share are audited.
-        return self.agrees(tokens, np.full(tokens.size, layer + 1), draws / settings.audit_share)
+        share = settings.readings.audit_share
+        return self.agrees(tokens, np.full(tokens.size, layer + 1), draws / share)
 
     def guesses(
         self, tokens: IntArray, access: IntArray, least: FloatArray, settings: PolicySettings

@@ -137,8 +137,8 @@ class _Run:
             link_queues=settings.link_queues,
             closed=self.closed,
             endless=given is None,
-            frozen=engine.settings.exit_state is ExitState.FROZEN,
-            whole=engine.settings.exit_state is ExitState.WHOLE,
+            frozen=engine.settings.readings.exit_state is ExitState.FROZEN,
+            whole=engine.settings.readings.exit_state is ExitState.WHOLE,
             drafts=engine.settings.drafts,
             guesses=engine.settings.guesses,
             chunks=engine.settings.guess_chunks,
@@ -328,7 +328,7 @@ class _Run:
     def _engine(self) -> Engine:
         """What decides from now on."""
         engine, slots = self.decider.engine, self.until_s / self.settings.control_s
-        if engine.settings.workload_limit and np.isclose(slots, round(slots)):
+        if engine.settings.readings.workload_limit and np.isclose(slots, round(slots)):
             self.full = self._assigned().full(self.until_s)
         if self.settings.waiting_feedback:
             return self.rebuilt(self.waiting.measured(self.state), self.full)

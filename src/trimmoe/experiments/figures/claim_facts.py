@@ -154,7 +154,7 @@ def _executed(bench: Bench, there: list[Contender]) -> dict[str, float]:
     """What executing the model on held-out text measured; where ours runs one expert per layer,
     also with all that are activated."""
     chosen = [one for one in there if one.of in _EXECUTED]
-    for one in [one for one in chosen if bench.rig(one).settings.one_expert]:
+    for one in [one for one in chosen if bench.rig(one).settings.readings.one_expert]:
         title = f"{one.title}, all experts"
         key, change = f"{one.key}/all-experts", _all_experts(one)
         chosen.append(replace(one, key=key, title=title, of="all-experts", change=change))
@@ -167,7 +167,7 @@ def _executed(bench: Bench, there: list[Contender]) -> dict[str, float]:
 
 
 def _all_experts(one: Contender) -> Callable[[PolicySettings], PolicySettings]:
-    return lambda policy: replace(one.change(policy), one_expert=False)
+    return lambda policy: one.change(policy).but(one_expert=False)
 
 
 def _of_model(geometry: str, bench: Bench, column: str) -> dict[str, float]:

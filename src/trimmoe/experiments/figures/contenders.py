@@ -54,7 +54,7 @@ def moving(policy: PolicySettings) -> PolicySettings:
 
 def whole_requests(policy: PolicySettings) -> PolicySettings:
     """The same policy on tokens of prompts too, as the paper's own has it."""
-    return replace(policy, prompts_trimmed=True)
+    return policy.but(prompts_trimmed=True)
 
 
 def _row(

@@ -282,7 +282,7 @@ class Node:
     @property
     def _remembers(self) -> bool:
         """Whether what was read is kept: what was trimmed is no matter of its tokens alone."""
-        trims = self.planner.settings.prompts_trimmed
+        trims = self.planner.settings.readings.prompts_trimmed
         # What an encoder read is no matter of the tokens that layers read.
         reads = not isinstance(self._view, EncoderDecoderView)
         return self.settings.prefix_cache and self._view.rewinds and reads and not trims

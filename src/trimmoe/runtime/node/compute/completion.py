@@ -46,7 +46,7 @@ def completed(
 ) -> list[Parcel]:
     """Predict from the last states [n, d]: tokens to their access servers, states onward."""
     propagating: list[Parcel] = []
-    state = settings.exit_state
+    state = settings.readings.exit_state
     exits = command.layer < runner.view.spec.layer_count
     if not exits:
         hidden = _tail(runner, units, hidden)

@@ -14,7 +14,7 @@ from math import isinf
 from trimmoe.core.events import SequenceOpened
 from trimmoe.core.ledger import Ledger
 from trimmoe.engine.guesses import Lead
-from trimmoe.policy.settings import BudgetRule
+from trimmoe.policy.readings import BudgetRule
 from trimmoe.runtime.node.front.drafts import GUESSED, Guessing, Kind
 from trimmoe.runtime.node.front.jobs import Attempt, FrontEndContext, Job
 from trimmoe.runtime.node.front.memory import Memory
@@ -368,7 +368,7 @@ class Answers:
 
     def opened(self, job: Job, attempt: Attempt) -> SequenceOpened:
         """Its account, with what the tokens shown so far left."""
-        bucket = self._context.planner.settings.budget_rule is BudgetRule.BUCKET
+        bucket = self._context.planner.settings.readings.budget_rule is BudgetRule.BUCKET
         budget, confidence = self.quality_of(job)
         return SequenceOpened(
             sequence=attempt.sequence,

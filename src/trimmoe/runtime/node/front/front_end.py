@@ -301,7 +301,7 @@ class FrontEnd:
 
     def _trimmed(self, job: Job, budget: float) -> int:
         """Tokens of what is read that may spend the budget; the answer's have done so before."""
-        trims = self._context.planner.settings.prompts_trimmed and budget > 0
+        trims = self._context.planner.settings.readings.prompts_trimmed and budget > 0
         return len(job.request.prompt_ids) if trims else 0
 
     def _send_off(self, job: Job, attempt: Attempt) -> None:
