@@ -96,7 +96,7 @@ def test_steered_the_weight_follows_the_use_of_the_budget_whatever_time_it_takes
 def test_every_route_is_steered_by_its_own_tokens() -> None:
     """Log odds, here 0 and ln 3, move by 4 x (use - 0.9) x the route's half of the window: by
     4 (1.4 - 0.9) / 2 = 1 and 4 (0.4 - 0.9) / 2 = -1. A route without tokens stays where it is."""
-    steered = PAPER.but(weight_rule=WeightRule.STEER, steer_step=4.0)
+    steered = PAPER.but(weight_rule=WeightRule.STEER)
     before = Feedback(loss_weight=0.5, route_weights=(0.5, 0.75, 0.25))
     after = window(before, steered, use=(1.4, 0.4), routes=(0, 1))
     up, down = 1 / (1 + np.exp(-1.0)), 1 / (1 + np.exp(-(np.log(3.0) - 1.0)))

@@ -11,6 +11,8 @@ from trimmoe.core.specs import FloatArray, IntArray
 from trimmoe.policy.readings import BUDGET_USE_TARGET, ExitRule, WeightRule
 from trimmoe.policy.settings import PolicySettings
 
+_STEER_STEP = 4.0
+"""Step of omega_D's log odds per window and unit of budget use, where it is steered."""
 _DRAFT_STEP = 0.5
 """By how much the confidence of drafts follows the share of them that was wrong, per window."""
 
@@ -155,7 +157,7 @@ def _route_weights(feedback: Feedback, settings: PolicySettings) -> tuple[float,
     low, high = settings.readings.loss_weight_range
     for route, (tokens, use) in feedback.window.by_route.items():
         error = (use - tokens * BUDGET_USE_TARGET) / feedback.window.tokens
-        odds = np.log(weights[route] / (1.0 - weights[route])) + settings.steer_step * error
+        odds = np.log(weights[route] / (1.0 - weights[route])) + _STEER_STEP * error
         weights[route] = float(np.clip(1.0 / (1.0 + np.exp(-odds)), low, high))
     return tuple(weights)
 

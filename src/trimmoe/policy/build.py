@@ -29,6 +29,9 @@ from trimmoe.policy.settings import PolicySettings
 from trimmoe.policy.tables import TableBank
 from trimmoe.policy.trim import TrimPolicy
 
+ALLOWANCE_LEVELS = 8
+"""Budget levels per D-bar in the look-ahead."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Deployment:
@@ -97,7 +100,7 @@ def make_policy(deployment: Deployment, profile: Profile, settings: PolicySettin
             weights=weights,
             exits=exits,
             routes=deployment.routes,
-            levels=allowance_levels(settings.budget, settings.allowance_levels),
+            levels=allowance_levels(settings.budget, ALLOWANCE_LEVELS),
             horizon=settings.horizon,
         )
     return TrimPolicy(
@@ -106,7 +109,7 @@ def make_policy(deployment: Deployment, profile: Profile, settings: PolicySettin
             profile=profile,
             weights=weights,
             exits=exits,
-            allowance_step=settings.budget / settings.allowance_levels if settings.budget else 1.0,
+            allowance_step=settings.budget / ALLOWANCE_LEVELS if settings.budget else 1.0,
         ),
         horizon=settings.horizon,
         routes=deployment.routes,

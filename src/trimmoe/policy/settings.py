@@ -63,14 +63,10 @@ class PolicySettings:
     """omega_D to begin with."""
     weight_step: float = 0.05
     """kappa of (43)."""
-    steer_step: float = 4.0
-    """Step of omega_D's log odds per window and unit of budget use, where it is steered."""
     exit_step: float = 0.1
     """eta of (37)."""
     window_tokens: int = 32
     """Tokens between two feedback updates."""
-    allowance_levels: int = 8
-    """Budget levels per D-bar in the look-ahead."""
 
     def __post_init__(self) -> None:
         if self.drafts:
