@@ -29,6 +29,7 @@ import trimmoe
 from forked import forked
 from trimmoe.api.app import create_app
 from trimmoe.core.artifact import written_whole
+from trimmoe.core.choice import Choice
 from trimmoe.experiments.compare import CompareSettings, access_servers, compare
 from trimmoe.experiments.method_engines import plan_for
 from trimmoe.experiments.methods import find_method, served
@@ -118,7 +119,7 @@ def method_row(
 ) -> dict[str, Any]:
     """One method's servers, asked one request after the other."""
     method = find_method(name)
-    policy = served(name, budget=arguments.budget, confidence=CONFIDENCE)
+    policy = served(Choice(method=name, budget=arguments.budget, confidence=CONFIDENCE))
     plan = plan_for(method, made.plan, made.profile, made.model)
     pieces = Pieces(policy=policy, app=partial(create_app), node=this_machines_node)
     with forked(arguments.model, made.profile, plan, made.model, pieces, emulate=True) as urls:
@@ -176,7 +177,7 @@ def measured_flips(arguments: argparse.Namespace, made: Artifacts) -> dict[str, 
 
 def throughput(arguments: argparse.Namespace, made: Artifacts, name: str) -> dict[str, Any]:
     """Tokens per second of so many streams on local4, spread over its servers."""
-    policy = served(name, budget=arguments.budget, confidence=CONFIDENCE)
+    policy = served(Choice(method=name, budget=arguments.budget, confidence=CONFIDENCE))
     print(f"{name}:", flush=True)
     pieces = Pieces(policy=policy, app=partial(create_app), node=this_machines_node)
     rows = []

@@ -17,6 +17,7 @@ import numpy as np
 
 from ran_trace import trace_of_run
 from rehearsal import Answered, rehearsal
+from trimmoe.core.choice import Choice
 from trimmoe.core.ledger import Kind
 from trimmoe.core.plan import Plan
 from trimmoe.core.profile import Profile
@@ -138,7 +139,7 @@ def validate(subject: Subject, method: str, traffic: Traffic, *, seed: int) -> P
     chosen = find_method(method)
     model = subject.view.spec
     plan = plan_for(chosen, subject.plan, subject.profile, model)
-    policy = replayed(method, budget=subject.budget, confidence=subject.confidence)
+    policy = replayed(Choice(method=method, budget=subject.budget, confidence=subject.confidence))
     # Which exits are audited is a matter of chance, and of another on either side.
     policy = policy.but(audit_share=0.0)
     share, vocabulary = plan.cluster.access_share, model.vocab_size

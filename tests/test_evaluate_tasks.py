@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 
 from evaluating import Bench, make_bench
 from trimmoe.cli import app
+from trimmoe.core.choice import Choice
 from trimmoe.core.errors import UserError
 from trimmoe.evaluate.harness import DriverLM
 from trimmoe.evaluate.local_data import local_data
@@ -214,7 +215,8 @@ def test_word_perplexity_is_the_exponential_of_the_mean_loss_per_original_word(
 ) -> None:
     settings = EvaluateSettings(methods=(), max_length=64, at_once=2)
     (result,) = evaluate_tasks(subject(bench), {"wikitext": task("wikitext", data)}, settings)
-    model = bench.model(make_run("exact", budget=0.0, confidence=2.0).policy, max_length=64)
+    exact = make_run(Choice(method="exact", budget=0.0, confidence=2.0))
+    model = bench.model(exact.policy, max_length=64)
     made = task("wikitext", data)
     totals = model.loglikelihood_rolling(made.instances)
     words = sum(len(instance.doc["page"].split()) + 2 for instance in made.instances)
@@ -248,13 +250,13 @@ def test_a_title_has_the_budget_if_there_is_one() -> None:
         ("moe2-matched", 0.015, "MoE^2 (adapted), within the budget 0.015"),
     ):
         assert METHODS[name].titled(budget) == title
-    assert make_run("trimmoe", budget=0.01, confidence=0.9).title == "TrimMoE 0.01"
+    assert make_run(Choice(method="trimmoe", budget=0.01)).title == "TrimMoE 0.01"
 
 
 def test_retention_turns_round_where_less_is_better() -> None:
     def result(value: float, *, higher: bool) -> TaskResult:
         return TaskResult(
-            task="t", run=make_run("exact", budget=0.0, confidence=1.0), documents=1,
+            task="t", run=make_run(Choice(method="exact", budget=0.0, confidence=1.0)), documents=1,
             metrics={"m,none": value}, higher_is_better={"m": higher}, agreement=None,
             exact_nll=None, generated=None,
         )  # fmt: skip

@@ -6,7 +6,7 @@ from __future__ import annotations
 import doctest
 import json
 import sys
-from dataclasses import FrozenInstanceError, dataclass
+from dataclasses import FrozenInstanceError, dataclass, replace
 from importlib import import_module
 from itertools import accumulate
 from pathlib import Path
@@ -18,7 +18,7 @@ from launching import Files, write_files
 from trimmoe import cli
 
 PROMPT = "What is an operator"
-EXAMPLES = ("names", "token", "model", "simulation")
+EXAMPLES = ("core.choice", "facade.names", "facade.token", "facade.model", "facade.simulation")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,6 +84,26 @@ def test_a_budget_is_spent_and_holds_at_every_token(made: Made) -> None:
     assert all(sum_ <= budget * count + 1e-9 for count, sum_ in enumerate(spent, 1))
     assert sum(token.exited for token in tokens) > 0
     assert list(made.model.generate(PROMPT, **options, budget=budget)) == tokens
+
+
+def test_what_was_chosen_holds_where_an_answer_is_told_nothing_else(made: Made) -> None:
+    choice = trimmoe.Choice(method="final-exits", budget=0.3)
+    model = replace(made.model, choice=choice)
+    options = {"plan": made.plan, "max_tokens": 8}
+    said = list(made.model.generate(PROMPT, **options, method="final-exits", budget=0.3))
+    assert list(model.generate(PROMPT, **options)) == said
+    plain = list(made.model.generate(PROMPT, **options, method="exact"))
+    assert list(model.generate(PROMPT, **options, method="exact")) == plain != said
+    with pytest.raises(trimmoe.UserError, match="give one"):
+        model.generate(PROMPT)
+
+
+def test_weights_are_held_as_chosen(made: Made) -> None:
+    chosen = trimmoe.Choice(budget=0.1, quantise=trimmoe.Precision.INT8)
+    assert trimmoe.load(made.files.model, choice=chosen).choice == chosen
+    exact = trimmoe.load(made.files.model, choice=chosen, quantise="none").choice
+    assert exact == trimmoe.Choice(budget=0.1)
+    assert trimmoe.load(made.files.model).choice == trimmoe.Choice()
 
 
 def test_who_asks_and_where_matters(made: Made) -> None:
@@ -156,7 +176,7 @@ def test_a_simulation_is_that_of_the_command_and_drawn(
 def test_it_has_examples_in_its_documentation() -> None:
     found = doctest.DocTestFinder()
     for name in EXAMPLES:
-        module = import_module(f"trimmoe.facade.{name}")
+        module = import_module(f"trimmoe.{name}")
         assert any(test.examples for test in found.find(module)), name
 
 
@@ -166,5 +186,5 @@ def test_the_examples_in_its_documentation_run(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    module = import_module(f"trimmoe.facade.{name}")
+    module = import_module(f"trimmoe.{name}")
     assert doctest.testmod(module).failed == 0

@@ -17,8 +17,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from trimmoe.core.choice import Choice
     from trimmoe.core.errors import UserError
     from trimmoe.core.ledger import Kind
+    from trimmoe.core.precision import Precision
     from trimmoe.core.profile import Profile
     from trimmoe.core.trace import Trace
     from trimmoe.facade.model import Model, Plan, load
@@ -28,9 +30,11 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = [
+    "Choice",
     "Kind",
     "Model",
     "Plan",
+    "Precision",
     "Profile",
     "Simulation",
     "Token",
@@ -44,9 +48,11 @@ __all__ = [
 ]
 
 _MODULES = {
+    "Choice": "core.choice",
     "Kind": "core.ledger",
     "Model": "facade.model",
     "Plan": "facade.model",
+    "Precision": "core.precision",
     "Profile": "core.profile",
     "Simulation": "facade.simulation",
     "Token": "facade.token",

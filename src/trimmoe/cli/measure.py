@@ -26,6 +26,7 @@ from trimmoe.cli.options import (
     console,
     require_folder,
 )
+from trimmoe.core.choice import Choice
 from trimmoe.core.precision import Precision
 from trimmoe.experiments.opening import open_drafts, open_view, profile_path, resolved
 
@@ -63,7 +64,8 @@ def generate(
     from trimmoe.runtime.local import LocalDriver
     from trimmoe.runtime.sampling import Sampling
 
-    named, policy = chosen(method, budget=budget, confidence=confidence)
+    choice = Choice(method=method, budget=budget, confidence=confidence, quantise=quantise)
+    named, policy = chosen(choice)
     calibrated = load_profile(profile_path(profile, model, dtype))
     placed = load_plan(plan)
     server = server_index(placed.cluster.server_names, access)
@@ -73,7 +75,7 @@ def generate(
     tokenizer = load_tokenizer(path)
     ids = prompt_ids(tokenizer, prompt, chat)
     check_prompt(ids, spec.context_length)
-    view = open_view(path, dtype, device, quantise=quantise)
+    view = open_view(path, dtype, device, quantise=choice.quantise)
     engine = method_engine(named, placed, calibrated, view.spec, policy)
     draft = open_drafts(draft_model, view, tokenizer, policy, slots=1)
     driver = LocalDriver(view, calibrated, engine, slots=1, seed=seed, draft=draft)

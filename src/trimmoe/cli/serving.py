@@ -25,6 +25,7 @@ from trimmoe.cli.options import (
     console,
     say,
 )
+from trimmoe.core.choice import Choice
 from trimmoe.core.errors import UserError
 from trimmoe.core.precision import Precision
 from trimmoe.experiments.opening import open_drafts, open_view, resolved
@@ -79,14 +80,17 @@ def serve_local(
     from trimmoe.core.profile import load_profile
     from trimmoe.experiments import serve_local as local
     from trimmoe.experiments.answering import server_index
-    from trimmoe.experiments.methods import configured, find_method
+    from trimmoe.experiments.methods import named
     from trimmoe.models.load import load_tokenizer
     from trimmoe.policy.presets import exact
     from trimmoe.runtime.decoder import ExactDecoder
     from trimmoe.runtime.launch.tls import tls_of
     from trimmoe.runtime.local_service import LocalService
 
-    chosen = find_method(method or "trimmoe")
+    choice = Choice(
+        method=method or "trimmoe", budget=budget, confidence=confidence, quantise=quantise
+    )
+    chosen, policy = named(choice)
     if (profile is None) != (plan is None):
         raise UserError("Give --profile and --plan together, or neither to serve the exact model.")
     if profile is None and method not in (None, "exact"):
@@ -102,20 +106,18 @@ def serve_local(
         tokenizer = load_tokenizer(path)
         calibrated = None if profile is None else load_profile(profile)
         placed = None if plan is None else load_plan(plan)
-        view = open_view(path, dtype, device, quantise=quantise)
+        view = open_view(path, dtype, device, quantise=choice.quantise)
         local.use_threads(view, threads)
         if calibrated is None or placed is None:
             open_drafts(draft_model, view, tokenizer, exact(), slots=max_num_seqs)
             decoder = ExactDecoder(view, slots=max_num_seqs)
         else:
-            policy = configured(chosen, budget=budget, confidence=confidence)
             decoder = local.planned_decoder(
                 view,
                 calibrated,
                 placed,
                 chosen,
-                budget=budget,
-                confidence=confidence,
+                policy,
                 slots=max_num_seqs,
                 access=server_index(placed.cluster.server_names, access),
                 seed=seed,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import lm_eval
@@ -19,6 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 import trimmoe
+from trimmoe.core.choice import Choice
 from trimmoe.core.ledger import Ledger
 from trimmoe.evaluate.harness import DriverLM
 from trimmoe.evaluate.reference import ExactReference
@@ -71,11 +72,12 @@ class TaskResult:
 
 def planned_runs(settings: EvaluateSettings) -> list[Run]:
     """Exact execution first, then every method, once per budget if it looks at one."""
-    runs = [make_run("exact", budget=0.0, confidence=settings.confidence)]
+    choice = Choice(method="exact", budget=0.0, confidence=settings.confidence)
+    runs = [make_run(choice)]
     for name in settings.methods:
         budgeted = find_method(name).budgeted
         for budget in settings.budgets if budgeted else settings.budgets[:1]:
-            runs.append(make_run(name, budget=budget, confidence=settings.confidence))
+            runs.append(make_run(replace(choice, method=name, budget=budget)))
     return [run for index, run in enumerate(runs) if run not in runs[:index]]
 
 

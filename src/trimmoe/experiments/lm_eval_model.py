@@ -14,6 +14,7 @@ from pathlib import Path
 
 from lm_eval.api.registry import register_model
 
+from trimmoe.core.choice import Choice
 from trimmoe.core.errors import UserError
 from trimmoe.evaluate.harness import DriverLM
 from trimmoe.experiments.subject import make_run, open_subject, serve_run
@@ -44,7 +45,7 @@ class TrimMoELM(DriverLM):
         )
         driver, serving = serve_run(
             subject,
-            make_run(method, budget=budget, confidence=confidence),
+            make_run(Choice(method=method, budget=budget, confidence=confidence)),
             at_once=_at_once(batch_size, max_batch_size),
             max_length=max_length,
             seed=seed,

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 
+from trimmoe.core.choice import Choice
 from trimmoe.core.errors import UserError
 from trimmoe.core.profile import Profile
 from trimmoe.cost.actions import ActionSpace
@@ -40,7 +41,7 @@ from trimmoe.policy.presets import (
     trimming,
     trimmoe,
 )
-from trimmoe.policy.settings import DEFAULT_BUDGET, PolicySettings
+from trimmoe.policy.settings import PolicySettings
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -234,39 +235,41 @@ def configured(method: Method, *, budget: float, confidence: float) -> PolicySet
     return settings.but(budget=budget, confidence=confidence, exit_risk=exit_risk)
 
 
-def chosen(name: str, *, budget: float | None, confidence: float) -> tuple[Method, PolicySettings]:
-    """The method called `name` and its policy, for a user who may not have given a budget (None).
-
-    `auto` trims within a budget and is lossless without one; other methods that trim take
-    `DEFAULT_BUDGET`. Raises `UserError` for an unknown name.
-    """
-    method = find_method(name)
-    if name == "auto" and budget is not None:
-        method = replace(method, settings=auto_trimming)
-    allowed = DEFAULT_BUDGET if budget is None else budget
-    return method, configured(method, budget=allowed, confidence=confidence)
+def named(choice: Choice) -> tuple[Method, PolicySettings]:
+    """The method of that name and its policy. Raises `UserError` for an unknown name."""
+    method = find_method(choice.method)
+    return method, configured(method, budget=choice.allowed, confidence=choice.confidence)
 
 
-def served(name: str, *, budget: float, confidence: float) -> PolicySettings:
-    """`configured`, of a method that real servers can run; raises `UserError` for others.
+def chosen(choice: Choice) -> tuple[Method, PolicySettings]:
+    """`named`, but that `auto` trims where a budget is given, and is lossless without one."""
+    method, policy = named(choice)
+    if choice.method != "auto" or choice.budget is None:
+        return method, policy
+    method = replace(method, settings=auto_trimming)
+    return method, configured(method, budget=choice.budget, confidence=choice.confidence)
+
+
+def served(choice: Choice) -> PolicySettings:
+    """The policy of a method that real servers can run; raises `UserError` for others.
 
     Nothing moves KV caches along with tokens.
     """
-    settings = configured(find_method(name), budget=budget, confidence=confidence)
+    _, settings = named(choice)
     if settings.accounting is Accounting.MIGRATE:
         raise UserError(
-            f"Servers cannot run the method {name}, whose tokens move without their KV cache; "
-            "leave it out, or see `trimmoe simulate`."
+            f"Servers cannot run the method {choice.method}, whose tokens move without their KV "
+            "cache; leave it out, or see `trimmoe simulate`."
         )
     return settings
 
 
-def replayed(name: str, *, budget: float, confidence: float) -> PolicySettings:
+def replayed(choice: Choice) -> PolicySettings:
     """`served`, of a method that the simulator replays from what its servers did, which says
     nothing of experts that its tokens' routers did not choose."""
-    settings = served(name, budget=budget, confidence=confidence)
-    if find_method(name).policy is not None:
+    settings = served(choice)
+    if find_method(choice.method).policy is not None:
         raise UserError(
-            f"A replay cannot run the method {name}, a policy of its own; leave it out."
+            f"A replay cannot run the method {choice.method}, a policy of its own; leave it out."
         )
     return settings

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -68,7 +68,7 @@ def plan_vs_real(
         raise UserError("Nothing was measured of these machines; run `trimmoe probe` first.")
     rows: list[dict[str, Any]] = []
     for name in methods:
-        replayed(name, budget=config.budget_in_force, confidence=config.confidence)
+        replayed(replace(config.choice, method=name))
     for name in methods:
         say(f"{find_method(name).title} ...")
         measured = _measured(name, config, artifacts, asked)
@@ -179,7 +179,7 @@ def _simulated_ms(
             output_tokens=float(asked.output_tokens),
             fixed_lengths=True,
         ),
-        budget=config.budget_in_force,
+        budget=config.choice.allowed,
         confidence=config.confidence,
         warm_up_s=1.0,
         duration_s=10.0,

@@ -109,7 +109,7 @@ def _profile(
     texts = read_texts(config.text) if config.text else [sample()]
     settings = CalibrationSettings(
         tokens=config.calibration_tokens,
-        budget=config.budget_in_force,
+        budget=config.choice.allowed,
         # Calibration knows confidences between zero and one only; beyond, nothing or all exits.
         confidence=config.confidence if 0.0 < config.confidence < 1.0 else 0.9,
     )
@@ -188,9 +188,10 @@ def wanted(config: ServeConfig) -> tuple[SearchSettings, PlanSettings]:
     """What plans are searched for: what trims, if nothing else saves anything, else exact
     execution."""
     search = SearchSettings(iterations=config.plan_iterations)
-    if "trimming" not in (config.policy, config.method) or not config.budget_in_force:
+    choice = config.choice
+    if choice.method != "trimming" or not choice.allowed:
         return search, default()
-    search = replace(search, objective="trimmed", budget=config.budget_in_force)
+    search = replace(search, objective="trimmed", budget=choice.allowed)
     return search, replace(default(), stand_in_share=TRIMMED_SHARE)
 
 

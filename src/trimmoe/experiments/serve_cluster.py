@@ -11,6 +11,7 @@ from rich.console import Console
 
 from trimmoe.api.app import create_app
 from trimmoe.api.settings import ApiSettings
+from trimmoe.core.choice import Choice
 from trimmoe.core.errors import UserError
 from trimmoe.experiments.joining import JoinedPlanner
 from trimmoe.experiments.method_engines import plan_for
@@ -50,10 +51,9 @@ def pieces_of(config: ServeConfig) -> Pieces:
 def _pieces_of(config: ServeConfig) -> Pieces:
     app = partial(create_app, settings=ApiSettings(api_keys=config.api_keys, page=config.page))
     if config.method is None:
-        return Pieces(policy=_policy(config), app=app)
-    budget = config.budget_in_force
-    policy = served(config.method, budget=budget, confidence=config.confidence)
+        return Pieces(policy=_policy(config.choice), app=app)
     method = find_method(config.method)
+    policy = served(config.choice)
     return Pieces(policy=policy, app=app, maker=method.policy, title=method.title)
 
 
@@ -177,14 +177,13 @@ def head_options(
     )
 
 
-def _policy(config: ServeConfig) -> PolicySettings:
-    name = config.policy_in_force
-    if name not in POLICIES:
+def _policy(choice: Choice) -> PolicySettings:
+    if choice.method not in POLICIES:
         raise UserError(
-            f"There is no policy `{name}` to serve with; choose from {', '.join(POLICIES)}, or "
-            "give --method."
+            f"There is no policy `{choice.method}` to serve with; choose from "
+            f"{', '.join(POLICIES)}, or give --method."
         )
-    _, policy = chosen(name, budget=config.budget, confidence=config.confidence)
+    _, policy = chosen(choice)
     return policy
 
 

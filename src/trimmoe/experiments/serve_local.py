@@ -20,11 +20,12 @@ from trimmoe.core.errors import UserError
 from trimmoe.core.plan import Plan
 from trimmoe.core.profile import Profile
 from trimmoe.experiments.method_engines import make_engine, plan_for, require_fitting
-from trimmoe.experiments.methods import Method, configured
+from trimmoe.experiments.methods import Method
 from trimmoe.models.base import MoEView
 from trimmoe.models.checkpoint import resolve
 from trimmoe.models.draft import DraftModel
 from trimmoe.models.formats.choose import folder_of
+from trimmoe.policy.settings import PolicySettings
 from trimmoe.runtime.decoder import PlannedDecoder
 from trimmoe.runtime.http import HttpServer
 from trimmoe.runtime.launch.addresses import KEEP_ALIVE_S
@@ -73,23 +74,22 @@ def planned_decoder(
     profile: Profile,
     plan: Plan,
     method: Method,
+    policy: PolicySettings,
     *,
-    budget: float,
-    confidence: float,
     slots: int,
     access: int,
     seed: int,
     draft: DraftModel | None = None,
 ) -> PlannedDecoder:
-    """The method beside a plan, and a `draft` model if it is to guess with one; raises `UserError`
-    if profile, plan and model do not fit, or the method's own placement cannot serve the model."""
+    """The method under its policy beside a plan, and a `draft` model if it is to guess with one;
+    raises `UserError` if profile, plan and model do not fit, or the method's own placement cannot
+    serve the model."""
     require_fitting(profile, plan, view.spec)
-    settings = configured(method, budget=budget, confidence=confidence)
     own = plan_for(method, plan, profile, view.spec)
     return PlannedDecoder(
         view,
         profile,
-        make_engine(own, profile, view.spec, settings, method.policy),
+        make_engine(own, profile, view.spec, policy, method.policy),
         slots=slots,
         server_names=plan.cluster.server_names,
         access=access,

@@ -16,7 +16,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import httpx
@@ -77,7 +77,7 @@ def run_methods(
     for name in names:
         say(f"{find_method(name).title} ...")
         try:
-            served(name, budget=config.budget_in_force, confidence=config.confidence)
+            served(replace(config.choice, method=name))
             with serving(name, config, artifacts.plan.cluster.server_names) as urls:
                 found.append(asyncio.run(_loaded(name, urls, artifacts, load)))
         except UserError as error:

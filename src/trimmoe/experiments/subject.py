@@ -7,13 +7,14 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from trimmoe.core.choice import Choice
 from trimmoe.core.errors import UserError
 from trimmoe.core.plan import Plan, load_plan
 from trimmoe.core.profile import Profile, load_profile
 from trimmoe.evaluate.scoring import Scoring
 from trimmoe.experiments.compare import access_servers
 from trimmoe.experiments.method_engines import method_engine, require_fitting
-from trimmoe.experiments.methods import configured, find_method
+from trimmoe.experiments.methods import find_method, named
 from trimmoe.experiments.opening import open_view, resolved
 from trimmoe.models.base import MoEView
 from trimmoe.models.load import load_tokenizer
@@ -55,10 +56,10 @@ def open_subject(model: str, profile: Path, plan: Path, *, dtype: str, device: s
     return Subject(view=view, tokenizer=load_tokenizer(path), profile=calibrated, plan=placed)
 
 
-def make_run(method: str, *, budget: float, confidence: float) -> Run:
+def make_run(choice: Choice) -> Run:
     """Raises `UserError` for an unknown method."""
-    policy = configured(find_method(method), budget=budget, confidence=confidence)
-    return Run(method=method, policy=policy)
+    _, policy = named(choice)
+    return Run(method=choice.method, policy=policy)
 
 
 def serve_run(

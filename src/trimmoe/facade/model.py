@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from trimmoe.core.choice import Choice
 from trimmoe.core.errors import UserError
 from trimmoe.core.plan import Plan as Placed
 from trimmoe.core.precision import Precision
@@ -39,18 +40,23 @@ if TYPE_CHECKING:
 
 _LOG = logging.getLogger("trimmoe")
 File = str | PathLike[str]
-_Key = tuple[str, float | None, float]
 
 
 def load(
-    model: File = "embedded", *, quantise: str = "none", device: str = "cpu", dtype: str = "auto"
+    model: File = "embedded",
+    *,
+    choice: Choice | None = None,
+    quantise: str | None = None,
+    device: str = "cpu",
+    dtype: str = "auto",
 ) -> Model:
     """Open a model with all its experts.
 
     `model` is a checkpoint folder, a hub id or a GGUF file, or `embedded` for the small one that
-    comes with the package (built on first use, from some 90 MB that are fetched once). `quantise`
-    holds weights as `int8` or `int4`; `dtype` is `float32`, `bfloat16` or `auto`: float32 on a
-    processor and the checkpoint's own elsewhere. Raises `UserError`.
+    comes with the package (built on first use, from some 90 MB that are fetched once). `choice`
+    says in how many bits weights are held, and what `generate` and `simulate` go by where they are
+    not told; `quantise`, `int8` or `int4`, overrides the bits. `dtype` is `float32`, `bfloat16` or
+    `auto`: float32 on a processor and the checkpoint's own elsewhere. Raises `UserError`.
 
     Examples:
         >>> import trimmoe
@@ -58,17 +64,19 @@ def load(
         >>> model.spec.layer_count, model.spec.expert_count, model.spec.top_k
         (30, 8, 4)
     """
-    source = str(model)
-    if quantise not in list(Precision):
-        raise UserError(f"Weights cannot be held as `{quantise}`; choose none, int8 or int4.")
+    source, choice = str(model), (choice or Choice()).overridden(quantise=quantise)
+    if choice.quantise not in list(Precision):
+        raise UserError(
+            f"Weights cannot be held as `{choice.quantise}`; choose none, int8 or int4."
+        )
     if dtype not in ("auto", "float32", "bfloat16"):
         raise UserError(f"There is no dtype `{dtype}`; choose auto, float32 or bfloat16.")
     path = resolved(source)
-    precision = Precision(quantise)
+    precision = Precision(choice.quantise)
     return Model(
         source=source,
         dtype=dtype,
-        quantise=precision,
+        choice=replace(choice, quantise=precision),
         view=open_view(path, dtype, device, quantise=precision),
         tokenizer=load_tokenizer(path),
     )
@@ -81,7 +89,8 @@ class Model:
     source: str
     """What it was opened by: a folder, a file, a hub id or `embedded`."""
     dtype: str
-    quantise: Precision
+    choice: Choice
+    """How its weights are held, and what `generate` and `simulate` go by where less is said."""
     view: MoEView = field(repr=False)
     """Its layers, one by one."""
     tokenizer: Any = field(repr=False)
@@ -128,8 +137,8 @@ class Model:
         *,
         plan: Plan | None = None,
         budget: float | None = None,
-        method: str = "auto",
-        confidence: float = 0.9,
+        method: str | None = None,
+        confidence: float | None = None,
         access: str | None = None,
         chat: bool = False,
         max_tokens: int = 128,
@@ -142,9 +151,10 @@ class Model:
         Everything runs in this process; what links and machines would take is charged by the cost
         model. With `budget`, the flip rate that a token may lose on average, layers and experts
         that are not worth their hop are trimmed within it; without one the answer is the exact
-        model's. `method` is one of `methods`, `confidence` what an exit that is final needs,
-        `access` the server whose user asks (the first), `chat` makes the prompt a turn of a chat.
-        At `temperature` 0 every token is the most probable one. Without a plan the exact model
+        model's. `method` is one of `methods`, `auto` by default, and `confidence` what an exit that
+        is final needs, 0.9 by default, unless the model's `choice` says otherwise. `access` is the
+        server whose user asks (the first), `chat` makes the prompt a turn of a chat. At
+        `temperature` 0 every token is the most probable one. Without a plan the exact model
         answers, from one place. Raises `UserError`.
 
         Examples:
@@ -165,7 +175,8 @@ class Model:
             )
         ids = answering.prompt_ids(self.tokenizer, prompt, chat)
         check_prompt(ids, self.spec.context_length)
-        driver, server, policy = self._driver(plan, method, budget, confidence, access, seed)
+        choice = self.choice.overridden(budget=budget, method=method, confidence=confidence)
+        driver, server, policy = self._driver(plan, choice, access, seed)
         pieces = answering.answer(
             driver,
             self.tokenizer,
@@ -178,26 +189,21 @@ class Model:
         return map(Token.of, pieces)
 
     def _driver(
-        self,
-        plan: Plan | None,
-        method: str,
-        budget: float | None,
-        confidence: float,
-        access: str | None,
-        seed: int,
+        self, plan: Plan | None, choice: Choice, access: str | None, seed: int
     ) -> tuple[Driver, int, PolicySettings]:
         """What decodes, for users of which server, under which policy."""
         if plan is None:
-            if budget or access or method not in ("auto", "exact"):
+            if choice.budget or access or choice.method not in ("auto", "exact"):
                 raise UserError("Only the exact model answers without a plan; give one.")
             return AloneDriver(self.view), 0, exact()
         server = answering.server_index(plan.servers, access)
-        engine = plan.engine(method, budget=budget, confidence=confidence, model=self.spec)
+        engine = plan.engine(choice, model=self.spec)
         driver = LocalDriver(self.view, plan.profile, engine, slots=1, seed=seed)
         return driver, server, engine.settings
 
     def _planned(self, given: dict[str, Any]) -> Plan:
-        of_model = {"model": self.source, "dtype": self.dtype, "quantise": self.quantise}
+        held = self.choice.quantise
+        of_model = {"model": self.source, "dtype": self.dtype, "quantise": held}
         config = serve_config(None, of_model | given)
         found = prepare(config, sample=partial(sample_text, "calibration"), say=_LOG.info)
         return Plan(model=self, profile=found.profile, placed=found.plan)
@@ -222,7 +228,7 @@ class Plan:
     """What calibration measured of the model."""
     placed: Placed = field(repr=False)
     """Hosts [M, N, E] and routes [M, N] on the cluster: M servers, N MoE layers, E experts."""
-    _engines: dict[_Key, Engine] = field(default_factory=dict, repr=False)
+    _engines: dict[Choice, Engine] = field(default_factory=dict, repr=False)
     """Those made so far; their tables take seconds."""
 
     @property
@@ -263,14 +269,11 @@ class Plan:
             model.view, model.tokenizer, self.profile, self.placed, tuple(map(Path, text)), tokens
         )
 
-    def engine(
-        self, method: str, *, budget: float | None, confidence: float, model: ModelSpec
-    ) -> Engine:
-        """What decides under a method, as `Model.generate` runs it. Raises `UserError` for an
-        unknown method, and for another model than the plan's."""
-        key = method, budget, confidence
-        named, policy = chosen(method, budget=budget, confidence=confidence)
+    def engine(self, choice: Choice, *, model: ModelSpec) -> Engine:
+        """What decides, as `Model.generate` runs it. Raises `UserError` for an unknown method, and
+        for another model than the plan's."""
+        method, policy = chosen(choice)
         require_fitting(self.profile, self.placed, model)
-        if key not in self._engines:
-            self._engines[key] = method_engine(named, self.placed, self.profile, model, policy)
-        return self._engines[key]
+        if choice not in self._engines:
+            self._engines[choice] = method_engine(method, self.placed, self.profile, model, policy)
+        return self._engines[choice]

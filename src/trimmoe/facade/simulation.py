@@ -14,7 +14,7 @@ from rich.console import Console
 
 from trimmoe.core.trace import Trace
 from trimmoe.experiments.method_engines import possible_methods
-from trimmoe.experiments.methods import DEFAULT_BUDGET, find_method
+from trimmoe.experiments.methods import find_method
 from trimmoe.experiments.simulation import simulate_with_bar, simulation_json, simulation_table
 from trimmoe.facade.model import Plan
 from trimmoe.simulator.settings import Load, SimulationSettings
@@ -32,8 +32,8 @@ def simulate(
     rate: float | None = None,
     concurrency: int | None = None,
     methods: Sequence[str] = (),
-    budget: float = DEFAULT_BUDGET,
-    confidence: float = 0.9,
+    budget: float | None = None,
+    confidence: float | None = None,
     prompt_tokens: float = 64.0,
     output_tokens: float = 64.0,
     duration_s: float = 10.0,
@@ -46,7 +46,8 @@ def simulate(
     Give `rate`, requests a second, or `concurrency`, requests running at all times. Prompts and
     answers have these mean lengths; `duration_s` virtual seconds are measured after the first
     `warm_up_s`, in so many independent runs. `methods` are names of `methods()`; by default a
-    pipeline, where whole layers fit, `exact` and `auto`. Those that trim do so within `budget`.
+    pipeline, where whole layers fit, `exact` and `auto`. Those that trim do so within `budget`, by
+    default that of the model's `choice`, or 0.02.
     `trace` is what is replayed, `plan.record()` if none is given. Raises `UserError`.
 
     Examples:
@@ -57,6 +58,7 @@ def simulate(
         >>> load.figures["exact"]["tokens_per_s"] > 0
         True
     """
+    choice = plan.model.choice.overridden(budget=budget, confidence=confidence)
     settings = SimulationSettings(
         load=Load(
             rate_per_s=rate,
@@ -64,8 +66,8 @@ def simulate(
             prompt_tokens=prompt_tokens,
             output_tokens=output_tokens,
         ),
-        budget=budget,
-        confidence=confidence,
+        budget=choice.allowed,
+        confidence=choice.confidence,
         warm_up_s=warm_up_s,
         duration_s=duration_s,
         seeds=tuple(range(seeds)),

@@ -5,13 +5,11 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
+from trimmoe.core.choice import DEFAULT_BUDGET
 from trimmoe.core.exit_states import ExitState
 from trimmoe.cost.actions import Levers
 from trimmoe.cost.model import Accounting
 from trimmoe.policy.readings import Readings
-
-DEFAULT_BUDGET = 0.02
-"""Flip rate a token may lose under a policy that trims, where nobody says."""
 
 GUESS_CHANCE, GUESS_CONFIDENCE = 0.15, 0.02
 """By default. On the embedded model servers of `local4` are right 93 to 96 % of the time with

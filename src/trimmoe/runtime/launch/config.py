@@ -8,13 +8,13 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from trimmoe.core.choice import Choice
 from trimmoe.core.errors import UserError
 from trimmoe.core.precision import Precision
 from trimmoe.core.private import require_secret
 from trimmoe.core.sample_clusters import cluster_path
 from trimmoe.core.specs import DEVICE
 from trimmoe.core.yaml_file import read_yaml, shown
-from trimmoe.policy.settings import DEFAULT_BUDGET
 
 _HIGHEST_PORT = 65535
 
@@ -110,12 +110,14 @@ class ServeConfig(BaseModel):
         return "float32" if self.dtype == "auto" else self.dtype
 
     @property
-    def policy_in_force(self) -> str:
-        return self.policy or "auto"
-
-    @property
-    def budget_in_force(self) -> float:
-        return DEFAULT_BUDGET if self.budget is None else self.budget
+    def choice(self) -> Choice:
+        """What is run, and at what quality."""
+        return Choice(
+            method=self.method or self.policy or "auto",
+            budget=self.budget,
+            confidence=self.confidence,
+            quantise=self.quantise,
+        )
 
     @property
     def first_wire_port(self) -> int:
