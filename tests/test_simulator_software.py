@@ -13,6 +13,7 @@ from test_simulator_trails import LAYERS, answered, finished_s, stages
 from timed import timed_machines
 from trimmoe.core.machines import Precision
 from trimmoe.policy.build import make_policy
+from trimmoe.simulator import loop
 from trimmoe.simulator.links import handle
 from trimmoe.simulator.world import DENSE, NOW
 
@@ -49,6 +50,16 @@ def test_a_lone_token_takes_what_the_cost_model_says() -> None:
     sample = answered(one, np.zeros_like(one.trace.confidence), [2])
     assert finished_s(sample, 0) == pytest.approx([WHOLE_S, 2 * WHOLE_S])
     assert sample.all_units.expected_s == pytest.approx([WHOLE_S] * 2, rel=1e-4)
+
+
+def test_the_loop_is_compiled_once_wherever_measured_times_lie() -> None:
+    """Times of guesses are a column of what was measured. To compile the loop takes half a minute,
+    once for each kind of arrays that it is given."""
+    one = with_software(stages([1, 2, 3], WAY_S))
+    column = np.ones((one.engine.cost.server_count, 2))[:, 0]
+    engine = replace(one.engine, cost=replace(one.engine.cost, guess_s=column))
+    answered(replace(one, engine=engine), np.zeros_like(one.trace.confidence), [2])
+    assert len(loop.run_until.signatures) == 1
 
 
 def test_it_keeps_servers_busy() -> None:

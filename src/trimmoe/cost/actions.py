@@ -188,7 +188,7 @@ class ActionSpace:
     @cached_property
     def menu(self) -> Menu:
         """The same arrays in the form that the compiled loops read."""
-        server, delay_s = kernels.all_nearest_hosts(self.cost.links, self.hosts)
+        server, delay_s = kernels.all_nearest_hosts(self.cost.links, kernels.plain(self.hosts))
         stand_ins = self.stand_ins or StandIns.none(*self.hosts.shape)
         arrays = {
             "hosts": self.hosts,
@@ -209,7 +209,7 @@ class ActionSpace:
         }
         return Menu(
             links=self.cost.links,
-            **{name: np.ascontiguousarray(array) for name, array in arrays.items()},
+            **{name: kernels.plain(array) for name, array in arrays.items()},
             drops=self.levers.drop_slots,
             skips=self.levers.skip,
             settles=not self.levers.local,
@@ -292,7 +292,7 @@ class ActionSpace:
             np.empty((count, columns)),
             np.empty((count, columns)),
         )
-        first = np.full(count, -1) if first_at is None else np.ascontiguousarray(first_at)
+        first = np.full(count, -1) if first_at is None else kernels.plain(first_at)
         enumerating.enumerate_actions(self.menu, layer, batch, first, actions)
         return actions
 
@@ -307,13 +307,11 @@ def as_batch(
 ) -> Batch:
     """Tokens in the form that the compiled loops read: contiguous, of one type each."""
     whole = (experts, steadiness, source, destination)
-    experts, steadiness, source, destination = (
-        np.ascontiguousarray(array, dtype=np.int64) for array in whole
-    )
+    experts, steadiness, source, destination = (kernels.plain(array, np.int64) for array in whole)
     return Batch(
         experts=experts,
-        masses=np.ascontiguousarray(masses, dtype=np.float64),
-        importance=np.ascontiguousarray(importance, dtype=np.float64),
+        masses=kernels.plain(masses, np.float64),
+        importance=kernels.plain(importance, np.float64),
         steadiness=steadiness,
         source=source,
         destination=destination,

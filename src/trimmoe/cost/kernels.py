@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+from numpy.typing import ArrayLike, DTypeLike
 
 from trimmoe.core.specs import FloatArray
 
@@ -26,6 +27,16 @@ else:
     # For functions that make no array, which is checked when they are compiled: counting the
     # references to arrays in tuples, at every access, takes several times as long as the work.
     bare = numba.njit(cache=True, nogil=True, _nrt=False)
+
+
+def plain(array: ArrayLike, dtype: DTypeLike = None) -> np.ndarray:
+    """An array as compiled loops take it: contiguous and writable, copied if it was not.
+
+    Everything is compiled once for every kind of array that it is called with, which takes longer
+    than most of what it computes.
+    """
+    made = np.ascontiguousarray(array, dtype=dtype)
+    return made if made.flags.writeable else made.copy()
 
 
 class Links(NamedTuple):

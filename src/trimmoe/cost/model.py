@@ -89,7 +89,7 @@ class CostModel:
         """The same arrays in the form that the compiled loops read."""
         apart_s = np.zeros(self.server_count) if self.apart_s is None else self.apart_s
         arrays = (self.transfer_s, self.arrival_wait_s, self.form_s, apart_s)
-        return kernels.Links(*(np.ascontiguousarray(array) for array in arrays))
+        return kernels.Links(*map(kernels.plain, arrays))
 
     @cached_property
     def form_s(self) -> FloatArray:
@@ -219,7 +219,7 @@ def layer_delay_s(
         np.broadcast_to(array, (*shape, slots)).reshape(-1, slots)
         for array in (slot_expert, slot_server)
     ]
-    whole = [np.ascontiguousarray(array, dtype=np.int64) for array in (*ends, *chosen)]
+    whole = [kernels.plain(array, np.int64) for array in (*ends, *chosen)]
     return kernels.all_slots_delay_s(cost.links, layer, *whole).reshape(shape)
 
 
@@ -241,7 +241,7 @@ def add_layer_messages(
     dense part is everywhere, so the destination derives what it needs from it.
     """
     whole = [
-        np.ascontiguousarray(array, dtype=np.int64)
+        kernels.plain(array, np.int64)
         for array in (rows, source, destination, slot_expert, slot_server)
     ]
     kernels.add_messages(messages, *whole, cost.accounting is Accounting.MIGRATE)

@@ -19,6 +19,7 @@ from trimmoe.core.stand_ins import NO_STAND_IN
 from trimmoe.cost import deciding
 from trimmoe.cost.actions import Candidates, as_batch
 from trimmoe.cost.expected import destinations, expected_layer_delay_s
+from trimmoe.cost.kernels import plain
 from trimmoe.cost.lookahead import LookAhead, Place, Weights
 from trimmoe.cost.model import Accounting
 from trimmoe.cost.nearest import Nearest
@@ -205,7 +206,7 @@ class TrimPolicy(Policy):
             space.menu,
             layer,
             batch,
-            np.ascontiguousarray(observation.allowance[rows], dtype=np.float64),
+            plain(observation.allowance[rows], np.float64),
             tables.exits.rows(observation.exit_at[rows]),
             tables.place_of[layer][route],
             bank.layer_values(tables, layer, self.patterns.members),

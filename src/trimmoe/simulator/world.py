@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from trimmoe.core.specs import ClusterSpec, FloatArray, IntArray
 from trimmoe.cost.batching import TOKEN_SHARE
+from trimmoe.cost.kernels import plain
 from trimmoe.cost.model import Accounting, CostModel
 from trimmoe.engine.guesses import guess_times_s
 
@@ -246,11 +247,11 @@ def make_world(
     dense_s = cost.dense_s.copy()
     dense_s[:, 0] -= token_s
     return World(
-        dense_s=np.ascontiguousarray(dense_s),
-        token_s=np.ascontiguousarray(token_s),
-        expert_s=np.ascontiguousarray(cost.form_s),
-        delay_s=np.ascontiguousarray(delay_s),
-        hop_s=np.ascontiguousarray(hop_s),
+        dense_s=plain(dense_s),
+        token_s=plain(token_s),
+        expert_s=plain(cost.form_s),
+        delay_s=plain(delay_s),
+        hop_s=plain(hop_s),
         vector_s=np.maximum(cost.transfer_s - delay_s, 0.0),
         id_s=np.maximum(cost.token_transfer_s - delay_s, 0.0),
         seat_s=_round_trips(delay_s, routes),
@@ -268,9 +269,9 @@ def make_world(
         guesses=guesses,
         chunks=chunks,
         segments=segments,
-        guess_s=guess_times_s(cost, slots),
-        machine=np.ascontiguousarray(machine),
-        at_once=np.ascontiguousarray(at_once),
+        guess_s=plain(guess_times_s(cost, slots)),
+        machine=plain(machine),
+        at_once=plain(at_once),
     )
 
 
