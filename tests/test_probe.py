@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from launching import PATIENCE_S, SERVERS, Serving, free_ports, write_files
+from quick import run_quickly
 from trimmoe.core.errors import UserError
 from trimmoe.core.machines import BATCHES, Work, load_machines
 from trimmoe.core.plan import load_plan
@@ -70,7 +71,10 @@ def _say(_: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_server_that_dies_while_it_is_measured_is_started_again(tmp_path: Path) -> None:
+def test_a_server_that_dies_while_it_is_measured_is_started_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_quickly(monkeypatch.setattr)
     config = _config(tmp_path, SERVERS)
     came_back: list[bool] = []
 
@@ -90,7 +94,10 @@ def test_a_server_that_dies_while_it_is_measured_is_started_again(tmp_path: Path
 
 
 @pytest.mark.slow
-def test_whoever_is_told_to_stop_while_measuring_ends(tmp_path: Path) -> None:
+def test_whoever_is_told_to_stop_while_measuring_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_quickly(monkeypatch.setattr)
     config = _config(tmp_path, ["desk"])
 
     def fail(_: Sequence[ProcessHandle], stop: Stop) -> None:
