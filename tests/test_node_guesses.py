@@ -195,35 +195,36 @@ async def test_what_an_answer_copies_is_guessed_from_what_came_before(
     assert temperature or sum(copied[1]) > 0
 
 
-@pytest.mark.parametrize("policy", ["speculative", "guessing"])
 @pytest.mark.parametrize("chains", [True, False])
 async def test_tokens_of_an_answer_pass_layers_together_where_a_view_says_that_they_may(
-    tiny: Tiny, monkeypatch: pytest.MonkeyPatch, policy: str, chains: bool
+    tiny: Tiny, monkeypatch: pytest.MonkeyPatch, chains: bool
 ) -> None:
     """On routes that end with experts elsewhere, and on routes that do not."""
     monkeypatch.setattr(CompiledView, "chains", chains)
-    settings = replace(
-        PRESETS[policy](), budget=0.0, guesses=8, guess_confidence=0.0, guess_chance=0.0
-    )
-    ran, together = [], 0
+    policies = {"exact": PRESETS["exact"]()} | {
+        policy: replace(
+            PRESETS[policy](), budget=0.0, guesses=8, guess_confidence=0.0, guess_chance=0.0
+        )
+        for policy in ("speculative", "guessing")
+    }
+    together = dict.fromkeys(policies, 0)
     for routes in (hybrid_routes(3), staircase_routes(3), constant_routes(3)):
         profile, plan = world(tiny, servers=3, routes=routes)
         asked = [(access, request([7, 8, 9, 10, 11] * 6, 40)) for access in range(3)]
-        made = []
-        for policy_settings in (PRESETS["exact"](), settings):
-            async with running(tiny, profile=profile, plan=plan, policy=policy_settings) as cluster:
-                made.append([tokens_of(events) for events in await answers(cluster, asked)])
+        made = {}
+        for name, policy in policies.items():
+            async with running(tiny, profile=profile, plan=plan, policy=policy) as cluster:
+                made[name] = [tokens_of(events) for events in await answers(cluster, asked)]
                 logs = [node.worker.log or [] for node in cluster.nodes.values()]
-        ran.append(made)
-        waves = [
-            each.event.tokens.sequences
-            for log in logs
-            for each in log
-            if isinstance(each.event, (SegmentRan, TokensImported))
-        ]
-        together += sum(len(set(sequences)) < len(sequences) for sequences in waves)
-    assert all(exact == guessed for exact, guessed in ran)
-    assert (together > 0) == chains
+            waves = [
+                each.event.tokens.sequences
+                for log in logs
+                for each in log
+                if isinstance(each.event, (SegmentRan, TokensImported))
+            ]
+            together[name] += sum(len(set(sequences)) < len(sequences) for sequences in waves)
+        assert made["speculative"] == made["guessing"] == made["exact"]
+    assert (together["speculative"] > 0) == (together["guessing"] > 0) == chains
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8], ids=["greedy", "sampled"])
