@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import typer.main
 
 if TYPE_CHECKING:
     from serving import Tiny
@@ -35,19 +36,31 @@ LONGEST = (
     "test_launch_join",
     "test_simulator_validation",
     "test_launch_processes",
+    "test_zoo",
+    "test_node_memory",
     "test_node_failures",
+    "test_node_guesses",
+    "test_demo",
     "test_launch_headless",
     "test_upgrade",
     "test_chaos",
     "test_docs",
     "test_calibrate_model",
-    "test_demo",
-    "test_facade",
-    "test_api_continue",
-    "test_zoo",
-    "test_figures_suite",
     "test_probe",
+    "test_facade",
+    "test_node_shaped",
+    "test_node_ahead",
+    "test_node_exact",
+    "test_simulator_run",
+    "test_embedded_model",
+    "test_node_contract",
+    "test_teacher_layerwise",
+    "test_figures_suite",
+    "test_api_continue",
+    "test_figures_side_by_side",
     "test_serve_methods",
+    "test_methods_run",
+    "test_calibrate_stand_ins",
     "test_gateway",
     "test_simulator_queues",
 )
@@ -93,6 +106,15 @@ def _authorities() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         once = functools.cache(ssl.create_default_context)
         patch.setattr(ssl, "create_default_context", once)
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _commands() -> Iterator[None]:
+    """The commands are read from their functions' signatures once: it takes 60 ms, which every test
+    would take that runs one."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(typer.main, "get_command", functools.cache(typer.main.get_command))
         yield
 
 
