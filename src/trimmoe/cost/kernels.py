@@ -29,7 +29,7 @@ else:
     bare = numba.njit(cache=True, nogil=True, _nrt=False)
 
 
-def plain(array: ArrayLike, dtype: DTypeLike = None) -> np.ndarray:
+def plain(array: ArrayLike, dtype: DTypeLike | None = None) -> np.ndarray:
     """An array as compiled loops take it: contiguous and writable, copied if it was not.
 
     Everything is compiled once for every kind of array that it is called with, which takes longer

@@ -89,7 +89,7 @@ class CostModel:
         """The same arrays in the form that the compiled loops read."""
         apart_s = np.zeros(self.server_count) if self.apart_s is None else self.apart_s
         arrays = (self.transfer_s, self.arrival_wait_s, self.form_s, apart_s)
-        return kernels.Links(*map(kernels.plain, arrays))
+        return kernels.Links(*(kernels.plain(each) for each in arrays))
 
     @cached_property
     def form_s(self) -> FloatArray:
