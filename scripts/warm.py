@@ -14,7 +14,7 @@ from trimmoe.models.compiled.lanes import Format
 from trimmoe.models.compiled.product import product_of
 from trimmoe.models.embedded import ensure_embedded_model
 from trimmoe.models.load import open_model
-from trimmoe.policy import settings
+from trimmoe.policy import presets
 from trimmoe.runtime.launch.artifacts import Artifacts
 from trimmoe.runtime.launch.kernels import compile_decisions
 
@@ -32,7 +32,7 @@ def decisions() -> None:
     model = trimmoe.load("embedded")
     plan = model.plan("local4")
     artifacts = Artifacts(profile=plan.profile, plan=plan.placed, model=model.spec)
-    for each in (settings.exact(), settings.trimmoe()):
+    for each in (presets.exact(), presets.trimmoe()):
         compile_decisions(artifacts, each)
     trimmoe.simulate(plan, rate=5, duration_s=1, warm_up_s=1, trace=plan.record(tokens=256))
 
