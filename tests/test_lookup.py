@@ -40,6 +40,7 @@ def copying(lookup: Lookup, ids: list[int]) -> list[int]:
     """Positions that are guessed now, one after another."""
     made = []
     while (token := lookup.guess(ids, lead())) is not None:
+        lookup.pending.add(len(ids))
         made.append(len(ids))
         ids = [*ids, token]
     return made

@@ -257,6 +257,7 @@ class Answers:
             if not self._set_out(job, attempt, len(ids), token, "copy"):
                 break
             self.guessing.copied += 1
+            lookup.pending.add(len(ids))
             ids.append(token)
         if len(ids) > known:
             # They come all at once, and there is nothing to wait for.

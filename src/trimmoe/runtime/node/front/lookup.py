@@ -68,10 +68,7 @@ class Lookup:
         found = self._chance(ids, at, len(ids))
         if len(self.pending) >= self.trust and (self.pending or found is self.short):
             return None
-        if not lead.pays(found.chance):
-            return None
-        self.pending.add(len(ids))
-        return ids[at]
+        return ids[at] if lead.pays(found.chance) else None
 
     def checked(self, position: int, *, right: bool) -> None:
         """Word of a position has come; of the guesses behind a wrong one none will."""
