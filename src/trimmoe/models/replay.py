@@ -127,6 +127,8 @@ class Replays:
     def run(self, span: Span, hidden: Tensor, batch: TokenBatch, cache: KVCache) -> Passed | None:
         """Take rows [n, d], one token of each sequence, through a span; None if that cannot be
         recorded here."""
+        if not self._works:
+            return None
         length = min(_power(batch.length, LEAST_LENGTH), cache.context_limit)
         given = hidden, batch.slot_ids, batch.position_ids[:, 0]
 
@@ -143,11 +145,14 @@ class Replays:
     ) -> Tensor | None:
         """The layer's output of rows [n, d] behind its router, all of whose experts run here;
         else as `run`."""
+        if not self._works:
+            return None
         given = attended, routing.normed, routing.experts, routing.gates
 
         def step(states: Tensor, normed: Tensor, experts: Tensor, gates: Tensor) -> Passed:
             output = self._passes.pass_experts(layer, states, normed, experts, gates)
-            return Passed(hidden=output, experts=experts[:, None])
+            # Of no whole layer, so that there is nothing to copy.
+            return Passed(hidden=output, experts=experts[:, None][:, :0])
 
         passed = self._replayed(cache, Experts(layer=layer), 0, given, step, b"", 1)
         return None if passed is None else passed.hidden
@@ -164,8 +169,6 @@ class Replays:
     ) -> Passed | None:
         """What a step makes of what is `given`, by its recording, which is made if there is none;
         `where` and `layers` as of a `_Recording`."""
-        if not self._works:
-            return None
         made = self._caches.setdefault(cache, {})
         key = (what, _power(len(given[0]), 1), length)
         recording = made.get(key)

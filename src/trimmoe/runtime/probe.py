@@ -141,12 +141,12 @@ class _Bench:
 
     def dense(self) -> FloatArray:
         """A layer without its experts; seconds, [n]."""
-        layers = self.view.spec.layer_count
-        nothing = torch.zeros_like(held_here(self.view))
+        spec = self.view.spec
         if self._accelerated:
-            return self.timed(lambda: self._routed(nothing.cpu().numpy())) / layers
-        own = Own.of(self.view, nothing)
-        return self.timed(lambda: self.home(own)) / layers
+            settled = np.zeros((spec.layer_count, spec.expert_count), dtype=bool)
+            return self.timed(lambda: self._routed(settled)) / spec.layer_count
+        nothing = Own.of(self.view, torch.zeros_like(held_here(self.view)))
+        return self.timed(lambda: self.home(nothing)) / spec.layer_count
 
     def _routed(self, settled: BoolArray) -> None:
         """All layers up to their routers, and what each adds to every token, as decoding has it
