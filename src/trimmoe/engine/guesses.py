@@ -252,20 +252,25 @@ class GuessRules:
     def leads(self, least: FloatArray, others_s: Sequence[FloatArray] = ()) -> Leads:
         """How streams get on by access server, whose guesses have to have the chance `least` [M];
         other sources than the servers' own pass take `others_s` [M] each."""
-        return Leads(
-            rules=self,
-            guess_s=guess_times_s(self.cost, self.top_k),
-            others_s=tuple(others_s),
-            least=least,
-        )
+        return Leads(rules=self, others_s=tuple(others_s), least=least)
 
     def chunks(self, access: int) -> Chunks:
         """A new stream of a server's users whose guesses are verified so many at a time."""
         return Chunks(
             guesses=self.settings.guesses,
-            guess_s=float(guess_times_s(self.cost, self.top_k)[access]),
-            row_s=float(row_times_s(self.cost, self.routes, self.top_k)[access]),
+            guess_s=float(self.guess_s[access]),
+            row_s=float(self._row_s[access]),
         )
+
+    @cached_property
+    def guess_s(self) -> FloatArray:
+        """What it takes each server to guess a token, [M]."""
+        return guess_times_s(self.cost, self.top_k)
+
+    @cached_property
+    def _row_s(self) -> FloatArray:
+        """What one more row takes a batch on the way of each server's users, [M]."""
+        return row_times_s(self.cost, self.routes, self.top_k)
 
     @cached_property
     def whole_s(self) -> FloatArray:
@@ -281,9 +286,8 @@ class GuessRules:
     @property
     def _late(self) -> BoolArray:
         """Whether a user's server takes as long for a guess as tokens do at full depth, [R]."""
-        guess_s = guess_times_s(self.cost, self.top_k)
-        more = np.full(self.routes.shape[0] - guess_s.size, guess_s.max())
-        return np.concatenate([guess_s, more]) >= self.whole_s
+        more = np.full(self.routes.shape[0] - self.guess_s.size, self.guess_s.max())
+        return np.concatenate([self.guess_s, more]) >= self.whole_s
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -291,8 +295,6 @@ class Leads:
     """How streams get on, by access server."""
 
     rules: GuessRules
-    guess_s: FloatArray
-    """[M]."""
     others_s: tuple[FloatArray, ...]
     """Of other sources, [M] each."""
     least: FloatArray
@@ -304,7 +306,7 @@ class Leads:
             return self.rules.chunks(access)
         return Lead(
             guesses=self.rules.settings.guesses,
-            guess_s=float(self.guess_s[access]),
+            guess_s=float(self.rules.guess_s[access]),
             others_s=tuple(float(each[access]) for each in self.others_s),
             least=float(self.least[access]),
         )
