@@ -180,6 +180,9 @@ async def member(sent: Sequence[tuple[str, Frames]], count: int, seed: int) -> C
                 link.sent(1)
             if done % 16 == 0:
                 await asyncio.sleep(0)
+            if done % 80 == 0:  # After a cut all is refused unread until both have begun anew.
+                await soon(a.wait_up("c"))
+                await soon(c.wait_up("a"))
             while a._inbox:
                 await a.receive()
         await asyncio.sleep(0.2)
