@@ -24,7 +24,7 @@ from trimmoe.core.plan import Plan, load_plan
 from trimmoe.core.precision import Precision
 from trimmoe.core.profile import Profile, load_profile
 from trimmoe.core.specs import FloatArray, IntArray
-from trimmoe.engine.guesses import guess_times_s, row_times_s
+from trimmoe.cost.guessing import guess_times_s, row_times_s
 from trimmoe.experiments.method_engines import method_engine
 from trimmoe.experiments.methods import configured, find_method
 from trimmoe.experiments.opening import open_drafts, profile_path, resolved

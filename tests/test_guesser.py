@@ -14,7 +14,7 @@ from rich.console import Console
 
 from evaluating import Bench, make_bench
 from trimmoe.core.ledger import Ledger
-from trimmoe.engine.guesses import guess_times_s
+from trimmoe.cost.guessing import guess_times_s
 from trimmoe.experiments.compare import (
     CompareSettings,
     compare,

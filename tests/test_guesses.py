@@ -12,20 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trimmoe.core.ledger import Ledger
+from trimmoe.cost.guessing import guess_times_s, row_times_s, stream_share, window
 from trimmoe.cost.model import Accounting, CostModel
-from trimmoe.engine.guesses import (
-    DRAFT_MODEL,
-    OWN,
-    Chunks,
-    GuessRules,
-    Lead,
-    Passed,
-    Source,
-    guess_times_s,
-    row_times_s,
-    stream_share,
-    window,
-)
+from trimmoe.engine.guesses import DRAFT_MODEL, OWN, Chunks, GuessRules, Lead, Passed, Source
 from trimmoe.policy.presets import PRESETS
 
 WHOLE_S, GUESS_S = 10.0, 1.0

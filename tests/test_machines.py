@@ -27,8 +27,8 @@ from trimmoe.core.machines import (
 from trimmoe.core.plan import load_plan
 from trimmoe.core.precision import Precision
 from trimmoe.core.specs import ClusterSpec, ModelSpec
+from trimmoe.cost.guessing import guess_times_s
 from trimmoe.cost.model import Accounting, cost_model
-from trimmoe.engine.guesses import guess_times_s
 from trimmoe.experiments import measuring
 from trimmoe.experiments.preparation import prepare
 from trimmoe.experiments.probing import machines_tables

@@ -23,8 +23,9 @@ from trimmoe.core.specs import ClusterSpec, ModelSpec
 from trimmoe.cost.expected import best_hosts, expected_layer_delay_s
 from trimmoe.cost.model import cost_model
 from trimmoe.placement.capacity import used_bytes
+from trimmoe.placement.guessed import GuessedObjective
 from trimmoe.placement.intervals import groupings
-from trimmoe.placement.landscape import ExactObjective, Landscape
+from trimmoe.placement.landscape import ExactObjective, Landscape, Objective
 from trimmoe.placement.make import default, make_plan, make_planner
 from trimmoe.placement.mutate import Mutator
 from trimmoe.placement.optimise import SearchSettings, optimise_plan
@@ -53,7 +54,7 @@ def assert_valid(plan: Plan, model: ModelSpec) -> None:
 @given(
     known=models_with_profiles(max_experts=6),
     cluster=clusters(max_servers=4),
-    objective=st.sampled_from(["exact", "trimmed"]),
+    objective=st.sampled_from(["exact", "guessed", "trimmed"]),
     seed=st.integers(0, 9),
 )
 def test_never_worse_than_any_seed(
@@ -67,7 +68,16 @@ def test_never_worse_than_any_seed(
         return
     assert_valid(plan, model)
     planner = make_planner(profile, model, cluster, default())
-    measure = ExactObjective(cost=planner.cost, profile=profile, access_share=cluster.access_share)
+    measure: Objective = ExactObjective(
+        cost=planner.cost, profile=profile, access_share=cluster.access_share
+    )
+    if objective == "guessed":
+        measure = GuessedObjective(
+            cost=planner.cost,
+            profile=profile,
+            access_share=cluster.access_share,
+            copies=planner.stand_in_bits,
+        )
     if objective == "trimmed":
         whole = TrimmedObjective(
             cost=planner.cost,
@@ -101,7 +111,7 @@ def test_never_worse_than_the_plan_without_search() -> None:
 def test_never_worse_than_the_best_single_server() -> None:
     profile, model, cluster = small()
     cluster = replace(cluster, memory_ratio=None, memory_bytes=np.array([10**13, 10**13, 0, 0]))
-    for objective in ("exact", "trimmed"):
+    for objective in ("exact", "guessed", "trimmed"):
         wanted = replace(BRIEF, objective=objective)
         plan = optimise_plan(profile, model, cluster, wanted, cluster_hash="c")
         seeds = plan.header.settings["seeds"]
@@ -146,7 +156,7 @@ def test_a_terribly_far_server_is_left_out() -> None:
     cluster = replace(
         cluster, delay_s=delay_s, access_share=share, memory_bytes=memory, memory_ratio=2.2
     )
-    for objective in ("exact", "trimmed"):
+    for objective in ("exact", "guessed", "trimmed"):
         wanted = replace(BRIEF, objective=objective)
         plan = optimise_plan(profile, model, cluster, wanted, cluster_hash="c")
         assert plan.header.settings["value_s"] < 1.0
@@ -203,9 +213,7 @@ def test_climbing_never_loses_the_best_and_drops_only_what_no_route_needs() -> N
     objective = ExactObjective(
         cost=planner.cost, profile=profile, access_share=cluster.access_share
     )
-    landscape = Landscape(
-        cost=planner.cost, access_share=cluster.access_share, table_s=objective.layer_table_s
-    )
+    landscape = Landscape(cost=planner.cost, access_share=cluster.access_share, objective=objective)
     start = seed_placement("load_balanced", planner)
     assert start is not None
     climber = Climber(
@@ -237,10 +245,8 @@ def test_compiled_routes_are_the_best_routes(
     hosts[0] = True
     cost = cost_model(model, cluster)
     objective = ExactObjective(cost=cost, profile=profile, access_share=cluster.access_share)
-    landscape = Landscape(
-        cost=cost, access_share=cluster.access_share, table_s=objective.layer_table_s
-    )
-    value_s, routes = landscape.best(landscape.tables(hosts))
+    landscape = Landscape(cost=cost, access_share=cluster.access_share, objective=objective)
+    value_s, routes = landscape.best(landscape.tables(hosts), hosts)
     tables = expected_layer_delay_s(cost, hosts, profile)
     delays = route_delay_s(cost, tables, best_routes(cost, tables))
     assert value_s == pytest.approx(cluster.access_share @ delays)

@@ -131,7 +131,7 @@ def test_methods_run_as_processes_one_after_another(
     assert content["trimmoe_version"] == __version__
     hashes = content["input_hashes"]
     assert hashes["profile"] == load_profile(files.profile).hash
-    assert hashes["plan"] == load_plan(files.plan).hash
+    assert hashes["plans"] == dict.fromkeys(names, load_plan(files.plan).hash)
     assert "KV cache" in paper["refused"]
     for row in (edgeshard, depths):
         assert (row["completed"], row["failed"], row["decoded_tokens"]) == (4, 0, 44)

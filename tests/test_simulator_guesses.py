@@ -18,8 +18,9 @@ from simulated import LENGTH, SEQUENCES, World, drained, slowed, world
 from test_simulator_trails import LAYERS, answered, finished_s, stages
 from trimmoe.core.errors import UserError
 from trimmoe.core.trace import Trace, load_trace
+from trimmoe.cost.guessing import guess_times_s, window
 from trimmoe.cost.model import Accounting
-from trimmoe.engine.guesses import Lead, guess_times_s, window
+from trimmoe.engine.guesses import Lead
 from trimmoe.experiments.method_engines import make_engine
 from trimmoe.policy.build import make_policy
 from trimmoe.policy.presets import speculative

@@ -20,10 +20,19 @@ def test_what_trims_alone_is_planned_for_within_its_budget(asked: dict[str, str]
     "asked",
     [
         {},
-        {"policy": "exact"},
         {"policy": "auto", "budget": 0.02},
-        {"policy": "trimming", "budget": 0},
+        {"policy": "speculative"},
+        {"method": "ring"},
     ],
+)
+def test_what_guesses_is_planned_for_what_tokens_take_then(asked: dict[str, str | float]) -> None:
+    search, settings = wanted(ServeConfig.model_validate(asked))
+    assert search.objective == "guessed"
+    assert settings == default()
+
+
+@pytest.mark.parametrize(
+    "asked", [{"policy": "exact"}, {"policy": "trimming", "budget": 0}, {"method": "edgeshard"}]
 )
 def test_all_else_is_planned_for_exact_execution(asked: dict[str, str | float]) -> None:
     search, settings = wanted(ServeConfig.model_validate(asked))

@@ -168,8 +168,11 @@ def plan(
         ),
     ] = None,
     objective: Annotated[
-        Literal["exact", "trimmed"] | None,
-        typer.Option(help="Least delay of exact execution (default) or within the budget."),
+        Literal["exact", "guessed", "trimmed"] | None,
+        typer.Option(
+            help="Least time per token of exact execution (default), where servers guess ahead, or "
+            "within the budget."
+        ),
     ] = None,
     budget: Annotated[
         float | None,

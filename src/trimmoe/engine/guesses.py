@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -12,7 +11,13 @@ import numpy as np
 
 from trimmoe.core.ledger import Ledger
 from trimmoe.core.specs import BoolArray, FloatArray, IntArray
-from trimmoe.cost.batching import BATCH_SHARE
+from trimmoe.cost.guessing import (
+    guess_times_s,
+    interval_s,
+    row_times_s,
+    stream_share,
+    window,
+)
 from trimmoe.cost.model import CostModel
 from trimmoe.policy.settings import PolicySettings
 
@@ -47,16 +52,6 @@ MOST_TOGETHER, HELD_SHARE = 4, 0.25
 first waits for the others for no more than this share of what a token takes to full depth."""
 
 
-def window(chance: float, least: float, most: int) -> int:
-    """How many guesses may be ahead of what is confirmed: as many as are all right with a chance of
-    at least `least` where each is with `chance`, and no more than `most`."""
-    if least <= 0.0 or chance >= 1.0:
-        return most
-    if chance < least:
-        return 0
-    return min(int(math.log(least) / math.log(chance) + 1e-9), most)
-
-
 @dataclass(kw_only=True, slots=True)
 class Source:
     """Something that guesses what a stream goes on with."""
@@ -71,9 +66,7 @@ class Source:
     def interval_s(self, whole_s: float, least: float, most: int) -> float:
         """From one token to the next, to be expected where each takes `whole_s` to full depth and
         back and `least` and `most` bound the window."""
-        ahead = max(window(self.chance, least, most), 1)
-        right_s = min(max(self.guess_s, whole_s / (1 + ahead)), whole_s)
-        return self.chance * right_s + (1.0 - self.chance) * whole_s
+        return interval_s(self.chance, self.guess_s, whole_s, least, most)
 
     def learn(self, right: bool) -> None:
         """Word of a guess has come."""
@@ -310,54 +303,3 @@ class Leads:
             others_s=tuple(float(each[access]) for each in self.others_s),
             least=float(self.least[access]),
         )
-
-
-def row_times_s(cost: CostModel, routes: IntArray, top_k: int) -> FloatArray:
-    """What one more row takes a batch on the way of each server's users: what it adds to the time
-    of the layers, and of sending what is behind them to the next server, [M] seconds."""
-    layers = np.arange(cost.layer_count)
-    vector_s = np.maximum(cost.transfer_s - cost.token_transfer_s, 0.0)
-    layer_s = _layer_times_s(cost, top_k) * (1.0 - BATCH_SHARE)
-    ways = routes[: cost.server_count]
-    sent_s = vector_s[ways[:, :-1], ways[:, 1:]].sum(axis=1)
-    return sent_s + layer_s[ways, layers].sum(axis=1)
-
-
-def stream_share(cost: CostModel, routes: IntArray, top_k: int, whole_s: FloatArray) -> FloatArray:
-    """Share of what the fullest machine on each route can do that one stream of tokens at full
-    depth takes of it, each of them `whole_s` [R] under way, [R]: layers, and the messages that
-    bring tokens from server to server."""
-    layers, servers = np.arange(cost.layer_count), cost.server_count
-    machine = np.arange(servers) if cost.machine is None else cost.machine
-    at_once = np.ones(servers) if cost.at_once is None else cost.at_once
-    message_s = np.zeros(servers) if cost.apart_s is None else cost.apart_s
-    layer_s = _layer_times_s(cost, top_k)
-    able = np.ones(int(machine.max()) + 1)
-    able[machine] = at_once
-    comes = np.diff(routes, axis=1, prepend=routes[:, :1]) != 0
-    taken_s = layer_s[routes, layers] + np.where(comes, message_s[routes], 0.0)
-    work_s = [
-        np.bincount(machine[route], weights=each_s, minlength=able.size)
-        for route, each_s in zip(routes, taken_s, strict=True)
-    ]
-    return (np.stack(work_s) / able).max(axis=1) / whole_s
-
-
-def guess_times_s(cost: CostModel, top_k: int) -> FloatArray:
-    """What it takes each server to guess a token: attention and router of all layers, and in each
-    as long as the experts that a token activates take there on average, unless that was measured;
-    [M] seconds."""
-    if cost.guess_s is not None:
-        return cost.guess_s
-    return _layer_times_s(cost, top_k).sum(axis=1)
-
-
-def draft_times_s(cost: CostModel, top_k: int, size: float) -> FloatArray:
-    """What it takes each server to guess a token with a draft model that is `size` times the work
-    of a guess of its own, [M] seconds."""
-    return guess_times_s(cost, top_k) * size
-
-
-def _layer_times_s(cost: CostModel, top_k: int) -> FloatArray:
-    """A layer with the experts that a token activates, were all of them there, [M, N] seconds."""
-    return cost.dense_s + top_k * cost.expert_s.mean(axis=2)

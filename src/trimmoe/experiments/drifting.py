@@ -16,11 +16,10 @@ from trimmoe.core.plan import Plan
 from trimmoe.core.precision import Precision
 from trimmoe.core.profile import Profile
 from trimmoe.core.specs import ClusterSpec, FloatArray, ModelSpec
-from trimmoe.cost.expected import expected_layer_delay_s
 from trimmoe.cost.model import cost_model
 from trimmoe.experiments.measuring import links_of
 from trimmoe.placement.moving import Look, MoveRules, Standing, has_drifted
-from trimmoe.placement.routes import expected_delay_s
+from trimmoe.placement.optimise import SearchSettings, plan_value_s
 from trimmoe.runtime.launch.lookout import Glance
 
 WORK_MAKES_SENSE, LINK_MAKES_SENSE = 100.0, 1e4
@@ -41,6 +40,8 @@ class Drift:
     """Without what was measured."""
     machines: Machines
     """What the plan in force was made with."""
+    search: SearchSettings = field(default_factory=SearchSettings)
+    """What plans are compared by."""
     rules: MoveRules = field(default_factory=MoveRules)
     _standing: Standing = field(default_factory=Standing)
     _seen: list[Machines] = field(default_factory=list)
@@ -88,9 +89,7 @@ class Drift:
         return machines.applied(self.nominal, self.model, self.precision)
 
     def _expected_s(self, plan: Plan, cluster: ClusterSpec) -> float:
-        cost = cost_model(self.model, cluster)
-        tables = expected_layer_delay_s(cost, plan.hosts, self.profile)
-        return expected_delay_s(cost, tables, plan.routes, cluster.access_share)
+        return plan_value_s(plan, self.profile, self.model, cluster, self.search)
 
 
 def refreshed(before: Machines, told: Sequence[Glance]) -> Machines:

@@ -16,12 +16,10 @@ from trimmoe.core.specs import ClusterSpec
 from trimmoe.experiments.drifting import Drift
 from trimmoe.experiments.explain import explain_plan
 from trimmoe.experiments.measuring import measured
-from trimmoe.experiments.preparation import profile_of, searched_plan
+from trimmoe.experiments.preparation import profile_of, searched_plan, wanted
 from trimmoe.experiments.sample_text import sample_text
 from trimmoe.placement.capacity import used_bytes
-from trimmoe.placement.make import default
 from trimmoe.placement.moving import too_large_beside
-from trimmoe.placement.optimise import SearchSettings
 from trimmoe.placement.stand_ins import copies_bytes
 from trimmoe.runtime.launch.addresses import Endpoint
 from trimmoe.runtime.launch.artifacts import Artifacts, model_spec_of
@@ -73,6 +71,7 @@ class JoinedPlanner:
             precision=self._config.quantise,
             nominal=now.plan.cluster,
             machines=machines,
+            search=wanted(self._config)[0],
         )
         explain_plan(made.plan, made.profile, made.model, self._console, lambda: True)
         return made if self._fits_beside(made.plan, machines) else None
@@ -119,11 +118,11 @@ class JoinedPlanner:
 
     def _planned(self, cluster: ClusterSpec) -> Plan:
         config = self._config
-        search = SearchSettings(iterations=config.plan_iterations)
+        search, settings = wanted(config)
         told = repr((cluster.server_names, cluster.memory_bytes.tolist()))
         identity = hashlib.sha256(told.encode()).hexdigest()
         return searched_plan(
-            self._profile, self._model, cluster, search, default(), identity, survive=config.survive
+            self._profile, self._model, cluster, search, settings, identity, survive=config.survive
         )
 
 

@@ -25,6 +25,7 @@ from trimmoe.core.plan import PLAN_FORMAT, Plan, load_plan
 from trimmoe.core.profile import PROFILE_FORMAT, Profile, load_profile
 from trimmoe.core.specs import ClusterSpec, ModelSpec
 from trimmoe.core.trace import Trace
+from trimmoe.experiments.methods import chosen
 from trimmoe.models.embedded.materialise import default_cache_dir
 from trimmoe.models.embedded.shipped import SHIPPED_DTYPE, shipped_profile
 from trimmoe.placement.make import PlanSettings, default, make_plan
@@ -185,14 +186,15 @@ def _plan(config: ServeConfig, profile: Profile, model: ModelSpec, folder: Path,
 
 
 def wanted(config: ServeConfig) -> tuple[SearchSettings, PlanSettings]:
-    """What plans are searched for: what trims, if nothing else saves anything, else exact
-    execution."""
+    """What plans are searched for: where servers guess, or where tokens are trimmed and nothing
+    else saves anything; else exact execution."""
     search = SearchSettings(iterations=config.plan_iterations)
     choice = config.choice
-    if choice.method != "trimming" or not choice.allowed:
-        return search, default()
-    search = replace(search, objective="trimmed", budget=choice.allowed)
-    return search, replace(default(), stand_in_share=TRIMMED_SHARE)
+    if choice.method == "trimming" and choice.allowed:
+        search = replace(search, objective="trimmed", budget=choice.allowed)
+        return search, replace(default(), stand_in_share=TRIMMED_SHARE)
+    _, policy = chosen(choice)
+    return replace(search, objective="guessed" if policy.guesses else "exact"), default()
 
 
 def searched_plan(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -19,7 +19,8 @@ from trimmoe.core.errors import UserError
 from trimmoe.core.precision import Precision
 
 if TYPE_CHECKING:
-    from trimmoe.runtime.launch.artifacts import Artifacts
+    from trimmoe.core.profile import Profile
+    from trimmoe.experiments.serve_methods import Kept
     from trimmoe.runtime.launch.config import ServeConfig
 
 app = typer.Typer(help="Measure a server under load.", no_args_is_help=True)
@@ -159,7 +160,7 @@ def methods(
 ) -> None:
     """Serve every method on one cluster, one after another, and measure it as a client."""
     from trimmoe.core.artifact import written_whole
-    from trimmoe.experiments import serve_cluster
+    from trimmoe.experiments import serve_methods
     from trimmoe.experiments.methods import METHODS, find_method
     from trimmoe.runtime.launch.config import serve_config
 
@@ -180,14 +181,13 @@ def methods(
     def say(line: str) -> None:
         console.print(escape(line), highlight=False, soft_wrap=True)
 
-    artifacts = serve_cluster.artifacts_of(config, say)
-    # All methods get the same files, and nobody calibrates again.
-    kept = {"profile": output / "profile.safetensors", "plan": output / "plan.safetensors"}
-    artifacts.profile.save(kept["profile"])
-    artifacts.plan.save(kept["plan"])
-    config = config.model_copy(update=kept)
+    plans = serve_methods.plans_for(names, config, output, say)
+    # Nobody calibrates again.
+    found = serve_methods.profile_for(config, say)
+    found.save(output / "profile.safetensors")
+    config = config.model_copy(update={"profile": output / "profile.safetensors"})
     sizes = requests, prompt_tokens, output_tokens
-    content = _measured(names, config, artifacts, text or [], sizes, streams, seed, say)
+    content = _measured(plans, config, found, text or [], sizes, streams, seed, say)
     from trimmoe.experiments.serve_methods_report import draw_methods, methods_table, refusals
 
     with written_whole(output / "methods.json") as temporary:
@@ -200,9 +200,9 @@ def methods(
 
 
 def _measured(
-    names: list[str],
+    plans: Mapping[str, Kept],
     config: ServeConfig,
-    artifacts: Artifacts,
+    profile: Profile,
     text: list[Path],
     sizes: tuple[int, int, int],
     streams: int,
@@ -227,7 +227,7 @@ def _measured(
         streams=streams,
         seed=seed,
     )
-    ran = serve_methods.run_methods(names, config, artifacts, load, say=say)
+    ran = serve_methods.run_methods(plans, config, load, say=say)
     view = open_view(path, "auto", "cpu", quantise=config.quantise)
     rows = [serve_methods.method_row(each, load.prompts, view) for each in ran]
-    return methods_json(rows, config, artifacts, load, text_hash=text_hash(texts))
+    return methods_json(rows, config, profile, plans, load, text_hash=text_hash(texts))

@@ -14,23 +14,28 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import httpx
 import numpy as np
 
 from trimmoe.core.errors import UserError
+from trimmoe.core.plan import Plan
+from trimmoe.core.profile import Profile
 from trimmoe.evaluate.reference import exact_answer
 from trimmoe.evaluate.teacher import flip_rate_interval
 from trimmoe.experiments.compare import access_servers
 from trimmoe.experiments.methods import find_method, served
+from trimmoe.experiments.preparation import prepare, profile_of, wanted
+from trimmoe.experiments.sample_text import sample_text
 from trimmoe.experiments.serve_bench import Load, Sent, run_load, summarise
 from trimmoe.models.base import MoEView
 from trimmoe.runtime.launch import family
-from trimmoe.runtime.launch.artifacts import Artifacts
+from trimmoe.runtime.launch.artifacts import model_spec_of
 from trimmoe.runtime.launch.config import ServeConfig
 
 SERVED_NAME = "bench"
@@ -64,22 +69,54 @@ class Ran:
     refused: str = ""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Kept:
+    """A plan and where it is."""
+
+    plan: Plan
+    path: Path
+
+
+def plans_for(
+    names: Sequence[str], config: ServeConfig, folder: Path, say: Callable[[str], None]
+) -> dict[str, Kept]:
+    """The plan of every method, kept in `folder`: the one that is given, or else what `serve` would
+    make for it. Raises `UserError`."""
+    found = {}
+    for name in names:
+        own = config.model_copy(update={"method": name})
+        kind = "given" if config.plan is not None else wanted(own)[0].objective
+        path = folder / f"plan-{kind}.safetensors"
+        known = next((kept for kept in found.values() if kept.path == path), None)
+        if known is None:
+            plan = prepare(own, sample=lambda: sample_text("calibration"), say=say).plan
+            plan.save(path)
+            known = Kept(plan=plan, path=path)
+        found[name] = known
+    return found
+
+
+def profile_for(config: ServeConfig, say: Callable[[str], None]) -> Profile:
+    """What is known of the model, the same for all methods. Raises `UserError`."""
+    return profile_of(config, model_spec_of(config), lambda: sample_text("calibration"), say)
+
+
 def run_methods(
-    names: Sequence[str],
+    plans: Mapping[str, Kept],
     config: ServeConfig,
-    artifacts: Artifacts,
     load: MethodsLoad,
     *,
     say: Callable[[str], None],
 ) -> list[Ran]:
-    """Serve and load each method; `config` names the files that `artifacts` were read from."""
+    """Serve and load each method with its plan."""
     found = []
-    for name in names:
+    for name, kept in plans.items():
         say(f"{find_method(name).title} ...")
         try:
             served(replace(config.choice, method=name))
-            with serving(name, config, artifacts.plan.cluster.server_names) as urls:
-                found.append(asyncio.run(_loaded(name, urls, artifacts, load)))
+            own = config.model_copy(update={"plan": kept.path})
+            with serving(name, own, kept.plan.cluster.server_names) as urls:
+                found.append(asyncio.run(_loaded(name, urls, kept.plan, load)))
         except UserError as error:
             say(str(error))
             found.append(Ran(method=name, refused=str(error)))
@@ -163,9 +200,9 @@ def _last_said(log: Any, name: str) -> str:
     return lines[-1].removeprefix("trimmoe: ")
 
 
-async def _loaded(name: str, urls: list[str], artifacts: Artifacts, load: MethodsLoad) -> Ran:
+async def _loaded(name: str, urls: list[str], plan: Plan, load: MethodsLoad) -> Ran:
     """All prompts at their users' servers, after a short one at each that is not counted."""
-    users = access_servers(artifacts.plan, len(load.prompts), load.seed)
+    users = access_servers(plan, len(load.prompts), load.seed)
     for url in urls:
         await run_load(one_server(url, load.prompts[:1], min(_WARM_TOKENS, load.output_tokens), 1))
     groups = {server: np.flatnonzero(users == server).tolist() for server in set(users.tolist())}

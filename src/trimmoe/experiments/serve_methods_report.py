@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +11,9 @@ from rich import box
 from rich.table import Table
 
 import trimmoe
+from trimmoe.core.profile import Profile
 from trimmoe.experiments.figures.draw import bars, picture
-from trimmoe.experiments.serve_methods import MethodsLoad
-from trimmoe.runtime.launch.artifacts import Artifacts
+from trimmoe.experiments.serve_methods import Kept, MethodsLoad
 from trimmoe.runtime.launch.config import ServeConfig
 
 _OURS = ("trimmoe", "trimming", "lossless", "speculative", "guessing", "final-exits", "exact")
@@ -22,12 +22,15 @@ _OURS = ("trimmoe", "trimming", "lossless", "speculative", "guessing", "final-ex
 def methods_json(
     rows: Sequence[dict[str, Any]],
     config: ServeConfig,
-    artifacts: Artifacts,
+    profile: Profile,
+    plans: Mapping[str, Kept],
     load: MethodsLoad,
     *,
     text_hash: str,
 ) -> dict[str, Any]:
-    """Everything measured, with all that is needed to repeat it."""
+    """Everything measured, with all that is needed to repeat it; `plans` by method."""
+    one = next(iter(plans.values())).plan
+    hashes = {name: kept.plan.hash for name, kept in plans.items()}
     return {
         "trimmoe_version": trimmoe.__version__,
         "configuration": {
@@ -40,12 +43,12 @@ def methods_json(
         },
         "seed": load.seed,
         "input_hashes": {
-            "model": artifacts.profile.model_hash,
-            "profile": artifacts.profile.hash,
-            "plan": artifacts.plan.hash,
+            "model": profile.model_hash,
+            "profile": profile.hash,
+            "plans": hashes,
             "text": text_hash,
         },
-        "cluster": artifacts.plan.cluster.name,
+        "cluster": one.cluster.name,
         "methods": list(rows),
     }
 

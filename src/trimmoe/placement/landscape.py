@@ -1,15 +1,15 @@
 """What a plan is worth: an objective, and the best routes on it for given hosts.
 
-An objective prices every layer between two servers; a deployment is worth the sum along its
-routes, weighted by where users enter. Local search asks for thousands of neighbours that differ in
-a few layers, so the tables are kept by (layer, hosts of that layer).
+An objective prices every layer between two servers, and what a user's route is worth by what its
+layers cost; a deployment is worth the mean of that, weighted by where users enter. Local search
+asks for thousands of neighbours that differ in a few layers, so the tables are kept by (layer,
+hosts of that layer).
 
 Shapes: M servers, N layers, E experts, A access servers with users.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -35,8 +35,13 @@ class Objective(Protocol):
     def layer_table_s(self, layer: int, held: BoolArray) -> FloatArray:
         """Cost of one layer whose hosts are `held` [M, E] by source and destination, [M, M].
 
-        Summed along a route it is what the search lowers; infinite where no route may go.
+        Routes are those along which its sum is least; infinite where none may go.
         """
+        ...
+
+    def worth_s(self, cost_s: FloatArray, hosts: BoolArray, routes: IntArray) -> FloatArray:
+        """What the search lowers, of the users of each server [A], from what their routes [A, N]
+        cost them, [A]."""
         ...
 
     def value_s(self, hosts: BoolArray, routes: IntArray) -> float:
@@ -44,8 +49,16 @@ class Objective(Protocol):
         ...
 
 
+class Summed:
+    """Of an objective: a route is worth what its layers cost."""
+
+    def worth_s(self, cost_s: FloatArray, hosts: BoolArray, routes: IntArray) -> FloatArray:
+        """The cost itself."""
+        return cost_s
+
+
 @dataclass(frozen=True, kw_only=True)
-class ExactObjective:
+class ExactObjective(Summed):
     """Expected delay of exact nearest-replica execution without load: the planner's default."""
 
     cost: CostModel
@@ -63,12 +76,11 @@ class ExactObjective:
 
 @dataclass(kw_only=True)
 class Landscape:
-    """Best routes and their cost for any hosts under one objective's tables."""
+    """Best routes and what they are worth for any hosts under one objective."""
 
     cost: CostModel
     access_share: FloatArray
-    table_s: Callable[[int, BoolArray], FloatArray]
-    """`Objective.layer_table_s`."""
+    objective: Objective
     _tables: dict[tuple[int, bytes], FloatArray] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -90,17 +102,18 @@ class Landscape:
         if table is None:
             if len(self._tables) >= _KEPT_TABLES:
                 self._tables.clear()
-            table = self._tables[key] = self.table_s(layer, held)
+            table = self._tables[key] = self.objective.layer_table_s(layer, held)
         return table
 
-    def best(self, tables: FloatArray) -> tuple[float, IntArray]:
-        """Least expected cost per token and the routes [A, N] of the servers with users."""
+    def best(self, tables: FloatArray, hosts: BoolArray) -> tuple[float, IntArray]:
+        """Least expected cost per token and the routes [A, N] of the servers with users; `tables`
+        are those of `hosts`."""
         cost_s, routes = shortest_routes(tables, self._enter, self._back)
-        return float(self._weight @ cost_s), routes
+        return float(self._weight @ self.objective.worth_s(cost_s, hosts, routes)), routes
 
     def value_s(self, hosts: BoolArray) -> float:
         """Least expected cost per token on these hosts."""
-        return self.best(self.tables(hosts))[0]
+        return self.best(self.tables(hosts), hosts)[0]
 
     def routes(self, hosts: BoolArray) -> IntArray:
         """The best routes of all access servers, also those without users, [M, N]."""

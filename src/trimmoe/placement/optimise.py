@@ -23,6 +23,7 @@ from trimmoe.core.profile import Profile
 from trimmoe.core.specs import BoolArray, ClusterSpec, IntArray, ModelSpec
 from trimmoe.placement.at_home import copy_losses, home_hosts
 from trimmoe.placement.bound import Bound, exact_bound
+from trimmoe.placement.guessed import GuessedObjective
 from trimmoe.placement.landscape import ExactObjective, Landscape, Objective
 from trimmoe.placement.make import as_plan, default, distinct_routes, make_planner
 from trimmoe.placement.mutate import Mutator
@@ -50,7 +51,7 @@ _TRIMMED_SERVERS = 6
 class SearchSettings:
     """How long and for what `optimise_plan` searches."""
 
-    objective: Literal["exact", "trimmed"] = "exact"
+    objective: Literal["exact", "guessed", "trimmed"] = "exact"
     budget: float = 0.02
     """D-bar of the trimmed objective."""
     iterations: int = 20_000
@@ -101,6 +102,16 @@ def optimise_plan(
     return as_plan(planner, found.placement, cluster_hash, found.record)
 
 
+def plan_value_s(
+    plan: Plan, profile: Profile, model: ModelSpec, cluster: ClusterSpec, search: SearchSettings
+) -> float:
+    """What a plan is worth under what was searched for, on a cluster as it is now, seconds per
+    token."""
+    planner = make_planner(profile, model, cluster, default())
+    objective = Optimiser(planner=planner, settings=search, keep_going=lambda _: True).objective()
+    return objective.value_s(plan.hosts, plan.routes)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Found:
     """What a search came to."""
@@ -119,27 +130,28 @@ class Optimiser:
 
     def run(self) -> Found:
         """Search; the record is JSON-like."""
-        exact = self._exact()
+        wanted = self.settings.objective
+        objective = self.objective()
+        first = self._exact() if wanted == "trimmed" else objective
         seeds = self._seeds()
-        entries = [self._entry(exact, f"seed {n}", s.hosts, s.routes) for n, s in seeds.items()]
-        entries += self._grown(exact, seeds)
-        share = _EXACT_SHARE if self.settings.objective == "trimmed" else 1.0
-        entries, done = self._searched(exact, entries, share)
-        objective: Objective = exact
+        entries = [self._entry(first, f"seed {n}", s.hosts, s.routes) for n, s in seeds.items()]
+        entries += self._grown(first, seeds)
+        share = _EXACT_SHARE if wanted == "trimmed" else 1.0
+        entries, done = self._searched(first, entries, share)
         trimmed_done = 0
-        if self.settings.objective == "trimmed":
-            objective, entries, trimmed_done = self._trimmed(entries)
-        bound = self._bound() if objective is exact else None
+        if isinstance(objective, EachUserObjective):
+            entries, trimmed_done = self._trimmed(objective, entries)
+        bound = self._bound() if wanted == "exact" else None
         if bound is not None and bound.hosts is not None:
-            routes = self._landscape(exact).routes(bound.hosts)
-            entries.append(self._entry(exact, "integer program", bound.hosts, routes))
+            routes = self._landscape(first).routes(bound.hosts)
+            entries.append(self._entry(first, "integer program", bound.hosts, routes))
         best = min(entries, key=lambda entry: entry.value_s)
         record = {
             "search": asdict(self.settings),
             "objective": objective.name,
             "value_s": best.value_s,
             "seed_won": best.name,
-            "seeds": self._record(objective, seeds, entries),
+            "seeds": self._record(seeds, entries),
             "iterations": done,
             "trimmed_iterations": trimmed_done,
             "bound": None if bound is None else bound.record(best.value_s),
@@ -156,17 +168,42 @@ class Optimiser:
         found = {name: seed_placement(name, self.planner) for name in SEEDS}
         return {name: seed for name, seed in found.items() if seed is not None}
 
+    def objective(self) -> ExactObjective | GuessedObjective | EachUserObjective:
+        """What plans are compared by."""
+        match self.settings.objective:
+            case "exact":
+                return self._exact()
+            case "guessed":
+                return GuessedObjective(
+                    cost=self.planner.cost,
+                    profile=self.planner.profile,
+                    access_share=self.planner.cluster.access_share,
+                    copies=self.planner.stand_in_bits,
+                )
+            case "trimmed":
+                return EachUserObjective(whole=self._budgeted())
+
     def _exact(self) -> ExactObjective:
         share = self.planner.cluster.access_share
         return ExactObjective(
             cost=self.planner.cost, profile=self.planner.profile, access_share=share
         )
 
+    def _budgeted(self) -> TrimmedObjective:
+        return TrimmedObjective(
+            cost=self.planner.cost,
+            profile=self.planner.profile.echoing(),
+            access_share=self.planner.cluster.access_share,
+            budget=self.settings.budget,
+            copied_bits=self._copied_bits(),
+            copies=self.planner.stand_in_bits,
+        )
+
     def _entry(self, objective: Objective, name: str, hosts: BoolArray, routes: IntArray) -> _Entry:
         value_s = objective.value_s(hosts, routes)
         return _Entry(name=name, hosts=hosts, routes=routes, value_s=value_s)
 
-    def _grown(self, exact: ExactObjective, seeds: dict[str, Placement]) -> list[_Entry]:
+    def _grown(self, objective: Objective, seeds: dict[str, Placement]) -> list[_Entry]:
         """Every seed with best routes and greedy replicas, as long as there is time."""
         grown = []
         starts = distinct_routes([seed.routes for seed in seeds.values()])
@@ -174,14 +211,14 @@ class Optimiser:
             if not self.keep_going(_GREEDY_SHARE):
                 break
             after = self.planner.finished(seed, starts)
-            grown.append(self._entry(exact, f"greedy {name}", after.hosts, after.routes))
+            grown.append(self._entry(objective, f"greedy {name}", after.hosts, after.routes))
         return grown
 
     def _searched(
-        self, exact: ExactObjective, entries: list[_Entry], share: float
+        self, objective: Objective, entries: list[_Entry], share: float
     ) -> tuple[list[_Entry], int]:
         """`entries` and what local search made of them, best first."""
-        landscape = self._landscape(exact)
+        landscape = self._landscape(objective)
         search = Search(
             landscape=landscape,
             mutator=self._mutator(),
@@ -193,7 +230,7 @@ class Optimiser:
         for climber in search.pool:
             hosts = self._filled(climber.best_hosts, landscape.routes(climber.best_hosts))
             routes = landscape.routes(hosts)
-            entries.append(self._entry(exact, f"search from {climber.name}", hosts, routes))
+            entries.append(self._entry(objective, f"search from {climber.name}", hosts, routes))
         return sorted(entries, key=lambda entry: entry.value_s), search.done
 
     def _filled(self, hosts: BoolArray, routes: IntArray) -> BoolArray:
@@ -209,19 +246,11 @@ class Optimiser:
             planner.cluster.access_share,
         )
 
-    def _trimmed(self, entries: list[_Entry]) -> tuple[Objective, list[_Entry], int]:
+    def _trimmed(self, users: EachUserObjective, entries: list[_Entry]) -> tuple[list[_Entry], int]:
         """All seeds and the best of the others by trimmed value, searched further."""
-        trimmed = TrimmedObjective(
-            cost=self.planner.cost,
-            profile=self.planner.profile.echoing(),
-            access_share=self.planner.cluster.access_share,
-            budget=self.settings.budget,
-            copied_bits=self._copied_bits(),
-            copies=self.planner.stand_in_bits,
-        )
+        trimmed = users.whole
         others = [entry for entry in entries if not entry.name.startswith("seed ")][:_FINALISTS]
         seeds = [entry for entry in entries if entry.name.startswith("seed ")]
-        users = EachUserObjective(whole=trimmed)
         ranked = [self._entry(users, e.name, e.hosts, e.routes) for e in seeds + others]
         ranked += self._at_home(users)
         ranked.sort(key=lambda entry: entry.value_s)
@@ -248,7 +277,7 @@ class Optimiser:
             ranked.append(self._entry(users, f"{name}{best.name}", hosts, routes))
             filled = self._filled(hosts, routes)
             ranked.append(self._entry(users, f"{name}{best.name}, filled", filled, routes))
-        return users, ranked, search.done
+        return ranked, search.done
 
     def _at_home(self, objective: Objective) -> list[_Entry]:
         """Tokens that stay with their users, if copies may stand in."""
@@ -304,14 +333,14 @@ class Optimiser:
         return Landscape(
             cost=self.planner.cost,
             access_share=self.planner.cluster.access_share,
-            table_s=objective.layer_table_s,
+            objective=objective,
         )
 
     def _mutator(self) -> Mutator:
         return Mutator(model=self.planner.model, capacity=self.planner.capacity)
 
     def _record(
-        self, objective: Objective, seeds: dict[str, Placement], entries: list[_Entry]
+        self, seeds: dict[str, Placement], entries: list[_Entry]
     ) -> dict[str, dict[str, float | None] | None]:
         """Value of every seed and of its greedy growth where it was tried; None: impossible."""
         values = {entry.name: entry.value_s for entry in entries}

@@ -13,6 +13,7 @@ from trimmoe.core.specs import BoolArray, ClusterSpec, FloatArray, IntArray, Mod
 from trimmoe.cost.expected import layer_table_s
 from trimmoe.cost.model import Accounting, CostModel, cost_model
 from trimmoe.placement.blocks import add_blocks
+from trimmoe.placement.capacity import used_bytes
 from trimmoe.placement.redundancy import (
     add_marginal_replicas,
     add_paper_replicas,
@@ -83,7 +84,7 @@ class Planner:
     cost: CostModel
     capacity: IntArray
     copies: IntArray
-    """Bytes for copies of experts in few bits, [M]."""
+    """Bytes kept for copies of experts in few bits, [M]."""
     tables: dict[tuple[int, bytes], FloatArray] = field(default_factory=dict)
     """Layer tables already computed, by layer and its hosts: candidates share most of them."""
 
@@ -133,7 +134,14 @@ class Planner:
             return None
         frequency = self.profile.expected_executions
         passing = passed_by(routes, len(hosts)) if self.profile.rungs else None
-        return copied_bits(self.model, hosts, frequency, self.copies, passing)
+        return copied_bits(self.model, hosts, frequency, self._room(hosts), passing)
+
+    def _room(self, hosts: BoolArray) -> IntArray:
+        """Bytes that copies may take, [M]: what is kept for them, and what experts leave of the
+        memory that servers have."""
+        if self.cluster.memory_ratio is not None:
+            return self.copies
+        return self.copies + np.maximum(self.capacity - used_bytes(hosts, self.model), 0)
 
     def regrown(self, hosts: BoolArray, found: Placement) -> Iterator[Placement]:
         """Other hosts in place of those of a placement that was `finished`, with routes, and with

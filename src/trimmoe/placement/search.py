@@ -50,7 +50,7 @@ class Climber:
 
     def __post_init__(self) -> None:
         self._tables = self.landscape.tables(self.hosts)
-        self._value_s, routes = self.landscape.best(self._tables)
+        self._value_s, routes = self.landscape.best(self._tables, self.hosts)
         self.best_s, self.best_hosts = self._value_s, self.hosts
         self._history = np.full(_HISTORY, self._value_s)
         self._steps = 0
@@ -64,12 +64,12 @@ class Climber:
         if hosts is None:
             return
         tables = self._changed_tables(hosts)
-        value_s, routes = self.landscape.best(tables)
+        value_s, routes = self.landscape.best(tables, hosts)
         if value_s <= max(self._value_s, self._history[at]):
             self.hosts, self._tables, self._value_s = hosts, tables, value_s
             self._drop_unreached(routes)
-            if value_s < self.best_s:
-                self.best_s, self.best_hosts = value_s, self.hosts
+            if self._value_s < self.best_s:
+                self.best_s, self.best_hosts = self._value_s, self.hosts
         self._history[at] = min(self._history[at], self._value_s)
 
     def _changed_tables(self, hosts: BoolArray) -> FloatArray:
@@ -81,7 +81,10 @@ class Climber:
 
     def _drop_unreached(self, routes: IntArray) -> None:
         reached = self.landscape.reached(self.hosts, routes)
+        if (reached == self.hosts).all():
+            return
         self._tables, self.hosts = self._changed_tables(reached), reached
+        self._value_s, _ = self.landscape.best(self._tables, reached)
 
 
 @dataclass(kw_only=True)

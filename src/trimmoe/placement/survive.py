@@ -59,7 +59,13 @@ def surviving(
     record = {"survive": {"losses": losses, "without_s": found.expected_s}}
     known = plan.header.settings | record | {"expected_s": made.expected_s}
     header = replace(plan.header, settings=known)
-    return replace(plan, header=header, hosts=made.hosts, routes=made.routes)
+    return replace(
+        plan,
+        header=header,
+        hosts=made.hosts,
+        routes=made.routes,
+        stand_in_bits=planner.stand_in_bits(made.hosts, made.routes),
+    )
 
 
 def survivable(planner: Planner, found: Placement, losses: int) -> Placement:

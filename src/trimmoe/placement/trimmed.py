@@ -37,6 +37,7 @@ from trimmoe.cost.actions import ActionSpace, Levers, StandIns
 from trimmoe.cost.kernels import njit
 from trimmoe.cost.lookahead import IMPORTANCE_DECILES, typical_tokens
 from trimmoe.cost.model import CostModel
+from trimmoe.placement.landscape import Summed
 from trimmoe.placement.routes import traffic
 
 PLANNING_LEVERS = Levers(stand_in=True, skip_needs_transmission=False)
@@ -49,7 +50,7 @@ _BISECTIONS = 60
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrimmedObjective:
+class TrimmedObjective(Summed):
     """See the module docstring; tables are at `price_s`."""
 
     cost: CostModel
@@ -243,7 +244,7 @@ class TrimmedObjective:
 
 
 @dataclass(frozen=True, kw_only=True)
-class EachUserObjective:
+class EachUserObjective(Summed):
     """The trimmed value where nobody spends what users of other servers leave, as their accounts
     have it: the mean over users of what the users of each server come to by themselves."""
 

@@ -6,12 +6,10 @@ from dataclasses import replace
 
 from trimmoe.core.profile import DRAFT_CONFIDENCE
 from trimmoe.cost.actions import Levers
+from trimmoe.cost.guessing import GUESSES
 from trimmoe.cost.model import Accounting
 from trimmoe.policy.readings import ExitRule, Readings, WeightRule
 from trimmoe.policy.settings import PolicySettings
-
-GUESSES = 16
-"""Tokens that are guessed ahead, at most, where tokens are guessed."""
 
 GUESS_BELOW = 0.75
 """Share of what its machines can do that a route is at work for from which on guesses cost others

@@ -8,10 +8,11 @@ from typing import Any
 from trimmoe.core.choice import DEFAULT_BUDGET
 from trimmoe.core.exit_states import ExitState
 from trimmoe.cost.actions import Levers
+from trimmoe.cost.guessing import GUESS_CHANCE
 from trimmoe.cost.model import Accounting
 from trimmoe.policy.readings import Readings
 
-GUESS_CHANCE, GUESS_CONFIDENCE = 0.15, 0.02
+GUESS_CONFIDENCE = 0.02
 """By default. On the embedded model servers of `local4` are right 93 to 96 % of the time with
 copies of the other experts in four bits, and 68 to 75 % with linear maps. That a guess is
 improbable says little of that: the model itself gives what it predicts a tenth now and then."""

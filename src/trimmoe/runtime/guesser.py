@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from trimmoe.core.ledger import Ledger
-from trimmoe.engine.guesses import Chunks, Lead, draft_times_s
+from trimmoe.cost.guessing import draft_times_s
+from trimmoe.engine.guesses import Chunks, Lead
 from trimmoe.engine.step import Engine
 from trimmoe.models.base import EncoderDecoderView, MoEView
 from trimmoe.runtime.drafter import Drafter

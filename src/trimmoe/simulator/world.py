@@ -16,9 +16,9 @@ from numpy.typing import NDArray
 
 from trimmoe.core.specs import ClusterSpec, FloatArray, IntArray
 from trimmoe.cost.batching import TOKEN_SHARE
+from trimmoe.cost.guessing import guess_times_s
 from trimmoe.cost.kernels import plain
 from trimmoe.cost.model import Accounting, CostModel
-from trimmoe.engine.guesses import guess_times_s
 
 NONE = -1
 

@@ -19,7 +19,7 @@ from functools import partial
 from trimmoe.core.plan import Plan
 from trimmoe.core.profile import Profile
 from trimmoe.core.specs import BoolArray
-from trimmoe.engine.guesses import draft_times_s, guess_times_s
+from trimmoe.cost.guessing import draft_times_s, guess_times_s
 from trimmoe.models.base import EncoderDecoderView, MoEView
 from trimmoe.models.draft import DraftModel
 from trimmoe.placement.live import live_hosts

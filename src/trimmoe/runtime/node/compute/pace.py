@@ -13,8 +13,8 @@ import numpy as np
 
 from trimmoe.core.specs import FloatArray, IntArray
 from trimmoe.cost.batching import batch_s
+from trimmoe.cost.guessing import draft_times_s, guess_times_s
 from trimmoe.cost.model import CostModel
-from trimmoe.engine.guesses import draft_times_s, guess_times_s
 from trimmoe.models.base import DROPPED
 
 

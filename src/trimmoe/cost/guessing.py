@@ -1,0 +1,109 @@
+"""What guesses take, and how fast the tokens of a stream follow one another by them.
+
+Shapes: M servers, N layers, R routes, the first M by access server.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from trimmoe.core.specs import FloatArray, IntArray
+from trimmoe.cost.batching import BATCH_SHARE
+from trimmoe.cost.model import CostModel
+
+GUESSES, GUESS_CHANCE = 16, 0.15
+"""Tokens of a stream that are guessed ahead at most, and the chance that all of them have to have
+of being right."""
+
+
+def window(chance: float, least: float, most: int) -> int:
+    """How many guesses may be ahead of what is confirmed: as many as are all right with a chance of
+    at least `least` where each is with `chance`, and no more than `most`."""
+    if least <= 0.0 or chance >= 1.0:
+        return most
+    if chance < least:
+        return 0
+    return min(int(math.log(least) / math.log(chance) + 1e-9), most)
+
+
+def interval_s(chance: float, guess_s: float, whole_s: float, least: float, most: int) -> float:
+    """From one token to the next, to be expected where each takes `whole_s` to full depth and back,
+    a guess takes `guess_s` and is right with `chance`, and `least` and `most` bound the window."""
+    ahead = max(window(chance, least, most), 1)
+    right_s = min(max(guess_s, whole_s / (1 + ahead)), whole_s)
+    return chance * right_s + (1.0 - chance) * whole_s
+
+
+def row_times_s(cost: CostModel, routes: IntArray, top_k: int) -> FloatArray:
+    """What one more row takes a batch on the way of each server's users: what it adds to the time
+    of the layers, and of sending what is behind them to the next server, [M] seconds."""
+    layers = np.arange(cost.layer_count)
+    vector_s = np.maximum(cost.transfer_s - cost.token_transfer_s, 0.0)
+    layer_s = _layer_times_s(cost, top_k) * (1.0 - BATCH_SHARE)
+    ways = routes[: cost.server_count]
+    sent_s = vector_s[ways[:, :-1], ways[:, 1:]].sum(axis=1)
+    return sent_s + layer_s[ways, layers].sum(axis=1)
+
+
+def stream_share(cost: CostModel, routes: IntArray, top_k: int, whole_s: FloatArray) -> FloatArray:
+    """Share of what the fullest machine on each route can do that one stream of tokens at full
+    depth takes of it, each of them `whole_s` [R] under way, [R]."""
+    return _work_s(cost, routes, top_k).max(axis=1) / whole_s
+
+
+def paces_s(cost: CostModel, routes: IntArray, access: IntArray, top_k: int) -> FloatArray:
+    """How soon tokens on `routes` [A, N] of the users of `access` [A] can follow one another if all
+    guesses are right and links are no matter, [A] seconds: as the machine has time that does most
+    for one of them, its guess among that."""
+    machine, at_once = _machines(cost)
+    work_s = _work_s(cost, routes, top_k)
+    guess_s = guess_times_s(cost, top_k) / at_once
+    work_s[np.arange(access.size), machine[access]] += guess_s[access]
+    return work_s.max(axis=1)
+
+
+def _work_s(cost: CostModel, routes: IntArray, top_k: int) -> FloatArray:
+    """What a token at full depth takes of each machine's time, [R, machines] seconds: layers, and
+    the messages that bring it from server to server."""
+    layers, servers = np.arange(cost.layer_count), cost.server_count
+    machine, at_once = _machines(cost)
+    message_s = np.zeros(servers) if cost.apart_s is None else cost.apart_s
+    layer_s = _layer_times_s(cost, top_k)
+    able = np.ones(int(machine.max()) + 1)
+    able[machine] = at_once
+    comes = np.diff(routes, axis=1, prepend=routes[:, :1]) != 0
+    taken_s = layer_s[routes, layers] + np.where(comes, message_s[routes], 0.0)
+    work_s = [
+        np.bincount(machine[route], weights=each_s, minlength=able.size)
+        for route, each_s in zip(routes, taken_s, strict=True)
+    ]
+    return np.stack(work_s) / able
+
+
+def _machines(cost: CostModel) -> tuple[IntArray, FloatArray]:
+    """Of each server, the machine it runs on and how much that does at once, [M] both."""
+    servers = cost.server_count
+    machine = np.arange(servers) if cost.machine is None else cost.machine
+    return machine, np.ones(servers) if cost.at_once is None else cost.at_once
+
+
+def guess_times_s(cost: CostModel, top_k: int) -> FloatArray:
+    """What it takes each server to guess a token: attention and router of all layers, and in each
+    as long as the experts that a token activates take there on average, unless that was measured;
+    [M] seconds."""
+    if cost.guess_s is not None:
+        return cost.guess_s
+    return _layer_times_s(cost, top_k).sum(axis=1)
+
+
+def draft_times_s(cost: CostModel, top_k: int, size: float) -> FloatArray:
+    """What it takes each server to guess a token with a draft model that is `size` times the work
+    of a guess of its own, [M] seconds."""
+    return guess_times_s(cost, top_k) * size
+
+
+def _layer_times_s(cost: CostModel, top_k: int) -> FloatArray:
+    """A layer with the experts that a token activates, were all of them there, [M, N] seconds."""
+    return cost.dense_s + top_k * cost.expert_s.mean(axis=2)
