@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from factories import random_cluster, random_model_spec, random_profile
 from trimmoe.core.profile import Profile
 from trimmoe.core.specs import ClusterSpec, IntArray
-from trimmoe.cost.guessing import guess_times_s, interval_s, paces_s
+from trimmoe.cost.guessing import first_layers, guess_times_s, interval_s, paces_s
 from trimmoe.cost.model import cost_model
 from trimmoe.placement.capacity import used_bytes
 from trimmoe.placement.guessed import WRONG, GuessedObjective
@@ -21,6 +21,7 @@ from trimmoe.placement.optimise import SearchSettings, optimise_plan, plan_value
 from trimmoe.placement.stand_ins import copies_bytes
 
 SLOW_S = 40e-3
+GUESSED = SearchSettings(objective="guessed", iterations=300)
 MODEL = random_model_spec(np.random.default_rng(1), layers=6, experts=4, top_k=2)
 PROFILE = random_profile(np.random.default_rng(1), MODEL)
 
@@ -93,11 +94,32 @@ def test_a_server_that_does_most_of_the_layers_takes_longest_between_tokens() ->
     access = np.arange(2)
     _, even = halves()
     uneven = np.tile([0, 0, 0, 0, 0, 1], (2, 1))
-    assert (paces_s(cost, even, access, PROFILE.top_k) > guess_s).all()
-    first, second = paces_s(cost, uneven, access, PROFILE.top_k)
-    assert first > paces_s(cost, even, access, PROFILE.top_k)[0]
+    nothing = np.zeros(2, dtype=np.int64)
+    evenly = paces_s(cost, even, access, nothing, PROFILE.top_k)
+    assert (evenly > guess_s).all()
+    first, second = paces_s(cost, uneven, access, nothing, PROFILE.top_k)
+    assert first > evenly[0]
     # Its own guesses and few layers there; the other server has most to do for its tokens.
     assert first > second >= guess_s[1]
+
+
+def test_guesses_begin_where_the_token_itself_has_not_been_on_its_users_server() -> None:
+    hosts, routes = halves()
+    access = np.arange(2)
+    # Its third layer is gathered at the other server.
+    assert first_layers(routes, access, hosts).tolist() == [2, 0]
+    lacking = hosts.copy()
+    lacking[0, 1, 0] = False
+    assert first_layers(routes, access, lacking).tolist() == [1, 0]
+    home = np.tile(access[:, None], (1, MODEL.layer_count))
+    assert first_layers(home, access, np.ones_like(hosts)).tolist() == [5, 5]
+    cost = cost_model(MODEL, two_apart(1.0))
+    first = first_layers(routes, access, hosts)
+    shared, alone = (
+        paces_s(cost, routes, access, begun, PROFILE.top_k) for begun in (first, 0 * first)
+    )
+    assert shared[0] < alone[0]
+    assert shared[1] == alone[1]
 
 
 @given(
@@ -158,3 +180,14 @@ def test_a_profile_that_maps_experts_guesses_better_without_copies() -> None:
         for profile in (bare, replace(bare, stand_in_read=np.zeros((1, 1, 1, 1), np.float16)))
     )
     assert (mapped > without).all()
+
+
+@pytest.mark.parametrize("wanted", [SearchSettings(iterations=300), GUESSED])
+def test_where_each_server_can_hold_everything_no_token_leaves(wanted: SearchSettings) -> None:
+    """Memory that is kept for copies never comes before the experts themselves."""
+    for plan in (
+        optimise_plan(PROFILE, MODEL, two_apart(1.0), wanted, cluster_hash=""),
+        make_plan(PROFILE, MODEL, two_apart(1.0), cluster_hash=""),
+    ):
+        assert plan.hosts.all()
+        assert (plan.routes == np.arange(2)[:, None]).all()

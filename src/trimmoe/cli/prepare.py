@@ -170,8 +170,8 @@ def plan(
     objective: Annotated[
         Literal["exact", "guessed", "trimmed"] | None,
         typer.Option(
-            help="Least time per token of exact execution (default), where servers guess ahead, or "
-            "within the budget."
+            help="Least time per token where servers guess ahead (default, and what `serve` plans "
+            "for), of exact execution, or within the budget."
         ),
     ] = None,
     budget: Annotated[
@@ -235,6 +235,8 @@ def plan(
     given = {name: value for name, value in wanted.items() if value is not None}
     if not optimise and (given or seconds is not None):
         raise UserError("Searching is asked for with --optimise; add it or leave its options out.")
+    if optimise:
+        given.setdefault("objective", "guessed")
     if optimise and (preset == "paper" or seed_plan is not None):
         raise UserError("--optimise starts from every seed; leave out --preset and --seed-plan.")
     if grow and seed_plan is None:

@@ -1,6 +1,6 @@
 """What guesses take, and how fast the tokens of a stream follow one another by them.
 
-Shapes: M servers, N layers, R routes, the first M by access server.
+Shapes: M servers, N layers, E experts, R routes, the first M by access server, A access servers.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import math
 
 import numpy as np
 
-from trimmoe.core.specs import FloatArray, IntArray
+from trimmoe.core.specs import BoolArray, FloatArray, IntArray
 from trimmoe.cost.batching import BATCH_SHARE
 from trimmoe.cost.model import CostModel
 
@@ -53,14 +53,32 @@ def stream_share(cost: CostModel, routes: IntArray, top_k: int, whole_s: FloatAr
     return _work_s(cost, routes, top_k).max(axis=1) / whole_s
 
 
-def paces_s(cost: CostModel, routes: IntArray, access: IntArray, top_k: int) -> FloatArray:
+def first_layer(route: IntArray, server: int, held: BoolArray) -> int:
+    """The layer that guesses of a server's users begin with: before it their tokens, on `route`
+    [N], pass that server themselves, which holds all experts there, of `held` [N, E], so that there
+    is nothing to do twice. What comes out of the last of those layers is gathered elsewhere."""
+    leaves, lacks = route != server, ~held.all(axis=1)
+    own = int(leaves.argmax()) if leaves.any() else route.size
+    whole = int(lacks.argmax()) if lacks.any() else route.size
+    return max(min(own - 1, whole), 0)
+
+
+def first_layers(routes: IntArray, access: IntArray, hosts: BoolArray) -> IntArray:
+    """`first_layer` of the users of `access` [A] on `routes` [A, N]; `hosts` [M, N, E]; [A]."""
+    each = zip(routes, access.tolist(), strict=True)
+    return np.array([first_layer(route, server, hosts[server]) for route, server in each])
+
+
+def paces_s(
+    cost: CostModel, routes: IntArray, access: IntArray, first: IntArray, top_k: int
+) -> FloatArray:
     """How soon tokens on `routes` [A, N] of the users of `access` [A] can follow one another if all
     guesses are right and links are no matter, [A] seconds: as the machine has time that does most
-    for one of them, its guess among that."""
+    for one of them, its guess, from the layer `first` [A] on, among that."""
     machine, at_once = _machines(cost)
     work_s = _work_s(cost, routes, top_k)
-    guess_s = guess_times_s(cost, top_k) / at_once
-    work_s[np.arange(access.size), machine[access]] += guess_s[access]
+    guess_s = (guess_times_s(cost, top_k) / at_once)[access] * (1 - first / cost.layer_count)
+    work_s[np.arange(access.size), machine[access]] += guess_s
     return work_s.max(axis=1)
 
 

@@ -21,18 +21,19 @@ _NODE_LIMIT = 2000
 
 
 def expert_capacity_bytes(
-    cluster: ClusterSpec, model: ModelSpec, *, kv_reserve_bytes: int = 0
+    cluster: ClusterSpec, model: ModelSpec, *, kv_reserve_bytes: int | IntArray = 0
 ) -> IntArray:
     """C_m of (c.1): bytes for experts on each server, shape [M].
 
     With `memory_ratio` the servers share floor(ratio x bytes of all experts) in proportion to
     their memory, to the byte and never more. Otherwise each has its memory less the dense part
-    and less `kv_reserve_bytes` for KV caches; a server too small for these has 0.
+    and less `kv_reserve_bytes`, of each or [M], for KV caches and the like; a server too small for
+    these has 0.
 
     Raises `UserError` if the experts cannot fit: too little in total, or an expert that no server
     can hold. That they can be packed is found out by `packed_hosts`.
     """
-    assert kv_reserve_bytes >= 0
+    assert np.all(np.asarray(kv_reserve_bytes) >= 0)
     if cluster.memory_ratio is not None:
         capacity = _scaled(cluster.memory_bytes, cluster.memory_ratio, model.total_expert_bytes)
     else:

@@ -17,7 +17,7 @@ import numpy as np
 from trimmoe.core.profile import Profile
 from trimmoe.core.specs import BoolArray, FloatArray, IntArray
 from trimmoe.cost.expected import expected_layer_delay_s, layer_table_s
-from trimmoe.cost.guessing import GUESS_CHANCE, GUESSES, interval_s, paces_s
+from trimmoe.cost.guessing import GUESS_CHANCE, GUESSES, first_layers, interval_s, paces_s
 from trimmoe.cost.model import CostModel
 from trimmoe.placement.routes import route_delay_s
 
@@ -58,7 +58,8 @@ class GuessedObjective:
             return cost_s
         access = np.flatnonzero(self.access_share > 0)
         chances = self.chances(hosts, routes)[access]
-        paces = paces_s(self.cost, routes, access, self.profile.top_k)
+        first = first_layers(routes, access, hosts)
+        paces = paces_s(self.cost, routes, access, first, self.profile.top_k)
         each = zip(chances.tolist(), paces.tolist(), cost_s.tolist(), strict=True)
         return np.array([interval_s(*one, GUESS_CHANCE, GUESSES) for one in each])
 

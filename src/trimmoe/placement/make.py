@@ -20,6 +20,7 @@ from trimmoe.core.profile import Profile
 from trimmoe.core.specs import ClusterSpec, IntArray, ModelSpec
 from trimmoe.cost.model import cost_model
 from trimmoe.placement.capacity import expert_capacity_bytes
+from trimmoe.placement.guessed import GuessedObjective
 from trimmoe.placement.planner import Placement, Planner, PlanSettings, SeedName
 from trimmoe.placement.seeds import seed_placement
 from trimmoe.placement.stand_ins import allowance_bytes, reserved_bytes
@@ -67,16 +68,44 @@ def make_plan(
     profile.require_model(model)
     # What is as others place it keeps no room for what only we put there.
     planner = make_planner(profile, model, cluster, settings, guesses=settings.routes != "own")
+    made = [_made(each) for each in _by_memory(planner)]
+    there = [each for each in made if each is not None]
+    if not there:
+        raise _cannot_serve(model, cluster, settings)
+    planner, placement, found = min(there, key=lambda each: _guessed_s(*each[:2]))
+    return as_plan(planner, placement, cluster_hash, found)
+
+
+def _made(planner: Planner) -> tuple[Planner, Placement, dict[str, Any]] | None:
+    """The placement of least exact delay, and how it was found; None where no seed serves."""
+    settings = planner.settings
     names = SEED_NAMES if settings.seed_plan == "best" else (settings.seed_plan,)
     seeds = {name: seed_placement(name, planner) for name in names if _allowed(name, settings)}
     there = {name: seed for name, seed in seeds.items() if seed is not None}
     if not there:
-        raise _cannot_serve(model, cluster, settings)
+        return None
     starts = distinct_routes([seed.routes for seed in there.values()])
     finished = {name: planner.finished(seed, starts) for name, seed in there.items()}
     won = min(finished, key=lambda name: finished[name].expected_s)
     record = {name: _record(seed, finished.get(name)) for name, seed in seeds.items()}
-    return as_plan(planner, finished[won], cluster_hash, {"seed_won": won, "seeds": record})
+    return planner, finished[won], {"seed_won": won, "seeds": record}
+
+
+def _by_memory(planner: Planner) -> list[Planner]:
+    """The planner as it is, and with no memory kept for copies where that is another one."""
+    bare = planner.unreserved
+    return [planner] if np.array_equal(bare.capacity, planner.capacity) else [planner, bare]
+
+
+def _guessed_s(planner: Planner, placement: Placement) -> float:
+    """What a placement is worth where servers guess, seconds per token."""
+    objective = GuessedObjective(
+        cost=planner.cost,
+        profile=planner.profile,
+        access_share=planner.cluster.access_share,
+        copies=planner.stand_in_bits,
+    )
+    return objective.value_s(placement.hosts, placement.routes)
 
 
 def make_planner(
@@ -90,7 +119,7 @@ def make_planner(
     """A planner without load under pinned accounting; raises `UserError` like `make_plan`.
 
     If servers are to have what stands in for experts in `guesses`, that has its place beside the
-    dense part."""
+    dense part, but where a server has room for all experts."""
     least_of = {"groups": 1, "kv_reserve_bytes": 0, "rounds": 1, "stand_in_share": 0}
     for name, least in least_of.items():
         value = getattr(settings, name)
@@ -101,7 +130,9 @@ def make_planner(
             f"The {settings.seed_plan} seed has no stages to route along; choose routes `best` or "
             "`home`, or a pipeline seed."
         )
-    kept = settings.kv_reserve_bytes + (profile.stand_in_bytes if guesses else 0)
+    room = cluster.memory_bytes - model.dense_bytes - settings.kv_reserve_bytes
+    maps = np.where(room < model.total_expert_bytes, profile.stand_in_bytes if guesses else 0, 0)
+    kept = settings.kv_reserve_bytes + maps
     capacity = expert_capacity_bytes(cluster, model, kv_reserve_bytes=kept)
     copies = np.full(len(capacity), allowance_bytes(model, settings.stand_in_share))
     if cluster.memory_ratio is None:

@@ -98,6 +98,9 @@ def optimise_plan(
     if not 0.0 <= search.budget <= 1.0:
         raise UserError(f"The budget is {search.budget}; give a flip rate from 0 to 1.")
     planner = make_planner(profile, model, cluster, settings)
+    if search.objective != "trimmed":
+        # What copies are worth is counted, or nothing.
+        planner = planner.unreserved
     found = Optimiser(planner=planner, settings=search, keep_going=keep_going).run()
     return as_plan(planner, found.placement, cluster_hash, found.record)
 
@@ -228,9 +231,10 @@ class Optimiser:
         )
         search.run({entry.name: entry.hosts for entry in entries})
         for climber in search.pool:
-            hosts = self._filled(climber.best_hosts, landscape.routes(climber.best_hosts))
-            routes = landscape.routes(hosts)
-            entries.append(self._entry(objective, f"search from {climber.name}", hosts, routes))
+            bare = climber.best_hosts
+            for hosts in (self._filled(bare, landscape.routes(bare)), bare):
+                routes = landscape.routes(hosts)
+                entries.append(self._entry(objective, f"search from {climber.name}", hosts, routes))
         return sorted(entries, key=lambda entry: entry.value_s), search.done
 
     def _filled(self, hosts: BoolArray, routes: IntArray) -> BoolArray:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import numpy as np
@@ -56,7 +56,7 @@ class PlanSettings:
     """Memory kept for KV caches on every server, where the cluster has no `memory_ratio`."""
     stand_in_share: float = 0.12
     """Memory on every server for copies in few bits of experts that it does not hold, to guess
-    with, as a share of what all experts take in single precision."""
+    with, as a share of what all experts take as they are served."""
     rounds: int = 3
     """Alternations of replicas and routes from each starting route."""
     seed: int = 0
@@ -87,6 +87,20 @@ class Planner:
     """Bytes kept for copies of experts in few bits, [M]."""
     tables: dict[tuple[int, bytes], FloatArray] = field(default_factory=dict)
     """Layer tables already computed, by layer and its hosts: candidates share most of them."""
+
+    def within(self, capacity: IntArray) -> Planner:
+        """With so much memory for experts, [M]; where servers' memory is not scaled, what that
+        takes or leaves is the copies'."""
+        if self.cluster.memory_ratio is not None:
+            return replace(self, capacity=capacity)
+        return replace(self, capacity=capacity, copies=self.copies + self.capacity - capacity)
+
+    @property
+    def unreserved(self) -> Planner:
+        """With nothing kept for copies, which get what experts leave."""
+        if self.cluster.memory_ratio is not None:
+            return self
+        return self.within(self.capacity + self.copies)
 
     def placement(self, hosts: BoolArray, routes: IntArray | None) -> Placement:
         """`hosts` with `routes`, or with the best ones, evaluated."""
@@ -141,7 +155,7 @@ class Planner:
         memory that servers have."""
         if self.cluster.memory_ratio is not None:
             return self.copies
-        return self.copies + np.maximum(self.capacity - used_bytes(hosts, self.model), 0)
+        return np.maximum(self.copies + self.capacity - used_bytes(hosts, self.model), 0)
 
     def regrown(self, hosts: BoolArray, found: Placement) -> Iterator[Placement]:
         """Other hosts in place of those of a placement that was `finished`, with routes, and with

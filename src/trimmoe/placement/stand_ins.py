@@ -17,12 +17,10 @@ from trimmoe.core.precision import bits_in_groups
 from trimmoe.core.specs import BoolArray, FloatArray, IntArray, ModelSpec
 from trimmoe.core.stand_ins import RUNGS
 
-_SINGLE_BYTES = 4
-
 
 def allowance_bytes(model: ModelSpec, share: float) -> int:
-    """Memory for copies on each server: a share of what all experts take in single precision."""
-    return int(share * _SINGLE_BYTES * _parameters(model).sum())
+    """Memory for copies on each server: a share of what all experts take as they are served."""
+    return int(share * model.total_expert_bytes)
 
 
 def reserved_bytes(capacity: IntArray, model: ModelSpec, allowance: int) -> IntArray:

@@ -53,7 +53,7 @@ def surviving(
     token `without_s`). Raises `UserError` as `survivable` does.
     """
     planner = make_planner(profile, model, plan.cluster, settings)
-    planner = replace(planner, capacity=plan.expert_capacity_bytes)
+    planner = planner.within(plan.expert_capacity_bytes)
     found = planner.placement(plan.hosts, plan.routes)
     made = survivable(planner, found, losses)
     record = {"survive": {"losses": losses, "without_s": found.expected_s}}

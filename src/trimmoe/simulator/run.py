@@ -144,6 +144,7 @@ class _Run:
             chunks=engine.settings.guess_chunks,
             segments=engine.settled is not None,
             slots=trace.experts.shape[2],
+            hosts=engine.hosts if engine.settled is not None else None,
         )
         self.decider = Ahead(
             engine=engine,

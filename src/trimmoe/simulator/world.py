@@ -14,9 +14,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from trimmoe.core.specs import ClusterSpec, FloatArray, IntArray
+from trimmoe.core.specs import BoolArray, ClusterSpec, FloatArray, IntArray
 from trimmoe.cost.batching import TOKEN_SHARE
-from trimmoe.cost.guessing import guess_times_s
+from trimmoe.cost.guessing import first_layers, guess_times_s
 from trimmoe.cost.kernels import plain
 from trimmoe.cost.model import Accounting, CostModel
 
@@ -227,9 +227,10 @@ def make_world(
     chunks: bool,
     segments: bool,
     slots: int,
+    hosts: BoolArray | None = None,
 ) -> World:
     """The constants of a run; seconds are the cost model's, split at the propagation delay. Tokens
-    activate so many `slots`."""
+    activate so many `slots`. `hosts` [M, N, E] tell which layers guesses need not pass."""
     layers, servers = cost.layer_count, cost.server_count
     delay_s, speeds = cluster.delay_s, cluster.speeds
     hop_s, token_s, token_share = np.zeros(servers), np.zeros(servers), batch_share
@@ -269,10 +270,22 @@ def make_world(
         guesses=guesses,
         chunks=chunks,
         segments=segments,
-        guess_s=plain(guess_times_s(cost, slots)),
+        guess_s=plain(_guesses_s(cost, routes, hosts, slots)),
         machine=plain(machine),
         at_once=plain(at_once),
     )
+
+
+def _guesses_s(
+    cost: CostModel, routes: IntArray, hosts: BoolArray | None, slots: int
+) -> FloatArray:
+    """Of each server's users, [M]."""
+    whole_s = guess_times_s(cost, slots)
+    if hosts is None:
+        return whole_s
+    servers = np.arange(cost.server_count)
+    first = first_layers(routes[: servers.size], servers, hosts)
+    return whole_s * (1 - first / cost.layer_count)
 
 
 def _round_trips(delay_s: FloatArray, routes: IntArray) -> FloatArray:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from trimmoe.core.profile import Profile
+from trimmoe.cost.guessing import first_layer
 from trimmoe.models.base import MoEView
 from trimmoe.models.cache import KVCache
 from trimmoe.runtime.home import Own, held_here, stand_ins
@@ -73,11 +74,8 @@ class DraftRunner:
         return tuple(self._slot_of[one.sequence] for one in readings)
 
     def first_layer(self, route: tuple[int, ...], server: int) -> int:
-        """The layer that readings begin with: before it the sequence itself passes this server,
-        which has all experts of the layers, so that there is nothing to read anew."""
-        own = next((at for at, to in enumerate(route) if to != server), len(route))
-        lacking = torch.nonzero(~self.own.held.all(1)).flatten().tolist()
-        return max(min([*lacking, own - 1]), 0)
+        """The layer that readings begin with, see `cost.guessing.first_layer`."""
+        return first_layer(np.array(route), server, self.own.held.cpu().numpy())
 
     def keep(self, sequence: int, start: int, rows: Tensor) -> Reading | None:
         """States [n, d] of a sequence came; the reading that waited for them, if it may begin."""
