@@ -184,7 +184,7 @@ def plan(
         typer.Option(
             min=0.0,
             help="Memory on each server for copies in few bits of other experts, to guess with, "
-            "as a share of all experts in float32; default: 0.12.",
+            "as a share of what all experts take; default: 0.12.",
         ),
     ] = None,
     survive: Annotated[

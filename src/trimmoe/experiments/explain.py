@@ -37,6 +37,7 @@ from trimmoe.experiments.reasons import (
     survival_text,
 )
 from trimmoe.placement.capacity import human_bytes, used_bytes
+from trimmoe.placement.guessed import GuessedObjective
 from trimmoe.placement.pipeline import pipeline_stages, stage_hosts, staircase_routes
 from trimmoe.placement.routes import execution_share, home_routes, route_delay_s
 from trimmoe.placement.stand_ins import copies_bytes
@@ -50,6 +51,8 @@ class PlanFigures:
 
     used: IntArray
     """Bytes of experts held."""
+    copies: IntArray
+    """Bytes of copies in few bits of others."""
     executions: FloatArray
     """Share of slot executions."""
     visitors: IntArray
@@ -59,6 +62,10 @@ class PlanFigures:
     """The same hosts with every layer at the access server."""
     pipeline_s: FloatArray | None
     """A memory-proportional pipeline over all servers; None if whole layers do not fit."""
+    guessed_s: FloatArray
+    """From token to token where servers guess, see `placement.guessed`."""
+    right: FloatArray
+    """Share of their guesses that is right, as far as what they hold tells."""
     reference_layer_s: float
     """d_ref: the mean per-layer delay on the plan's routes."""
 
@@ -77,14 +84,29 @@ def plan_figures(plan: Plan, profile: Profile, model: ModelSpec) -> PlanFigures:
         hosts = stage_hosts(model, cluster.server_count, stages)
         staircase = staircase_routes(cluster.server_count, stages)
         pipeline_s = route_delay_s(cost, expected_layer_delay_s(cost, hosts, profile), staircase)
+    bits = (
+        np.zeros(plan.hosts.shape, dtype=np.int64)
+        if plan.stand_in_bits is None
+        else plan.stand_in_bits
+    )
+    route_s = route_delay_s(cost, delays, plan.routes)
+    guesses = GuessedObjective(
+        cost=cost,
+        profile=profile,
+        access_share=np.full(cluster.server_count, 1.0 / cluster.server_count),
+        copies=lambda hosts, routes: plan.stand_in_bits,
+    )
     passes = (plan.routes[:, :, None] == np.arange(cluster.server_count)).any(axis=1)
     return PlanFigures(
         used=used_bytes(plan.hosts, model),
+        copies=copies_bytes(model, bits),
         executions=execution_share(cost, plan.hosts, profile, plan.routes, cluster.access_share),
         visitors=passes[cluster.access_share > 0].sum(axis=0),
-        route_s=route_delay_s(cost, delays, plan.routes),
+        route_s=route_s,
         home_s=route_delay_s(cost, delays, home_routes(*plan.routes.shape)),
         pipeline_s=pipeline_s,
+        guessed_s=guesses.worth_s(route_s, plan.hosts, plan.routes),
+        right=guesses.chances(plan.hosts, plan.routes),
         reference_layer_s=reference_layer_delay_s(delays, plan.routes, cluster.access_share),
     )
 
@@ -125,17 +147,7 @@ def _headline(plan: Plan, model: ModelSpec, figures: PlanFigures) -> str:
     text += f"; grown from: {escape(str(won))}" if won else ""
     text += _search_text(plan.header.settings)
     text += survival_text(plan, float(share @ figures.route_s))
-    return text + _copies_text(plan, model)
-
-
-def _copies_text(plan: Plan, model: ModelSpec) -> str:
-    """What servers hold of other experts to guess with."""
-    if plan.stand_in_bits is None or not plan.stand_in_bits.any():
-        return ""
-    sizes = copies_bytes(model, plan.stand_in_bits)
-    held = zip(plan.cluster.server_names, sizes.tolist(), strict=True)
-    listed = ", ".join(f"{human_bytes(size)} on {escape(name)}" for name, size in held if size)
-    return f"; copies in few bits to guess with: {listed}"
+    return text
 
 
 def _search_text(settings: dict[str, Any]) -> str:
@@ -154,16 +166,15 @@ def _search_text(settings: dict[str, Any]) -> str:
 def _server_table(plan: Plan, figures: PlanFigures, reasons: Reasons) -> Table:
     table = Table(title="Servers")
     table.add_column("server")
-    for name in ("used", "free", "experts", "layers", "users", "routes through", "executions"):
+    for name in ("used", "copies", "experts", "layers", "users", "routes through", "executions"):
         table.add_column(name, justify="right")
     table.add_column(f"{human_bytes(reasons.extra_bytes)} more saves", justify="right")
     held = plan.hosts.sum(axis=2)
     for m, name in enumerate(plan.cluster.server_names):
-        used, capacity = int(figures.used[m]), int(plan.expert_capacity_bytes[m])
         table.add_row(
             escape(name),
-            human_bytes(used),
-            human_bytes(capacity - used),
+            human_bytes(int(figures.used[m])),
+            human_bytes(int(figures.copies[m])),
             str(int(held[m].sum())),
             str(int((held[m] > 0).sum())),
             f"{plan.cluster.access_share[m]:.0%}",
@@ -213,7 +224,7 @@ def hosts_text(held: BoolArray, names: tuple[str, ...]) -> str:
 def _route_table(plan: Plan, figures: PlanFigures) -> Table:
     table = Table(title="Routes (expected ms per token)")
     table.add_column("access")
-    for name in ("users", "plan", "home", "pipeline"):
+    for name in ("users", "exact", "guessing", "right", "home", "pipeline"):
         table.add_column(name, justify="right")
     table.add_column("route: servers with their layers")
     for m, name in enumerate(plan.cluster.server_names):
@@ -221,6 +232,8 @@ def _route_table(plan: Plan, figures: PlanFigures) -> Table:
             escape(name),
             f"{plan.cluster.access_share[m]:.0%}",
             milliseconds(figures.route_s[m]),
+            milliseconds(figures.guessed_s[m]),
+            f"{figures.right[m]:.0%}",
             milliseconds(figures.home_s[m]),
             "-" if figures.pipeline_s is None else milliseconds(figures.pipeline_s[m]),
             escape(route_text(plan.routes[m], plan.cluster.server_names)),

@@ -151,10 +151,7 @@ class Planner:
         return copied_bits(self.model, hosts, frequency, self._room(hosts), passing)
 
     def _room(self, hosts: BoolArray) -> IntArray:
-        """Bytes that copies may take, [M]: what is kept for them, and what experts leave of the
-        memory that servers have."""
-        if self.cluster.memory_ratio is not None:
-            return self.copies
+        """Bytes that copies may take, [M]: what is kept for them, and what experts leave."""
         return np.maximum(self.copies + self.capacity - used_bytes(hosts, self.model), 0)
 
     def regrown(self, hosts: BoolArray, found: Placement) -> Iterator[Placement]:
