@@ -28,7 +28,7 @@ from trimmoe.core.trace import Trace
 from trimmoe.experiments.methods import chosen
 from trimmoe.models.embedded.materialise import default_cache_dir
 from trimmoe.models.embedded.shipped import SHIPPED_DTYPE, shipped_profile
-from trimmoe.placement.make import PlanSettings, default, make_plan
+from trimmoe.placement.make import PLANNER, PlanSettings, default, make_plan
 from trimmoe.placement.optimise import SearchSettings, optimise_plan
 from trimmoe.placement.survive import surviving
 from trimmoe.progress import track
@@ -240,6 +240,7 @@ def _plan_key(
     return digest(
         {
             "format": PLAN_FORMAT,
+            "planner": PLANNER,
             "profile": profile.hash,
             # As they are held, which is less where weights are quantised.
             "sizes": [model.dense_bytes, model.total_expert_bytes],

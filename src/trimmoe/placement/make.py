@@ -25,6 +25,9 @@ from trimmoe.placement.planner import Placement, Planner, PlanSettings, SeedName
 from trimmoe.placement.seeds import seed_placement
 from trimmoe.placement.stand_ins import allowance_bytes, reserved_bytes
 
+PLANNER = 2
+"""How plans are made: raised where the same is planned otherwise, so that those kept from before
+are made again."""
 SEED_NAMES: tuple[SeedName, ...] = ("dispersed", "pipeline", "compact_pipeline")
 """What `best` tries; `optimise` starts from all seeds there are."""
 _AT_HOME: tuple[SeedName, ...] = (
