@@ -20,6 +20,7 @@ from rich.table import Table
 from trimmoe.core.errors import UserError
 from trimmoe.core.sample_clusters import cluster_path
 from trimmoe.experiments.plan_vs_real import MEAN_WITHIN, TAIL_WITHIN, ranks_alike
+from trimmoe.runtime.launch.config import ServeConfig
 
 MATRIX = ("single", "pair40", "star5", "uneven4", "local4", "testbed10")
 """One server, two 40 ms apart, five around a hub, four of which one is ten times slower, and the
@@ -69,7 +70,8 @@ def _one(file: Path, text: Path, asked: Matrix) -> list[Row]:
     slowed = "--emulate-machines" if file.stem.startswith(SLOWED) else "--no-emulate-machines"
     _trimmoe("probe", file, "-o", made["machines"], *profile, *served, slowed)
     measured = "--machines", made["machines"], "--quantise", asked.quantise
-    _trimmoe("plan", asked.profile, file, "-o", made["plan"], *measured)
+    searched = "--optimise", "--iterations", ServeConfig.model_fields["plan_iterations"].default
+    _trimmoe("plan", asked.profile, file, "-o", made["plan"], *measured, *searched)
     _trimmoe(
         "record", "embedded", "--text", text, *profile, "--plan", made["plan"],
         "-o", made["trace"], "--tokens", _RECORDED, "--length", 100,
