@@ -67,7 +67,7 @@ def test_guesses_are_right_as_often_as_copies_are_good() -> None:
     lost = {bits: 1.0 - chance for bits, chance in chances.items()}
     for bits, wrong in WRONG.items():
         # Each server lacks what the other holds, so together they lack everything once.
-        assert lost[bits].sum() == pytest.approx(wrong)
+        assert (lost[bits] ** 2).sum() == pytest.approx(wrong**2)
     assert (chances[8] > chances[4]).all()
     assert (chances[4] > chances[2]).all()
     everything = np.ones_like(hosts)
