@@ -12,7 +12,13 @@ from hypothesis import strategies as st
 from factories import random_cluster, random_model_spec, random_profile
 from trimmoe.core.profile import Profile
 from trimmoe.core.specs import ClusterSpec, IntArray
-from trimmoe.cost.guessing import first_layers, guess_times_s, interval_s, paces_s
+from trimmoe.cost.guessing import (
+    first_layers,
+    guess_times_s,
+    interval_s,
+    own_guess_times_s,
+    paces_s,
+)
 from trimmoe.cost.model import cost_model
 from trimmoe.placement.capacity import used_bytes
 from trimmoe.placement.guessed import WRONG, GuessedObjective
@@ -94,10 +100,9 @@ def test_a_server_that_does_most_of_the_layers_takes_longest_between_tokens() ->
     access = np.arange(2)
     _, even = halves()
     uneven = np.tile([0, 0, 0, 0, 0, 1], (2, 1))
-    nothing = np.zeros(2, dtype=np.int64)
-    evenly = paces_s(cost, even, access, nothing, PROFILE.top_k)
+    evenly = paces_s(cost, even, access, guess_s, PROFILE.top_k)
     assert (evenly > guess_s).all()
-    first, second = paces_s(cost, uneven, access, nothing, PROFILE.top_k)
+    first, second = paces_s(cost, uneven, access, guess_s, PROFILE.top_k)
     assert first > evenly[0]
     # Its own guesses and few layers there; the other server has most to do for its tokens.
     assert first > second >= guess_s[1]
@@ -114,10 +119,11 @@ def test_guesses_begin_where_the_token_itself_has_not_been_on_its_users_server()
     home = np.tile(access[:, None], (1, MODEL.layer_count))
     assert first_layers(home, access, np.ones_like(hosts)).tolist() == [5, 5]
     cost = cost_model(MODEL, two_apart(1.0))
-    first = first_layers(routes, access, hosts)
-    shared, alone = (
-        paces_s(cost, routes, access, begun, PROFILE.top_k) for begun in (first, 0 * first)
+    guesses_s = (
+        own_guess_times_s(cost, routes, access, hosts, PROFILE.top_k),
+        guess_times_s(cost, PROFILE.top_k),
     )
+    shared, alone = (paces_s(cost, routes, access, each, PROFILE.top_k) for each in guesses_s)
     assert shared[0] < alone[0]
     assert shared[1] == alone[1]
 

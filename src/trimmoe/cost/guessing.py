@@ -69,16 +69,24 @@ def first_layers(routes: IntArray, access: IntArray, hosts: BoolArray) -> IntArr
     return np.array([first_layer(route, server, hosts[server]) for route, server in each])
 
 
+def own_guess_times_s(
+    cost: CostModel, routes: IntArray, access: IntArray, hosts: BoolArray, top_k: int
+) -> FloatArray:
+    """What it takes servers to guess a token of their users, from its `first_layers` on, [A]
+    seconds; arguments as there."""
+    left = 1 - first_layers(routes, access, hosts) / cost.layer_count
+    return guess_times_s(cost, top_k)[access] * left
+
+
 def paces_s(
-    cost: CostModel, routes: IntArray, access: IntArray, first: IntArray, top_k: int
+    cost: CostModel, routes: IntArray, access: IntArray, guess_s: FloatArray, top_k: int
 ) -> FloatArray:
     """How soon tokens on `routes` [A, N] of the users of `access` [A] can follow one another if all
     guesses are right and links are no matter, [A] seconds: as the machine has time that does most
-    for one of them, its guess, from the layer `first` [A] on, among that."""
+    for one of them, its guess, which takes `guess_s` [A], among that."""
     machine, at_once = _machines(cost)
     work_s = _work_s(cost, routes, top_k)
-    guess_s = (guess_times_s(cost, top_k) / at_once)[access] * (1 - first / cost.layer_count)
-    work_s[np.arange(access.size), machine[access]] += guess_s
+    work_s[np.arange(access.size), machine[access]] += guess_s / at_once[access]
     return work_s.max(axis=1)
 
 

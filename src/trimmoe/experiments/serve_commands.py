@@ -181,11 +181,11 @@ def methods(
     def say(line: str) -> None:
         console.print(escape(line), highlight=False, soft_wrap=True)
 
-    plans = serve_methods.plans_for(names, config, output, say)
-    # Nobody calibrates again.
+    # Plans and servers are told the profile, so that nobody calibrates again.
     found = serve_methods.profile_for(config, say)
     found.save(output / "profile.safetensors")
     config = config.model_copy(update={"profile": output / "profile.safetensors"})
+    plans = serve_methods.plans_for(names, config, output, say)
     sizes = requests, prompt_tokens, output_tokens
     content = _measured(plans, config, found, text or [], sizes, streams, seed, say)
     from trimmoe.experiments.serve_methods_report import draw_methods, methods_table, refusals

@@ -82,17 +82,16 @@ def plans_for(
 ) -> dict[str, Kept]:
     """The plan of every method, kept in `folder`: the one that is given, or else what `serve` would
     make for it. Raises `UserError`."""
-    found = {}
+    found: dict[str, Kept] = {}
+    made: dict[str, Kept] = {}
     for name in names:
         own = config.model_copy(update={"method": name})
         kind = "given" if config.plan is not None else wanted(own)[0].objective
-        path = folder / f"plan-{kind}.safetensors"
-        known = next((kept for kept in found.values() if kept.path == path), None)
-        if known is None:
+        if kind not in made:
             plan = prepare(own, sample=lambda: sample_text("calibration"), say=say).plan
-            plan.save(path)
-            known = Kept(plan=plan, path=path)
-        found[name] = known
+            made[kind] = Kept(plan=plan, path=folder / f"plan-{kind}.safetensors")
+            plan.save(made[kind].path)
+        found[name] = made[kind]
     return found
 
 

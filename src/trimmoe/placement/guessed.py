@@ -17,8 +17,9 @@ import numpy as np
 from trimmoe.core.profile import Profile
 from trimmoe.core.specs import BoolArray, FloatArray, IntArray
 from trimmoe.cost.expected import expected_layer_delay_s, layer_table_s
-from trimmoe.cost.guessing import GUESS_CHANCE, GUESSES, first_layers, interval_s, paces_s
+from trimmoe.cost.guessing import GUESS_CHANCE, GUESSES, interval_s, own_guess_times_s, paces_s
 from trimmoe.cost.model import CostModel
+from trimmoe.placement.planner import Planner
 from trimmoe.placement.routes import route_delay_s
 
 WRONG = {0: 0.45, 2: 0.27, 4: 0.09, 8: 0.02}
@@ -40,6 +41,16 @@ class GuessedObjective:
     """`Planner.stand_in_bits`."""
     name: str = "guessed"
 
+    @staticmethod
+    def of(planner: Planner) -> GuessedObjective:
+        """Of placements that a planner makes, with the copies that it gives them."""
+        return GuessedObjective(
+            cost=planner.cost,
+            profile=planner.profile,
+            access_share=planner.cluster.access_share,
+            copies=planner.stand_in_bits,
+        )
+
     def layer_table_s(self, layer: int, held: BoolArray) -> FloatArray:
         """As of exact execution."""
         return layer_table_s(self.cost, held, self.profile, layer)
@@ -58,8 +69,9 @@ class GuessedObjective:
             return cost_s
         access = np.flatnonzero(self.access_share > 0)
         chances = self.chances(hosts, routes)[access]
-        first = first_layers(routes, access, hosts)
-        paces = paces_s(self.cost, routes, access, first, self.profile.top_k)
+        top_k = self.profile.top_k
+        guess_s = own_guess_times_s(self.cost, routes, access, hosts, top_k)
+        paces = paces_s(self.cost, routes, access, guess_s, top_k)
         each = zip(chances.tolist(), paces.tolist(), cost_s.tolist(), strict=True)
         return np.array([interval_s(*one, GUESS_CHANCE, GUESSES) for one in each])
 

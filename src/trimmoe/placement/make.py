@@ -102,13 +102,7 @@ def _by_memory(planner: Planner) -> list[Planner]:
 
 def _guessed_s(planner: Planner, placement: Placement) -> float:
     """What a placement is worth where servers guess, seconds per token."""
-    objective = GuessedObjective(
-        cost=planner.cost,
-        profile=planner.profile,
-        access_share=planner.cluster.access_share,
-        copies=planner.stand_in_bits,
-    )
-    return objective.value_s(placement.hosts, placement.routes)
+    return GuessedObjective.of(planner).value_s(placement.hosts, placement.routes)
 
 
 def make_planner(
@@ -134,7 +128,7 @@ def make_planner(
             "`home`, or a pipeline seed."
         )
     room = cluster.memory_bytes - model.dense_bytes - settings.kv_reserve_bytes
-    maps = np.where(room < model.total_expert_bytes, profile.stand_in_bytes if guesses else 0, 0)
+    maps = profile.stand_in_bytes * (guesses & (room < model.total_expert_bytes))
     kept = settings.kv_reserve_bytes + maps
     capacity = expert_capacity_bytes(cluster, model, kv_reserve_bytes=kept)
     copies = np.full(len(capacity), allowance_bytes(model, settings.stand_in_share))

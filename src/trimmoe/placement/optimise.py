@@ -177,12 +177,7 @@ class Optimiser:
             case "exact":
                 return self._exact()
             case "guessed":
-                return GuessedObjective(
-                    cost=self.planner.cost,
-                    profile=self.planner.profile,
-                    access_share=self.planner.cluster.access_share,
-                    copies=self.planner.stand_in_bits,
-                )
+                return GuessedObjective.of(self.planner)
             case "trimmed":
                 return EachUserObjective(whole=self._budgeted())
 

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from trimmoe.core.specs import BoolArray, ClusterSpec, FloatArray, IntArray
 from trimmoe.cost.batching import TOKEN_SHARE
-from trimmoe.cost.guessing import first_layers, guess_times_s
+from trimmoe.cost.guessing import guess_times_s, own_guess_times_s
 from trimmoe.cost.kernels import plain
 from trimmoe.cost.model import Accounting, CostModel
 
@@ -280,12 +280,10 @@ def _guesses_s(
     cost: CostModel, routes: IntArray, hosts: BoolArray | None, slots: int
 ) -> FloatArray:
     """Of each server's users, [M]."""
-    whole_s = guess_times_s(cost, slots)
     if hosts is None:
-        return whole_s
+        return guess_times_s(cost, slots)
     servers = np.arange(cost.server_count)
-    first = first_layers(routes[: servers.size], servers, hosts)
-    return whole_s * (1 - first / cost.layer_count)
+    return own_guess_times_s(cost, routes[: servers.size], servers, hosts, slots)
 
 
 def _round_trips(delay_s: FloatArray, routes: IntArray) -> FloatArray:
