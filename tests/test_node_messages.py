@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from dataclasses import fields
 from typing import Any
@@ -158,6 +159,16 @@ def test_a_ledger_arrives_as_it_left(seed: int, layers: int, servers: int) -> No
     )
     for item in fields(Ledger):
         np.testing.assert_array_equal(getattr(again, item.name), getattr(ledger, item.name))
+
+
+@pytest.mark.parametrize("part", ["kinds", "messages"])
+@pytest.mark.parametrize("left", [1, -1], ids=["one", "all but one"])
+def test_a_ledger_cut_short_is_refused(part: str, left: int) -> None:
+    empty = Ledger.empty(3, 2, 64)
+    whole = pack_ledger(dataclasses.replace(empty, tokens=1, kinds=np.eye(3, len(Kind), dtype=int)))
+    cut = replace(whole, **{part: getattr(whole, part)[:left]})
+    with pytest.raises(MalformedMessage, match=part):
+        unpack_ledger(cut, layer_count=3, server_count=2, hidden_bytes=64)
 
 
 @given(waves())

@@ -22,7 +22,7 @@ from lm_eval.tasks import TaskManager
 from trimmoe.core.errors import UserError
 from trimmoe.evaluate.local_data import Document, LocalData
 
-_HARNESS = Path(lm_eval.tasks.__file__).parent
+_HARNESS = Path(lm_eval.tasks.__path__[0])
 _DEFINITIONS = {
     "wikitext": _HARNESS / "wikitext" / "wikitext.yaml",
     "gsm8k": _HARNESS / "gsm8k" / "gsm8k.yaml",

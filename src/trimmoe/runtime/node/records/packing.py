@@ -30,7 +30,7 @@ MOST_MESSAGES = 1 << 16
 """Between two servers for one token; as many, less one, as a packed ledger has room for."""
 MOST_SUM = 1e6
 """Of seconds and of losses."""
-_WORD = np.dtype("<i8")
+_WORD, _COUNT = np.dtype("<i8"), np.dtype("<u2")
 
 
 class MalformedMessage(ValueError):
@@ -119,7 +119,7 @@ def pack_ledger(ledger: Ledger) -> LedgerSpec:
         kinds=np.where(known, kinds, NO_KIND).astype(np.uint8).tobytes() if known.any() else b"",
         slots_run=ledger.slots_run,
         slots_dropped=ledger.slots_dropped,
-        messages=ledger.messages.astype("<u2").tobytes(),
+        messages=ledger.messages.astype(_COUNT).tobytes(),
         delay_s=ledger.delay_s,
         loss=ledger.loss,
         budget=ledger.budget,
@@ -138,9 +138,9 @@ def unpack_ledger(
         raise MalformedMessage("kinds")
     if not (told.all() or packed.corrects):
         raise MalformedMessage("kinds")
-    messages = np.frombuffer(packed.messages, dtype="<u2")
-    if messages.size != server_count**2:
+    if len(packed.messages) != server_count**2 * _COUNT.itemsize:
         raise MalformedMessage("messages")
+    messages = np.frombuffer(packed.messages, dtype=_COUNT)
     kinds = np.zeros((layer_count, len(Kind)), dtype=np.int64)
     kinds[np.flatnonzero(told), which[told]] = 1
     if packed.corrects:
