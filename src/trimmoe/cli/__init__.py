@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.markup import escape
 
 import trimmoe
-from trimmoe.cli import chat, failing, measure, models, prepare, samples, serving
+from trimmoe.cli import chat, failing, fitting, measure, models, prepare, samples, serving
 from trimmoe.core.errors import UserError
 from trimmoe.experiments.commands import app as experiments
 from trimmoe.experiments.serve_commands import app as bench
@@ -35,6 +35,7 @@ COMMANDS = (
     samples.clusters,
     samples.sample_text,
     prepare.calibrate,
+    fitting.draft_head,
     prepare.plan,
     prepare.probe,
     prepare.tune,

@@ -37,6 +37,13 @@ ProfileOption = Annotated[
 PlanOption = Annotated[Path, typer.Option("--plan", help="Made by `trimmoe plan`.")]
 CLUSTER_HELP = "A cluster file, or the name of a sample: see `trimmoe clusters`."
 Output = Annotated[Path, typer.Option("--output", "-o", help="Where to write the result.")]
+DraftHead = Annotated[
+    str | None,
+    typer.Option(
+        "--draft-head",
+        help="Guesses on from the model's states: `auto`, `none` or a file; default: auto.",
+    ),
+]
 DraftModel = Annotated[
     str | None,
     typer.Option(

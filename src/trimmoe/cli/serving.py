@@ -16,6 +16,7 @@ from trimmoe.cli.options import (
     Budget,
     Confidence,
     Device,
+    DraftHead,
     DraftModel,
     Dtype,
     ModelOption,
@@ -301,6 +302,7 @@ def serve(
         float | None,
         typer.Option(help="Share of other servers' results computed twice; default 0."),
     ] = None,
+    draft_head: DraftHead = None,
     draft_model: DraftModel = None,
     page: Annotated[
         bool | None,
@@ -380,7 +382,7 @@ def serve(
         "quantise": quantise, "threads": threads, "device": device, "dtype": dtype,
         "patience": patience, "spare": spare,
         "prefix_cache": prefix_cache, "page": page, "verify_share": verify_share,
-        "draft_model": draft_model,
+        "draft_head": draft_head, "draft_model": draft_model,
         "tls_certificate": tls_certificate, "tls_key": tls_key,
     }  # fmt: skip
     chosen = serve_config(config, given, default_cluster=_default_cluster, open_to_all=head)

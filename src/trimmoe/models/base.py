@@ -30,6 +30,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -40,6 +41,9 @@ from trimmoe.core.specs import BoolArray, IntArray, ModelSpec
 from trimmoe.models.batch import TokenBatch
 from trimmoe.models.cache import KVCache
 from trimmoe.models.sums import sums_in
+
+if TYPE_CHECKING:
+    from trimmoe.models.draft_head import DraftHead
 
 DROPPED = -1
 """Expert number of a slot that runs nothing."""
@@ -132,6 +136,8 @@ class MoEView(ABC):
     bytes_read: BytesRead
     stand_in_bits: IntArray | None = None
     """Bits of the copies that it was opened with of experts that are not loaded, [N, E]."""
+    draft_head: DraftHead | None = None
+    """What guesses on from this model's states."""
 
     @property
     @abstractmethod
@@ -360,6 +366,10 @@ class MoEView(ABC):
     @abstractmethod
     def head(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """What `logits` multiplies: the normed states [n, d] and the head's rows [V, d]."""
+
+    def normed_last(self, hidden: Tensor) -> Tensor:
+        """The states that the head reads, [n, d] to [n, d]."""
+        return self.head(hidden)[0]
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Final norm and head: [n, d] to [n, V], in the view's dtype."""

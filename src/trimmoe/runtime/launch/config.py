@@ -83,6 +83,9 @@ class ServeConfig(BaseModel):
     """Whether what was read of prompts and answers is kept for requests that begin alike."""
     verify_share: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] = 0.0
     """Of the results of experts on other servers, what is computed a second time and compared."""
+    draft_head: str = "auto"
+    """What guesses on from the model's own states: `auto` is the one in its folder, if there is
+    one; `none`, or a file on every machine."""
     draft_model: str | None = None
     """A small model of the same vocabulary that guesses too, named like the model; must mean the
     same on every machine."""

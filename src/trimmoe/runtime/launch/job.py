@@ -128,6 +128,7 @@ def server_spec(
         patience_s=config.patience,
         prefix_cache=config.prefix_cache,
         verify_share=config.verify_share,
+        draft_head=config.draft_head,
         draft_model=config.draft_model,
         quantise=config.quantise,
         threads=config.threads,

@@ -23,7 +23,10 @@ from trimmoe.core.precision import Precision
 from trimmoe.core.profile import Profile
 from trimmoe.core.specs import IntArray
 from trimmoe.models.base import BytesRead, MoEView
+from trimmoe.models.checkpoint import resolve
 from trimmoe.models.draft import DraftModel, Served, open_draft
+from trimmoe.models.draft_head_file import open_draft_head
+from trimmoe.models.formats.choose import folder_of
 from trimmoe.models.load import known_device, load_tokenizer, open_model
 from trimmoe.policy.build import PolicyMaker
 from trimmoe.policy.settings import PolicySettings
@@ -118,6 +121,8 @@ class ServerSpec:
     node: NodeFactory
     prefix_cache: bool = True
     verify_share: float = 0.0
+    draft_head: str = "auto"
+    """What guesses on from the model's states; see `open_draft_head`."""
     draft_model: str | None = None
     """What guesses too; found on the server's own machine."""
     tls: Tls | None = None
@@ -254,6 +259,8 @@ def open_own_part(spec: ServerSpec, path: str) -> MoEView:
         stand_ins=_copies(spec),
     )
     spec.profile.require_model(view.spec)
+    if spec.policy.guesses:
+        open_draft_head(view, folder_of(resolve(path)), spec.draft_head)
     return view
 
 

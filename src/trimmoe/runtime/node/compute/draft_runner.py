@@ -18,6 +18,7 @@ from trimmoe.core.profile import Profile
 from trimmoe.cost.guessing import first_layer
 from trimmoe.models.base import MoEView
 from trimmoe.models.cache import KVCache
+from trimmoe.models.draft_head import HeadMemory
 from trimmoe.runtime.home import Own, held_here, stand_ins
 from trimmoe.runtime.node.records.readings import Foreseen, Reading
 from trimmoe.runtime.node.records.units import Unit
@@ -37,6 +38,8 @@ class DraftRunner:
     """Readings whose states are still to come, by sequence."""
     foreseen: dict[int, dict[int, Foreseen]] = field(default_factory=dict)
     """By sequence and position, of tokens that were guessed and read at once."""
+    memories: dict[int, HeadMemory] = field(default_factory=dict)
+    """What the view's draft head has read, by sequence."""
     _cache: KVCache | None = None
     _slot_of: dict[int, int] = field(default_factory=dict)
     _retained: dict[int, None] = field(default_factory=dict)
@@ -122,6 +125,25 @@ class DraftRunner:
         self.foreseen[unit.seat.sequence] = {at: it for at, it in early.items() if at < unit.start}
         return None
 
+    def foresees(self, sequence: int, position: int, ones: Sequence[Foreseen]) -> None:
+        """Tokens from a position on have passed the first layers, before they have set out."""
+        self.foreseen.setdefault(sequence, {}).update(enumerate(ones, position))
+
+    def offer(self, sequence: int, position: int, token: int, most: int) -> tuple[int, ...]:
+        """What the draft head takes to follow a token at a position, so many at most."""
+        head, memory = self.view.draft_head, self.memories.get(sequence)
+        if head is None or memory is None:
+            return ()
+        return head.draft(memory, position, token, most)
+
+    def has_read(self, sequence: int, start: int, states: Tensor, tokens: Sequence[int]) -> None:
+        """The own pass has read these tokens, from a position on, and made these of them, [n, d]:
+        states as `logits` takes them."""
+        head = self.view.draft_head
+        if head is not None and sequence in self._slot_of:
+            memory = self.memories.setdefault(sequence, head.begin())
+            head.read(memory, start, self.view.normed_last(states).numpy(), tokens)
+
     def forget(self, sequence: int, start: int = 0) -> None:
         """Tokens from a position on were withdrawn."""
         early = self.foreseen.get(sequence, {})
@@ -142,6 +164,9 @@ class DraftRunner:
         it `moves`, that is over and leaves everything to it."""
         read = min(read, length)
         self.states[sequence] = self._states(source, read, length)
+        if source in self.memories:
+            memory = self.memories[source]
+            self.memories[sequence] = memory if moves else memory.copy()
         if moves and source in self._slot_of:
             self._slot_of[sequence] = self._slot_of.pop(source)
         elif read and source in self._slot_of and self._seat(sequence, spared=source):
@@ -170,5 +195,6 @@ class DraftRunner:
         self.foreseen.pop(sequence, None)
         self.waiting.pop(sequence, None)
         self._retained.pop(sequence, None)
+        self.memories.pop(sequence, None)
         if sequence in self._slot_of:
             self.cache.free(self._slot_of.pop(sequence))

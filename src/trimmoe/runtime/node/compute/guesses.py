@@ -1,6 +1,8 @@
 """A server's own guesses of what its users' sequences go on with.
 
-They make way for everything else, so they pass the layers a few at a time.
+They make way for everything else, so they pass the layers a few at a time. What a draft head takes
+to follow passes them together with what is known, as few rows take little more time than one, and
+counts as guessed as far as the pass over it says the same.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from torch import Tensor
 
 from trimmoe.cost.batching import LAYERS_AT_ONCE, SLICE_S
 from trimmoe.models.base import TokenBatch
+from trimmoe.models.draft_head import MOST
 from trimmoe.runtime.home import home_layers
 from trimmoe.runtime.node.compute.worker import Worker
 from trimmoe.runtime.node.records.output import BatchOutput
@@ -42,27 +45,23 @@ def guess(worker: Worker, layer: int, readings: Sequence[Reading]) -> BatchOutpu
     going = [one for one in ready if one.layer == layer]
     others = [one for one in ready if one.layer != layer]
     runner, began_s = worker.draft_runner, time.perf_counter()
-    batch = runner.view.batch(
-        runner.cache,
-        runner.slots_of(going),
-        [one.positions for one in going],
-    )
+    if len(ready) == 1:
+        _offer(worker, going[0])
+    sizes = [len(one.rows) for one in going]
+    batch = runner.view.batch(runner.cache, runner.slots_of(going), [one.rows for one in going])
     hidden, layers = _entering(worker, going, batch), runner.view.spec.layer_count
-    rows = sum(len(one.tokens) for one in going)
     while layer < layers:
         last = min(layer + LAYERS_AT_ONCE, layers)
-        hidden = _through(worker, layer, last, hidden, batch, rows)
+        hidden = _through(worker, layer, last, hidden, batch, sum(sizes))
         layer = last
         if all(one.void for one in going):
             return BatchOutput(reading=others)
         if time.perf_counter() - began_s >= SLICE_S:
             break
     if layer == layers:
-        states = batch.pack(runner.view.tail(hidden, batch, runner.cache))
-        last = np.cumsum([len(one.tokens) for one in going]) - 1
-        _guess_all(going, runner.view.logits(states[torch.from_numpy(last)]))
+        _guess_behind(worker, going, batch.pack(runner.view.tail(hidden, batch, runner.cache)))
         return _outcome(worker, [one for one in going if _goes_on(worker, one)], going, others)
-    states = batch.pack(hidden).split([len(one.tokens) for one in going])
+    states = batch.pack(hidden).split(sizes)
     for one, its in zip(going, states, strict=True):
         one.layer, one.hidden = layer, its
     return BatchOutput(reading=going + others)
@@ -108,7 +107,22 @@ def _entering(worker: Worker, going: Sequence[Reading], batch: TokenBatch) -> Te
     states = [one.hidden for one in going if one.hidden is not None]
     if states:
         return batch.unpack(torch.cat(states))
-    return worker.draft_runner.view.embed(batch.pad([one.tokens for one in going]), batch)
+    return worker.draft_runner.view.embed(batch.pad([one.passing for one in going]), batch)
+
+
+def _offer(worker: Worker, one: Reading) -> None:
+    """Have a reading that is about to begin take along what a draft head takes to follow."""
+    first = worker.reads_from(one.route)
+    begins = one.layer == first and not one.offered and len(one.tokens) == 1
+    if not begins or not one.more or (first and not one.is_next):
+        return
+    runner, most = worker.draft_runner, min(one.more, MOST)
+    one.offered = runner.offer(one.sequence, one.position - 1, one.tokens[-1], most)
+    if first and one.offered:
+        assert one.seat is not None
+        assert one.hidden is not None
+        one.offers = worker.foresee(one.seat, one.position, one.offered, first)
+        one.hidden = torch.cat([one.hidden, *(each.hidden for each in one.offers)])
 
 
 def draft(worker: Worker, one: Reading, others: Sequence[Reading]) -> BatchOutput:
@@ -135,6 +149,38 @@ def _draft_on(worker: Worker, one: Reading) -> bool:
     return time.perf_counter() < one.made_s + AHEAD_S
 
 
+def _guess_behind(worker: Worker, going: Sequence[Reading], states: Tensor) -> None:
+    """What follows the rows of these readings, whose states are the head's, [n, d]."""
+    sizes = [len(one.rows) for one in going]
+    ends = np.cumsum(sizes)
+    # Of rows that were known before only the last one asks what follows.
+    asking = [range(end - 1 - len(one.offered), end) for one, end in zip(going, ends, strict=True)]
+    rows = np.concatenate([np.asarray(each) for each in asking])
+    logits = worker.draft_runner.view.logits(states[torch.from_numpy(rows)])
+    each = zip(
+        going, states.split(sizes), logits.split([len(some) for some in asking]), strict=True
+    )
+    for one, its, scores in each:
+        _verify(worker, one, its, scores)
+
+
+def _verify(worker: Worker, one: Reading, states: Tensor, logits: Tensor) -> None:
+    """Guess on as long as what was offered is what is guessed, by the logits [1 + o, V] after what
+    was known and after each of the o offered tokens; states [n, d] are those of all rows."""
+    runner, offered = worker.draft_runner, one.offered
+    start, passing, first = one.rows.start, one.passing, one.position + len(one.made)
+    _guess_all([one], logits[:1])
+    right = 0
+    while right < len(offered) and one.made[-1] == offered[right]:
+        right += 1
+        _guess_all([one], logits[right : right + 1])
+    if one.offers and one.is_next and not one.void:
+        runner.foresees(one.sequence, first, one.offers[:right])
+    read = len(passing) - len(offered) + right
+    runner.has_read(one.sequence, start, states[:read], passing[:read])
+    one.offered, one.offers = (), ()
+
+
 def _guess_all(going: Sequence[Reading], logits: Tensor) -> None:
     """What follows each of these, by their logits [n, V]."""
     now_s = time.perf_counter()
@@ -154,8 +200,16 @@ def _goes_on(worker: Worker, one: Reading) -> bool:
     if not first or not one.more or one.void or unlikely or not one.is_next:
         return False
     assert one.seat is not None
-    one.hidden = worker.foresee(one.seat, one.position + len(one.made) - 1, one.made[-1], first)
-    return len(one.made) <= one.more and time.perf_counter() < one.made_s + AHEAD_S
+    runner, position = worker.draft_runner, one.position + len(one.made) - 1
+    goes_on = len(one.made) <= one.more and time.perf_counter() < one.made_s + AHEAD_S
+    if goes_on:
+        most = min(one.more - len(one.made), MOST)
+        one.offered = runner.offer(one.sequence, position, one.made[-1], most)
+    seen = worker.foresee(one.seat, position, one.passing, first)
+    # That it sets out is certain, of what is offered it is not.
+    runner.foresees(one.sequence, position, seen[:1])
+    one.offers, one.hidden = seen[1:], torch.cat([each.hidden for each in seen])
+    return goes_on
 
 
 def _read_on(worker: Worker, one: Reading) -> bool:
@@ -165,10 +219,8 @@ def _read_on(worker: Worker, one: Reading) -> bool:
         worker.reads_from(one.route),
         worker.view.spec.layer_count,
     )
-    position = one.position + len(one.made) - 1
     assert one.hidden is not None
-    batch = runner.view.batch(runner.cache, runner.slots_of([one]), [(position,)])
-    hidden = _through(worker, first, last, batch.unpack(one.hidden), batch, 1)
-    states = batch.pack(runner.view.tail(hidden, batch, runner.cache))
-    _guess_all([one], runner.view.logits(states))
+    batch = runner.view.batch(runner.cache, runner.slots_of([one]), [one.rows])
+    hidden = _through(worker, first, last, batch.unpack(one.hidden), batch, len(one.rows))
+    _guess_behind(worker, [one], batch.pack(runner.view.tail(hidden, batch, runner.cache)))
     return _goes_on(worker, one)

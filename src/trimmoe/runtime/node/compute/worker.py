@@ -172,18 +172,22 @@ class Worker(ModelRunner):
             if reading is not None:
                 result.reading.append(reading)
 
-    def foresee(self, seat: Seat, position: int, token: int, first: int) -> Tensor:
-        """Take a token that was guessed through the layers before `first`, all of whose experts are
-        here, as it will pass them when it sets out; its state there, [1, d]. Nothing of its
-        sequence may have come to its position yet."""
-        view = self.view
-        batch = view.batch(self.cache, (seat.slot,), [(position,)])
-        hidden = batch.pack(view.embed(batch.pad([(token,)]), batch))
+    def foresee(
+        self, seat: Seat, position: int, tokens: Sequence[int], first: int
+    ) -> tuple[Foreseen, ...]:
+        """Take tokens that were guessed, one upon another, through the layers before `first`, all
+        of whose experts are here, as they will pass them when they set out. Nothing of their
+        sequence may have come to their positions yet."""
+        view, positions = self.view, range(position, position + len(tokens))
+        batch = view.batch(self.cache, (seat.slot,), [positions])
+        hidden = batch.pack(view.embed(batch.pad([tokens]), batch))
         ran = view.run(0, first, hidden, batch, self.cache, self.segments.settled(first))
         assert ran.routing is None, "an expert of these layers is elsewhere"
-        seen = Foreseen(token=token, hidden=ran.hidden, experts=ran.experts)
-        self.draft_runner.foreseen.setdefault(seat.sequence, {})[position] = seen
-        return ran.hidden
+        rows = (slice(at, at + 1) for at in range(len(tokens)))
+        return tuple(
+            Foreseen(token=token, hidden=ran.hidden[row], experts=ran.experts[row])
+            for token, row in zip(tokens, rows, strict=True)
+        )
 
     def close(self, sequence: int) -> None:
         """Close an account if there is one."""

@@ -32,8 +32,12 @@ class Reading:
     """The sequence's tokens up to what is guessed, where draws look back."""
     layer: int = 0
     """That they enter next."""
+    offered: tuple[int, ...] = ()
+    """What a draft head takes to follow, which passes the layers with them, to be verified."""
+    offers: tuple[Foreseen, ...] = ()
+    """What the sequence's first layers here make of that, if it begins behind such layers."""
     hidden: Tensor | None = None
-    """Their states, [n, d]; None before the first layer."""
+    """Their states, [n, d], and those of what is offered; None before the first layer."""
     more: int = 0
     """How many of what is guessed may be read as well, one after another."""
     made: tuple[int, ...] = ()
@@ -56,6 +60,20 @@ class Reading:
     @property
     def positions(self) -> range:
         return range(self.start, self.position)
+
+    @property
+    def rows(self) -> range:
+        """Positions of what passes the layers together: what follows what was guessed last, or else
+        these tokens, and what is offered."""
+        if self.made:
+            first = self.position + len(self.made) - 1
+            return range(first, first + 1 + len(self.offered))
+        return range(self.start, self.position + len(self.offered))
+
+    @property
+    def passing(self) -> tuple[int, ...]:
+        """The tokens at these positions."""
+        return (*(self.made[-1:] or self.tokens), *self.offered)
 
     @property
     def by_draft_model(self) -> bool:

@@ -1,0 +1,236 @@
+"""A draft head: a small module that guesses on from a state of the model that is served.
+
+It is one layer, as EAGLE and multi-token prediction (MTP) have it. A *pair* is the state that the
+output head reads after a token, normed, and the embedding of the token that follows. From the pair
+at a position the head makes a state of its own, with attention to the pairs before, and the output
+head's rows for frequent tokens name the next one; with its embedding that state is the next pair,
+and so on. It reads what whoever verifies it has read, so it never decides anything, and a wrong
+draft costs nothing but the rows that are verified in vain.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from trimmoe.core.specs import FloatArray, IntArray
+from trimmoe.models.compiled import calls
+from trimmoe.models.compiled.quantise import pack_bits, placed
+from trimmoe.models.compiled.tables import record
+
+Floats = NDArray[np.float32]
+BITS, FREQUENT_BITS = 8, 4
+"""In which the head's matrices are held, and the output head's rows for frequent tokens."""
+MOST, LIKELY = 4, 0.25
+"""Tokens that it drafts at most, one upon another, and how likely all of them have to be right for
+one more to be worth a row."""
+USUAL = 2
+"""Tokens that it drafts on average."""
+_KEPT = 64
+"""States of a sequence that are kept, in case the token behind one is exchanged."""
+
+
+class Sizes(NamedTuple):
+    """Of a head."""
+
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_size: int
+    inner: int
+    rope_theta: float
+    epsilon: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadWeights:
+    """A head as its file has it."""
+
+    sizes: Sizes
+    matrices: Mapping[str, Floats]
+    """By name; `join` [d, 2d], `query` [H, d], `key_value` [2 KV, 2d], `mix` [d, H], and of two
+    gated layers `up` [2f, d], gates first, and `down` [d, f]."""
+    norms: Mapping[str, Floats]
+    """By name, [d] each."""
+    frequent: IntArray
+    """Tokens that it can name, [V'], ascending."""
+    right: tuple[float, ...]
+    """How often each draft of a chain was right where those before it were, on held-out text."""
+    about: Mapping[str, str] = field(default_factory=dict)
+    """How it was made."""
+
+
+class HeadMemory:
+    """What a head has read of one sequence."""
+
+    def __init__(self, sizes: Sizes) -> None:
+        empty = np.zeros((sizes.kv_heads, 0, sizes.head_size), dtype=np.float32)
+        self.keys, self.values = empty, empty
+        self.states: dict[int, Floats] = {}
+        """Normed states by position, the last ones."""
+
+    def room(self, length: int) -> None:
+        """Make room for so many positions."""
+        have = self.keys.shape[1]
+        if have < length:
+            more = [(0, 0), (0, max(length, 2 * have, 64) - have), (0, 0)]
+            self.keys, self.values = np.pad(self.keys, more), np.pad(self.values, more)
+
+    def keep(self, start: int, states: Floats) -> None:
+        """States [n, d] of positions from `start` on."""
+        count = len(states)
+        for at in range(max(0, count - _KEPT), count):
+            self.states[start + at] = states[at]
+        for at in [at for at in self.states if at <= start + count - 1 - _KEPT]:
+            del self.states[at]
+
+    def copy(self) -> HeadMemory:
+        """The same for another sequence."""
+        made = object.__new__(HeadMemory)
+        made.keys, made.values = self.keys.copy(), self.values.copy()
+        made.states = dict(self.states)
+        return made
+
+
+class DraftHead:
+    """A head in compiled products. Used by one thread at a time.
+
+    `rows` gives the output head's rows for some tokens [n] as [n, d], `embed` embeddings.
+    """
+
+    def __init__(
+        self,
+        weights: HeadWeights,
+        rows: Callable[[IntArray], Floats],
+        embed: Callable[[Sequence[int]], Floats],
+    ) -> None:
+        self.sizes, self.right, self._norms = weights.sizes, weights.right, weights.norms
+        self._embed, self._frequent = embed, weights.frequent
+        self._products = {name: _Product(matrix, BITS) for name, matrix in weights.matrices.items()}
+        self._named = _Product(rows(weights.frequent), FREQUENT_BITS)
+        half = np.arange(0, self.sizes.head_size, 2) / self.sizes.head_size
+        self._turns = np.concatenate([self.sizes.rope_theta**-half] * 2)
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(each.size_bytes for each in (*self._products.values(), self._named))
+
+    def begin(self) -> HeadMemory:
+        return HeadMemory(self.sizes)
+
+    def read(self, memory: HeadMemory, start: int, states: Floats, tokens: Sequence[int]) -> None:
+        """A sequence has these `tokens` from position `start` on, and these normed `states`
+        [n, d] after each."""
+        before = memory.states.get(start - 1)
+        known = states[:-1] if before is None else np.concatenate([before[None], states[:-1]])
+        followed = tokens[1:] if before is None else tokens
+        if len(followed):
+            first = start if before is None else start - 1
+            self._store(memory, first, known, self._embed(followed))
+        memory.keep(start, states)
+
+    def draft(
+        self, memory: HeadMemory, position: int, token: int, most: int, likely: float = LIKELY
+    ) -> tuple[int, ...]:
+        """What is taken to follow a `token` at a position, one upon another: as many as are all
+        right with a chance of at least `likely`, and no more than `most`."""
+        state, at = memory.states.get(position - 1), position - 1
+        drafted: list[int] = []
+        if state is None or most <= 0:
+            return ()
+        chance, read = 1.0, self._embed([token])
+        self._store(memory, at, state[None], read)
+        for ahead in range(most):
+            state, named = self._step(memory, at, ahead, state, read[0])
+            scores = self._named(named[None])[0]
+            best = int(scores.argmax())
+            chance /= float(np.exp(scores - scores[best]).sum())
+            if chance < likely:
+                break
+            drafted.append(int(self._frequent[best]))
+            if ahead + 1 < most:
+                read = self._embed(drafted[-1:])
+        return tuple(drafted)
+
+    def _store(self, memory: HeadMemory, first: int, states: Floats, tokens: Floats) -> None:
+        """Keys and values of pairs [n, d] from a position on."""
+        sizes, count = self.sizes, len(states)
+        memory.room(first + count)
+        pairs = self._pairs(states, tokens)
+        both = self._products["key_value"](pairs).reshape(count, 2, sizes.kv_heads, -1)
+        keys = self._turned(both[:, 0], np.arange(first, first + count))
+        memory.keys[:, first : first + count] = keys.swapaxes(0, 1)
+        memory.values[:, first : first + count] = both[:, 1].swapaxes(0, 1)
+
+    def _step(
+        self, memory: HeadMemory, at: int, ahead: int, state: Floats, token: Floats
+    ) -> tuple[Floats, Floats]:
+        """The next state [d] and as the output head reads it, `ahead` of the pair at a position,
+        the last that is attended to."""
+        norms, products = self._norms, self._products
+        made = products["join"](self._pairs(state[None], token[None]))
+        query = products["query"](self._normed(made, norms["query_norm"]))
+        made = made + products["mix"](self._attended(memory, at, ahead, query))
+        for layer in ("1", "2"):
+            up = products[f"up_{layer}"](self._normed(made, norms[f"norm_{layer}"]))
+            gate, value = np.split(up, 2, axis=1)
+            opened = gate / (np.float32(1.0) + np.exp(-gate))
+            made = made + products[f"down_{layer}"](opened * value)
+        return made[0], self._normed(made, norms["last_norm"])[0]
+
+    def _attended(self, memory: HeadMemory, at: int, ahead: int, query: Floats) -> Floats:
+        sizes = self.sizes
+        split = query.reshape(1, sizes.heads, sizes.head_size)
+        turned = self._turned(split, np.array([at + ahead]))
+        groups = turned.reshape(sizes.kv_heads, -1, sizes.head_size)
+        keys, values = memory.keys[:, : at + 1], memory.values[:, : at + 1]
+        scores = groups @ keys.swapaxes(1, 2) / np.float32(np.sqrt(sizes.head_size))
+        weights = np.exp(scores - scores.max(-1, keepdims=True))
+        weights /= weights.sum(-1, keepdims=True)
+        return (weights @ values).reshape(1, -1)
+
+    def _turned(self, rows: Floats, positions: IntArray) -> Floats:
+        """Rows [n, heads, size] turned by position."""
+        angles = (positions[:, None] * self._turns).astype(np.float32)[:, None]
+        half = rows.shape[-1] // 2
+        swapped = np.concatenate([-rows[..., half:], rows[..., :half]], axis=-1)
+        return rows * np.cos(angles) + swapped * np.sin(angles)
+
+    def _pairs(self, states: Floats, tokens: Floats) -> Floats:
+        norms = self._norms
+        parts = self._normed(states, norms["state_norm"]), self._normed(tokens, norms["token_norm"])
+        return np.concatenate(parts, axis=1)
+
+    def _normed(self, rows: Floats, weight: Floats) -> Floats:
+        mean = np.square(rows).mean(axis=1, keepdims=True)
+        return rows / np.sqrt(mean + np.float32(self.sizes.epsilon)) * weight
+
+
+class _Product:
+    """A matrix [J, K] in few bits."""
+
+    def __init__(self, matrix: Floats, bits: int) -> None:
+        (self._packed,) = placed([pack_bits([matrix], bits)])
+        self._record, self._out = record(self._packed), matrix.shape[0]
+
+    @property
+    def size_bytes(self) -> int:
+        return self._packed.nbytes
+
+    def __call__(self, rows: Floats) -> Floats:
+        """Rows [n, K] to [n, J]."""
+        count, padded = len(rows), self._packed.padded_columns
+        given = np.zeros((count, padded), dtype=np.float32)
+        given[:, : rows.shape[1]] = rows
+        out = np.empty((count, calls.wide(self._out)), dtype=np.float32)
+        calls.multiply(self._record, given, count, out, 1)
+        return out[:, : self._out]
+
+
+def expected_tokens(right: FloatArray | Sequence[float], drafts: int) -> float:
+    """Tokens that a pass over one token and so many drafts behind it is expected to bring."""
+    return 1.0 + float(np.cumprod(np.asarray(right, dtype=np.float64)[:drafts]).sum())

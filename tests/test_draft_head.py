@@ -1,0 +1,335 @@
+"""A draft head: it says what its weights say, however it was fed, and a file that does not fit is
+refused. What it says never changes an answer."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+
+from draft_heads import PlainHead, random_head
+from nodes import (
+    answers,
+    constant_routes,
+    guessing,
+    hybrid_routes,
+    running,
+    staircase_routes,
+    tokens_of,
+    world,
+)
+from questions import Questions
+from serving import Tiny
+from trimmoe.core.errors import UserError
+from trimmoe.core.machines import Work
+from trimmoe.models import draft_head
+from trimmoe.models.compiled.view import CompiledView
+from trimmoe.models.draft_head import DraftHead, HeadWeights, expected_tokens
+from trimmoe.models.draft_head_file import FILE, load_draft_head, open_draft_head, save_draft_head
+from trimmoe.runtime.node.compute import guesses as guesses_module
+from trimmoe.runtime.node.compute.draft_runner import DraftRunner
+from trimmoe.runtime.node.records.readings import Foreseen, Reading
+from trimmoe.runtime.node.records.sequences import Seat, Written
+from trimmoe.runtime.probe import time_work
+from trimmoe.runtime.sampling import Sampling
+
+HIDDEN, VOCABULARY = 64, 96
+_DRAWS = torch.Generator().manual_seed(5)
+HEAD = torch.randn(VOCABULARY, HIDDEN, generator=_DRAWS)
+EMBEDDING = torch.randn(VOCABULARY, HIDDEN, generator=_DRAWS)
+STATES = torch.randn(40, HIDDEN, generator=_DRAWS)
+TOKENS = torch.randint(VOCABULARY, (41,), generator=_DRAWS).tolist()
+
+
+def compiled(weights: HeadWeights) -> DraftHead:
+    return DraftHead(
+        weights,
+        lambda tokens: HEAD.numpy()[tokens],
+        lambda tokens: EMBEDDING.numpy()[list(tokens)],
+    )
+
+
+@pytest.fixture
+def weights() -> HeadWeights:
+    return random_head(HIDDEN, VOCABULARY)
+
+
+@pytest.mark.parametrize("length", [2, 7, 40])
+def test_a_head_says_what_its_weights_say(
+    weights: HeadWeights, length: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But for rounding to few bits: what it names is among what they take for most probable."""
+    monkeypatch.setattr(draft_head, "FREQUENT_BITS", 8)
+    head, states = compiled(weights), STATES[:length]
+    memory = head.begin()
+    head.read(memory, 0, states.numpy(), TOKENS[:length])
+    drafted = head.draft(memory, length, TOKENS[length], 3, likely=0.0)
+    said = PlainHead(weights, HEAD, EMBEDDING).scores(states, TOKENS[: length + 1], drafted[:-1])
+    for token, scores in zip(drafted, said, strict=True):
+        assert scores[token] >= scores.max() - 0.05 * scores.std()
+
+
+@given(pieces=st.lists(st.integers(1, 9), min_size=1, max_size=5), seed=st.integers(0, 99))
+@settings(deadline=None, max_examples=25)
+def test_it_says_the_same_however_it_was_fed(pieces: Sequence[int], seed: int) -> None:
+    """At once, in pieces, or with other tokens read first that were withdrawn."""
+    head, length = compiled(random_head(HIDDEN, VOCABULARY, seed=seed % 3)), sum(pieces)
+    length = min(length, len(STATES))
+    at_once, in_pieces = head.begin(), head.begin()
+    head.read(at_once, 0, STATES.numpy()[:length], TOKENS[:length])
+    start = 0
+    for size in pieces:
+        stop = min(start + size, length)
+        if start < stop:
+            wrong = [(token + 1) % VOCABULARY for token in TOKENS[start:stop]]
+            head.read(in_pieces, start, -STATES.numpy()[start:stop], wrong)
+            head.draft(in_pieces, stop, wrong[0], 2)
+            head.read(in_pieces, start, STATES.numpy()[start:stop], TOKENS[start:stop])
+        start = stop
+    drafted = [
+        head.draft(memory, length, TOKENS[length], 4, likely=0.0)
+        for memory in (at_once, in_pieces.copy())
+    ]
+    assert drafted[0] == drafted[1]
+    assert len(drafted[0]) == 4
+
+
+def test_it_names_frequent_tokens_only_and_stops_where_it_is_not_sure(
+    weights: HeadWeights,
+) -> None:
+    frequent = [3, 17, 40]
+    head = compiled(replace(weights, frequent=np.array(frequent)))
+    memory = head.begin()
+    head.read(memory, 0, STATES.numpy()[:9], TOKENS[:9])
+    assert set(head.draft(memory, 9, 1, 4, likely=0.0)) <= set(frequent)
+    assert head.draft(memory, 9, 1, 4, likely=1.1) == ()
+    assert head.draft(memory, 9, 1, 0) == ()
+    assert head.draft(head.begin(), 9, 1, 4) == (), "nothing was read before"
+
+
+def test_tokens_of_a_pass_are_those_up_to_the_first_wrong_draft() -> None:
+    assert expected_tokens([0.5, 0.5], 0) == 1.0
+    assert expected_tokens([0.5, 0.5], 2) == 1.75
+    assert expected_tokens([1.0] * 4, 4) == 5.0
+
+
+def test_a_file_gives_back_what_was_saved(weights: HeadWeights, tmp_path: Path) -> None:
+    save_draft_head(weights, tmp_path / "head.safetensors")
+    found = load_draft_head(tmp_path / "head.safetensors", hidden=HIDDEN, vocabulary=VOCABULARY)
+    assert (found.sizes, found.right) == (weights.sizes, weights.right)
+    assert found.frequent.tolist() == weights.frequent.tolist()
+    for name, matrix in weights.matrices.items():
+        assert np.abs(found.matrices[name] - matrix).max() <= np.abs(matrix).max() / 127
+    for name, norm in weights.norms.items():
+        assert (found.norms[name] == norm).all()
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda path: path.write_bytes(b"nothing of the kind"),
+        lambda path: path.unlink(),
+        lambda path: path.write_bytes(path.read_bytes()[:-100]),
+    ],
+    ids=["nonsense", "missing", "cut short"],
+)
+def test_a_file_that_is_no_head_is_refused(
+    weights: HeadWeights, tmp_path: Path, spoil: Callable[[Path], object]
+) -> None:
+    save_draft_head(weights, path := tmp_path / "head.safetensors")
+    spoil(path)
+    with pytest.raises(UserError, match="draft head"):
+        load_draft_head(path, hidden=HIDDEN, vocabulary=VOCABULARY)
+
+
+@pytest.mark.parametrize(("hidden", "vocabulary"), [(HIDDEN + 32, VOCABULARY), (HIDDEN, 50)])
+def test_a_head_for_another_model_is_refused(
+    weights: HeadWeights, tmp_path: Path, hidden: int, vocabulary: int
+) -> None:
+    save_draft_head(weights, path := tmp_path / "head.safetensors")
+    with pytest.raises(UserError, match="not one for this model"):
+        load_draft_head(path, hidden=hidden, vocabulary=vocabulary)
+
+
+def test_a_model_takes_the_head_in_its_folder_unless_told_otherwise(
+    tiny: Tiny, tmp_path: Path
+) -> None:
+    view = tiny.view
+    assert isinstance(view, CompiledView)
+    try:
+        open_draft_head(view, tmp_path)
+        assert view.draft_head is None, "there is none"
+        (tmp_path / FILE).parent.mkdir()
+        made = random_head(view.spec.hidden_size, view.spec.vocab_size)
+        save_draft_head(made, tmp_path / FILE)
+        open_draft_head(view, tmp_path, "none")
+        assert view.draft_head is None
+        open_draft_head(view, tmp_path)
+        assert view.draft_head is not None
+    finally:
+        view.draft_head = None
+
+
+def test_a_probe_counts_the_tokens_that_a_pass_brings(tiny: Tiny) -> None:
+    view = tiny.view
+    assert isinstance(view, CompiledView)
+    weights = random_head(view.spec.hidden_size, view.spec.vocab_size)
+    taken_s = []
+    try:
+        for right in ((0.0, 0.0), (1.0, 1.0)):
+            made = replace(weights, right=right)
+            view.draft_head = DraftHead(made, view.head_rows, view.token_rows)
+            taken_s.append(time_work(view)[0, Work.DRAFT, 0])
+    finally:
+        view.draft_head = None
+    assert 0 < 1.5 * taken_s[1] < taken_s[0], "three tokens at once, or one"
+
+
+class Oracle:
+    """Offers what followed a token in the right answers, now and then something else."""
+
+    def __init__(self, texts: Sequence[Sequence[int]], *, wrong_every: int) -> None:
+        self._following: dict[int, list[int]] = defaultdict(list)
+        for text in texts:
+            for at, token in enumerate(text):
+                self._following[token] = list(text[at + 1 : at + 5])
+        self._wrong_every, self.offered = wrong_every, 0
+
+    def offer(
+        self, runner: DraftRunner, sequence: int, position: int, token: int, most: int
+    ) -> tuple[int, ...]:
+        found = self._following[token][:most]
+        self.offered += 1
+        if found and self.offered % self._wrong_every == 0:
+            # What follows it would be right.
+            at = self.offered % len(found)
+            found[at] = (found[at] + 1) % 256
+        return tuple(found)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8], ids=["greedy", "sampled"])
+@pytest.mark.parametrize(
+    "routes", [constant_routes, staircase_routes, hybrid_routes, lambda _: [[0, 0, 1, 2]] * 3]
+)
+async def test_answers_are_the_same_whatever_a_head_offers(
+    tiny: Tiny,
+    monkeypatch: pytest.MonkeyPatch,
+    routes: Callable[[int], list[list[int]]],
+    temperature: float,
+) -> None:
+    """What is offered passes the layers with what it follows, and counts as far as it is right."""
+    monkeypatch.setattr(guesses_module, "AHEAD_S", 60.0)
+    profile, plan = world(tiny, servers=3, routes=routes(3))
+    hosts = plan.hosts.copy()
+    hosts[0, 0] = True
+    plan = replace(plan, hosts=hosts)
+    sampling = Sampling(temperature=temperature, seed=3, stream=0)
+    asked = Questions(tiny=tiny, count=6).among(3, new=24, sampling=sampling)
+    async with running(tiny, profile=profile, plan=plan) as cluster:
+        made = [tokens_of(events) for events in await answers(cluster, asked)]
+    oracle = Oracle(made, wrong_every=3)
+    accepted: list[int] = []
+    verify = guesses_module._verify
+
+    def counted(worker, one, states, logits) -> None:
+        offered, before = len(one.offered), len(one.made)
+        verify(worker, one, states, logits)
+        accepted.extend([len(one.made) - before - 1] if offered else [])
+
+    monkeypatch.setattr(DraftRunner, "offer", lambda runner, *asked: oracle.offer(runner, *asked))
+    monkeypatch.setattr(guesses_module, "_verify", counted)
+    async with running(tiny, profile=profile, plan=plan, policy=guessing(8)) as cluster:
+        again = [tokens_of(events) for events in await answers(cluster, asked)]
+        await cluster.all_free()
+    assert again == made
+    assert max(accepted) > (0 if temperature else 1)
+    assert min(accepted) == 0
+
+
+def reading(offered: Sequence[int], *, void: bool = False) -> Reading:
+    """Of token 7 at position 5, with what is offered behind it and has passed the first layers."""
+    route = (0, 1)
+    seat = Seat(
+        sequence=1,
+        slot=0,
+        route=route,
+        sampling=Sampling(),
+        budget=0.0,
+        written={0: Written(length=6)},
+    )
+    early = (
+        Foreseen(token=token, hidden=torch.zeros(1, 4), experts=np.zeros((1, 1, 2), dtype=int))
+        for token in offered
+    )
+    return Reading(
+        sequence=1, start=5, tokens=(7,), route=route, sampling=Sampling(), seat=seat, void=void,
+        offered=tuple(offered), offers=tuple(early),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("void", [False, True])
+def test_what_is_offered_is_known_up_to_the_first_wrong_token(void: bool) -> None:
+    known: list[tuple[int, int, list[int]]] = []
+    read: list[tuple[int, int, Sequence[int]]] = []
+    runner = SimpleNamespace(
+        foresees=lambda sequence, position, ones: known.append(
+            (sequence, position, [one.token for one in ones])
+        ),
+        has_read=lambda sequence, start, states, tokens: read.append((len(states), start, tokens)),
+    )
+    one = reading([1, 2, 3], void=void)
+    says = torch.eye(10)[[1, 2, 9, 4]] * 9.0
+    worker: Any = SimpleNamespace(draft_runner=runner)
+    guesses_module._verify(worker, one, torch.zeros(4, 8), says)
+    assert one.made == (1, 2, 9)
+    assert known == ([] if void else [(1, 6, [1, 2])])
+    assert read == [(3, 5, (7, 1, 2))]
+    assert (one.offered, one.offers) == ((), ())
+
+
+async def test_a_head_of_a_view_is_fed_with_what_the_own_pass_reads(
+    tiny: Tiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And forgets a sequence when that is over."""
+    questions = Questions(tiny=tiny, count=6)
+    profile, plan = world(tiny, servers=3, routes=hybrid_routes(3))
+    views = []
+    offered = []
+    offer = DraftRunner.offer
+
+    def seen(runner: DraftRunner, *asked: int) -> tuple[int, ...]:
+        offered.append(found := offer(runner, *asked))
+        return found
+
+    def with_head(runner: DraftRunner) -> None:
+        view = runner.view
+        assert isinstance(view, CompiledView)
+        weights = random_head(view.spec.hidden_size, view.spec.vocab_size)
+        view.draft_head = DraftHead(weights, view.head_rows, view.token_rows)
+        views.append(runner)
+
+    monkeypatch.setattr(DraftRunner, "offer", seen)
+    monkeypatch.setattr(draft_head, "LIKELY", 0.0)
+    monkeypatch.setattr(DraftHead.draft, "__defaults__", (0.0,))
+    try:
+        async with running(tiny, profile=profile, plan=plan, policy=guessing(5)) as cluster:
+            for node in cluster.nodes.values():
+                with_head(node.worker.draft_runner)
+            made = await answers(cluster, questions.among(3))
+            await cluster.all_free()
+    finally:
+        for runner in views:
+            runner.view.draft_head = None
+    assert [tokens_of(events) for events in made] == questions.answers
+    assert max(map(len, offered)) > 1
+    kept = {sequence for runner in views for sequence in runner.memories}
+    assert kept <= {sequence for runner in views for sequence in runner._retained}
