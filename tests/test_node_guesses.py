@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -285,6 +286,32 @@ def test_nothing_is_known_behind_another_token_than_was_foreseen(tiny: Tiny) -> 
     runner.forget(7, 5)
     assert runner.known([unit(4, 10)]) is not None
     assert runner.known([unit(5, 11)]) is None, "it was withdrawn"
+
+
+class SlowNetwork(UnevenNetwork):
+    """Every message takes a fifth of a second."""
+
+    def __init__(self) -> None:
+        super().__init__(0)
+        self._rng: Any = SimpleNamespace(choice=lambda _: 0.2)
+
+
+async def test_the_first_token_is_guessed_while_the_prompt_is_on_its_way(
+    tiny: Tiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that the second one does not wait for it: all come with the prompt's, once each."""
+    monkeypatch.setattr(Lead, "pays", lambda *_: False)
+    profile, plan = world(tiny, servers=2, routes=staircase_routes(2))
+    plan = replace(plan, hosts=np.ones_like(plan.hosts))
+    asked = request(words(12, seed=4), 6)
+    async with running(
+        tiny, profile=profile, plan=plan, policy=guessing(8), network=SlowNetwork()
+    ) as cluster:
+        (made,) = await answers(cluster, [(0, asked)])
+        await cluster.all_free()
+        said = cluster.nodes[0].front_end.answers.guessing
+    assert tokens_of(made) == tiny.greedy(list(asked.prompt_ids), 6)
+    assert said.made == said.right == 5, "of all tokens but the last, which nothing follows"
 
 
 async def test_a_server_with_all_experts_is_always_right(tiny: Tiny, questions: Questions) -> None:

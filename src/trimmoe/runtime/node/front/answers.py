@@ -100,7 +100,7 @@ class Answers:
                 self.guess(job, attempt)
                 continue
             following = len(job.request.prompt_ids) + len(job.tokens) + len(attempt.pending)
-            if asked.position == following > attempt.prompt:
+            if asked.position == following >= attempt.prompt:
                 followed = self._followed(job, attempt, asked)
                 # What nothing follows need not be read again before word has come of it.
                 read = attempt.read_by(asked.source) + min(followed, len(asked.made) - 1)
@@ -234,7 +234,7 @@ class Answers:
         if (
             attempt.lead is None
             or attempt.seen is not None
-            or not attempt.prompt < position == known
+            or not attempt.prompt <= position == known
         ):
             # Of a prompt none, nor where draws look back at what comes before.
             return 0
