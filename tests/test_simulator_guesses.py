@@ -356,7 +356,8 @@ def test_where_servers_are_busy_with_others_fewer_guesses_are_followed(
     for request in range(LENGTH):
         followed.open(request, 0)
     nothing = np.zeros(LENGTH, dtype=np.int64)
-    journey = followed.decide(tokens, nothing, tokens, tokens, nothing.astype(bool))
+    none = nothing.astype(bool)
+    journey = followed.decide(tokens, nothing, tokens, tokens, none, prompted=none)
     chance, least = feed.chances(bold)[0], max(0.15, busy * (1.0 - 1.0 / LENGTH))
     room = window(float(chance), least, 16)
     assert (journey.window == room).all()
@@ -490,3 +491,13 @@ def test_a_file_says_what_servers_guess_or_that_nobody_knows(known: bool, tmp_pa
     found = load_trace(tmp_path / "trace")
     assert (found.home_wrong is not None) == (found.home_confidence is not None) == known
     assert found.hash == trace.hash
+
+
+@pytest.mark.parametrize(("predicted", "second_s"), [(RIGHT, 1.0), (UNSURE, WHOLE_S)])
+def test_the_first_token_is_guessed_while_its_prompt_is_on_its_way(
+    predicted: Guess, second_s: float
+) -> None:
+    """Then the second token comes right behind it."""
+    one = foreseen(guessing(stages(OWN_SERVERS, WAY_S), 2, 1.0), [UNSURE, predicted, UNSURE])
+    sample = answered(one, np.zeros_like(one.trace.confidence), [2], prompt=2)
+    assert sample.token_s.tolist() == [second_s], "of the second token"

@@ -54,7 +54,9 @@ def test_journeys_are_those_of_one_layer_at_a_time(
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(ahead, "travel", way)
             numbers, last = np.zeros(count, dtype=np.int64), np.zeros(count, dtype=bool)
-            found.append(states.decide(np.arange(count), numbers, tokens, tokens, last))
+            found.append(
+                states.decide(np.arange(count), numbers, tokens, tokens, last, prompted=last)
+            )
     once, one_by_one = map(asdict, found)
     np.testing.assert_equal(once, one_by_one)
 

@@ -66,9 +66,15 @@ def stages(route: Sequence[int], way_s: float = 0.0) -> World:
 
 
 def answered(
-    one: World, confidence: np.ndarray, lengths: Sequence[int], *, seed: int = 0
+    one: World,
+    confidence: np.ndarray,
+    lengths: Sequence[int],
+    *,
+    seed: int = 0,
+    prompt: int = 0,
 ) -> Sample:
-    """Requests for so many tokens each, which begin together, with these confidences [T, N]."""
+    """Requests for so many tokens each behind so long prompts, which begin together, with these
+    confidences [T, N]."""
     count = len(lengths)
     nothing = np.zeros(count, dtype=np.int64)
     asked = Requests(
@@ -76,11 +82,11 @@ def answered(
         access=nothing,
         sequence=np.arange(count),
         offset=nothing,
-        prompt=nothing,
+        prompt=np.full(count, prompt),
         output=np.array(lengths),
     )
     wanted = SimulationSettings(
-        load=Load(concurrency=count, prefill=Prefill.EXCLUDED),
+        load=Load(concurrency=count, prefill=Prefill.CHUNKED if prompt else Prefill.EXCLUDED),
         budget=0.0,
         confidence=0.5,
         warm_up_s=0.0,

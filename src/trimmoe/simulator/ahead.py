@@ -86,9 +86,11 @@ class Ahead:
         tokens: IntArray,
         before: IntArray,
         last: BoolArray,
+        *,
+        prompted: BoolArray,
     ) -> Itinerary:
         """The next token of each of these requests [n]: their `numbers`-th, `tokens` in the trace
-        after those `before`; of some it is the `last`.
+        after those `before`; of some it is the `last`, and some were `prompted`.
 
         Afterwards the next ones may be decided."""
         draws = uniform(self.seed, requests, numbers)
@@ -97,8 +99,9 @@ class Ahead:
         guessed = windows > 0
         if settings.guesses:
             windows = self._windows[access]
-            # Nobody guesses the first one, nor what nothing may follow.
-            guessed = (numbers > 0) & (windows > 0) & self._guesses(before, access)[1]
+            # Nobody guesses what comes behind nothing, nor what nothing may follow.
+            behind = (numbers > 0) | prompted
+            guessed = behind & (windows > 0) & self._guesses(before, access)[1]
         groups = [np.flatnonzero(access == one) for one in np.unique(access)]
         waves = []
         for rows in groups:
@@ -118,6 +121,13 @@ class Ahead:
             journey.window[:] = windows
         self._settle(self.ahead, journey.receipts, learns=False)
         return journey
+
+    def guessed_behind(self, access: IntArray, tokens: IntArray) -> tuple[IntArray, IntArray]:
+        """What becomes of the guesses of what prompts' last `tokens` predict, and how many guesses
+        may be ahead, [n] each. On a wrong one nothing sets out here."""
+        windows = self._windows[access]
+        right = self._guesses(tokens, access)[1]
+        return np.where(windows == 0, NONE, np.where(right, RIGHT, UNSURE)), windows
 
     def _guesses(self, tokens: IntArray, access: IntArray) -> tuple[BoolArray, BoolArray]:
         """Whether what `tokens` predict is guessed surely enough, and rightly, [n] each."""

@@ -204,6 +204,8 @@ def _begun(world, rows, asked, state, request):
             rows.parked[unit] = True
         tokens += size(rows, unit)
         last, unit = unit, rows.after[unit]
+    if world.guesses > 0:
+        led(rows, asked, state, last, request)
     _set_out(world, rows, asked, state, first, tokens, now)
 
 
@@ -317,7 +319,7 @@ def _finished(world, rows, asked, state, unit):
     numbers[IN_FLIGHT] -= 1
     asked.done[request] += 1
     follows = True
-    if world.guesses > 0 and not rows.prompt[unit]:
+    if world.guesses > 0 and asked.done[request] >= asked.prompts[request]:
         follows = through(rows, asked, state, unit, request)
     else:
         asked.row[request] = NONE

@@ -10,7 +10,7 @@ from trimmoe.core.specs import IntArray
 from trimmoe.simulator.ahead import Ahead
 from trimmoe.simulator.state import State
 from trimmoe.simulator.tables import RequestTable, RowPool
-from trimmoe.simulator.world import NEXT_REQUEST, NOW
+from trimmoe.simulator.world import NEXT_REQUEST, NONE, NOW
 
 AHEAD = 8
 """Tokens of a request that are decided before they begin: the more, the wider the waves, and the
@@ -59,7 +59,8 @@ class Supply:
         at = table.requests.prompt[requests] + numbers
         tokens, before = (table.tokens(requests, one, length) for one in (at, at - 1))
         last = numbers + 1 == table.requests.decoded[requests]
-        journey = self.decider.decide(requests, numbers, tokens, before, last)
+        prompted = table.requests.prompt[requests] > 0
+        journey = self.decider.decide(requests, numbers, tokens, before, last, prompted=prompted)
         rows = self.pool.add(journey, decoded=True).tolist()
         for request, row in zip(requests.tolist(), rows, strict=True):
             table.append(self.pool.rows, request, row)
@@ -94,6 +95,8 @@ class Supply:
             rows.append(self.pool.add(journey, decoded=False))
         if rows:
             self._chain_chunks(owners, numbers, np.concatenate(rows))
+            if self.decider.engine.settings.guesses:
+                self._guess_behind(owners, tokens, np.concatenate(rows))
 
     def _chain_chunks(self, owners: IntArray, numbers: IntArray, rows: IntArray) -> None:
         opens, siblings = numbers % self.table.chunk == 0, self.pool.rows.sibling
@@ -101,3 +104,14 @@ class Supply:
         siblings[rows[inside - 1]] = rows[inside]
         for at in np.flatnonzero(opens).tolist():
             self.table.append(self.pool.rows, int(owners[at]), int(rows[at]))
+
+    def _guess_behind(self, owners: IntArray, tokens: IntArray, rows: IntArray) -> None:
+        """Note what becomes of the guess of what follows each prompt, with its last chunk; all
+        [n], its tokens one after another."""
+        ends = np.flatnonzero(np.diff(owners, append=-1))
+        lengths = self.table.requests.prompt[owners[ends]]
+        access = self.table.requests.access[owners[ends]]
+        chunks = rows[ends - (lengths - 1) % self.table.chunk]
+        guess, windows = self.decider.guessed_behind(access, tokens[ends])
+        guess[self.table.requests.decoded[owners[ends]] == 0] = NONE
+        self.pool.rows.guess[chunks], self.pool.rows.window[chunks] = guess, windows
