@@ -38,9 +38,9 @@ def guess(worker: Worker, layer: int, readings: Sequence[Reading]) -> BatchOutpu
     ready = [one for one in worker.draft_runner.seated(open_ones) if _may_begin(worker, one)]
     if not ready:
         return BatchOutput()
-    if made := [one for one in ready if one.made]:
-        others = [one for one in ready if one is not made[0]]
-        return _outcome(worker, [made[0]] if _read_on(worker, made[0]) else [], made[:1], others)
+    if made := _alike(worker, [one for one in ready if one.made]):
+        others = [one for one in ready if one not in made]
+        return _outcome(worker, _read_on(worker, made), made, others)
     layer = min(one.layer for one in ready)
     going = [one for one in ready if one.layer == layer]
     others = [one for one in ready if one.layer != layer]
@@ -60,7 +60,7 @@ def guess(worker: Worker, layer: int, readings: Sequence[Reading]) -> BatchOutpu
             break
     if layer == layers:
         _guess_behind(worker, going, batch.pack(runner.view.tail(hidden, batch, runner.cache)))
-        return _outcome(worker, [one for one in going if _goes_on(worker, one)], going, others)
+        return _outcome(worker, _going_on(worker, going), going, others)
     states = batch.pack(hidden).split(sizes)
     for one, its in zip(going, states, strict=True):
         one.layer, one.hidden = layer, its
@@ -192,7 +192,13 @@ def _guess_all(going: Sequence[Reading], logits: Tensor) -> None:
         one.made += (pick(chosen_from, one.sampling, position),)
 
 
-def _goes_on(worker: Worker, one: Reading) -> bool:
+def _going_on(worker: Worker, made: Sequence[Reading]) -> list[Reading]:
+    """Those of readings that have guessed something whose guesses are read, too. Of several each
+    has one row, which costs as little as what a head would offer to one."""
+    return [one for one in made if _goes_on(worker, one, alone=len(made) == 1)]
+
+
+def _goes_on(worker: Worker, one: Reading, *, alone: bool) -> bool:
     """Whether what a reading guessed last is taken through the layers that the sequence itself
     passes here first, which it then is; and through all others with what is at hand later on."""
     first = worker.reads_from(one.route)
@@ -202,7 +208,7 @@ def _goes_on(worker: Worker, one: Reading) -> bool:
     assert one.seat is not None
     runner, position = worker.draft_runner, one.position + len(one.made) - 1
     goes_on = len(one.made) <= one.more and time.perf_counter() < one.made_s + AHEAD_S
-    if goes_on:
+    if goes_on and alone:
         most = min(one.more - len(one.made), MOST)
         one.offered = runner.offer(one.sequence, position, one.made[-1], most)
     seen = worker.foresee(one.seat, position, one.passing, first)
@@ -212,15 +218,19 @@ def _goes_on(worker: Worker, one: Reading) -> bool:
     return goes_on
 
 
-def _read_on(worker: Worker, one: Reading) -> bool:
-    """Take what was guessed last through the layers left; whether that goes on."""
-    runner, first, last = (
-        worker.draft_runner,
-        worker.reads_from(one.route),
-        worker.view.spec.layer_count,
-    )
-    assert one.hidden is not None
-    batch = runner.view.batch(runner.cache, runner.slots_of([one]), [one.rows])
-    hidden = _through(worker, first, last, batch.unpack(one.hidden), batch, len(one.rows))
-    _guess_behind(worker, [one], batch.pack(runner.view.tail(hidden, batch, runner.cache)))
-    return _goes_on(worker, one)
+def _alike(worker: Worker, made: Sequence[Reading]) -> list[Reading]:
+    """Those of readings whose guesses are read that have the same layers left as the first."""
+    firsts = [worker.reads_from(one.route) for one in made]
+    return [one for one, first in zip(made, firsts, strict=True) if first == firsts[0]]
+
+
+def _read_on(worker: Worker, made: Sequence[Reading]) -> list[Reading]:
+    """Take what was guessed last through the layers left, which are the same; those that go on."""
+    runner, first = worker.draft_runner, worker.reads_from(made[0].route)
+    rows = [one.rows for one in made]
+    batch = runner.view.batch(runner.cache, runner.slots_of(made), rows)
+    states = torch.cat([one.hidden for one in made if one.hidden is not None])
+    last, count = runner.view.spec.layer_count, sum(map(len, rows))
+    hidden = _through(worker, first, last, batch.unpack(states), batch, count)
+    _guess_behind(worker, made, batch.pack(runner.view.tail(hidden, batch, runner.cache)))
+    return _going_on(worker, made)
