@@ -296,6 +296,13 @@ def test_what_is_offered_is_known_up_to_the_first_wrong_token(void: bool) -> Non
     assert (one.offered, one.offers) == ((), ())
 
 
+def test_readings_that_have_the_same_layers_left_go_on_together() -> None:
+    worker: Any = SimpleNamespace(reads_from=lambda route: route[0])
+    made = [replace(reading([]), route=(first, 0), made=(1,)) for first in (2, 5, 2)]
+    assert guesses_module._alike(worker, made) == [made[0], made[2]]
+    assert guesses_module._alike(worker, []) == []
+
+
 async def test_a_head_of_a_view_is_fed_with_what_the_own_pass_reads(
     tiny: Tiny, monkeypatch: pytest.MonkeyPatch
 ) -> None:

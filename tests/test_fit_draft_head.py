@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from typer.testing import CliRunner
 
 from draft_heads import PlainHead, random_head
 from serving import Tiny
@@ -19,6 +20,7 @@ from trimmoe.calibrate.draft_head import (
     sizes_for,
 )
 from trimmoe.calibrate.draft_module import DraftModule, NamedLoss
+from trimmoe.cli import app
 from trimmoe.core.errors import UserError
 from trimmoe.models.draft_head import MOST
 from trimmoe.models.draft_head_file import load_draft_head, save_draft_head
@@ -117,3 +119,25 @@ def test_a_model_goes_on_by_its_most_probable_tokens_or_by_chance(tiny: Tiny) ->
     torch.manual_seed(0)
     drawn = taught.goes_on(torch.tensor([prompt] * 8), 6, 0.8)
     assert len({tuple(row.tolist()) for row in drawn}) > 1
+
+
+def test_the_command_writes_a_head_for_a_model(tiny: Tiny, tmp_path: Path) -> None:
+    text, path = tmp_path / "text.txt", tmp_path / "head.safetensors"
+    text.write_text("The quick brown fox jumps over the lazy dog. " * 400)
+    ran = CliRunner().invoke(
+        app,
+        [
+            "draft-head", str(tiny.folder), "--text", str(text), "-o", str(path),
+            "--minutes", "0.01", "--tokens", "4000", "--sequences", "64", "--device", "cpu",
+        ],
+    )  # fmt: skip
+    assert ran.exit_code == 0, ran.output
+    spec = tiny.view.spec
+    head = load_draft_head(path, hidden=spec.hidden_size, vocabulary=spec.vocab_size)
+    assert all(0.0 <= share <= 1.0 for share in head.right)
+
+
+def test_what_is_learned_fits_into_the_context() -> None:
+    assert FitSettings().within(8192) == FitSettings()
+    short = FitSettings().within(64)
+    assert (short.prompt, short.going_on) == (16, 48)

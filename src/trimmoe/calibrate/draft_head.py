@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +49,11 @@ class FitSettings:
     """Tokens that can be named."""
     rate: float = 2e-3
     seed: int = 0
+
+    def within(self, context: int) -> FitSettings:
+        """The same for a model of such a context, which may be shorter than what is learned."""
+        prompt = min(self.prompt, context // 4)
+        return replace(self, prompt=prompt, going_on=min(self.going_on, context - prompt))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

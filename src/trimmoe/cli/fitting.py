@@ -35,11 +35,13 @@ def draft_head(
     from trimmoe.calibrate.draft_head import FitSettings, Taught, fit_draft_head, open_taught
     from trimmoe.calibrate.text import read_texts, token_windows
     from trimmoe.models.draft_head_file import FILE, save_draft_head
-    from trimmoe.models.load import known_device, load_tokenizer
+    from trimmoe.models.load import known_device, load_tokenizer, model_spec
 
     require_folder(output)
+    path = resolved(model)
     settings = FitSettings(minutes=minutes, sequences=sequences, seed=seed)
-    path, length = resolved(model), settings.prompt + settings.going_on
+    settings = settings.within(model_spec(path).context_length)
+    length = settings.prompt + settings.going_on
     windows = token_windows(
         read_texts(text), load_tokenizer(path), tokens=tokens, window=length, seed=seed
     )
