@@ -170,3 +170,13 @@ def test_routing_uses_every_expert_and_tells_tokens_apart(model, tokenizer) -> N
         assert share.min() > 0.1
         assert share.max() < 2.0
         assert top.values.sum(-1).std() > 0.005
+
+
+def test_a_newer_draft_head_takes_the_place_of_one_as_large(tmp_path: Path) -> None:
+    path = tmp_path / building.DRAFT_HEAD
+    building._add_draft_head(tmp_path)
+    new = building.DRAFT_HEAD_PATH.read_bytes()
+    assert path.read_bytes() == new
+    path.write_bytes(bytes(len(new)))
+    building._add_draft_head(tmp_path)
+    assert path.read_bytes() == new

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import filecmp
 import hashlib
 import json
 import os
@@ -60,9 +61,10 @@ def ensure_embedded_model(cache_dir: Path | None = None, *, progress: bool = Tru
 
 def _add_draft_head(folder: Path) -> None:
     """Put the draft head that comes with the package where a checkpoint has its own."""
-    path, size = folder / DRAFT_HEAD, DRAFT_HEAD_PATH.stat().st_size
+    path = folder / DRAFT_HEAD
     try:
-        if path.is_file() and path.stat().st_size == size:
+        # Another one of its kind is as large.
+        if path.is_file() and filecmp.cmp(path, DRAFT_HEAD_PATH, shallow=False):
             return
         path.parent.mkdir(exist_ok=True)
         with written_whole(path) as temporary:
