@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from trimmoe.models.draft_head import Floats, HeadWeights, Sizes
+from trimmoe.models.draft_head import NORMS, Floats, HeadWeights, Sizes
 
 
 def random_head(
@@ -20,19 +20,13 @@ def random_head(
     sizes = Sizes(
         hidden=hidden, heads=4, kv_heads=2, head_size=32, inner=64, rope_theta=1e4, epsilon=1e-5
     )
-    shapes = {
-        "join": (hidden, 2 * hidden), "query": (128, hidden), "key_value": (128, 2 * hidden),
-        "mix": (hidden, 128), "up_1": (128, hidden), "down_1": (hidden, 64),
-        "up_2": (128, hidden), "down_2": (hidden, 64),
-    }  # fmt: skip
-    norms = ("state_norm", "token_norm", "query_norm", "norm_1", "norm_2", "last_norm")
     return HeadWeights(
         sizes=sizes,
         matrices={
             name: (draws.normal(size=shape) / shape[1] ** 0.5).astype(np.float32)
-            for name, shape in shapes.items()
+            for name, shape in sizes.shapes.items()
         },
-        norms={name: draws.uniform(0.5, 1.5, hidden).astype(np.float32) for name in norms},
+        norms={name: draws.uniform(0.5, 1.5, hidden).astype(np.float32) for name in NORMS},
         frequent=np.arange(vocabulary) if frequent is None else np.array(sorted(frequent)),
         right=(0.7, 0.6),
     )

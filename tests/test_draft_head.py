@@ -31,7 +31,7 @@ from questions import Questions
 from serving import Tiny
 from trimmoe.core.errors import UserError
 from trimmoe.core.machines import Work
-from trimmoe.models import draft_head
+from trimmoe.models import draft_head, draft_head_file
 from trimmoe.models.compiled.view import CompiledView
 from trimmoe.models.draft_head import DraftHead, HeadWeights, expected_tokens
 from trimmoe.models.draft_head_file import FILE, load_draft_head, open_draft_head, save_draft_head
@@ -160,37 +160,43 @@ def test_a_head_for_another_model_is_refused(
         load_draft_head(path, hidden=hidden, vocabulary=vocabulary)
 
 
+def test_a_head_of_a_later_format_is_refused(
+    weights: HeadWeights, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(draft_head_file, "FORMAT", 2)
+    save_draft_head(weights, path := tmp_path / "head.safetensors")
+    monkeypatch.undo()
+    with pytest.raises(UserError, match="its format is 2, not 1"):
+        load_draft_head(path, hidden=HIDDEN, vocabulary=VOCABULARY)
+
+
 def test_a_model_takes_the_head_in_its_folder_unless_told_otherwise(
-    tiny: Tiny, tmp_path: Path
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     view = tiny.view
-    assert isinstance(view, CompiledView)
-    try:
-        open_draft_head(view, tmp_path)
-        assert view.draft_head is None, "there is none"
-        (tmp_path / FILE).parent.mkdir()
-        made = random_head(view.spec.hidden_size, view.spec.vocab_size)
-        save_draft_head(made, tmp_path / FILE)
-        open_draft_head(view, tmp_path, "none")
-        assert view.draft_head is None
-        open_draft_head(view, tmp_path)
-        assert view.draft_head is not None
-    finally:
-        view.draft_head = None
+    monkeypatch.setattr(view, "draft_head", None)
+    open_draft_head(view, tmp_path)
+    assert view.draft_head is None, "there is none"
+    (tmp_path / FILE).parent.mkdir()
+    made = random_head(view.spec.hidden_size, view.spec.vocab_size)
+    save_draft_head(made, tmp_path / FILE)
+    open_draft_head(view, tmp_path, "none")
+    assert view.draft_head is None
+    open_draft_head(view, tmp_path)
+    assert view.draft_head is not None
 
 
-def test_a_probe_counts_the_tokens_that_a_pass_brings(tiny: Tiny) -> None:
+def test_a_probe_counts_the_tokens_that_a_pass_brings(
+    tiny: Tiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
     view = tiny.view
     assert isinstance(view, CompiledView)
     weights = random_head(view.spec.hidden_size, view.spec.vocab_size)
     taken_s = []
-    try:
-        for right in ((0.0, 0.0), (1.0, 1.0)):
-            made = replace(weights, right=right)
-            view.draft_head = DraftHead(made, view.head_rows, view.token_rows)
-            taken_s.append(time_work(view)[0, Work.DRAFT, 0])
-    finally:
-        view.draft_head = None
+    for right in ((0.0, 0.0), (1.0, 1.0)):
+        made = DraftHead(replace(weights, right=right), view.head_rows, view.token_rows)
+        monkeypatch.setattr(view, "draft_head", made)
+        taken_s.append(time_work(view)[0, Work.DRAFT, 0])
     assert 0 < 1.5 * taken_s[1] < taken_s[0], "three tokens at once, or one"
 
 
@@ -309,7 +315,7 @@ async def test_a_head_of_a_view_is_fed_with_what_the_own_pass_reads(
     """And forgets a sequence when that is over."""
     questions = Questions(tiny=tiny, count=6)
     profile, plan = world(tiny, servers=3, routes=hybrid_routes(3))
-    views = []
+    runners: list[DraftRunner] = []
     offered = []
     offer = DraftRunner.offer
 
@@ -321,22 +327,18 @@ async def test_a_head_of_a_view_is_fed_with_what_the_own_pass_reads(
         view = runner.view
         assert isinstance(view, CompiledView)
         weights = random_head(view.spec.hidden_size, view.spec.vocab_size)
-        view.draft_head = DraftHead(weights, view.head_rows, view.token_rows)
-        views.append(runner)
+        head = DraftHead(weights, view.head_rows, view.token_rows)
+        monkeypatch.setattr(view, "draft_head", head)
+        runners.append(runner)
 
     monkeypatch.setattr(DraftRunner, "offer", seen)
-    monkeypatch.setattr(draft_head, "LIKELY", 0.0)
     monkeypatch.setattr(DraftHead.draft, "__defaults__", (0.0,))
-    try:
-        async with running(tiny, profile=profile, plan=plan, policy=guessing(5)) as cluster:
-            for node in cluster.nodes.values():
-                with_head(node.worker.draft_runner)
-            made = await answers(cluster, questions.among(3))
-            await cluster.all_free()
-    finally:
-        for runner in views:
-            runner.view.draft_head = None
+    async with running(tiny, profile=profile, plan=plan, policy=guessing(5)) as cluster:
+        for node in cluster.nodes.values():
+            with_head(node.worker.draft_runner)
+        made = await answers(cluster, questions.among(3))
+        await cluster.all_free()
     assert [tokens_of(events) for events in made] == questions.answers
     assert max(map(len, offered)) > 1
-    kept = {sequence for runner in views for sequence in runner.memories}
-    assert kept <= {sequence for runner in views for sequence in runner._retained}
+    kept = {sequence for runner in runners for sequence in runner.memories}
+    assert kept <= {sequence for runner in runners for sequence in runner._retained}

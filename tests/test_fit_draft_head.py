@@ -31,7 +31,7 @@ CPU = torch.device("cpu")
 def test_what_is_trained_is_what_servers_run() -> None:
     """The module's drafts after every token of a text, and the plain head's after its last one."""
     weights = random_head(64, 96)
-    module = DraftModule(weights.sizes, torch.ones(64))
+    module = DraftModule(weights.sizes)
     for kept, given in ((module.matrices, weights.matrices), (module.norms, weights.norms)):
         for name, part in given.items():
             kept[name].data = torch.from_numpy(part)
@@ -90,7 +90,7 @@ def test_the_loss_falls(tiny: Tiny) -> None:
     taught = open_taught(tiny.folder, CPU)
     torch.manual_seed(0)
     sizes = sizes_for(taught.rows.shape[1])
-    module = DraftModule(sizes, torch.ones(sizes.hidden))
+    module = DraftModule(sizes)
     tokens = torch.from_numpy(np.random.default_rng(0).integers(0, 256, (8, 24)))
     optimiser = torch.optim.AdamW(module.parameters(), lr=3e-3)
     losses = []

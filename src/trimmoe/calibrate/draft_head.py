@@ -16,10 +16,11 @@ from torch import Tensor
 
 from trimmoe.calibrate.draft_module import DraftModule, NamedLoss
 from trimmoe.core.errors import UserError
+from trimmoe.core.precision import GROUP
+from trimmoe.models.draft import causal_model
 from trimmoe.models.draft_head import MOST, HeadWeights, Sizes
 
 HEAD_SIZE, ROPE_THETA, EPSILON = 64, 1e5, 1e-5
-_GROUP = 32
 _WEIGHTS = (1.0, 0.8, 0.65, 0.5)
 """Of a chain's drafts in the loss."""
 _BETAS, _DECAY, _WARM_STEPS, _LEAST = (0.9, 0.95), 0.01, 100, 0.02
@@ -98,27 +99,18 @@ class Taught:
 
 def open_taught(folder: Path, device: torch.device) -> Taught:
     """A checkpoint in transformers. Raises `UserError` if it cannot be opened."""
-    from transformers import AutoModelForCausalLM
-
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
-    try:
-        model: Any = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=dtype, trust_remote_code=False, use_safetensors=True
-        )
-    except Exception as error:  # Model classes raise many kinds, none of them ours.
-        why = str(error).strip().splitlines() or [type(error).__name__]
-        raise UserError(
-            f"transformers cannot open {folder} ({why[0][:200]}); give a checkpoint in safetensors."
-        ) from error
-    return Taught(model=model.to(device).eval().requires_grad_(False))
+    advice = "give a checkpoint in safetensors"
+    model = causal_model(
+        folder, str(folder), advice, dtype=dtype, device=device, use_safetensors=True
+    )
+    return Taught(model=model)
 
 
 def sizes_for(hidden: int) -> Sizes:
     """Of a head for states of so many numbers. Raises `UserError` where there is none."""
-    if hidden % _GROUP:
-        raise UserError(
-            f"States of {hidden} numbers take no draft head; {_GROUP} has to divide it."
-        )
+    if hidden % GROUP:
+        raise UserError(f"States of {hidden} numbers take no draft head; {GROUP} has to divide it.")
     heads = max(hidden // HEAD_SIZE, 1)
     shared = next(n for n in (heads // 4, heads // 3, heads) if n and heads % n == 0)
     return Sizes(
@@ -143,7 +135,7 @@ def fit_draft_head(
     made = _continuations(taught, text, settings, tell)
     frequent = _frequent(torch.cat([text.flatten(), made.flatten()]), taught, settings.frequent)
     sizes = sizes_for(taught.rows.shape[1])
-    module = DraftModule(sizes, torch.ones(sizes.hidden)).to(taught.device)
+    module = DraftModule(sizes).to(taught.device)
     best = _trained(module, taught, (text, made), frequent, settings, tell)
     module.load_state_dict(best)
     prompts = kept[:, : settings.prompt]

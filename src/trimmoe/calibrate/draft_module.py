@@ -11,40 +11,32 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from trimmoe.models.draft_head import Sizes
+from trimmoe.models.draft_head import NORMS, Sizes
 
 SOFT = 0.6
 """Share of the loss that is cross-entropy with the model's distribution; the rest is with the token
 that it puts first."""
 _ROWS = 8192
 """Rows whose logits exist at once."""
-_DAMPED = 0.2
-"""Of what adds to a state, how large it is in the beginning."""
+_ADDING, _DAMPED = ("mix", "down_1", "down_2"), 0.2
+"""What adds to a state, and how large that is in the beginning."""
 
 
 class DraftModule(nn.Module):
     """See `models.draft_head`."""
 
-    def __init__(self, sizes: Sizes, last_norm: Tensor) -> None:
+    def __init__(self, sizes: Sizes) -> None:
         super().__init__()
         self.sizes = sizes
-        d, wide = sizes.hidden, sizes.heads * sizes.head_size
-        narrow = sizes.kv_heads * sizes.head_size
         self.matrices = nn.ParameterDict(
             {
-                "join": _drawn(d, 2 * d),
-                "query": _drawn(wide, d),
-                "key_value": _drawn(2 * narrow, 2 * d),
-                "mix": _drawn(d, wide, _DAMPED),
-                "up_1": _drawn(2 * sizes.inner, d),
-                "down_1": _drawn(d, sizes.inner, _DAMPED),
-                "up_2": _drawn(2 * sizes.inner, d),
-                "down_2": _drawn(d, sizes.inner, _DAMPED),
+                name: _drawn(*shape, _DAMPED if name in _ADDING else 1.0)
+                for name, shape in sizes.shapes.items()
             }
         )
-        ones = ("state_norm", "token_norm", "query_norm", "norm_1", "norm_2")
-        self.norms = nn.ParameterDict({name: nn.Parameter(torch.ones(d)) for name in ones})
-        self.norms["last_norm"] = nn.Parameter(last_norm.detach().float().clone())
+        self.norms = nn.ParameterDict(
+            {name: nn.Parameter(torch.ones(sizes.hidden)) for name in NORMS}
+        )
 
     def forward(self, states: Tensor, embedded: Tensor, drafts: int) -> list[Tensor]:
         """What the output head reads of every draft: for normed states [B, T, d] and the embeddings
@@ -63,10 +55,8 @@ class DraftModule(nn.Module):
     def _memory(self, states: Tensor, embedded: Tensor) -> tuple[Tensor, Tensor]:
         both = self._times(self._pairs(states, embedded), "key_value")
         keys, values = self._split(both, 2 * self.sizes.kv_heads).chunk(2, 1)
-        groups = self.sizes.heads // self.sizes.kv_heads
-        return self._turned(keys, 0).repeat_interleave(groups, 1), values.repeat_interleave(
-            groups, 1
-        )
+        groups, keys = self.sizes.heads // self.sizes.kv_heads, self._turned(keys, 0)
+        return keys.repeat_interleave(groups, 1), values.repeat_interleave(groups, 1)
 
     def _step(
         self, states: Tensor, embedded: Tensor, keys: Tensor, values: Tensor, ahead: int
@@ -109,7 +99,7 @@ class DraftModule(nn.Module):
         return F.rms_norm(rows.float(), rows.shape[-1:], weight, self.sizes.epsilon)
 
 
-def _drawn(rows: int, columns: int, scale: float = 1.0) -> nn.Parameter:
+def _drawn(rows: int, columns: int, scale: float) -> nn.Parameter:
     return nn.Parameter(torch.randn(rows, columns) * scale / columns**0.5)
 
 

@@ -165,25 +165,45 @@ def _has_experts(path: Path) -> bool:
 
 
 def _modules(path: Path, name: str, served: Served) -> Any:
-    from transformers import AutoModelForCausalLM
-
     if files := gguf_files(path):
         inside: dict[str, Any] = {"gguf_file": files[0].name}
     else:
         read_config(path)
         # Nothing is unpickled.
         inside = {"use_safetensors": True}
+    return causal_model(
+        folder_of(path),
+        f"the draft model {name}",
+        "give a causal language model in safetensors or GGUF",
+        dtype=served.dtype,
+        device=known_device(served.device),
+        **inside,
+    )
+
+
+def causal_model(
+    folder: Path,
+    title: str,
+    advice: str,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    **inside: Any,
+) -> Any:
+    """A causal model in transformers, to run only; `inside` says what of the folder is read.
+
+    Raises `UserError`, with the model's `title` and some `advice`, if it cannot be opened.
+    """
+    from transformers import AutoModelForCausalLM
+
     try:
         model: Any = AutoModelForCausalLM.from_pretrained(
-            folder_of(path), dtype=served.dtype, trust_remote_code=False, **inside
+            folder, dtype=dtype, trust_remote_code=False, **inside
         )
     except Exception as error:  # Model classes raise many kinds, none of them ours.
         why = str(error).strip().splitlines() or [type(error).__name__]
-        raise UserError(
-            f"transformers cannot open the draft model {name} ({why[0][:200]}); give a causal "
-            "language model in safetensors or GGUF."
-        ) from error
-    return model.to(known_device(served.device)).eval().requires_grad_(False)
+        raise UserError(f"transformers cannot open {title} ({why[0][:200]}); {advice}.") from error
+    return model.to(device).eval().requires_grad_(False)
 
 
 def _can_be_cut_back(model: DraftModel) -> bool:

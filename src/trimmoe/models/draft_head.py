@@ -11,13 +11,13 @@ draft costs nothing but the rows that are verified in vain.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from trimmoe.core.specs import FloatArray, IntArray
+from trimmoe.core.specs import IntArray
 from trimmoe.models.compiled import calls
 from trimmoe.models.compiled.quantise import pack_bits, placed
 from trimmoe.models.compiled.tables import record
@@ -45,6 +45,27 @@ class Sizes(NamedTuple):
     rope_theta: float
     epsilon: float
 
+    @property
+    def shapes(self) -> dict[str, tuple[int, int]]:
+        """Of its matrices, by name: `join` [d, 2d], `query` [H, d], `key_value` [2 KV, 2d], `mix`
+        [d, H], and of two gated layers `up` [2f, d], gates first, and `down` [d, f]."""
+        d, f = self.hidden, self.inner
+        wide, narrow = self.heads * self.head_size, self.kv_heads * self.head_size
+        return {
+            "join": (d, 2 * d),
+            "query": (wide, d),
+            "key_value": (2 * narrow, 2 * d),
+            "mix": (d, wide),
+            "up_1": (2 * f, d),
+            "down_1": (d, f),
+            "up_2": (2 * f, d),
+            "down_2": (d, f),
+        }
+
+
+NORMS = ("state_norm", "token_norm", "query_norm", "norm_1", "norm_2", "last_norm")
+"""Names of what its norms multiply with, [d] each."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class HeadWeights:
@@ -52,10 +73,9 @@ class HeadWeights:
 
     sizes: Sizes
     matrices: Mapping[str, Floats]
-    """By name; `join` [d, 2d], `query` [H, d], `key_value` [2 KV, 2d], `mix` [d, H], and of two
-    gated layers `up` [2f, d], gates first, and `down` [d, f]."""
+    """As `Sizes.shapes` has them."""
     norms: Mapping[str, Floats]
-    """By name, [d] each."""
+    """By `NORMS`."""
     frequent: IntArray
     """Tokens that it can name, [V'], ascending."""
     right: tuple[float, ...]
@@ -64,14 +84,15 @@ class HeadWeights:
     """How it was made."""
 
 
+@dataclass(kw_only=True, slots=True)
 class HeadMemory:
     """What a head has read of one sequence."""
 
-    def __init__(self, sizes: Sizes) -> None:
-        empty = np.zeros((sizes.kv_heads, 0, sizes.head_size), dtype=np.float32)
-        self.keys, self.values = empty, empty
-        self.states: dict[int, Floats] = {}
-        """Normed states by position, the last ones."""
+    keys: Floats
+    values: Floats
+    """Of pairs by position, with room for more, [KV heads, P, head size]."""
+    states: dict[int, Floats] = field(default_factory=dict)
+    """Normed states by position, the last ones."""
 
     def room(self, length: int) -> None:
         """Make room for so many positions."""
@@ -90,10 +111,9 @@ class HeadMemory:
 
     def copy(self) -> HeadMemory:
         """The same for another sequence."""
-        made = object.__new__(HeadMemory)
-        made.keys, made.values = self.keys.copy(), self.values.copy()
-        made.states = dict(self.states)
-        return made
+        return replace(
+            self, keys=self.keys.copy(), values=self.values.copy(), states=dict(self.states)
+        )
 
 
 class DraftHead:
@@ -115,12 +135,9 @@ class DraftHead:
         half = np.arange(0, self.sizes.head_size, 2) / self.sizes.head_size
         self._turns = np.concatenate([self.sizes.rope_theta**-half] * 2)
 
-    @property
-    def size_bytes(self) -> int:
-        return sum(each.size_bytes for each in (*self._products.values(), self._named))
-
     def begin(self) -> HeadMemory:
-        return HeadMemory(self.sizes)
+        empty = np.zeros((self.sizes.kv_heads, 0, self.sizes.head_size), dtype=np.float32)
+        return HeadMemory(keys=empty, values=empty)
 
     def read(self, memory: HeadMemory, start: int, states: Floats, tokens: Sequence[int]) -> None:
         """A sequence has these `tokens` from position `start` on, and these normed `states`
@@ -217,10 +234,6 @@ class _Product:
         (self._packed,) = placed([pack_bits([matrix], bits)])
         self._record, self._out = record(self._packed), matrix.shape[0]
 
-    @property
-    def size_bytes(self) -> int:
-        return self._packed.nbytes
-
     def __call__(self, rows: Floats) -> Floats:
         """Rows [n, K] to [n, J]."""
         count, padded = len(rows), self._packed.padded_columns
@@ -231,6 +244,6 @@ class _Product:
         return out[:, : self._out]
 
 
-def expected_tokens(right: FloatArray | Sequence[float], drafts: int) -> float:
+def expected_tokens(right: Sequence[float], drafts: int) -> float:
     """Tokens that a pass over one token and so many drafts behind it is expected to bring."""
-    return 1.0 + float(np.cumprod(np.asarray(right, dtype=np.float64)[:drafts]).sum())
+    return 1.0 + float(np.cumprod(right[:drafts]).sum())

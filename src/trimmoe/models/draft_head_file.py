@@ -11,17 +11,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trimmoe.core.errors import UserError
+from trimmoe.core.precision import GROUP
 from trimmoe.models.base import MoEView
 from trimmoe.models.compiled.view import CompiledView
-from trimmoe.models.draft_head import DraftHead, Floats, HeadWeights, Sizes
+from trimmoe.models.draft_head import NORMS, DraftHead, Floats, HeadWeights, Sizes
 
 FORMAT = 1
 FILE = Path("draft_head") / "model.safetensors"
 """Where a checkpoint's folder has one."""
-_GROUP = 32
-"""Numbers of a row that share a scale."""
-_MATRICES = ("join", "query", "key_value", "mix", "up_1", "down_1", "up_2", "down_2")
-_NORMS = ("state_norm", "token_norm", "query_norm", "norm_1", "norm_2", "last_norm")
 
 
 def load_draft_head(path: Path, *, hidden: int, vocabulary: int) -> HeadWeights:
@@ -32,12 +29,14 @@ def load_draft_head(path: Path, *, hidden: int, vocabulary: int) -> HeadWeights:
         with safe_open(path, "np") as stored:
             about = stored.metadata() or {}
             tensors = {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118
+        if about["format"] != str(FORMAT):
+            raise ValueError(f"its format is {about['format'][:20]}, not {FORMAT}")
         sizes = Sizes(**json.loads(about["sizes"]))
         right = tuple(float(each) for each in json.loads(about["right"]))
         head = HeadWeights(
             sizes=sizes,
-            matrices={name: _restored(tensors, name) for name in _MATRICES},
-            norms={name: tensors[name].astype(np.float32) for name in _NORMS},
+            matrices={name: _restored(tensors, name) for name in sizes.shapes},
+            norms={name: tensors[name].astype(np.float32) for name in NORMS},
             frequent=np.sort(tensors["frequent"].astype(np.int64)),
             right=right,
             about=about,
@@ -76,7 +75,7 @@ def save_draft_head(head: HeadWeights, path: Path) -> None:
     tensors: dict[str, NDArray[Any]] = {"frequent": head.frequent.astype(np.int32)}
     tensors |= {name: np.asarray(norm, np.float32) for name, norm in head.norms.items()}
     for name, matrix in head.matrices.items():
-        groups = np.asarray(matrix, np.float32).reshape(len(matrix), -1, _GROUP)
+        groups = np.asarray(matrix, np.float32).reshape(len(matrix), -1, GROUP)
         scales = np.maximum(np.abs(groups).max(2), 1e-8).astype(np.float32) / 127
         scales = scales.astype(np.float16)
         tensors[f"{name}.scales"] = scales
@@ -93,32 +92,21 @@ def save_draft_head(head: HeadWeights, path: Path) -> None:
 
 def _restored(tensors: Mapping[str, NDArray[Any]], name: str) -> Floats:
     whole = tensors[name].astype(np.float32)
-    groups = whole.reshape(len(whole), -1, _GROUP)
+    groups = whole.reshape(len(whole), -1, GROUP)
     return (groups * tensors[f"{name}.scales"].astype(np.float32)[..., None]).reshape(whole.shape)
 
 
 def _require(head: HeadWeights, path: Path, hidden: int, vocabulary: int) -> None:
     """Raise `UserError` for a head that does not fit its sizes or the model's."""
     sizes = head.sizes
-    d, wide, narrow = sizes.hidden, sizes.heads * sizes.head_size, sizes.kv_heads * sizes.head_size
-    shapes = {
-        "join": (d, 2 * d),
-        "query": (wide, d),
-        "key_value": (2 * narrow, 2 * d),
-        "mix": (d, wide),
-        "up_1": (2 * sizes.inner, d),
-        "down_1": (d, sizes.inner),
-        "up_2": (2 * sizes.inner, d),
-        "down_2": (d, sizes.inner),
-    }
-    fits = all(head.matrices[name].shape == shape for name, shape in shapes.items())
-    fits = fits and all(norm.shape == (d,) for norm in head.norms.values())
+    fits = all(head.matrices[name].shape == shape for name, shape in sizes.shapes.items())
+    fits = fits and all(norm.shape == (sizes.hidden,) for norm in head.norms.values())
     finite = all(
         np.isfinite(part).all() for part in (*head.matrices.values(), *head.norms.values())
     )
     known = head.frequent.size and 0 <= head.frequent[0] <= head.frequent[-1] < vocabulary
     even = sizes.head_size % 2 == 0 and sizes.heads % max(sizes.kv_heads, 1) == 0
-    if d != hidden or not (fits and finite and known and even):
+    if sizes.hidden != hidden or not (fits and finite and known and even):
         raise UserError(
             f"The draft head {path} is not one for this model, whose states have {hidden} numbers "
             f"and whose vocabulary {vocabulary} tokens; leave it out with --draft-head none."

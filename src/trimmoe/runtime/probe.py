@@ -18,7 +18,7 @@ from trimmoe.core.machines import BATCHES, Work
 from trimmoe.core.specs import BoolArray, FloatArray
 from trimmoe.models.base import DROPPED, EncoderDecoderView, MoEView, Segment, TokenBatch
 from trimmoe.models.draft_head import USUAL, expected_tokens
-from trimmoe.runtime.home import Own, held_here, home_layers
+from trimmoe.runtime.home import Own, held_here, home_layers, home_states
 
 FEWEST, MOST = 5, 40
 """Times that one kind of work is timed with one size of batch."""
@@ -126,6 +126,7 @@ class _Bench:
         self._batch = view.batch(self._cache, slots, [range(position, position + 1)] * rows)
         draws = torch.Generator().manual_seed(0)
         ids = torch.randint(view.spec.vocab_size, (rows, 1), generator=draws)
+        self._tokens = ids.tolist()
         self._hidden = view.embed(ids.to(view.device), self._batch)
         self.states = self._batch.pack(self._hidden)
 
@@ -139,7 +140,7 @@ class _Bench:
         one is guessed in the same pass, as much of it as is usually right."""
         head = self.view.draft_head
         if head is None or self.rows > 1:
-            return self.timed(lambda: self._passed(own, self._hidden, self._batch))
+            return self.timed(lambda: self._passed(own, self._tokens, self._batch))
         memory, position = head.begin(), self._batch.positions[0][0] - USUAL
         states = self.view.normed_last(self.states).expand(position, -1).numpy()
         head.read(memory, 0, states, [0] * position)
@@ -147,16 +148,14 @@ class _Bench:
         batch = self.view.batch(self._cache, slots, positions)
 
         def offered() -> None:
-            tokens = (0, *head.draft(memory, position, 0, USUAL, likely=0.0))
-            self._passed(own, self.view.embed(batch.pad([tokens]), batch), batch)
+            drafted = head.draft(memory, position, 0, USUAL, likely=0.0)
+            self._passed(own, [[0, *drafted]], batch)
 
         return self.timed(offered) / expected_tokens(head.right, USUAL)
 
-    def _passed(self, own: Own, hidden: Tensor, batch: TokenBatch) -> Tensor:
+    def _passed(self, own: Own, tokens: Sequence[Sequence[int]], batch: TokenBatch) -> Tensor:
         """All layers with these experts, and the head."""
-        view, cache = self.view, self._cache
-        hidden = home_layers(view, 0, view.spec.layer_count, hidden, batch, cache, own)
-        return view.logits(batch.pack(view.tail(hidden, batch, cache))).argmax(-1)
+        return self.view.logits(home_states(self.view, tokens, batch, self._cache, own)).argmax(-1)
 
     def dense(self) -> FloatArray:
         """A layer without its experts; seconds, [n]."""

@@ -59,8 +59,7 @@ def guess(worker: Worker, layer: int, readings: Sequence[Reading]) -> BatchOutpu
         if time.perf_counter() - began_s >= SLICE_S:
             break
     if layer == layers:
-        _guess_behind(worker, going, batch.pack(runner.view.tail(hidden, batch, runner.cache)))
-        return _outcome(worker, _going_on(worker, going), going, others)
+        return _outcome(worker, _guessed_behind(worker, going, hidden, batch), going, others)
     states = batch.pack(hidden).split(sizes)
     for one, its in zip(going, states, strict=True):
         one.layer, one.hidden = layer, its
@@ -116,13 +115,18 @@ def _offer(worker: Worker, one: Reading) -> None:
     begins = one.layer == first and not one.offered and len(one.tokens) == 1
     if not begins or not one.more or (first and not one.is_next):
         return
-    runner, most = worker.draft_runner, min(one.more, MOST)
-    one.offered = runner.offer(one.sequence, one.position - 1, one.tokens[-1], most)
+    one.offered = _offered(worker, one)
     if first and one.offered:
         assert one.seat is not None
         assert one.hidden is not None
         one.offers = worker.foresee(one.seat, one.position, one.offered, first)
         one.hidden = torch.cat([one.hidden, *(each.hidden for each in one.offers)])
+
+
+def _offered(worker: Worker, one: Reading) -> tuple[int, ...]:
+    """What a draft head takes to follow the last of a reading's rows."""
+    most = min(one.more - len(one.made), MOST)
+    return worker.draft_runner.offer(one.sequence, one.rows[-1], one.passing[-1], most)
 
 
 def draft(worker: Worker, one: Reading, others: Sequence[Reading]) -> BatchOutput:
@@ -134,7 +138,7 @@ def draft(worker: Worker, one: Reading, others: Sequence[Reading]) -> BatchOutpu
     scores = worker.drafter.read(one.sequence, start, tokens)
     if scores is not None:
         worker.pace.draft(len(tokens))
-        _guess_all([one], scores[None])
+        _guess_next(one, scores)
         if _draft_on(worker, one):
             return BatchOutput(reading=[one, *others])
     one.failed = not one.made
@@ -149,19 +153,26 @@ def _draft_on(worker: Worker, one: Reading) -> bool:
     return time.perf_counter() < one.made_s + AHEAD_S
 
 
-def _guess_behind(worker: Worker, going: Sequence[Reading], states: Tensor) -> None:
-    """What follows the rows of these readings, whose states are the head's, [n, d]."""
+def _guessed_behind(
+    worker: Worker, going: Sequence[Reading], hidden: Tensor, batch: TokenBatch
+) -> list[Reading]:
+    """Guess what follows the rows of these readings, which have passed all layers, [B, T, d]; those
+    that go on. Of several each has one row then, which costs as little as what a head would offer
+    to one."""
+    view, cache = worker.draft_runner.view, worker.draft_runner.cache
+    states = batch.pack(view.tail(hidden, batch, cache))
     sizes = [len(one.rows) for one in going]
     ends = np.cumsum(sizes)
     # Of rows that were known before only the last one asks what follows.
     asking = [range(end - 1 - len(one.offered), end) for one, end in zip(going, ends, strict=True)]
     rows = np.concatenate([np.asarray(each) for each in asking])
-    logits = worker.draft_runner.view.logits(states[torch.from_numpy(rows)])
+    logits = view.logits(states[torch.from_numpy(rows)])
     each = zip(
         going, states.split(sizes), logits.split([len(some) for some in asking]), strict=True
     )
     for one, its, scores in each:
         _verify(worker, one, its, scores)
+    return [one for one in going if _goes_on(worker, one, alone=len(going) == 1)]
 
 
 def _verify(worker: Worker, one: Reading, states: Tensor, logits: Tensor) -> None:
@@ -169,11 +180,11 @@ def _verify(worker: Worker, one: Reading, states: Tensor, logits: Tensor) -> Non
     was known and after each of the o offered tokens; states [n, d] are those of all rows."""
     runner, offered = worker.draft_runner, one.offered
     start, passing, first = one.rows.start, one.passing, one.position + len(one.made)
-    _guess_all([one], logits[:1])
+    _guess_next(one, logits[0])
     right = 0
     while right < len(offered) and one.made[-1] == offered[right]:
         right += 1
-        _guess_all([one], logits[right : right + 1])
+        _guess_next(one, logits[right])
     if one.offers and one.is_next and not one.void:
         runner.foresees(one.sequence, first, one.offers[:right])
     read = len(passing) - len(offered) + right
@@ -181,21 +192,13 @@ def _verify(worker: Worker, one: Reading, states: Tensor, logits: Tensor) -> Non
     one.offered, one.offers = (), ()
 
 
-def _guess_all(going: Sequence[Reading], logits: Tensor) -> None:
-    """What follows each of these, by their logits [n, V]."""
-    now_s = time.perf_counter()
-    for one, scores in zip(going, logits, strict=True):
-        position = one.position + len(one.made)
-        chosen_from = shaped(scores, one.sampling, position, one.seen)
-        one.made_s = one.made_s or now_s
-        one.confidence += (float(chosen_from.float().softmax(-1).max()),)
-        one.made += (pick(chosen_from, one.sampling, position),)
-
-
-def _going_on(worker: Worker, made: Sequence[Reading]) -> list[Reading]:
-    """Those of readings that have guessed something whose guesses are read, too. Of several each
-    has one row, which costs as little as what a head would offer to one."""
-    return [one for one in made if _goes_on(worker, one, alone=len(made) == 1)]
+def _guess_next(one: Reading, scores: Tensor) -> None:
+    """What follows a reading and what it has guessed, by the logits there, [V]."""
+    position = one.position + len(one.made)
+    chosen_from = shaped(scores, one.sampling, position, one.seen)
+    one.made_s = one.made_s or time.perf_counter()
+    one.confidence += (float(chosen_from.float().softmax(-1).max()),)
+    one.made += (pick(chosen_from, one.sampling, position),)
 
 
 def _goes_on(worker: Worker, one: Reading, *, alone: bool) -> bool:
@@ -209,8 +212,7 @@ def _goes_on(worker: Worker, one: Reading, *, alone: bool) -> bool:
     runner, position = worker.draft_runner, one.position + len(one.made) - 1
     goes_on = len(one.made) <= one.more and time.perf_counter() < one.made_s + AHEAD_S
     if goes_on and alone:
-        most = min(one.more - len(one.made), MOST)
-        one.offered = runner.offer(one.sequence, position, one.made[-1], most)
+        one.offered = _offered(worker, one)
     seen = worker.foresee(one.seat, position, one.passing, first)
     # That it sets out is certain, of what is offered it is not.
     runner.foresees(one.sequence, position, seen[:1])
@@ -229,8 +231,6 @@ def _read_on(worker: Worker, made: Sequence[Reading]) -> list[Reading]:
     runner, first = worker.draft_runner, worker.reads_from(made[0].route)
     rows = [one.rows for one in made]
     batch = runner.view.batch(runner.cache, runner.slots_of(made), rows)
-    states = torch.cat([one.hidden for one in made if one.hidden is not None])
     last, count = runner.view.spec.layer_count, sum(map(len, rows))
-    hidden = _through(worker, first, last, batch.unpack(states), batch, count)
-    _guess_behind(worker, made, batch.pack(runner.view.tail(hidden, batch, runner.cache)))
-    return _going_on(worker, made)
+    hidden = _through(worker, first, last, _entering(worker, made, batch), batch, count)
+    return _guessed_behind(worker, made, hidden, batch)
