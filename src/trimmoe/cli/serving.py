@@ -48,6 +48,7 @@ def serve_local(
     budget: Budget = 0.02,
     confidence: Confidence = 0.9,
     access: Annotated[str | None, typer.Option(help="The server the users talk to.")] = None,
+    draft_head: DraftHead = None,
     draft_model: DraftModel = None,
     host: str = "127.0.0.1",
     port: Annotated[
@@ -82,6 +83,9 @@ def serve_local(
     from trimmoe.experiments import serve_local as local
     from trimmoe.experiments.answering import server_index
     from trimmoe.experiments.methods import named
+    from trimmoe.models.checkpoint import resolve
+    from trimmoe.models.draft_head_file import open_draft_head
+    from trimmoe.models.formats.choose import folder_of
     from trimmoe.models.load import load_tokenizer
     from trimmoe.policy.presets import exact
     from trimmoe.runtime.decoder import ExactDecoder
@@ -111,6 +115,7 @@ def serve_local(
         local.use_threads(view, threads)
         if calibrated is None or placed is None:
             open_drafts(draft_model, view, tokenizer, exact(), slots=max_num_seqs)
+            open_draft_head(view, folder_of(resolve(path)), draft_head or "auto")
             decoder = ExactDecoder(view, slots=max_num_seqs)
         else:
             decoder = local.planned_decoder(

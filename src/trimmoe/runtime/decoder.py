@@ -18,6 +18,7 @@ from trimmoe.models.base import EncoderDecoderView, MoEView
 from trimmoe.models.draft import DraftModel
 from trimmoe.models.exact import full_depth
 from trimmoe.runtime.counters import ExpertCounter, ExpertUse
+from trimmoe.runtime.head_drafts import HeadDrafts
 from trimmoe.runtime.local import Decoded, LocalDriver
 from trimmoe.runtime.picture import Layout, PolicyPicture, policy_picture, whole_layout
 from trimmoe.runtime.places import Places
@@ -78,7 +79,12 @@ class Decoder(Protocol):
         ...
 
     def decode(self, tokens: dict[int, int]) -> list[Decoded]:
-        """Feed one token to each of the given sequences; predictions in the same order."""
+        """Feed one token to each of the given sequences; predictions in the same order. Where
+        something is predicted behind them, `confirm` has to follow."""
+        ...
+
+    def confirm(self, sequence: int, right: int) -> None:
+        """So many of the tokens that were taken to follow do."""
         ...
 
     def stats(self) -> DecoderStats:
@@ -158,6 +164,9 @@ class PlannedDecoder:
             self._sent_bytes += one.ledger.bytes_by_link
         return decoded
 
+    def confirm(self, sequence: int, right: int) -> None:
+        assert not right, "nothing is taken to follow"
+
     def stats(self) -> DecoderStats:
         feedback = self._driver.state.feedback
         return DecoderStats(
@@ -183,8 +192,19 @@ class PlannedDecoder:
         )
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Read:
+    """What was fed to a sequence last."""
+
+    start: int
+    tokens: list[int]
+    states: Tensor
+    """[n, d]."""
+
+
 class ExactDecoder:
-    """The exact model in one place, for a model without profile and plan: nothing is decided."""
+    """The exact model in one place, for a model without profile and plan: nothing is decided. What
+    its draft head takes to follow, if it has one, is read along."""
 
     def __init__(self, view: MoEView, *, slots: int, prefix_cache: bool = True) -> None:
         self._view, self._slots = view, slots
@@ -193,6 +213,8 @@ class ExactDecoder:
         retain = prefix_cache and view.rewinds and not isinstance(view, EncoderDecoderView)
         self._places = Places(self._cache, retain=retain)
         self._ledger = _exact_ledger(view)
+        self._drafts = HeadDrafts(view=view)
+        self._unconfirmed: dict[int, _Read] = {}
         spec = view.spec
         exact = PolicyPicture(
             name="exact", budget=0.0, confidence=0.0, trims=False, guesses=0, guessing=False
@@ -216,7 +238,11 @@ class ExactDecoder:
                 view.attach(self._cache, at.slot, view.encode([prompt])[0])
             else:
                 at = self._places.open(sequence, request.ids)
-            logits = self._run([at.slot], [at.tokens[at.start :]], [at.start])[-1]
+            self._drafts.open(at, len(prompt) + request.max_new_tokens - 1)
+            tokens = at.tokens[at.start :]
+            states = self._run([at.slot], [tokens], [at.start])
+            self._drafts.read(at, at.start, states, tokens)
+            logits = view.logits(states[-1:])[0]
         self._places.has_read(sequence)
         return logits
 
@@ -230,30 +256,53 @@ class ExactDecoder:
         return _scores(self._view, request)
 
     def close(self, sequence: int) -> None:
+        self._unconfirmed.pop(sequence, None)
         self._places.close(sequence)
 
     @torch.inference_mode()
     def decode(self, tokens: dict[int, int]) -> list[Decoded]:
         places = [self._places[sequence] for sequence in tokens]
         slots, starts = [at.slot for at in places], [len(at.tokens) for at in places]
-        logits = self._run(slots, [[token] for token in tokens.values()], starts)
-        for sequence, token in tokens.items():
-            self._places.fed(sequence, token, exact=True)
-        return [
-            Decoded(sequence=sequence, logits=scores, ledger=self._ledger)
-            for sequence, scores in zip(tokens, logits, strict=True)
+        ids = [
+            [token, *self._drafts.offer(at, token, len(places))]
+            for at, token in zip(places, tokens.values(), strict=True)
         ]
+        states = self._run(slots, ids, starts)
+        sizes = [len(row) for row in ids]
+        parts = zip(tokens, ids, starts, states.split(sizes), strict=True)
+        for sequence, row, start, its in parts:
+            self._unconfirmed[sequence] = _Read(start=start, tokens=row, states=its)
+            if len(row) == 1:
+                self.confirm(sequence, 0)
+        logits = self._view.logits(states).split(sizes)
+        return [
+            Decoded(
+                sequence=sequence,
+                logits=scores[0],
+                ledger=self._ledger,
+                behind=tuple(zip(row[1:], scores[1:], strict=True)),
+            )
+            for sequence, row, scores in zip(tokens, ids, logits, strict=True)
+        ]
+
+    @torch.inference_mode()
+    def confirm(self, sequence: int, right: int) -> None:
+        """What follows a wrong one is written over."""
+        at, read = self._places[sequence], self._unconfirmed.pop(sequence)
+        known = read.tokens[: 1 + right]
+        self._drafts.read(at, read.start, read.states[: len(known)], known)
+        for token in known:
+            self._places.fed(sequence, token, exact=True)
 
     def stats(self) -> DecoderStats:
         return DecoderStats()
 
     def _run(self, slots: list[int], ids: Sequence[Sequence[int]], starts: Sequence[int]) -> Tensor:
-        """Logits [B, V] after the last token of each row."""
+        """States [n, d] after all tokens, as `logits` takes them."""
         positions = [range(start, start + len(row)) for start, row in zip(starts, ids, strict=True)]
         batch = self._view.batch(self._cache, slots, positions)
         hidden = self._view.embed(batch.pad(ids), batch)
-        packed = full_depth(self._view, hidden, batch, self._cache)
-        return self._view.logits(batch.last(batch.unpack(packed)))
+        return full_depth(self._view, hidden, batch, self._cache)
 
 
 class AloneDriver:

@@ -59,6 +59,8 @@ class Decoded:
     logits: Tensor
     """[V]."""
     ledger: Ledger
+    behind: tuple[tuple[int, Tensor], ...] = ()
+    """Tokens that were taken to follow, one upon another, and the logits [V] after each."""
 
 
 @dataclass(kw_only=True, slots=True)

@@ -13,7 +13,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -21,6 +21,7 @@ from torch import Tensor
 
 from trimmoe.core.ledger import Ledger
 from trimmoe.runtime.decoder import Decoder
+from trimmoe.runtime.local import Decoded
 from trimmoe.runtime.local_picture import picture_of
 from trimmoe.runtime.picture import MOST_REQUESTS, Picture, RequestPicture
 from trimmoe.runtime.sampling import draw
@@ -220,11 +221,25 @@ class LocalService:
         if not running:
             return
         decoded = self._decoder.decode({job.sequence: job.next_token for job in running})
-        events = [
-            (job, self._next(job, one.logits, one.ledger))
-            for job, one in zip(running, decoded, strict=True)
-        ]
-        self._deliver(events)
+        self._deliver(
+            [
+                (job, event)
+                for job, one in zip(running, decoded, strict=True)
+                for event in self._follow(job, one)
+            ]
+        )
+
+    def _follow(self, job: _Job, decoded: Decoded) -> Iterator[TokenEvent]:
+        """Draw the job's next token, and on as long as that was taken to follow."""
+        yield (event := self._next(job, decoded.logits, decoded.ledger))
+        right = 0
+        for token, logits in decoded.behind:
+            if event.finish_reason is not None or event.token != token:
+                break
+            right += 1
+            yield (event := self._next(job, logits, decoded.ledger))
+        if decoded.behind and event.finish_reason is None:
+            self._decoder.confirm(job.sequence, right)
 
     def _next(self, job: _Job, logits: Tensor, ledger: Ledger | None) -> TokenEvent:
         """Draw the job's next token and retire the job if it is the last."""

@@ -22,6 +22,8 @@ class Place:
     """That were fed to it."""
     exact: int = 0
     """Up to where its states are those of tokens that were read whole."""
+    source: int | None = None
+    """The slot that it began with the states of, its own among them."""
 
 
 class Places:
@@ -91,6 +93,7 @@ class Places:
     def _begin(self, place: Place, found: Found) -> None:
         """A place begins with what it has in common with what was found."""
         source = self._open.get(found.key) or self._retained.pop(found.key)
+        place.source = source.slot
         if source.slot == place.slot:
             return
         for cache in self._caches:
