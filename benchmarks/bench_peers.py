@@ -55,12 +55,18 @@ class Case:
     links: bool = False
     policy: str = "exact"
     streams: int = 1
+    draft_head: str = "none"
+    """Of our one process."""
     goal: str = ""
 
 
 CASES = (
     Case(name="one process, float32", quantise="none", weights="F32", servers=1),
     Case(name="one process, int8", quantise="int8", weights="Q8_0", servers=1, goal="<= 1.3"),
+    Case(
+        name="one process, int8, draft head", quantise="int8", weights="Q8_0", servers=1,
+        draft_head="auto",
+    ),
     Case(name="4 processes, float32", quantise="none", weights="F32", goal="<= 1.0"),
     Case(name="4 processes, int8", quantise="int8", weights="Q8_0", goal="<= 1.2"),
     Case(name="links, int8, exact", quantise="int8", weights="Q8_0", links=True, goal="<= 0.8"),
@@ -173,6 +179,7 @@ def _ours(case: Case, arguments: argparse.Namespace, folder: Path) -> Iterator[C
     port, python = 8600, Path(sys.executable).parent / "trimmoe"
     if case.servers == 1:
         command = ["serve-local", "--port", str(port), "--threads", str(arguments.threads),
+                   "--draft-head", case.draft_head,
                    "--max-num-seqs", str(max(8, case.streams))]  # fmt: skip
     else:
         by = ["--plan", str(arguments.plan)] if arguments.plan else ["--cluster", str(CLUSTER)]

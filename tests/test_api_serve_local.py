@@ -120,6 +120,13 @@ def test_a_taken_port_is_said_before_the_model_is_loaded(
         assert port in refusal(["--port", port], monkeypatch, capsys)
 
 
+def test_a_draft_head_and_a_plan_do_not_go_together(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    both = ["--profile", "profile.trim", "--plan", "plan.trim"]
+    assert "leave out --draft-head" in refusal(["--draft-head", "auto", *both], monkeypatch, capsys)
+
+
 def refusal(
     arguments: Sequence[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> str:

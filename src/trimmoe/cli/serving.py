@@ -103,6 +103,11 @@ def serve_local(
             f"The method {method} needs a profile and a plan; give --profile and --plan, or leave "
             "out --method to serve the exact model."
         )
+    if draft_head is not None and profile is not None:
+        raise UserError(
+            "A draft head drafts for the exact model here; leave out --draft-head, or --profile "
+            "and --plan."
+        )
     if any(not key for key in api_key or ()):
         raise UserError("An empty --api-key would let everybody in; leave it out or give a key.")
     tls = tls_of(tls_certificate, tls_key)

@@ -1,0 +1,157 @@
+"""What a draft head takes to follow in one process: it is read along, and never changes an answer,
+whatever it is."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+
+from draft_heads import random_head
+from questions import Questions
+from serving import Tiny
+from test_api_service import read, running
+from trimmoe.models.compiled.view import CompiledView
+from trimmoe.models.draft_head import DraftHead, HeadMemory
+from trimmoe.runtime.decoder import ExactDecoder
+from trimmoe.runtime.sampling import Sampling
+from trimmoe.runtime.service import GenerationRequest, TokenEvent
+
+
+class Oracle(DraftHead):
+    """Knows the answers, and is wrong every so often."""
+
+    def __init__(self, view: CompiledView, *, wrong_every: int) -> None:
+        weights = random_head(view.spec.hidden_size, view.spec.vocab_size)
+        super().__init__(weights, view.head_rows, view.token_rows)
+        self.texts: list[list[int]] = []
+        self.wrong_every, self.asked = wrong_every, 0
+        self.most: list[int] = []
+
+    def draft(
+        self, memory: HeadMemory, position: int, token: int, most: int, likely: float = 0.0
+    ) -> tuple[int, ...]:
+        self.most.append(most)
+        if most <= 0 or not self.texts:
+            return super().draft(memory, position, token, most, likely=likely)
+        for text in self.texts:
+            if text[position : position + 1] == [token]:
+                found = text[position + 1 : position + 1 + most]
+                self.asked += 1
+                if found and self.asked % self.wrong_every == 0:
+                    at = self.asked % len(found)
+                    found[at] = (found[at] + 1) % 256
+                return tuple(found)
+        return ()
+
+
+@pytest.fixture
+def oracle(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> Oracle:
+    assert isinstance(tiny.view, CompiledView)
+    oracle = Oracle(tiny.view, wrong_every=3)
+    monkeypatch.setattr(tiny.view, "draft_head", oracle)
+    return oracle
+
+
+@pytest.fixture
+def confirmed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many drafts of each pass were right."""
+    counts: list[int] = []
+    confirm = ExactDecoder.confirm
+
+    def counted(decoder: ExactDecoder, sequence: int, right: int) -> None:
+        counts.append(right)
+        confirm(decoder, sequence, right)
+
+    monkeypatch.setattr(ExactDecoder, "confirm", counted)
+    return counts
+
+
+async def answered(
+    tiny: Tiny, asked: Sequence[GenerationRequest], *, at_once: bool
+) -> list[list[TokenEvent]]:
+    async with running(tiny.exact(slots=4, max_waiting=64)) as service:
+        if at_once:
+            return list(await asyncio.gather(*(read(service.submit(one)) for one in asked)))
+        return [await read(service.submit(one)) for one in asked]
+
+
+def tokens_of(made: Sequence[Sequence[TokenEvent]]) -> list[list[int]]:
+    return [[event.token for event in events] for events in made]
+
+
+def _tokens_booked(event: TokenEvent) -> int:
+    return 0 if event.ledger is None else event.ledger.tokens
+
+
+@pytest.mark.parametrize("at_once", [False, True], ids=["alone", "several at once"])
+async def test_answers_are_those_of_transformers_whatever_a_head_of_random_weights_says(
+    tiny: Tiny, oracle: Oracle, confirmed: list[int], at_once: bool
+) -> None:
+    questions = Questions(tiny=tiny, count=8)
+    asked = [one for _, one in questions.among(1)]
+    assert tokens_of(await answered(tiny, asked, at_once=at_once)) == questions.answers
+    assert confirmed
+    assert max(oracle.most) > 0
+
+
+@pytest.mark.parametrize("at_once", [False, True], ids=["alone", "several at once"])
+@pytest.mark.parametrize("penalty", [1.0, 1.3], ids=["", "draws that look back"])
+@pytest.mark.parametrize("temperature", [0.0, 0.8], ids=["greedy", "sampled"])
+async def test_answers_are_the_same_with_drafts_that_are_right_more_often_than_not(
+    tiny: Tiny,
+    oracle: Oracle,
+    confirmed: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+    temperature: float,
+    penalty: float,
+    at_once: bool,
+) -> None:
+    """Tokens, their order and their probabilities."""
+    sampling = Sampling(temperature=temperature, seed=3, stream=0, repetition_penalty=penalty)
+    questions = Questions(tiny=tiny, count=6)
+    asked = [replace(one, sampling=sampling) for _, one in questions.among(1, new=24)]
+    monkeypatch.setattr(tiny.view, "draft_head", None)
+    plain = await answered(tiny, asked, at_once=False)
+    monkeypatch.setattr(tiny.view, "draft_head", oracle)
+    confirmed.clear()
+    pairs = zip(questions.prompts, tokens_of(plain), strict=True)
+    oracle.texts = [[*prompt, *tokens] for prompt, tokens in pairs]
+    made = await answered(tiny, asked, at_once=at_once)
+    assert tokens_of(made) == tokens_of(plain)
+    for with_drafts, without in zip(made, plain, strict=True):
+        assert [one.logprob for one in with_drafts] == [one.logprob for one in without]
+        assert [one.finish_reason for one in with_drafts] == [one.finish_reason for one in without]
+        assert [_tokens_booked(one) for one in with_drafts] == [0, *[1] * (len(without) - 1)]
+    assert min(confirmed) == 0
+    assert max(confirmed) > (0 if at_once else 2)
+
+
+async def test_what_an_answer_has_no_room_for_is_not_drafted(
+    tiny: Tiny, oracle: Oracle, confirmed: list[int]
+) -> None:
+    """Of an answer of four tokens the first comes of the prompt, and the last is not fed."""
+    (_, one), *_ = Questions(tiny=tiny, count=1).among(1, new=4)
+    (events,) = await answered(tiny, [one], at_once=False)
+    assert len(events) == 4
+    assert max(oracle.most) == 2
+
+
+async def test_a_prompt_that_goes_on_from_an_answer_is_read_behind_it(
+    tiny: Tiny, oracle: Oracle, confirmed: list[int]
+) -> None:
+    """What the first answer left is right, though wrong drafts were written behind it."""
+    (_, one), *_ = Questions(tiny=tiny, count=2).among(1, new=40)
+    plain = tiny.greedy(list(one.prompt_ids), 40, eos=None)
+    oracle.texts = [[*one.prompt_ids, *plain]]
+    first, again = await answered(tiny, [one, one], at_once=False)
+    longer = replace(one, prompt_ids=(*one.prompt_ids, *plain))
+    expected = tiny.greedy(list(longer.prompt_ids), 40, eos=None)
+    oracle.texts.append([*longer.prompt_ids, *expected])
+    (_, after) = await answered(tiny, [one, longer], at_once=False)
+    assert tokens_of([first, again]) == [plain, plain]
+    assert tokens_of([after]) == [expected]
+    assert after[0].cached_tokens > len(one.prompt_ids)
+    assert max(confirmed) > 0
