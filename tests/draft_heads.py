@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from trimmoe.models.draft_head import NORMS, Floats, HeadWeights, Sizes
+from trimmoe.models.compiled.view import CompiledView
+from trimmoe.models.draft_head import NORMS, DraftHead, Floats, HeadMemory, HeadWeights, Sizes
 
 
 def random_head(
@@ -97,3 +98,30 @@ class PlainHead:
 
     def _normed(self, rows: Tensor, name: str) -> Tensor:
         return F.rms_norm(rows, rows.shape[-1:], self._norms[name], self.sizes.epsilon)
+
+
+class Oracle(DraftHead):
+    """Knows the answers, and is wrong every so often."""
+
+    def __init__(self, view: CompiledView, *, wrong_every: int) -> None:
+        weights = random_head(view.spec.hidden_size, view.spec.vocab_size)
+        super().__init__(weights, view.head_rows, view.token_rows)
+        self.texts: list[list[int]] = []
+        self.wrong_every, self.asked = wrong_every, 0
+        self.most: list[int] = []
+
+    def draft(
+        self, memory: HeadMemory, position: int, token: int, most: int, likely: float = 0.0
+    ) -> tuple[int, ...]:
+        self.most.append(most)
+        if most <= 0 or not self.texts:
+            return super().draft(memory, position, token, most, likely=likely)
+        for text in self.texts:
+            if text[position : position + 1] == [token]:
+                found = text[position + 1 : position + 1 + most]
+                self.asked += 1
+                if found and self.asked % self.wrong_every == 0:
+                    at = self.asked % len(found)
+                    found[at] = (found[at] + 1) % 256
+                return tuple(found)
+        return ()

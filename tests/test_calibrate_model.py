@@ -390,7 +390,7 @@ def test_the_embedded_model_calibrates(texts: list[str]) -> None:
     path = ensure_embedded_model(progress=False)
     prose = Path(np.__file__).parent.joinpath("__init__.py").read_text(encoding="utf-8")
     settings = CalibrationSettings(
-        tokens=160,
+        tokens=96,
         window=32,
         skip_samples=8,
         drop_samples=4,

@@ -138,7 +138,7 @@ def test_the_embedded_model_guesses_better_with_them(tmp_path: Path) -> None:
     path = ensure_embedded_model(progress=False)
     view, tokenizer = open_model(path, dtype=torch.float32), load_tokenizer(path)
     cut = partial(token_windows, tokenizer=tokenizer, window=128, seed=0)
-    fitting = cut([sample_text("calibration")], tokens=256)
+    fitting = cut([sample_text("calibration")], tokens=128)
     unseen = cut([sample_text("held-out")], tokens=256)
     found = fitted(view, Windows(ids=fitting), tmp_path, rank=16)
     held = torch.zeros(view.spec.layer_count, view.spec.expert_count, dtype=torch.bool)

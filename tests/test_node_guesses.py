@@ -211,7 +211,7 @@ async def test_tokens_of_an_answer_pass_layers_together_where_a_view_says_that_t
     together = dict.fromkeys(policies, 0)
     for routes in (hybrid_routes(3), staircase_routes(3), constant_routes(3)):
         profile, plan = world(tiny, servers=3, routes=routes)
-        asked = [(access, request([7, 8, 9, 10, 11] * 3, 24)) for access in range(3)]
+        asked = [(access, request([7, 8, 9, 10, 11] * 3, 16)) for access in range(3)]
         made = {}
         for name, policy in policies.items():
             async with running(tiny, profile=profile, plan=plan, policy=policy) as cluster:

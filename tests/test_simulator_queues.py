@@ -49,7 +49,7 @@ def test_waiting_of_a_single_queue_is_that_of_m_d_1(use: float) -> None:
     """Poisson arrivals, fixed service, one at a time: the mean wait is use * s / 2 (1 - use)."""
     one = one_queue()
     waits = []
-    for seed in range(8):
+    for seed in range(4):
         sample = one.run(
             single_tokens(use),
             warm_up_s=20.0,

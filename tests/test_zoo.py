@@ -242,13 +242,13 @@ async def test_servers_that_guess_and_die_answer_as_one_process(it: Specimen) ->
     profile, cluster = random_profile(rng, it.view.spec), random_cluster(rng, servers=4)
     plan = random_plan(rng, it.view.spec, cluster, density=0.3)
     plan.hosts[0] |= plan.hosts[1]
-    tiny, expected = it.tiny(), greedy(it.view, asked, 24)
-    assert min(len(set(answer)) for answer in expected) > 2, "a token that says itself again"
+    tiny, expected = it.tiny(), greedy(it.view, asked, 16)
+    assert min(len(set(answer)) for answer in expected) > 1, "a token that says itself again"
     async with running(
         tiny, profile=profile, plan=plan, policy=guessing(2), prefill_chunk=6
     ) as servers:
         streams = [
-            servers.nodes[access].service.submit(request(one, 24))
+            servers.nodes[access].service.submit(request(one, 16))
             for access, one in zip((0, 2, 3), asked, strict=True)
         ]
         begun = [await soon(anext(stream)) for stream in streams]

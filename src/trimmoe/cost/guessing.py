@@ -18,6 +18,16 @@ GUESSES, GUESS_CHANCE = 16, 0.15
 of being right."""
 
 
+ROWS = 8
+"""Rows of a batch up to which drafts are read along with what is known: what more would take is not
+made up for by what of them is right."""
+
+
+def rows_along(streams: int) -> int:
+    """How many drafts are read along with each token of so many streams at once."""
+    return ROWS // max(streams, 1) - 1
+
+
 def window(chance: float, least: float, most: int) -> int:
     """How many guesses may be ahead of what is confirmed: as many as are all right with a chance of
     at least `least` where each is with `chance`, and no more than `most`."""

@@ -15,6 +15,7 @@ from trimmoe.cost.guessing import (
     guess_times_s,
     interval_s,
     row_times_s,
+    rows_along,
     stream_share,
     window,
 )
@@ -216,6 +217,8 @@ class GuessRules:
     busy: FloatArray
     """Share of the time that servers along each route are busy, see `ExitRules.busy`, [R]."""
     top_k: int
+    whole: BoolArray | None = None
+    """Servers that hold all experts, [M]; None where that is not known."""
 
     @cached_property
     def streams(self) -> FloatArray:
@@ -240,7 +243,22 @@ class GuessRules:
         if below is None:
             return least
         crowded = self.cost.occupancy[self.routes].max(1) * others >= below
-        return np.where(crowded | self._late | (streams >= self.streams), np.inf, least)
+        stops = crowded | self._late | (streams >= self.streams)
+        return np.where(stops & ~self.reads_along(streams), np.inf, least)
+
+    def reads_along(self, streams: int) -> BoolArray:
+        """Where drafts of so many streams are read along with their tokens, [R]: they take a few
+        rows and nobody's time."""
+        more = np.zeros(self.routes.shape[0] - self.home.size, dtype=bool)
+        return np.concatenate([self.home, more]) & (rows_along(streams) > 0)
+
+    @cached_property
+    def home(self) -> BoolArray:
+        """Where all that a token needs is on its user's own server, [M]: an own pass would take as
+        long as full depth."""
+        servers = np.arange(self.cost.server_count)
+        whole = np.zeros(servers.size, dtype=bool) if self.whole is None else self.whole
+        return whole & (self.routes[: servers.size] == servers[:, None]).all(axis=1)
 
     def leads(self, least: FloatArray, others_s: Sequence[FloatArray] = ()) -> Leads:
         """How streams get on by access server, whose guesses have to have the chance `least` [M];

@@ -79,7 +79,7 @@ class Engine:
     """d_ref of the users at each server, [M]; None where all go by `reference_s`."""
     hosts: BoolArray | None = None
     """Who holds which experts, [M, N, E]: what users' servers guess with in a driver that has them
-    all in one process. No decision looks at it."""
+    all in one process, and which servers hold all that their users' tokens need."""
     stand_in_bits: IntArray | None = None
     """Bits of their copies of other experts, as the plan has them, [M, N, E]."""
 
@@ -111,6 +111,7 @@ class Engine:
             reference_s=self.reference_s,
             busy=self.exits.busy,
             top_k=self.profile.patterns.shape[2],
+            whole=None if self.hosts is None else self.hosts.all(axis=2).all(axis=1),
         )
 
     @cached_property

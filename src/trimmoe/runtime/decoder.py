@@ -214,6 +214,8 @@ class ExactDecoder:
         self._places = Places(self._cache, retain=retain)
         self._ledger = _exact_ledger(view)
         self._drafts = HeadDrafts(view=view)
+        self._last: dict[int, int] = {}
+        """By sequence, the position of the last token that its answer may have."""
         self._unconfirmed: dict[int, _Read] = {}
         spec = view.spec
         exact = PolicyPicture(
@@ -238,10 +240,11 @@ class ExactDecoder:
                 view.attach(self._cache, at.slot, view.encode([prompt])[0])
             else:
                 at = self._places.open(sequence, request.ids)
-            self._drafts.open(at, len(prompt) + request.max_new_tokens - 1)
+            self._drafts.begin(at.slot, at.source)
+            self._last[sequence] = len(prompt) + request.max_new_tokens - 1
             tokens = at.tokens[at.start :]
             states = self._run([at.slot], [tokens], [at.start])
-            self._drafts.read(at, at.start, states, tokens)
+            self._drafts.read(at.slot, at.start, states, tokens)
             logits = view.logits(states[-1:])[0]
         self._places.has_read(sequence)
         return logits
@@ -257,6 +260,7 @@ class ExactDecoder:
 
     def close(self, sequence: int) -> None:
         self._unconfirmed.pop(sequence, None)
+        self._last.pop(sequence, None)
         self._places.close(sequence)
 
     @torch.inference_mode()
@@ -264,8 +268,8 @@ class ExactDecoder:
         places = [self._places[sequence] for sequence in tokens]
         slots, starts = [at.slot for at in places], [len(at.tokens) for at in places]
         ids = [
-            [token, *self._drafts.offer(at, token, len(places))]
-            for at, token in zip(places, tokens.values(), strict=True)
+            [token, *self._offered(sequence, token, streams=len(places))]
+            for sequence, token in tokens.items()
         ]
         states = self._run(slots, ids, starts)
         sizes = [len(row) for row in ids]
@@ -290,9 +294,17 @@ class ExactDecoder:
         """What follows a wrong one is written over."""
         at, read = self._places[sequence], self._unconfirmed.pop(sequence)
         known = read.tokens[: 1 + right]
-        self._drafts.read(at, read.start, read.states[: len(known)], known)
+        self._drafts.read(at.slot, read.start, read.states[: len(known)], known)
         for token in known:
             self._places.fed(sequence, token, exact=True)
+
+    def _offered(self, sequence: int, token: int, *, streams: int) -> tuple[int, ...]:
+        """What is taken to follow a token that is fed to a sequence, one of so many at once."""
+        at = self._places[sequence]
+        position = len(at.tokens)
+        # The answer's last token is not fed.
+        most = self._last[sequence] - 1 - position
+        return self._drafts.offer(at.slot, position, token, streams=streams, most=most)
 
     def stats(self) -> DecoderStats:
         return DecoderStats()

@@ -215,6 +215,7 @@ class Node:
                 exact_hosts=lambda: self.planner.in_force.exact_hosts,
                 post=self.outbox.post,
                 guessed=self.front_end.answers.guessed,
+                offered=self.front_end.answers.offered,
                 worked=self.reporter.worked,
             )
         )
@@ -311,6 +312,7 @@ class Node:
             guess=self._guess,
             guess_s=self._guess_s,
             holds=lambda route: self._view.chains and not self.worker.reads_from(route),
+            is_home=worker.is_home,
             least_chance=self._least_chance,
             chunk=settings.prefill_chunk,
             health=self.health,
@@ -362,7 +364,11 @@ class Node:
             self.outbox.post(parcel)
 
     def _copy_slot(self, source: int, slot: int, length: int) -> None:
-        self.batch_loop.control(lambda: self.worker.cache.copy(source, slot, length))
+        def copy() -> None:
+            self.worker.cache.copy(source, slot, length)
+            self.worker.home_drafts.copy(source, slot)
+
+        self.batch_loop.control(copy)
 
     def _evicted(self, sequence: int) -> None:
         # Not at once: whoever is told may be about to retain it.

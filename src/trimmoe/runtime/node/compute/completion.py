@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -37,13 +37,22 @@ from trimmoe.runtime.scores import Score
 Told = TypeVar("Told", After, Token)
 
 
+class Completed(NamedTuple):
+    """What comes of units at the end of their way."""
+
+    parcels: list[Parcel]
+    states: Tensor
+    """What their tokens were predicted from, [n, d]."""
+    tokens: list[Token]
+
+
 def completed(
     runner: ModelRunner,
     settings: PolicySettings,
     command: Complete,
     units: Sequence[Unit],
     hidden: Tensor,
-) -> list[Parcel]:
+) -> Completed:
     """Predict from the last states [n, d]: tokens to their access servers, states onward."""
     propagating: list[Parcel] = []
     state = settings.readings.exit_state
@@ -74,7 +83,7 @@ def completed(
         tokens.append(token)
         if exits:
             unit.probe = token.token if drafts else int(scores.argmax())
-    return to_users(units, tokens) + propagating
+    return Completed(parcels=to_users(units, tokens) + propagating, states=hidden, tokens=tokens)
 
 
 def trailed(

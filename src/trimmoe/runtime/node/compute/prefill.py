@@ -153,11 +153,13 @@ def end_chunk(worker: Worker, unit: Unit) -> BatchOutput:
         known = seat.seen.tokens[: seat.seen.prompt]
         following = known[unit.start + 1 : unit.start + unit.count + 1]
         seat.scores += scored(view, batch.pack(hidden), following, wanted)
+    first = None
     if unit.last:
         logits = view.logits(batch.last(hidden))[0]
         charge = ChargeSpec(seat.charged_tokens, seat.charged_loss) if seat.charged_tokens else None
         first = token_of(unit, logits, charge=charge, scores=seat.scores)
         result.parcels = to_users([unit], [first])
+    result.offers = worker.home_drafts.prompt(unit, batch.pack(hidden), first)
     return result
 
 

@@ -42,6 +42,7 @@ from trimmoe.runtime.drafter import Drafter
 from trimmoe.runtime.node.compute.completion import completed, trailed
 from trimmoe.runtime.node.compute.draft_runner import DraftRunner
 from trimmoe.runtime.node.compute.execution import run_and_ship
+from trimmoe.runtime.node.compute.home_drafts import HomeDrafts
 from trimmoe.runtime.node.compute.pace import Pace
 from trimmoe.runtime.node.compute.runner import ModelRunner
 from trimmoe.runtime.node.compute.segments import Segments
@@ -75,6 +76,7 @@ class Worker(ModelRunner):
         drafter: Drafter | None = None,
     ) -> None:
         super().__init__(view, server=server, slots=slots, pace=pace, verifier=verifier)
+        self.home_drafts = HomeDrafts(view=view, is_home=self.is_home, streams=self._streams)
         self.drafter = drafter
         self.draft_runner = DraftRunner.of(
             view, slots, profile if engine.settings.guesses else None
@@ -119,6 +121,15 @@ class Worker(ModelRunner):
         known = rows & set(range(len(state.feedback.route_weights))) or rows
         return np.unique(state.feedback.weights_of(np.array(list(known)))).tolist()
 
+    def is_home(self, route: tuple[int, ...]) -> bool:
+        """Whether all that tokens of this server's users need on a route is here."""
+        return bool(self.engine.guess_rules.home[self.server]) and set(route) == {self.server}
+
+    def _streams(self) -> int:
+        """Answers of this server's users, if they are guessed ahead token by token."""
+        settings = self.engine.settings
+        return len(self.state.accounts) if settings.guesses and not settings.guess_chunks else 0
+
     def index_routes(self) -> None:
         """Look up rows of the engine's routes by route."""
         rows = enumerate(self.engine.routes.tolist())
@@ -145,7 +156,9 @@ class Worker(ModelRunner):
     def least_chance(self, route: tuple[int, ...], streams: int) -> float:
         """As `GuessRules.least_among` has it, of sequences on a route while so many streams are
         under way in the cluster."""
-        row, rules = self.route_rows.get(route), self.engine.guess_rules
+        rules, row = self.engine.guess_rules, self.route_rows.get(route)
+        if tuple(self.engine.routes[self.server].tolist()) == route:
+            row = self.server
         if row is None:
             return self.engine.settings.guess_chance
         return float(rules.least_among(streams)[row])
@@ -354,7 +367,10 @@ class Worker(ModelRunner):
                 for unit, token in zip(which, predicted, strict=True):
                     unit.probe = token
             elif isinstance(command, Complete):
-                result.parcels += completed(self, self.engine.settings, command, which, hidden)
+                ended = completed(self, self.engine.settings, command, which, hidden)
+                result.parcels += ended.parcels
+                if command.layer == self.view.spec.layer_count:
+                    result.offers += self.home_drafts.generated(which, ended.states, ended.tokens)
                 if command.layer == self.view.spec.layer_count:
                     result.written += [(unit, self._end) for unit in which]
             elif isinstance(command, Trailed):

@@ -13,13 +13,13 @@ from math import isinf
 
 from trimmoe.core.events import SequenceOpened
 from trimmoe.core.ledger import Ledger
-from trimmoe.engine.guesses import Lead
+from trimmoe.engine.guesses import OWN, Lead
 from trimmoe.policy.readings import BudgetRule
 from trimmoe.runtime.node.front.drafts import GUESSED, Guessing, Kind
 from trimmoe.runtime.node.front.jobs import Attempt, FrontEndContext, Job
 from trimmoe.runtime.node.front.memory import Memory
 from trimmoe.runtime.node.records.messages import After, Parcel, Token, Withdraw
-from trimmoe.runtime.node.records.output import Arrival
+from trimmoe.runtime.node.records.output import Arrival, Offer
 from trimmoe.runtime.node.records.packing import unpack_charge, unpack_ledger, unpack_receipt
 from trimmoe.runtime.node.records.readings import Reading
 from trimmoe.runtime.node.records.samplings import unpack_scores
@@ -109,6 +109,22 @@ class Answers:
                     self._release(attempt)
                     continue
             self.guess(job, attempt)
+
+    def offered(self, offers: Sequence[Offer]) -> None:
+        """A draft head has named what follows tokens that came with this; it sets out with them,
+        unless something else has."""
+        for offer in offers:
+            job = self._job_of(offer.sequence)
+            if job is None or (attempt := job.attempt) is None or attempt.lead is None:
+                continue
+            following = len(job.request.prompt_ids) + len(job.tokens) + len(attempt.pending)
+            known = attempt.unfed is None and not attempt.pending.drafts
+            if not known or offer.position != following or isinf(attempt.lead.least):
+                continue
+            for position, token in enumerate(offer.tokens, offer.position):
+                if not self._set_out(job, attempt, position, token, GUESSED[OWN]):
+                    break
+            self._release(attempt)
 
     def _followed(self, job: Job, attempt: Attempt, guessed: Reading) -> int:
         """Follow what is probable; how many tokens are."""
@@ -206,6 +222,8 @@ class Answers:
         if isinf(lead.least):
             return
         ids, source = self._looked_up(job, attempt, lead), lead.choose()
+        if attempt.at_home and source == OWN:
+            return
         if attempt.pending.drafts >= lead.window or not attempt.may_guess(len(ids)):
             return
         start = attempt.read_by(source)

@@ -323,6 +323,7 @@ class FrontEnd:
                 others_s=tuple(others_s),
                 whole_s=float(rules.whole_s[context.server]),
             )
+            attempt.at_home = context.is_home(attempt.route)
             attempt.holds = context.holds(attempt.route)
             if settings.guess_chunks:
                 attempt.chunks = rules.chunks(context.server)

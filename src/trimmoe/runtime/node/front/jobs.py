@@ -72,6 +72,9 @@ class Attempt:
     """The same where so many guesses are verified at a time."""
     chunk_end: int = 0
     """Position behind the guesses that are verified together now."""
+    at_home: bool = False
+    """Whether all that its tokens need is on this server, so that full depth takes no longer than
+    an own pass would."""
     holds: bool = False
     """Whether guesses may wait for those upon them, to set out together."""
     held: list[Token] = field(default_factory=list)
@@ -233,6 +236,8 @@ class FrontEndContext:
     holds: Callable[[tuple[int, ...]], bool]
     """Whether guesses of sequences on a route gain by setting out together, and nothing that this
     server reads by itself waits for them."""
+    is_home: Callable[[tuple[int, ...]], bool]
+    """Whether all that tokens on a route need is here."""
     least_chance: Callable[[tuple[int, ...]], float]
     """That guesses of sequences on a route have to have of being right to be followed now; infinite
     where none is worth its time."""

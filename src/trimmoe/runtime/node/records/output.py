@@ -10,6 +10,16 @@ from trimmoe.runtime.node.records.readings import Reading
 from trimmoe.runtime.node.records.units import Unit
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Offer:
+    """What a draft head takes to follow in a sequence."""
+
+    sequence: int
+    position: int
+    """Of the first of them."""
+    tokens: tuple[int, ...]
+
+
 @dataclass(kw_only=True, slots=True)
 class BatchOutput:
     """What follows from a batch."""
@@ -23,6 +33,8 @@ class BatchOutput:
     guessed: list[Reading] = field(default_factory=list)
     reading: list[Reading] = field(default_factory=list)
     """Of those who guess, who has layers left."""
+    offers: list[Offer] = field(default_factory=list)
+    """Of tokens that have come to their end here."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -174,6 +174,7 @@ def build(basis: Basis, conditions: Conditions, extra: tuple[Route, ...]) -> Bui
     own = None if maker is None else maker(space, deployment, basis.profile, settings)
     return Built(
         engine=Engine(
+            hosts=basis.plan.hosts,
             policy=standard if own is None else own,
             settings=basis.settings,
             profile=basis.profile,
