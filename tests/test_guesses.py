@@ -12,7 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trimmoe.core.ledger import Ledger
-from trimmoe.cost.guessing import guess_times_s, row_times_s, stream_share, window
+from trimmoe.cost.guessing import (
+    guess_times_s,
+    row_times_s,
+    shares_along,
+    stream_share,
+    window,
+)
 from trimmoe.cost.model import Accounting, CostModel
 from trimmoe.engine.guesses import DRAFT_MODEL, OWN, Chunks, GuessRules, Lead, Passed, Source
 from trimmoe.policy.presets import PRESETS
@@ -302,3 +308,40 @@ def test_guesses_wait_for_those_upon_them_for_a_quarter_of_a_tokens_way(
 ) -> None:
     """And never for more than a compiled layer takes at once."""
     assert Lead(guesses=16, guess_s=guess_s, whole_s=whole_s).together == together
+
+
+def test_a_server_that_holds_everything_drafts_for_a_few_streams_however_it_is_loaded() -> None:
+    """Under auto, whose own passes would be late there. Users of server 1 have an expert elsewhere,
+    those of server 2 a layer."""
+    cost = priced(np.ones((3, 3, 2)), guess_s=np.full(3, 9.0))
+    hosts = np.ones((3, 3, 2), dtype=bool)
+    hosts[1, 2, 1] = False
+    rules = GuessRules(
+        settings=replace(PRESETS["auto"](), guess_chance=0.15),
+        cost=cost,
+        routes=np.array([[0, 0, 0], [1, 1, 1], [2, 2, 0]]),
+        reference_s=1.0,
+        busy=np.zeros(3),
+        top_k=1,
+        hosts=hosts,
+    )
+    assert rules.home.tolist() == [True, False, False]
+    assert rules.least_among(1).tolist() == [0.15, np.inf, np.inf]
+    assert rules.least_among(4).tolist() == [0.15, np.inf, np.inf]
+    assert np.isinf(rules.least_among(5)).all()
+    assert not replace(rules, hosts=None).home.any()
+
+
+@pytest.mark.parametrize(("streams", "share"), [(1, 0.5), (4, 0.5), (5, 1.0)])
+def test_where_drafts_are_read_along_a_token_takes_what_a_guess_does(
+    streams: int, share: float
+) -> None:
+    """Of four seconds two, unless there are too many streams, another server's users come by, or
+    a guess takes longer."""
+    cost = priced(np.ones((2, 4, 1)), guess_s=np.array([2.0, 9.0]))
+    alone, both = np.array([[0] * 4, [1] * 4]), np.array([True, True])
+    assert shares_along(cost, alone, both, streams, 1).tolist() == [share, 1.0]
+    crossed = np.array([[0] * 4, [1, 1, 1, 0]])
+    assert shares_along(cost, crossed, both, streams, 1).tolist() == [1.0, 1.0]
+    nobody = np.zeros(2, dtype=bool)
+    assert shares_along(cost, alone, nobody, streams, 1).tolist() == [1.0, 1.0]

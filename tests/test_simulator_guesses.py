@@ -117,6 +117,16 @@ def test_auto_guesses_while_fewer_answers_are_under_way_than_are_worth_it(
     assert finished_s(sample, 0) == [WHOLE_S, last_s]
 
 
+def test_where_everything_is_on_the_users_server_tokens_take_what_a_guess_does() -> None:
+    """Two seconds instead of three, as drafts are read along; nothing sets out by itself."""
+    one = foreseen(guessing(stages([0] * LAYERS), 3, WHOLE_S), [RIGHT, RIGHT, UNSURE])
+    cost = replace(one.engine.cost, guess_s=np.array([2.0]))
+    one = replace(one, engine=replace(one.engine, cost=cost))
+    sample = answered(one, np.zeros_like(one.trace.confidence), [3])
+    assert finished_s(sample, 0) == [2.0, 4.0, 6.0]
+    assert sample.drafts == 0
+
+
 def test_a_token_that_follows_too_closely_enters_a_layer_after_the_one_before() -> None:
     """b sets out at 0.75 and waits for the first server, which has a until 1."""
     assert finished_s(played([RIGHT, UNSURE], 1, guess_s=0.75, way_s=0.0), 0) == [3.0, 4.0]

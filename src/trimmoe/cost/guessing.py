@@ -63,6 +63,28 @@ def stream_share(cost: CostModel, routes: IntArray, top_k: int, whole_s: FloatAr
     return _work_s(cost, routes, top_k).max(axis=1) / whole_s
 
 
+def at_home(routes: IntArray, access: IntArray, hosts: BoolArray) -> BoolArray:
+    """Whether all that tokens of the users of `access` [A] need on `routes` [A, N] is on their own
+    server, so that its own pass is full depth itself; `hosts` [M, N, E]; [A]."""
+    return (routes == access[:, None]).all(axis=1) & np.all(hosts[access], axis=(1, 2))
+
+
+def shares_along(
+    cost: CostModel, routes: IntArray, home: BoolArray, streams: int, top_k: int
+) -> FloatArray:
+    """What a token takes of each server at `home` [M] where drafts of so many streams are read
+    along, as a share of what it takes by itself, [M]; one where nothing is gained, and where other
+    servers' users come by."""
+    shares = np.ones(cost.server_count)
+    if rows_along(streams) <= 0:
+        return shares
+    guess_s, whole_s = guess_times_s(cost, top_k), _layer_times_s(cost, top_k).sum(axis=1)
+    for server in np.flatnonzero(home).tolist():
+        if not (np.delete(routes, server, axis=0) == server).any():
+            shares[server] = min(guess_s[server] / whole_s[server], 1.0)
+    return shares
+
+
 def first_layer(route: IntArray, server: int, held: BoolArray) -> int:
     """The layer that guesses of a server's users begin with: before it their tokens, on `route`
     [N], pass that server themselves, which holds all experts there, of `held` [N, E], so that there

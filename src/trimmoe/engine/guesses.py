@@ -12,6 +12,7 @@ import numpy as np
 from trimmoe.core.ledger import Ledger
 from trimmoe.core.specs import BoolArray, FloatArray, IntArray
 from trimmoe.cost.guessing import (
+    at_home,
     guess_times_s,
     interval_s,
     row_times_s,
@@ -217,8 +218,8 @@ class GuessRules:
     busy: FloatArray
     """Share of the time that servers along each route are busy, see `ExitRules.busy`, [R]."""
     top_k: int
-    whole: BoolArray | None = None
-    """Servers that hold all experts, [M]; None where that is not known."""
+    hosts: BoolArray | None = None
+    """Who holds which experts, [M, N, E]; None where that is not known."""
 
     @cached_property
     def streams(self) -> FloatArray:
@@ -254,11 +255,11 @@ class GuessRules:
 
     @cached_property
     def home(self) -> BoolArray:
-        """Where all that a token needs is on its user's own server, [M]: an own pass would take as
-        long as full depth."""
+        """See `cost.guessing.at_home`, [M]; nowhere if it is not known who holds what."""
         servers = np.arange(self.cost.server_count)
-        whole = np.zeros(servers.size, dtype=bool) if self.whole is None else self.whole
-        return whole & (self.routes[: servers.size] == servers[:, None]).all(axis=1)
+        if self.hosts is None:
+            return np.zeros(servers.size, dtype=bool)
+        return at_home(self.routes[: servers.size], servers, self.hosts)
 
     def leads(self, least: FloatArray, others_s: Sequence[FloatArray] = ()) -> Leads:
         """How streams get on by access server, whose guesses have to have the chance `least` [M];

@@ -111,7 +111,7 @@ class Engine:
             reference_s=self.reference_s,
             busy=self.exits.busy,
             top_k=self.profile.patterns.shape[2],
-            whole=None if self.hosts is None else self.hosts.all(axis=2).all(axis=1),
+            hosts=self.hosts,
         )
 
     @cached_property

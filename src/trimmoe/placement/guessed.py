@@ -17,7 +17,15 @@ import numpy as np
 from trimmoe.core.profile import Profile
 from trimmoe.core.specs import BoolArray, FloatArray, IntArray
 from trimmoe.cost.expected import expected_layer_delay_s, layer_table_s
-from trimmoe.cost.guessing import GUESS_CHANCE, GUESSES, interval_s, own_guess_times_s, paces_s
+from trimmoe.cost.guessing import (
+    GUESS_CHANCE,
+    GUESSES,
+    at_home,
+    guess_times_s,
+    interval_s,
+    own_guess_times_s,
+    paces_s,
+)
 from trimmoe.cost.model import CostModel
 from trimmoe.placement.planner import Planner
 from trimmoe.placement.routes import route_delay_s
@@ -73,7 +81,9 @@ class GuessedObjective:
         guess_s = own_guess_times_s(self.cost, routes, access, hosts, top_k)
         paces = paces_s(self.cost, routes, access, guess_s, top_k)
         each = zip(chances.tolist(), paces.tolist(), cost_s.tolist(), strict=True)
-        return np.array([interval_s(*one, GUESS_CHANCE, GUESSES) for one in each])
+        ahead_s = np.array([interval_s(*one, GUESS_CHANCE, GUESSES) for one in each])
+        along_s = np.minimum(cost_s, guess_times_s(self.cost, top_k)[access])
+        return np.where(at_home(routes, access, hosts), along_s, ahead_s)
 
     def chances(self, hosts: BoolArray, routes: IntArray) -> FloatArray:
         """That guesses of each server are right, [M]. What is not quite an expert adds noise to

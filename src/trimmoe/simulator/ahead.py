@@ -150,7 +150,9 @@ class Ahead:
         """Guesses that may be ahead of what is confirmed, by access server, [M]."""
         most, least = self.engine.settings.guesses, self._least[: self.engine.cost.server_count]
         pairs = zip(self._chances, least.tolist(), strict=True)
-        return np.array([window(chance, each, most) for chance, each in pairs])
+        windows = np.array([window(chance, each, most) for chance, each in pairs])
+        # There drafts are read along (`World.along`).
+        return np.where(self.engine.guess_rules.home, 0, windows)
 
     def prefill(self, requests: IntArray, access: IntArray, tokens: IntArray) -> Itinerary:
         """Prompt tokens [n], which run exactly, without budget, unless the policy trims them: then

@@ -19,6 +19,7 @@ from trimmoe.core.events import Receipt
 from trimmoe.core.exit_states import ExitState
 from trimmoe.core.specs import BoolArray, ClusterSpec, FloatArray, IntArray
 from trimmoe.core.trace import Trace
+from trimmoe.cost.guessing import shares_along
 from trimmoe.cost.model import Accounting
 from trimmoe.engine.step import Engine
 from trimmoe.policy.base import Policy
@@ -145,6 +146,7 @@ class _Run:
             segments=engine.settled is not None,
             slots=trace.experts.shape[2],
             hosts=engine.hosts if engine.settled is not None else None,
+            along=_along(engine, load.concurrency or 1),
         )
         self.decider = Ahead(
             engine=engine,
@@ -356,6 +358,15 @@ class _Run:
         """Those of decoded tokens; prompts have none."""
         found = (self.pool.receipts[row] for row in rows)
         return [receipt for receipt in found if receipt is not None]
+
+
+def _along(engine: Engine, streams: int) -> FloatArray | None:
+    """What tokens of so many streams take where drafts are read along with them, [M]; None where
+    nobody guesses token by token."""
+    if not engine.settings.guesses or engine.settings.guess_chunks:
+        return None
+    home, top_k = engine.guess_rules.home, engine.profile.top_k
+    return shares_along(engine.cost, engine.routes, home, streams, top_k)
 
 
 def _with_log(state: State, size: int) -> State:

@@ -93,6 +93,9 @@ class World(NamedTuple):
     """Whether tokens pass the layers that leave nothing to decide in one batch."""
     guess_s: FloatArray
     """Time of a guess, [M]."""
+    along: FloatArray
+    """What tokens take of each server where drafts are read along, as a share of what they do by
+    themselves, [M]."""
     machine: IntArray
     """Of each server, [M]."""
     at_once: FloatArray
@@ -228,9 +231,11 @@ def make_world(
     segments: bool,
     slots: int,
     hosts: BoolArray | None = None,
+    along: FloatArray | None = None,
 ) -> World:
     """The constants of a run; seconds are the cost model's, split at the propagation delay. Tokens
-    activate so many `slots`. `hosts` [M, N, E] tell which layers guesses need not pass."""
+    activate so many `slots`. `hosts` [M, N, E] tell which layers guesses need not pass, `along` [M]
+    what `cost.guessing.shares_along` does."""
     layers, servers = cost.layer_count, cost.server_count
     delay_s, speeds = cluster.delay_s, cluster.speeds
     hop_s, token_s, token_share = np.zeros(servers), np.zeros(servers), batch_share
@@ -271,6 +276,7 @@ def make_world(
         chunks=chunks,
         segments=segments,
         guess_s=plain(_guesses_s(cost, routes, hosts, slots)),
+        along=plain(np.ones(servers) if along is None else along),
         machine=plain(machine),
         at_once=plain(at_once),
     )
