@@ -123,7 +123,7 @@ def test_where_everything_is_on_the_users_server_tokens_take_what_a_guess_does()
     cost = replace(one.engine.cost, guess_s=np.array([2.0]))
     one = replace(one, engine=replace(one.engine, cost=cost))
     sample = answered(one, np.zeros_like(one.trace.confidence), [3])
-    assert finished_s(sample, 0) == [2.0, 4.0, 6.0]
+    assert finished_s(sample, 0) == pytest.approx([2.0, 4.0, 6.0])
     assert sample.drafts == 0
 
 
