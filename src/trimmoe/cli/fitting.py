@@ -34,7 +34,8 @@ def draft_head(
 
     from trimmoe.calibrate.draft_head import FitSettings, Taught, fit_draft_head, open_taught
     from trimmoe.calibrate.text import read_texts, token_windows
-    from trimmoe.models.draft_head_file import FILE, save_draft_head
+    from trimmoe.models.draft_head import FILE
+    from trimmoe.models.draft_head_file import save_draft_head
     from trimmoe.models.load import known_device, load_tokenizer, model_spec
 
     require_folder(output)

@@ -41,7 +41,10 @@ DraftHead = Annotated[
     str | None,
     typer.Option(
         "--draft-head",
-        help="Guesses on from the model's states: `auto`, `none` or a file; default: auto.",
+        help=(
+            "Guesses on from the model's states: `auto`, `mtp` for the checkpoint's own layer, "
+            "`none` or a file; default: auto."
+        ),
     ),
 ]
 DraftModel = Annotated[

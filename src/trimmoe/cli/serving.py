@@ -85,7 +85,6 @@ def serve_local(
     from trimmoe.experiments.methods import named
     from trimmoe.models.checkpoint import resolve
     from trimmoe.models.draft_head_file import open_draft_head
-    from trimmoe.models.formats.choose import folder_of
     from trimmoe.models.load import load_tokenizer
     from trimmoe.policy.presets import exact
     from trimmoe.runtime.decoder import ExactDecoder
@@ -120,7 +119,7 @@ def serve_local(
         local.use_threads(view, threads)
         if calibrated is None or placed is None:
             open_drafts(draft_model, view, tokenizer, exact(), slots=max_num_seqs)
-            open_draft_head(view, folder_of(resolve(path)), draft_head or "auto")
+            open_draft_head(view, resolve(path), draft_head or "auto")
             decoder = ExactDecoder(view, slots=max_num_seqs)
         else:
             decoder = local.planned_decoder(

@@ -43,7 +43,7 @@ from trimmoe.models.cache import KVCache
 from trimmoe.models.sums import sums_in
 
 if TYPE_CHECKING:
-    from trimmoe.models.draft_head import DraftHead
+    from trimmoe.models.draft_head import AnyHead
 
 DROPPED = -1
 """Expert number of a slot that runs nothing."""
@@ -136,7 +136,7 @@ class MoEView(ABC):
     bytes_read: BytesRead
     stand_in_bits: IntArray | None = None
     """Bits of the copies that it was opened with of experts that are not loaded, [N, E]."""
-    draft_head: DraftHead | None = None
+    draft_head: AnyHead | None = None
     """What guesses on from this model's states."""
 
     @property

@@ -97,6 +97,12 @@ class KVCache:
         for slab in (slab for both in self._slabs.values() for slab in both):
             slab[slot, :, :length] = slab[source, :, :length]
 
+    def take(self, other: KVCache, source: int, slot: int, length: int) -> None:
+        """Have a slot hold the first `length` positions of one of another cache of this kind."""
+        for block, theirs in other._slabs.items():
+            for slab, its in zip(self._reserve(block, length), theirs, strict=True):
+                slab[slot, :, :length] = its[source, :, :length]
+
     def forget(self) -> None:
         """Give back the memory of all blocks; the slots stay taken, and what is written next is
         all they hold."""

@@ -10,9 +10,11 @@ draft costs nothing but the rows that are verified in vain.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, Generic, NamedTuple, Self, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,6 +25,8 @@ from trimmoe.models.compiled.quantise import pack_bits, placed
 from trimmoe.models.compiled.tables import record
 
 Floats = NDArray[np.float32]
+FILE = Path("draft_head") / "model.safetensors"
+"""Where a checkpoint's folder has one that was fitted to it."""
 BITS, FREQUENT_BITS = 8, 4
 """In which the head's matrices are held, and the output head's rows for frequent tokens."""
 MOST, LIKELY = 4, 0.25
@@ -84,22 +88,12 @@ class HeadWeights:
     """How it was made."""
 
 
-@dataclass(kw_only=True, slots=True)
-class HeadMemory:
+@dataclass(kw_only=True)
+class Memory(ABC):
     """What a head has read of one sequence."""
 
-    keys: Floats
-    values: Floats
-    """Of pairs by position, with room for more, [KV heads, P, head size]."""
     states: dict[int, Floats] = field(default_factory=dict)
     """Normed states by position, the last ones."""
-
-    def room(self, length: int) -> None:
-        """Make room for so many positions."""
-        have = self.keys.shape[1]
-        if have < length:
-            more = [(0, 0), (0, max(length, 2 * have, 64) - have), (0, 0)]
-            self.keys, self.values = np.pad(self.keys, more), np.pad(self.values, more)
 
     def keep(self, start: int, states: Floats) -> None:
         """States [n, d] of positions from `start` on."""
@@ -109,37 +103,46 @@ class HeadMemory:
         for at in [at for at in self.states if at <= start + count - 1 - _KEPT]:
             del self.states[at]
 
-    def copy(self) -> HeadMemory:
+    @abstractmethod
+    def copy(self) -> Self:
         """The same for another sequence."""
-        return replace(
-            self, keys=self.keys.copy(), values=self.values.copy(), states=dict(self.states)
-        )
 
 
-class DraftHead:
-    """A head in compiled products. Used by one thread at a time.
+M = TypeVar("M", bound=Memory)
 
-    `rows` gives the output head's rows for some tokens [n] as [n, d], `embed` embeddings.
+
+class Head(ABC, Generic[M]):
+    """Whatever guesses on from a state and the token that follows. Used by one thread at a time.
+
+    `embed` gives embeddings [n, d]; `named` the scores [1, V'] of the `frequent` tokens [V'] after
+    a state [1, d]; `right` how often each draft of a chain is right where those before it are.
     """
 
     def __init__(
         self,
-        weights: HeadWeights,
-        rows: Callable[[IntArray], Floats],
         embed: Callable[[Sequence[int]], Floats],
+        named: Callable[[Floats], Floats],
+        frequent: IntArray,
+        right: tuple[float, ...],
     ) -> None:
-        self.sizes, self.right, self._norms = weights.sizes, weights.right, weights.norms
-        self._embed, self._frequent = embed, weights.frequent
-        self._products = {name: _Product(matrix, BITS) for name, matrix in weights.matrices.items()}
-        self._named = _Product(rows(weights.frequent), FREQUENT_BITS)
-        half = np.arange(0, self.sizes.head_size, 2) / self.sizes.head_size
-        self._turns = np.concatenate([self.sizes.rope_theta**-half] * 2)
+        self.right, self._embed, self._named, self._frequent = right, embed, named, frequent
 
-    def begin(self) -> HeadMemory:
-        empty = np.zeros((self.sizes.kv_heads, 0, self.sizes.head_size), dtype=np.float32)
-        return HeadMemory(keys=empty, values=empty)
+    @abstractmethod
+    def begin(self) -> M:
+        """Of a sequence of which nothing was read."""
 
-    def read(self, memory: HeadMemory, start: int, states: Floats, tokens: Sequence[int]) -> None:
+    @abstractmethod
+    def _store(self, memory: M, first: int, states: Floats, tokens: Floats) -> None:
+        """Remember pairs [n, d] from a position on."""
+
+    @abstractmethod
+    def _step(
+        self, memory: M, at: int, ahead: int, state: Floats, token: Floats
+    ) -> tuple[Floats, Floats]:
+        """The next state [d] and as the output head reads it, `ahead` of the pair at a position,
+        the last that was read, which is the one given if it is none ahead."""
+
+    def read(self, memory: M, start: int, states: Floats, tokens: Sequence[int]) -> None:
         """A sequence has these `tokens` from position `start` on, and these normed `states`
         [n, d] after each."""
         before = memory.states.get(start - 1)
@@ -151,7 +154,7 @@ class DraftHead:
         memory.keep(start, states)
 
     def draft(
-        self, memory: HeadMemory, position: int, token: int, most: int, likely: float = LIKELY
+        self, memory: M, position: int, token: int, most: int, likely: float = LIKELY
     ) -> tuple[int, ...]:
         """What is taken to follow a `token` at a position, one upon another: as many as are all
         right with a chance of at least `likely`, and no more than `most`."""
@@ -160,7 +163,6 @@ class DraftHead:
         if state is None or most <= 0:
             return ()
         chance, read = 1.0, self._embed([token])
-        self._store(memory, at, state[None], read)
         for ahead in range(most):
             state, named = self._step(memory, at, ahead, state, read[0])
             scores = self._named(named[None])[0]
@@ -173,8 +175,56 @@ class DraftHead:
                 read = self._embed(drafted[-1:])
         return tuple(drafted)
 
+
+AnyHead = Head[Any]
+
+
+@dataclass(kw_only=True)
+class HeadMemory(Memory):
+    """That of a draft head."""
+
+    keys: Floats
+    values: Floats
+    """Of pairs by position, with room for more, [KV heads, P, head size]."""
+
+    def room(self, length: int) -> None:
+        """Make room for so many positions."""
+        have = self.keys.shape[1]
+        if have < length:
+            more = [(0, 0), (0, max(length, 2 * have, 64) - have), (0, 0)]
+            self.keys, self.values = np.pad(self.keys, more), np.pad(self.values, more)
+
+    def copy(self) -> HeadMemory:
+        return replace(
+            self, keys=self.keys.copy(), values=self.values.copy(), states=dict(self.states)
+        )
+
+
+class DraftHead(Head[HeadMemory]):
+    """One that was fitted, in compiled products.
+
+    `rows` gives the output head's rows for some tokens [n] as [n, d], `embed` embeddings.
+    """
+
+    def __init__(
+        self,
+        weights: HeadWeights,
+        rows: Callable[[IntArray], Floats],
+        embed: Callable[[Sequence[int]], Floats],
+    ) -> None:
+        named = Product(rows(weights.frequent), FREQUENT_BITS)
+        super().__init__(embed, named, weights.frequent, weights.right)
+        self.sizes, self._norms = weights.sizes, weights.norms
+        self._products = {name: Product(matrix, BITS) for name, matrix in weights.matrices.items()}
+        half = np.arange(0, self.sizes.head_size, 2) / self.sizes.head_size
+        self._turns = np.concatenate([self.sizes.rope_theta**-half] * 2)
+
+    def begin(self) -> HeadMemory:
+        empty = np.zeros((self.sizes.kv_heads, 0, self.sizes.head_size), dtype=np.float32)
+        return HeadMemory(keys=empty, values=empty)
+
     def _store(self, memory: HeadMemory, first: int, states: Floats, tokens: Floats) -> None:
-        """Keys and values of pairs [n, d] from a position on."""
+        """Keys and values of pairs."""
         sizes, count = self.sizes, len(states)
         memory.room(first + count)
         pairs = self._pairs(states, tokens)
@@ -186,8 +236,9 @@ class DraftHead:
     def _step(
         self, memory: HeadMemory, at: int, ahead: int, state: Floats, token: Floats
     ) -> tuple[Floats, Floats]:
-        """The next state [d] and as the output head reads it, `ahead` of the pair at a position,
-        the last that is attended to."""
+        """Pairs ahead attend to what was read alone."""
+        if not ahead:
+            self._store(memory, at, state[None], token[None])
         norms, products = self._norms, self._products
         made = products["join"](self._pairs(state[None], token[None]))
         query = products["query"](self._normed(made, norms["query_norm"]))
@@ -223,11 +274,16 @@ class DraftHead:
         return np.concatenate(parts, axis=1)
 
     def _normed(self, rows: Floats, weight: Floats) -> Floats:
-        mean = np.square(rows).mean(axis=1, keepdims=True)
-        return rows / np.sqrt(mean + np.float32(self.sizes.epsilon)) * weight
+        return normed(rows, weight, self.sizes.epsilon)
 
 
-class _Product:
+def normed(rows: Floats, weight: Floats, epsilon: float) -> Floats:
+    """Rows [n, d] divided by their root mean square, times a weight [d]."""
+    mean = np.square(rows).mean(axis=1, keepdims=True)
+    return rows / np.sqrt(mean + np.float32(epsilon)) * weight
+
+
+class Product:
     """A matrix [J, K] in few bits."""
 
     def __init__(self, matrix: Floats, bits: int) -> None:

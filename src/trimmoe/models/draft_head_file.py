@@ -14,11 +14,10 @@ from trimmoe.core.errors import UserError
 from trimmoe.core.precision import GROUP
 from trimmoe.models.base import MoEView
 from trimmoe.models.compiled.view import CompiledView
-from trimmoe.models.draft_head import NORMS, DraftHead, Floats, HeadWeights, Sizes
+from trimmoe.models.draft_head import FILE, NORMS, DraftHead, Floats, HeadWeights, Sizes
+from trimmoe.models.formats.choose import folder_of
 
 FORMAT = 1
-FILE = Path("draft_head") / "model.safetensors"
-"""Where a checkpoint's folder has one."""
 
 
 def load_draft_head(path: Path, *, hidden: int, vocabulary: int) -> HeadWeights:
@@ -50,10 +49,11 @@ def load_draft_head(path: Path, *, hidden: int, vocabulary: int) -> HeadWeights:
     return head
 
 
-def open_draft_head(view: MoEView, folder: Path, choice: str = "auto") -> None:
+def open_draft_head(view: MoEView, model: Path, choice: str = "auto") -> None:
     """Give a view a draft head: that of its checkpoint's folder if that has one (`auto`), `none`,
-    or that of a file. Raises `UserError` for a file that does not fit."""
-    path = folder / FILE if choice == "auto" else Path(choice)
+    the checkpoint's own layer for it (`mtp`), or that of a file. Raises `UserError` for what does
+    not fit or is not there."""
+    path = folder_of(model) / FILE if choice == "auto" else Path(choice)
     if choice == "none" or (choice == "auto" and not path.is_file()):
         return
     if not isinstance(view, CompiledView) or not view.rewinds:
@@ -63,6 +63,12 @@ def open_draft_head(view: MoEView, folder: Path, choice: str = "auto") -> None:
             f"{view.spec.name} takes no draft head here: only a decoder in compiled blocks without "
             "recurrent states does; leave out --draft-head."
         )
+    if choice == "mtp":
+        # It opens a model.
+        from trimmoe.models.mtp import open_mtp_head
+
+        view.draft_head = open_mtp_head(view, model)
+        return
     spec = view.spec
     weights = load_draft_head(path, hidden=spec.hidden_size, vocabulary=spec.vocab_size)
     view.draft_head = DraftHead(weights, view.head_rows, view.token_rows)

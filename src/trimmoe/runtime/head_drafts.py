@@ -10,7 +10,7 @@ from torch import Tensor
 
 from trimmoe.cost.guessing import rows_along
 from trimmoe.models.base import MoEView
-from trimmoe.models.draft_head import MOST, HeadMemory
+from trimmoe.models.draft_head import MOST, Memory
 
 
 @dataclass(kw_only=True, slots=True)
@@ -18,7 +18,7 @@ class HeadDrafts:
     """Nothing is drafted by a view without a head."""
 
     view: MoEView
-    _memories: dict[int, HeadMemory] = field(default_factory=dict)
+    _memories: dict[int, Memory] = field(default_factory=dict)
     """By slot, as the states of what is over remain for what begins like it."""
 
     def begin(self, slot: int, source: int | None) -> None:

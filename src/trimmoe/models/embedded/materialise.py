@@ -14,7 +14,7 @@ from pathlib import Path
 
 from trimmoe.core.artifact import written_whole
 from trimmoe.core.errors import UserError
-from trimmoe.models.draft_head_file import FILE as DRAFT_HEAD
+from trimmoe.models.draft_head import FILE as DRAFT_HEAD
 from trimmoe.models.embedded.deltas import (
     DELTAS_PATH,
     Geometry,

@@ -26,7 +26,6 @@ from trimmoe.models.base import BytesRead, MoEView
 from trimmoe.models.checkpoint import resolve
 from trimmoe.models.draft import DraftModel, Served, open_draft
 from trimmoe.models.draft_head_file import open_draft_head
-from trimmoe.models.formats.choose import folder_of
 from trimmoe.models.load import known_device, load_tokenizer, open_model
 from trimmoe.policy.build import PolicyMaker
 from trimmoe.policy.settings import PolicySettings
@@ -260,7 +259,7 @@ def open_own_part(spec: ServerSpec, path: str) -> MoEView:
     )
     spec.profile.require_model(view.spec)
     if spec.policy.guesses:
-        open_draft_head(view, folder_of(resolve(path)), spec.draft_head)
+        open_draft_head(view, resolve(path), spec.draft_head)
     return view
 
 

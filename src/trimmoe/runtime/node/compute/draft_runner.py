@@ -18,7 +18,7 @@ from trimmoe.core.profile import Profile
 from trimmoe.cost.guessing import first_layer
 from trimmoe.models.base import MoEView
 from trimmoe.models.cache import KVCache
-from trimmoe.models.draft_head import HeadMemory
+from trimmoe.models.draft_head import Memory
 from trimmoe.runtime.home import Own, held_here, stand_ins
 from trimmoe.runtime.node.records.readings import Foreseen, Reading
 from trimmoe.runtime.node.records.units import Unit
@@ -38,7 +38,7 @@ class DraftRunner:
     """Readings whose states are still to come, by sequence."""
     foreseen: dict[int, dict[int, Foreseen]] = field(default_factory=dict)
     """By sequence and position, of tokens that were guessed and read at once."""
-    memories: dict[int, HeadMemory] = field(default_factory=dict)
+    memories: dict[int, Memory] = field(default_factory=dict)
     """What the view's draft head has read, by sequence."""
     _cache: KVCache | None = None
     _slot_of: dict[int, int] = field(default_factory=dict)
