@@ -27,7 +27,7 @@ from trimmoe.policy.presets import PRESETS
 from trimmoe.runtime.node.compute.worker import Worker
 from trimmoe.runtime.node.records.work import Step
 from trimmoe.runtime.node.schedule.scheduler import PATIENCE, Scheduler
-from trimmoe.runtime.node.watch.reports import Reporter
+from trimmoe.runtime.node.watch.reports import LEAST_S, Reporter
 from trimmoe.runtime.service import Overloaded, TokenEvent, TokenStream
 from wires import soon, until
 
@@ -138,11 +138,19 @@ def test_only_slots_of_generated_tokens_report_how_long_they_waited() -> None:
 def test_slots_wait_from_their_arrival_until_they_are_begun() -> None:
     """For the process to read them, then in its queue."""
     transport: Any = SimpleNamespace(reading_wait_s=lambda: 0.25, link_estimates=dict)
-    reporter = Reporter(transport, ("a", "b"), now=lambda: 0.0)
+    now_s = [0.0]
+    reporter = Reporter(transport, ("a", "b"), now=lambda: now_s[0])
+
+    def told_at(at_s: float) -> float:
+        now_s[0] = at_s
+        return reporter.load_report(0.0, frozenset(), [], 0).waiting_s
+
+    now_s[0] = 1.0
     reporter.waited(1.0)
-    assert reporter.load_report(0.0, frozenset(), [], 0).waiting_s == 1.25
+    assert told_at(1.0) == 1.25
+    assert told_at(1.0 + LEAST_S / 2) == 1.25, "that nobody came in so little time says nothing"
     # Nobody came since: nobody would have waited in the queue.
-    assert reporter.load_report(0.0, frozenset(), [], 0).waiting_s == 0.25 + 0.5
+    assert told_at(1.0 + LEAST_S) == pytest.approx(0.25 + 0.5, rel=0.05)
 
 
 def test_dropped_items_never_run() -> None:

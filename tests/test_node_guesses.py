@@ -503,3 +503,46 @@ def test_auto_guesses_nothing_where_that_is_late_or_in_others_way(tiny: Tiny) ->
     always = replace(engine, cost=crowded, settings=PRESETS["speculative"]())
     assert np.isfinite(always.guess_rules.least_among(9)).all()
     assert np.isinf(always.guess_rules.streams).all()
+
+
+async def test_servers_tell_each_other_at_once_how_many_answers_are_under_way(tiny: Tiny) -> None:
+    """Long before the next report is due."""
+    profile, plan = world(tiny, servers=3, routes=hybrid_routes(3))
+    async with running(
+        tiny, profile=profile, plan=plan, policy=guessing(2), report_every_s=600.0
+    ) as cluster:
+        others = [cluster.nodes[at].reporter for at in (1, 2)]
+        stream = cluster.nodes[0].service.submit(request(words(9, 1), 40))
+        await soon(anext(stream))
+        await until(lambda: all(each.running.get(0) == 1 for each in others))
+        await soon(read(stream))
+        await until(lambda: all(each.running.get(0) == 0 for each in others))
+
+
+async def test_what_is_read_for_guesses_is_let_be_where_too_many_answers_are_under_way(
+    tiny: Tiny, questions: Questions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A prompt is being read when word of the others comes; the answer is the same."""
+    profile, plan = world(tiny, servers=3, routes=hybrid_routes(3))
+    policy = replace(guessing(2), guess_below=1.0)
+    (access, asked), *_ = questions.among(3)
+    async with running(tiny, profile=profile, plan=plan, policy=policy) as cluster:
+        node = cluster.nodes[access]
+        monkeypatch.setattr(node.worker, "least_chance", lambda *_: 0.0)
+        guessed = node.front_end.answers.guessing
+        # What is to be read waits for ever.
+        monkeypatch.setattr(node.intake, "read_on", lambda *_: None)
+        stream = node.service.submit(asked)
+        await until(lambda: any(job.attempt for job in node.front_end._jobs))
+        (job,) = node.front_end._jobs
+        assert job.attempt is not None
+        attempt = job.attempt
+        await until(lambda: attempt.reading is not None)
+        reading = attempt.reading
+        assert reading is not None
+        monkeypatch.setattr(node.worker, "least_chance", lambda *_: np.inf)
+        node.front_end.load_changed()
+        assert (reading.void, attempt.reading, attempt.read) == (True, None, 0)
+        events = await soon(read(stream))
+    assert tokens_of(events) == questions.answers[0]
+    assert not guessed.made

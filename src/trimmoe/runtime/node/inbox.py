@@ -86,6 +86,7 @@ class Inbox:
                 self.planner.note(sender, message)
                 self.reporter.kv_usage[sender] = message.kv_usage
                 self.reporter.running[sender] = message.running
+                self.front_end.load_changed()
             case message:
                 self.intake.take(sender, message, parcel.tensors, parcel.wave)
 

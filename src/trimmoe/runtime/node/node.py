@@ -79,6 +79,8 @@ from trimmoe.runtime.wire.base import (
 )
 
 _log = logging.getLogger(__name__)
+NEWS_S = 0.02
+"""After which others are told that an answer began or is over, with what else has by then."""
 
 
 class Node:
@@ -141,6 +143,8 @@ class Node:
             undecided=self._undecided,
         )
         self._failure = "The server is starting."
+        self._news_due = False
+        """Whether others are about to be told how many answers are under way."""
         self.malformed: Counter[str] = Counter()
 
     @property
@@ -313,6 +317,7 @@ class Node:
             guess_s=self._guess_s,
             holds=lambda route: self._view.chains and not self.worker.reads_from(route),
             is_home=worker.is_home,
+            load_changed=self._load_changed,
             least_chance=self._least_chance,
             chunk=settings.prefill_chunk,
             health=self.health,
@@ -483,6 +488,20 @@ class Node:
             self._send_load_report()
             self.planner.look_ahead()
             await asyncio.sleep(self.settings.report_every_s)
+
+    def _load_changed(self) -> None:
+        """An answer began or is over: whoever guesses wants to know how many are under way."""
+        if self._news_due or not self.planner.settings.guesses or not self._peers.others():
+            return
+
+        def tell() -> None:
+            self._news_due = False
+            if not self._failure:
+                self.front_end.load_changed()
+                self._send_load_report()
+
+        self._news_due = True
+        asyncio.get_running_loop().call_later(NEWS_S, tell)
 
     def _send_load_report(self) -> None:
         weights = self.worker.loss_weights

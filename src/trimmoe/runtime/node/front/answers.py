@@ -126,6 +126,15 @@ class Answers:
                     break
             self._release(attempt)
 
+    def reconsider(self, attempt: Attempt) -> None:
+        """The load has changed: what is read for guesses that nobody would follow is let be."""
+        if attempt.lead is None or attempt.reading is None:
+            return
+        attempt.lead.least = self._context.least_chance(attempt.route)
+        if isinf(attempt.lead.least):
+            attempt.stop_reading()
+            self._release(attempt)
+
     def _followed(self, job: Job, attempt: Attempt, guessed: Reading) -> int:
         """Follow what is probable; how many tokens are."""
         least = self._context.planner.settings.guess_confidence

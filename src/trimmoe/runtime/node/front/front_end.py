@@ -186,6 +186,12 @@ class FrontEnd:
             if job.attempt and server in job.attempt.route:
                 job.attempt.fail(LOST)
 
+    def load_changed(self) -> None:
+        """Others, or this server's users, have more answers under way now, or fewer."""
+        for job in self._by_sequence.values():
+            if job.attempt is not None:
+                self.answers.reconsider(job.attempt)
+
     @property
     def running(self) -> int:
         """Answers under way."""
@@ -252,6 +258,7 @@ class FrontEnd:
             if not await self._seat(job, attempt):
                 return attempt.trouble.result() if attempt.trouble.done() else LOST
         job.seated = True
+        self._context.load_changed()
         self._send_off(job, attempt)
         return await attempt.trouble
 
@@ -377,6 +384,7 @@ class FrontEnd:
         if job not in self._jobs:
             return
         self._jobs.remove(job)
+        self._context.load_changed()
         self._forget(job, retained=error is None)
         if error is not None:
             job.out.put_nowait(error)

@@ -133,11 +133,15 @@ class Attempt:
             self.chunk_end = position + self.chunks.guesses
         return position < self.chunk_end
 
-    def withdraw(self, position: int) -> None:
-        """Tokens from a position on were withdrawn: they are read anew."""
+    def stop_reading(self) -> None:
+        """What this server is about to read by itself is not read, or another time."""
         if (reading := self.reading) is not None:
             self.goes_on_from(reading.source, reading.start)
             reading.void, self.reading = True, None
+
+    def withdraw(self, position: int) -> None:
+        """Tokens from a position on were withdrawn: they are read anew."""
+        self.stop_reading()
         self.read, self.drafted = min(self.read, position), min(self.drafted, position)
 
     def strand(self) -> None:
@@ -238,6 +242,8 @@ class FrontEndContext:
     server reads by itself waits for them."""
     is_home: Callable[[tuple[int, ...]], bool]
     """Whether all that tokens on a route need is here."""
+    load_changed: Callable[[], None]
+    """Told when an answer begins or is over."""
     least_chance: Callable[[tuple[int, ...]], float]
     """That guesses of sequences on a route have to have of being right to be followed now; infinite
     where none is worth its time."""

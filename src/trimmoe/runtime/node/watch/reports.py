@@ -12,6 +12,8 @@ from trimmoe.runtime.wire.estimates import RunningAverage
 WAITING_HALF_LIFE_S = 5.0
 BUSY_HALF_LIFE_S = 1.5
 """Short: what guesses cost others shows at once."""
+LEAST_S = 0.1
+"""In less time a server's load is not measured: how busy it was then says nothing."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -59,14 +61,14 @@ class Reporter:
         vitals: Vitals | None = None,
     ) -> LoadReport:
         """What to tell the others."""
-        if not self._waits.since_last:
-            # Nobody came, so nobody would have waited: otherwise a bad name would last for ever.
-            self._waits.average.add(0.0, self._now())
-        self._waits.since_last = 0
         now_s = self._now()
-        if now_s > self._told_s:
-            share = min(self._worked_s / (now_s - self._told_s), 1.0)
-            self._busy.add(share, now_s)
+        if now_s - self._told_s >= LEAST_S:
+            if not self._waits.since_last:
+                # Nobody came, so nobody would have waited: otherwise a bad name would last for
+                # ever.
+                self._waits.average.add(0.0, now_s)
+            self._waits.since_last = 0
+            self._busy.add(min(self._worked_s / (now_s - self._told_s), 1.0), now_s)
             self._worked_s, self._told_s = 0.0, now_s
         links = self._transport.link_estimates()
         estimates = [links.get(name) for name in self._names]
