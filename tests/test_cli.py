@@ -86,7 +86,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
 
 
 def test_a_profile_by_the_letter_is_asked_for_by_name(
-    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    made: Made, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Heads on the state (7), exit layers at p_J whatever exits flip."""
     asked: list[CalibrationSettings] = []
@@ -97,13 +97,13 @@ def test_a_profile_by_the_letter_is_asked_for_by_name(
 
     monkeypatch.setattr("trimmoe.calibrate.run.calibrate", calibrate)
     for options in ((), ("--exit-heads", "state", "--exit-risk", "1", "--confidence", "0.8")):
-        result = run("calibrate", "embedded", "-o", tmp_path / "p.trim", *options)
+        result = run("calibrate", made.model, "-o", tmp_path / "p.trim", *options)
         assert_refused(result, "Enough.")
     default, letter = asked
     assert (default.exit_heads, default.exit_risk, default.confidence) == ("direction", 0.01, 0.9)
     assert (letter.exit_heads, letter.exit_risk, letter.confidence) == ("state", 1.0, 0.8)
     assert_refused(
-        run("calibrate", "embedded", "-o", tmp_path / "p.trim", "--exit-risk", 2), "from 0 to 1"
+        run("calibrate", made.model, "-o", tmp_path / "p.trim", "--exit-risk", 2), "from 0 to 1"
     )
 
 

@@ -24,7 +24,7 @@ from trimmoe.models.base import MoEView
 from trimmoe.models.compiled.forms import FORMS
 from trimmoe.models.compiled.view import CompiledView
 from trimmoe.models.exact import exact_logits, greedy
-from trimmoe.models.general.catalogue import FAST, SERVED, TEXT_PARTS
+from trimmoe.models.general.catalogue import SERVED, TEXT_PARTS
 from trimmoe.models.general.view import GeneralView
 from trimmoe.models.load import open_model
 from trimmoe.placement.make import make_plan
@@ -43,9 +43,7 @@ COVERING = (
 """Each way in which those that are served attend, keep state and route is in one of them."""
 _WHOLE = {"deepseek_v3": "kimi_k25", "llama4_text": "llama4"}
 """Of families that are text parts of others, those others."""
-ON_SERVERS = families(
-    ("qwen3_5_moe", "mixtral"), *FAST, *(_WHOLE.get(one, one) for one in COVERING)
-)
+ON_SERVERS = families(("qwen3_5_moe", "mixtral"), *(_WHOLE.get(one, one) for one in COVERING))
 """Servers see nothing of a family but its view, which is compared in one process for all."""
 _YARN = {
     "rope_type": "yarn",
