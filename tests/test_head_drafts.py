@@ -8,13 +8,17 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
+import torch
 
 from draft_heads import Oracle
 from questions import Questions
 from serving import Tiny
 from test_api_service import read, running
 from trimmoe.models.compiled.view import CompiledView
+from trimmoe.models.draft_head import DraftHead, HeadMemory
+from trimmoe.runtime import head_drafts
 from trimmoe.runtime.decoder import ExactDecoder
+from trimmoe.runtime.head_drafts import HeadDrafts
 from trimmoe.runtime.sampling import Sampling
 from trimmoe.runtime.service import GenerationRequest, TokenEvent
 
@@ -127,3 +131,46 @@ async def test_a_prompt_that_goes_on_from_an_answer_is_read_behind_it(
     assert tokens_of([after]) == [expected]
     assert after[0].cached_tokens > len(one.prompt_ids)
     assert max(confirmed) > 0
+
+
+def test_a_head_reads_nothing_while_there_are_too_many_streams_and_then_all_at_once(
+    tiny: Tiny, oracle: Oracle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it drafts is the same: from the states of all tokens, those that were written over
+    among them; and from the last ones, where there are too many."""
+    states = torch.randn(12, tiny.view.spec.hidden_size, generator=torch.Generator().manual_seed(2))
+    tokens, pieces = list(range(40, 52)), []
+    read = DraftHead.read
+
+    def counted(head: DraftHead, memory: HeadMemory, start: int, *what) -> None:
+        pieces.append((start, len(what[1])))
+        read(head, memory, start, *what)
+
+    monkeypatch.setattr(DraftHead, "read", counted)
+    monkeypatch.setattr(DraftHead.draft, "__defaults__", (0.0,))
+    found = []
+    for at_once in (True, False):
+        drafts = HeadDrafts(view=tiny.view)
+        drafts.begin(3, None)
+        if at_once:
+            drafts.read(3, 0, states, tokens)
+        else:
+            drafts.read(3, 0, states[:5], tokens[:5])
+            drafts.read(3, 5, -states[5:8], tokens[:3])
+            for at in range(5, 12):
+                drafts.read(3, at, states[at : at + 1], tokens[at : at + 1])
+                assert drafts.offer(3, at + 1, 7, streams=5) == ()
+        assert not pieces
+        drafts.begin(4, 3)
+        found.append(drafts.offer(4, 12, 7, streams=1))
+        assert pieces == ([(0, 12)] if at_once else [(0, 8), (5, 7)])
+        pieces.clear()
+    assert found[0] == found[1]
+    assert len(found[0]) == 4
+    monkeypatch.setattr(head_drafts, "MOST_UNREAD", 4)
+    few = HeadDrafts(view=tiny.view)
+    few.read(1, 0, states[:8], tokens[:8])
+    for at in range(8, 12):
+        few.read(1, at, states[at : at + 1], tokens[at : at + 1])
+    few.offer(1, 12, 7, streams=1)
+    assert pieces == [(8, 4)]
