@@ -387,7 +387,8 @@ class Answers:
                 finish_reason=reason,
             )
             job.out.put_nowait(event)
-            self._context.make_way(first)
+            # Where all is here no other server waits for the next batch.
+            self._context.make_way(first or attempt.at_home)
             self.tokens += 1
             if reason is not None:
                 attempt.trouble.set_result("") if not attempt.trouble.done() else None

@@ -318,6 +318,7 @@ class FrontEnd:
         context.control(lambda: context.open_account(opened, attempt.route))
         ids = _ids(job)
         attempt.position = attempt.prompt = len(ids)
+        attempt.at_home = context.is_home(attempt.route)
         self._begin(attempt)
         self.memory.began(job, attempt, attempt.start)
         settings = context.planner.settings
@@ -330,7 +331,6 @@ class FrontEnd:
                 others_s=tuple(others_s),
                 whole_s=float(rules.whole_s[context.server]),
             )
-            attempt.at_home = context.is_home(attempt.route)
             attempt.holds = context.holds(attempt.route)
             if settings.guess_chunks:
                 attempt.chunks = rules.chunks(context.server)
