@@ -194,7 +194,7 @@ async def test_answers_are_the_same_whatever_it_guesses(
     path = llama if which == "llama" else tiny.folder
     profile, plan = world(tiny, servers=3, routes=hybrid_routes(3))
     asked = [
-        (access, request([7, 8, 9 + access, 10, 11], 24, sampling=Sampling(
+        (access, request([7, 8, 9 + access, 10, 11], 16, sampling=Sampling(
             temperature=temperature, seed=5, stream=access
         )))
         for access in (0, 1, 2, 0)
