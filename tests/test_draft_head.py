@@ -239,7 +239,7 @@ async def test_answers_are_the_same_whatever_a_head_offers(
     hosts[0, 0] = True
     plan = replace(plan, hosts=hosts)
     sampling = Sampling(temperature=temperature, seed=3, stream=0)
-    asked = Questions(tiny=tiny, count=6).among(3, new=16, sampling=sampling)
+    asked = Questions(tiny=tiny, count=6).among(3, new=24, sampling=sampling)
     async with running(tiny, profile=profile, plan=plan) as cluster:
         made = [tokens_of(events) for events in await answers(cluster, asked)]
     oracle = Oracle(made, wrong_every=3)
