@@ -31,7 +31,7 @@ class HomeDrafts:
     """Answers under way; none where nobody follows what is offered."""
     _heads: HeadDrafts = field(init=False)
     _next: dict[int, Token] = field(default_factory=dict)
-    """By slot, the last token that full depth has predicted."""
+    """By slot of such a sequence, the last token that full depth has predicted."""
 
     def __post_init__(self) -> None:
         self._heads = HeadDrafts(view=self.view)
@@ -48,7 +48,10 @@ class HomeDrafts:
         if unit.start == 0:
             self._heads.begin(unit.seat.slot, None)
         self._heads.read(unit.seat.slot, unit.start, states, unit.tokens)
-        return [] if first is None else self._offers(unit.seat, first)
+        if first is None:
+            return []
+        self._next[unit.seat.slot] = first
+        return self._offers(unit.seat, first)
 
     def generated(
         self, units: Sequence[Unit], states: Tensor, tokens: Sequence[Token]
@@ -58,7 +61,7 @@ class HomeDrafts:
         right: dict[int, tuple[Seat, Token]] = {}
         for row, (unit, token) in enumerate(zip(units, tokens, strict=True)):
             seat, known = unit.seat, self._next.get(unit.seat.slot)
-            if not self._reads(seat) or known is None:
+            if known is None:
                 continue
             predicted = known.sequence, known.position, (known.token,)
             if predicted == (seat.sequence, unit.start, unit.tokens):
@@ -74,7 +77,6 @@ class HomeDrafts:
 
     def _offers(self, seat: Seat, known: Token) -> list[Offer]:
         """What is taken to follow the token that is known."""
-        self._next[seat.slot] = known
         streams = self.streams()
         drafted = self._heads.offer(seat.slot, known.position, known.token, streams=streams)
         offer = Offer(sequence=seat.sequence, position=known.position + 1, tokens=drafted)

@@ -371,7 +371,6 @@ class Worker(ModelRunner):
                 result.parcels += ended.parcels
                 if command.layer == self.view.spec.layer_count:
                     result.offers += self.home_drafts.generated(which, ended.states, ended.tokens)
-                if command.layer == self.view.spec.layer_count:
                     result.written += [(unit, self._end) for unit in which]
             elif isinstance(command, Trailed):
                 result.parcels += trailed(self, self.engine.settings, command, which, hidden)

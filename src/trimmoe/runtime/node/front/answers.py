@@ -99,7 +99,7 @@ class Answers:
                     attempt.lead.sources[asked.source].able = False
                 self.guess(job, attempt)
                 continue
-            following = len(job.request.prompt_ids) + len(job.tokens) + len(attempt.pending)
+            following = _following(job, attempt)
             if asked.position == following >= attempt.prompt:
                 followed = self._followed(job, attempt, asked)
                 # What nothing follows need not be read again before word has come of it.
@@ -117,7 +117,7 @@ class Answers:
             job = self._job_of(offer.sequence)
             if job is None or (attempt := job.attempt) is None or attempt.lead is None:
                 continue
-            following = len(job.request.prompt_ids) + len(job.tokens) + len(attempt.pending)
+            following = _following(job, attempt)
             known = attempt.unfed is None and not attempt.pending.drafts
             if not known or offer.position != following or isinf(attempt.lead.least):
                 continue
@@ -257,11 +257,10 @@ class Answers:
     def _more(self, job: Job, attempt: Attempt, position: int) -> int:
         """How many of the guesses that follow one at a position may be made with it."""
         request, pending = job.request, attempt.pending
-        known = len(request.prompt_ids) + len(job.tokens) + len(pending)
         if (
             attempt.lead is None
             or attempt.seen is not None
-            or not attempt.prompt <= position == known
+            or not attempt.prompt <= position == _following(job, attempt)
         ):
             # Of a prompt none, nor where draws look back at what comes before.
             return 0
@@ -411,3 +410,8 @@ class Answers:
         planner = self._context.planner
         copied = planner.in_force.engine.copied_bits is not None
         return quality(job.request, planner.settings, planner.profile, copied=copied)
+
+
+def _following(job: Job, attempt: Attempt) -> int:
+    """The position behind all that there is of an answer, guesses among it."""
+    return len(job.request.prompt_ids) + len(job.tokens) + len(attempt.pending)
