@@ -10,7 +10,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from trimmoe.models.compiled.view import CompiledView
-from trimmoe.models.draft_head import NORMS, DraftHead, Floats, HeadMemory, HeadWeights, Sizes
+from trimmoe.models.draft_head import (
+    NORMS,
+    Chain,
+    DraftHead,
+    Floats,
+    HeadMemory,
+    HeadWeights,
+    Sizes,
+)
 
 
 def random_head(
@@ -110,12 +118,14 @@ class Oracle(DraftHead):
         self.wrong_every, self.asked = wrong_every, 0
         self.most: list[int] = []
 
-    def draft(
-        self, memory: HeadMemory, position: int, token: int, most: int, likely: float = 0.0
-    ) -> tuple[int, ...]:
-        self.most.append(most)
-        if most <= 0 or not self.texts:
-            return super().draft(memory, position, token, most, likely=likely)
+    def draft_all(self, chains: Sequence[Chain[HeadMemory]]) -> None:
+        self.most += [one.most for one in chains]
+        if not self.texts:
+            super().draft_all(chains)
+        for one in chains if self.texts else ():
+            one.drafted += self._known(one.position, one.token, one.most)
+
+    def _known(self, position: int, token: int, most: int) -> list[int]:
         for text in self.texts:
             if text[position : position + 1] == [token]:
                 found = text[position + 1 : position + 1 + most]
@@ -123,5 +133,5 @@ class Oracle(DraftHead):
                 if found and self.asked % self.wrong_every == 0:
                     at = self.asked % len(found)
                     found[at] = (found[at] + 1) % 256
-                return tuple(found)
-        return ()
+                return found
+        return []

@@ -201,19 +201,20 @@ def test_a_probe_counts_the_tokens_that_a_pass_brings(
 
 
 class Oracle:
-    """Offers what followed a token in the right answers, now and then something else."""
+    """Offers what followed a token at its position in the right texts, now and then something
+    else."""
 
     def __init__(self, texts: Sequence[Sequence[int]], *, wrong_every: int) -> None:
-        self._following: dict[int, list[int]] = defaultdict(list)
+        self._following: dict[tuple[int, int], list[int]] = defaultdict(list)
         for text in texts:
             for at, token in enumerate(text):
-                self._following[token] = list(text[at + 1 : at + 5])
+                self._following[at, token] = list(text[at + 1 : at + 5])
         self._wrong_every, self.offered = wrong_every, 0
 
     def offer(
         self, runner: DraftRunner, sequence: int, position: int, token: int, most: int
     ) -> tuple[int, ...]:
-        found = self._following[token][:most]
+        found = self._following[position, token][:most]
         self.offered += 1
         if found and self.offered % self._wrong_every == 0:
             # What follows it would be right.
@@ -242,7 +243,8 @@ async def test_answers_are_the_same_whatever_a_head_offers(
     asked = Questions(tiny=tiny, count=6).among(3, new=24, sampling=sampling)
     async with running(tiny, profile=profile, plan=plan) as cluster:
         made = [tokens_of(events) for events in await answers(cluster, asked)]
-    oracle = Oracle(made, wrong_every=3)
+    texts = [[*one.prompt_ids, *text] for (_, one), text in zip(asked, made, strict=True)]
+    oracle = Oracle(texts, wrong_every=3)
     accepted: list[int] = []
     verify = guesses_module._verify
 

@@ -18,7 +18,7 @@ from trimmoe.models.compiled.view import CompiledView
 from trimmoe.models.draft_head import DraftHead, HeadMemory
 from trimmoe.runtime import head_drafts
 from trimmoe.runtime.decoder import ExactDecoder
-from trimmoe.runtime.head_drafts import HeadDrafts
+from trimmoe.runtime.head_drafts import HeadDrafts, Wish
 from trimmoe.runtime.sampling import Sampling
 from trimmoe.runtime.service import GenerationRequest, TokenEvent
 
@@ -147,7 +147,6 @@ def test_a_head_reads_nothing_while_there_are_too_many_streams_and_then_all_at_o
         read(head, memory, start, *what)
 
     monkeypatch.setattr(DraftHead, "read", counted)
-    monkeypatch.setattr(DraftHead.draft, "__defaults__", (0.0,))
     found = []
     for at_once in (True, False):
         drafts = HeadDrafts(view=tiny.view)
@@ -159,10 +158,10 @@ def test_a_head_reads_nothing_while_there_are_too_many_streams_and_then_all_at_o
             drafts.read(3, 5, -states[5:8], tokens[:3])
             for at in range(5, 12):
                 drafts.read(3, at, states[at : at + 1], tokens[at : at + 1])
-                assert drafts.offer(3, at + 1, 7, streams=5) == ()
+                assert drafts.offer([Wish(slot=3, position=at + 1, token=7, most=0)]) == [()]
         assert not pieces
         drafts.begin(4, 3)
-        found.append(drafts.offer(4, 12, 7, streams=1))
+        found += drafts.offer([Wish(slot=4, position=12, token=7, most=4, likely=0.0)])
         assert pieces == ([(0, 12)] if at_once else [(0, 8), (5, 7)])
         pieces.clear()
     assert found[0] == found[1]
@@ -172,5 +171,5 @@ def test_a_head_reads_nothing_while_there_are_too_many_streams_and_then_all_at_o
     few.read(1, 0, states[:8], tokens[:8])
     for at in range(8, 12):
         few.read(1, at, states[at : at + 1], tokens[at : at + 1])
-    few.offer(1, 12, 7, streams=1)
+    few.offer([Wish(slot=1, position=12, token=7, most=4)])
     assert pieces == [(8, 4)]

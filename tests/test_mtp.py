@@ -19,14 +19,15 @@ from nodes import request
 from test_api_service import read, running
 from trimmoe.core.errors import UserError
 from trimmoe.core.precision import Precision
-from trimmoe.models import draft_head, mtp
+from trimmoe.models import mtp
 from trimmoe.models.checkpoint import weight_file_names
 from trimmoe.models.compiled.view import CompiledView
+from trimmoe.models.draft_head import Chain
 from trimmoe.models.draft_head_file import open_draft_head
 from trimmoe.models.exact import full_depth
 from trimmoe.models.general.catalogue import class_of
 from trimmoe.models.load import open_model
-from trimmoe.models.mtp import MtpHead
+from trimmoe.models.mtp import MtpHead, MtpMemory
 from zoo import Specimen, write
 
 FAMILIES = ("deepseek_v3", "glm4_moe", "glm4_moe_lite")
@@ -180,16 +181,16 @@ async def test_answers_are_those_of_the_model_alone(
 ) -> None:
     """Whatever the layer says, even where it is not sure."""
     view, head = opened(brought)
-    monkeypatch.setattr(draft_head.Head.draft, "__defaults__", (0.0,))
     drafted: list[int] = []
-    draft = MtpHead.draft
+    draft_all = MtpHead.draft_all
 
-    def counted(*asked: Any, **more: Any) -> tuple[int, ...]:
-        found = draft(*asked, **more)
-        drafted.append(len(found))
-        return found
+    def counted(self: MtpHead, chains: list[Chain[MtpMemory]]) -> None:
+        for one in chains:
+            one.likely = 0.0
+        draft_all(self, chains)
+        drafted.extend(len(one.drafted) for one in chains)
 
-    monkeypatch.setattr(MtpHead, "draft", counted)
+    monkeypatch.setattr(MtpHead, "draft_all", counted)
     tiny = Specimen(folder=brought.folder, reference=None, view=view).tiny()
     draws = np.random.default_rng(5)
     asked = [request(draws.integers(0, 64, length).tolist(), 12) for length in (1, 9, 24)]

@@ -58,7 +58,7 @@ class TokenTrace(BaseModel):
     """A letter per layer: `l` local, `r` with an expert on another server, `s` with a substitute,
     `S` both, `c` with the stand-in of an expert, `C` that and an expert on another server, `-`
     skipped, `x` exited before it; empty for a token out of the prompt."""
-    ahead: Literal["guess", "model", "copy", "draft"] | None = None
+    ahead: Literal["guess", "model", "head", "copy", "draft"] | None = None
     """Whether something set out for it before full depth had predicted it: a guess of its server, a
     copy of what came before, or the draft of an exit."""
     withdrawn: list[str] = []

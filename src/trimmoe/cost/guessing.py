@@ -6,11 +6,12 @@ Shapes: M servers, N layers, E experts, R routes, the first M by access server, 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from trimmoe.core.specs import BoolArray, FloatArray, IntArray
-from trimmoe.cost.batching import BATCH_SHARE
+from trimmoe.cost.batching import batch_s
 from trimmoe.cost.model import CostModel
 
 GUESSES, GUESS_CHANCE = 16, 0.15
@@ -46,12 +47,104 @@ def interval_s(chance: float, guess_s: float, whole_s: float, least: float, most
     return chance * right_s + (1.0 - chance) * whole_s
 
 
+MOST_ALONG = 4
+"""Drafts of a head that are read along with a token at most."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Crowd:
+    """What the tokens of one stream take while others are under way, as the cost model has it.
+
+    Tokens of users of the same server pass in one batch; those of others keep machines busy.
+    """
+
+    whole_s: float
+    """To full depth and back, without load."""
+    path_s: float
+    """Of that, what servers compute."""
+    busiest_s: float
+    """What the fullest machine does for a token."""
+    home_s: float
+    """What the machine of the user's server does for one."""
+    at_once: float
+    """How many servers that machine serves at once."""
+    batch_share: float
+    here: int = 1
+    """Streams of that server's users."""
+    streams: int = 1
+    """Streams in the cluster."""
+
+    def among(self, here: int, streams: int) -> Crowd:
+        """The same with so many of them."""
+        here = max(here, 1)
+        return replace(self, here=here, streams=max(here, streams))
+
+    def trip_s(self, drafts: int) -> float:
+        """Until the next token can set out where so many drafts are read along with each."""
+        batch = self._batch(1 + drafts)
+        alone_s = self.whole_s + self.path_s * (batch - 1.0)
+        return max(alone_s, self._groups * self.busiest_s * batch)
+
+    def along(self, chance: float) -> tuple[int, float]:
+        """How many drafts it pays best to read along, each of them right with `chance` where those
+        before it are, and the time from one token to the next by that."""
+        each = [(self.trip_s(k) / _expected_tokens(chance, k), k) for k in range(MOST_ALONG + 1)]
+        least_s, drafts = min(each)
+        return drafts, least_s
+
+    def among_s(self, guess_s: float) -> float:
+        """A guess that takes `guess_s` by itself, in a batch with those of all of its streams."""
+        return guess_s * self._batch(1)
+
+    def own_s(self, chance: float, guess_s: float, least: float, most: int) -> float:
+        """From one token to the next where the user's server guesses by itself, one token of each
+        of its streams in `guess_s`; see `interval_s`."""
+        batch = self._batch(1)
+        guessing_s = self.home_s * batch + guess_s / self.at_once
+        alone_s = interval_s(chance, guess_s, self.trip_s(0), least, most)
+        return max(alone_s, self._groups * max(guessing_s, self.busiest_s * batch))
+
+    @property
+    def _groups(self) -> float:
+        """Batches under way, one of each server's users."""
+        return self.streams / self.here
+
+    def _batch(self, rows: int) -> float:
+        """What a batch of so many rows of each stream takes over what one row does."""
+        return batch_s(1.0, self.here * rows, self.batch_share)
+
+
+def _expected_tokens(chance: float, drafts: int) -> float:
+    """That a pass over a token and so many drafts behind it gives."""
+    return sum(chance**right for right in range(drafts + 1))
+
+
+def crowds(cost: CostModel, routes: IntArray, whole_s: FloatArray, top_k: int) -> tuple[Crowd, ...]:
+    """One stream of each server's users by itself, on its row of `routes` [R, N], whose tokens
+    take `whole_s` [R] to full depth and back."""
+    servers, layers = np.arange(cost.server_count), np.arange(cost.layer_count)
+    machine, at_once = _machines(cost)
+    work_s = _work_s(cost, routes[servers], top_k)
+    path_s = _layer_times_s(cost, top_k)[routes[servers], layers].sum(axis=1)
+    return tuple(
+        Crowd(
+            whole_s=float(whole_s[server]),
+            path_s=float(path_s[server]),
+            busiest_s=float(work_s[server].max()),
+            home_s=float(work_s[server, machine[server]]),
+            at_once=float(at_once[server]),
+            batch_share=cost.batch_share,
+        )
+        for server in servers.tolist()
+    )
+
+
 def row_times_s(cost: CostModel, routes: IntArray, top_k: int) -> FloatArray:
     """What one more row takes a batch on the way of each server's users: what it adds to the time
     of the layers, and of sending what is behind them to the next server, [M] seconds."""
     layers = np.arange(cost.layer_count)
     vector_s = np.maximum(cost.transfer_s - cost.token_transfer_s, 0.0)
-    layer_s = _layer_times_s(cost, top_k) * (1.0 - BATCH_SHARE)
+    layer_s = _layer_times_s(cost, top_k) * (1.0 - cost.batch_share)
     ways = routes[: cost.server_count]
     sent_s = vector_s[ways[:, :-1], ways[:, 1:]].sum(axis=1)
     return sent_s + layer_s[ways, layers].sum(axis=1)

@@ -28,6 +28,7 @@ from trimmoe.core.precision import bits_in_groups
 from trimmoe.core.specs import ClusterSpec, FloatArray, IntArray, ModelSpec, Speeds
 from trimmoe.core.stand_ins import RUNGS
 from trimmoe.cost import kernels
+from trimmoe.cost.batching import BATCH_SHARE
 
 TOKEN_ID_BYTES = 8
 """A sampled token on its way to the access server, or from it to the first layer's server."""
@@ -75,6 +76,8 @@ class CostModel:
     [K, N, E]; None where none is priced."""
     apart_s: FloatArray | None = None
     """What it takes each server to send another message, [M]; None: nothing, as nominally."""
+    batch_share: float = BATCH_SHARE
+    """Share of a row's time that a batch needs only once."""
 
     @property
     def server_count(self) -> int:
@@ -186,6 +189,7 @@ def _measured(nominal: CostModel, model: ModelSpec, speeds: Speeds) -> CostModel
         apart_s=speeds.hop_s,
         machine=speeds.machine,
         at_once=speeds.at_once,
+        batch_share=speeds.batch_share,
     )
 
 

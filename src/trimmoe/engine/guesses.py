@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -12,7 +13,9 @@ import numpy as np
 from trimmoe.core.ledger import Ledger
 from trimmoe.core.specs import BoolArray, FloatArray, IntArray
 from trimmoe.cost.guessing import (
+    Crowd,
     at_home,
+    crowds,
     guess_times_s,
     interval_s,
     row_times_s,
@@ -45,8 +48,13 @@ FIRST_CHANCE, _LATELY = 0.9, 0.05
 _FORGOTTEN = 0.01
 """How much of that a source gets back with every token while another one guesses, so that it is
 tried again."""
-OWN, DRAFT_MODEL = 0, 1
-"""Sources of guesses: a server's own pass, and a small model beside it."""
+OWN, DRAFT_MODEL, HEAD = range(3)
+"""Sources of guesses: a server's own pass, a small model beside it, and a draft head that goes on
+from what full depth gave, whose drafts are read along with the token that they follow."""
+FIRST_HEAD_CHANCE = 0.75
+"""What drafts of a head are taken to be right in a new stream."""
+SWITCHES = 0.9
+"""What share of the time from token to token another source has to take to be given the turn."""
 
 
 MOST_TOGETHER, HELD_SHARE = 4, 0.25
@@ -96,7 +104,19 @@ class Lead:
     """The same of other sources."""
     least: float = 0.0
     """Chance that all of those ahead have to have of being right."""
+    head: bool = False
+    """Whether a draft head's drafts may be had."""
+    crowd: Crowd | None = None
+    """What its tokens take beside others; None where nobody says."""
+    pace_s: float | None = None
+    """What a guess of the own pass took this server lately, all its streams together; None where
+    that was not measured."""
+    along: int = 0
+    """Drafts of a head that are to be read along with each token, where it is the head's turn."""
     sources: list[Source] = field(init=False)
+    """This server's own."""
+    drafts: Source = field(init=False)
+    """The draft head."""
     turn: int = OWN
     """The source that guesses."""
     whole_s: float = 0.0
@@ -106,17 +126,24 @@ class Lead:
 
     def __post_init__(self) -> None:
         self.sources = [Source(guess_s=each_s) for each_s in (self.guess_s, *self.others_s)]
+        self.drafts = Source(guess_s=0.0, chance=FIRST_HEAD_CHANCE, able=self.head)
 
     @property
     def window(self) -> int:
         """How many may be ahead now."""
-        return window(self.sources[self.turn].chance, self.least, self.guesses)
+        if self.turn == HEAD:
+            return self.along
+        return window(self.source(self.turn).chance, self.least, self.guesses)
+
+    def source(self, at: int) -> Source:
+        """By its number."""
+        return self.drafts if at == HEAD else self.sources[at]
 
     @property
     def together(self) -> int:
         """How many guesses are to set out together, where they gain by that: as many as are made
         while hardly anything is lost by waiting."""
-        guess_s = self.sources[self.turn].guess_s
+        guess_s = self.source(self.turn).guess_s
         if guess_s <= 0.0:
             return 1
         return min(1 + int(HELD_SHARE * self.whole_s / guess_s), MOST_TOGETHER)
@@ -124,16 +151,39 @@ class Lead:
     def choose(self) -> int:
         """Give the turn to the source with which tokens are expected to follow one another soonest,
         by what its guesses take and how often they were right lately."""
-        if len(self.sources) > 1:
-            able = [at for at, source in enumerate(self.sources) if source.able]
-            self.turn = min(able, key=self._interval_s)
+        able = [at for at, source in enumerate(self.sources) if source.able]
+        best = min(able, key=self._interval_s)
+        self.along = 0
+        if self.drafts.able and self.crowd is not None:
+            drafts, along_s = self.crowd.along(self.drafts.chance)
+            if drafts and along_s < self._crowded_s(best) * self._worth(HEAD):
+                best, self.along = HEAD, drafts
+        self.turn = best
         return self.turn
+
+    def _crowded_s(self, at: int) -> float:
+        """From one token to the next by a source of this server's own; infinite where its guesses
+        are not worth their time."""
+        assert self.crowd is not None
+        if math.isinf(self.least):
+            return math.inf
+        source, guess_s = self.sources[at], self.crowd.among_s(self.sources[at].guess_s)
+        if at == OWN and self.pace_s is not None:
+            guess_s = self.pace_s * self.crowd.here
+        return self.crowd.own_s(source.chance, guess_s, self.least, self.guesses)
+
+    def _worth(self, at: int) -> float:
+        """What a source's time is to be less than of the other's."""
+        return 1.0 / SWITCHES if at == self.turn else SWITCHES
 
     def pays(self, chance: float) -> bool:
         """Whether tokens are expected to follow one another no later by guesses that take no time
         and have such a chance of being right than by the source whose turn it is."""
         free = Source(guess_s=0.0, chance=chance)
         interval_s = free.interval_s(self.whole_s, self.least, self.guesses)
+        if self.turn == HEAD:
+            assert self.crowd is not None
+            return interval_s <= self.crowd.along(self.drafts.chance)[1]
         return interval_s <= self._interval_s(self.turn)
 
     def _interval_s(self, at: int) -> float:
@@ -145,7 +195,7 @@ class Lead:
         """The next token sets out and takes `whole_s` seconds to full depth and back; whether what
         it predicts is guessed, and rightly, and by which source; None where that was none of
         them."""
-        guess_s = self.sources[self.turn if source is None else source].guess_s
+        guess_s = self.source(self.turn if source is None else source).guess_s
         self.whole_s = whole_s
         ahead = len(self._through_s)
         done_s = max(whole_s, self._through_s[-1]) if ahead else whole_s
@@ -159,7 +209,7 @@ class Lead:
         elif guessed:
             most = max(self.window, 1)
             in_vain = sum(made * guess_s <= done_s for made in range(1, most + 1))
-        for at, one in enumerate(self.sources):
+        for at, one in (*enumerate(self.sources), (HEAD, self.drafts)):
             if guessed and at == source:
                 one.learn(right)
             elif at != self.turn:
@@ -252,6 +302,15 @@ class GuessRules:
         rows and nobody's time."""
         more = np.zeros(self.routes.shape[0] - self.home.size, dtype=bool)
         return np.concatenate([self.home, more]) & (rows_along(streams) > 0)
+
+    def crowd(self, server: int, here: int, streams: int) -> Crowd:
+        """What tokens of a server's users take while so many answers are under way, `here` of them
+        theirs."""
+        return self._crowds[server].among(here, streams)
+
+    @cached_property
+    def _crowds(self) -> tuple[Crowd, ...]:
+        return crowds(self.cost, self.routes, self.whole_s, self.top_k)
 
     @cached_property
     def home(self) -> BoolArray:

@@ -111,6 +111,35 @@ class Memory(ABC):
 M = TypeVar("M", bound=Memory)
 
 
+@dataclass(kw_only=True, slots=True)
+class Chain(Generic[M]):
+    """What is drafted of one sequence."""
+
+    memory: M
+    position: int
+    """Of the `token` that it follows."""
+    token: int
+    most: int
+    likely: float
+    """What chance all of them have to have of being right."""
+    drafted: list[int] = field(default_factory=list)
+    chance: float = 1.0
+
+    @property
+    def last(self) -> int:
+        return self.drafted[-1] if self.drafted else self.token
+
+    def append(self, scores: Floats, frequent: IntArray) -> bool:
+        """Take the best of the `frequent` tokens [V'] by these scores [V'], unless it is not likely
+        enough."""
+        best = int(scores.argmax())
+        self.chance /= float(np.exp(scores - scores[best]).sum())
+        if self.chance < self.likely:
+            return False
+        self.drafted.append(int(frequent[best]))
+        return True
+
+
 class Head(ABC, Generic[M]):
     """Whatever guesses on from a state and the token that follows. Used by one thread at a time.
 
@@ -137,10 +166,10 @@ class Head(ABC, Generic[M]):
 
     @abstractmethod
     def _step(
-        self, memory: M, at: int, ahead: int, state: Floats, token: Floats
+        self, chains: Sequence[Chain[M]], ahead: int, states: Floats, tokens: Floats
     ) -> tuple[Floats, Floats]:
-        """The next state [d] and as the output head reads it, `ahead` of the pair at a position,
-        the last that was read, which is the one given if it is none ahead."""
+        """The next states [n, d], and as the output head reads them, of chains whose pairs [n, d]
+        are `ahead` of the last that were read, which they are themselves if they are none ahead."""
 
     def read(self, memory: M, start: int, states: Floats, tokens: Sequence[int]) -> None:
         """A sequence has these `tokens` from position `start` on, and these normed `states`
@@ -158,22 +187,25 @@ class Head(ABC, Generic[M]):
     ) -> tuple[int, ...]:
         """What is taken to follow a `token` at a position, one upon another: as many as are all
         right with a chance of at least `likely`, and no more than `most`."""
-        state, at = memory.states.get(position - 1), position - 1
-        drafted: list[int] = []
-        if state is None or most <= 0:
-            return ()
-        chance, read = 1.0, self._embed([token])
-        for ahead in range(most):
-            state, named = self._step(memory, at, ahead, state, read[0])
-            scores = self._named(named[None])[0]
-            best = int(scores.argmax())
-            chance /= float(np.exp(scores - scores[best]).sum())
-            if chance < likely:
-                break
-            drafted.append(int(self._frequent[best]))
-            if ahead + 1 < most:
-                read = self._embed(drafted[-1:])
-        return tuple(drafted)
+        chain = Chain(memory=memory, position=position, token=token, most=most, likely=likely)
+        self.draft_all([chain])
+        return tuple(chain.drafted)
+
+    def draft_all(self, chains: Sequence[Chain[M]]) -> None:
+        """The same for several sequences, in products that they share."""
+        going = [one for one in chains if one.most > 0 and one.position - 1 in one.memory.states]
+        states = [one.memory.states[one.position - 1] for one in going]
+        ahead = 0
+        while going:
+            read = self._embed([one.last for one in going])
+            after, named = self._step(going, ahead, np.stack(states), read)
+            ahead += 1
+            goes_on = [
+                one.append(scores, self._frequent) and ahead < one.most
+                for one, scores in zip(going, self._named(named), strict=True)
+            ]
+            states = [state for state, goes in zip(after, goes_on, strict=True) if goes]
+            going = [one for one, goes in zip(going, goes_on, strict=True) if goes]
 
 
 AnyHead = Head[Any]
@@ -225,30 +257,38 @@ class DraftHead(Head[HeadMemory]):
 
     def _store(self, memory: HeadMemory, first: int, states: Floats, tokens: Floats) -> None:
         """Keys and values of pairs."""
-        sizes, count = self.sizes, len(states)
+        self._keep(memory, first, self._products["key_value"](self._pairs(states, tokens)))
+
+    def _keep(self, memory: HeadMemory, first: int, both: Floats) -> None:
+        """Keys and values [n, 2 KV] from a position on."""
+        sizes, count = self.sizes, len(both)
         memory.room(first + count)
-        pairs = self._pairs(states, tokens)
-        both = self._products["key_value"](pairs).reshape(count, 2, sizes.kv_heads, -1)
-        keys = self._turned(both[:, 0], np.arange(first, first + count))
+        parts = both.reshape(count, 2, sizes.kv_heads, -1)
+        keys = self._turned(parts[:, 0], np.arange(first, first + count))
         memory.keys[:, first : first + count] = keys.swapaxes(0, 1)
-        memory.values[:, first : first + count] = both[:, 1].swapaxes(0, 1)
+        memory.values[:, first : first + count] = parts[:, 1].swapaxes(0, 1)
 
     def _step(
-        self, memory: HeadMemory, at: int, ahead: int, state: Floats, token: Floats
+        self, chains: Sequence[Chain[HeadMemory]], ahead: int, states: Floats, tokens: Floats
     ) -> tuple[Floats, Floats]:
         """Pairs ahead attend to what was read alone."""
+        norms, products, pairs = self._norms, self._products, self._pairs(states, tokens)
         if not ahead:
-            self._store(memory, at, state[None], token[None])
-        norms, products = self._norms, self._products
-        made = products["join"](self._pairs(state[None], token[None]))
-        query = products["query"](self._normed(made, norms["query_norm"]))
-        made = made + products["mix"](self._attended(memory, at, ahead, query))
+            for one, both in zip(chains, products["key_value"](pairs), strict=True):
+                self._keep(one.memory, one.position - 1, both[None])
+        made = products["join"](pairs)
+        queries = products["query"](self._normed(made, norms["query_norm"]))
+        attended = [
+            self._attended(one.memory, one.position - 1, ahead, query[None])
+            for one, query in zip(chains, queries, strict=True)
+        ]
+        made = made + products["mix"](np.concatenate(attended))
         for layer in ("1", "2"):
             up = products[f"up_{layer}"](self._normed(made, norms[f"norm_{layer}"]))
             gate, value = np.split(up, 2, axis=1)
             opened = gate / (np.float32(1.0) + np.exp(-gate))
             made = made + products[f"down_{layer}"](opened * value)
-        return made[0], self._normed(made, norms["last_norm"])[0]
+        return made, self._normed(made, norms["last_norm"])
 
     def _attended(self, memory: HeadMemory, at: int, ahead: int, query: Floats) -> Floats:
         sizes = self.sizes

@@ -23,7 +23,16 @@ from trimmoe.models.base import MoEView, TokenBatch
 from trimmoe.models.cache import KVCache
 from trimmoe.models.checkpoint import Checkpoint, Entry
 from trimmoe.models.compiled.view import CompiledView
-from trimmoe.models.draft_head import BITS, FREQUENT_BITS, Floats, Head, Memory, Product, normed
+from trimmoe.models.draft_head import (
+    BITS,
+    FREQUENT_BITS,
+    Chain,
+    Floats,
+    Head,
+    Memory,
+    Product,
+    normed,
+)
 from trimmoe.models.exact import full_depth
 from trimmoe.models.family import build_spec
 from trimmoe.models.formats.choose import (
@@ -125,13 +134,16 @@ class MtpHead(Head[MtpMemory]):
 
     @torch.inference_mode()
     def _step(
-        self, memory: MtpMemory, at: int, ahead: int, state: Floats, token: Floats
+        self, chains: Sequence[Chain[MtpMemory]], ahead: int, states: Floats, tokens: Floats
     ) -> tuple[Floats, Floats]:
-        batch = memory.batch(at + ahead, 1)
-        rows = batch.unpack(self._joined(state[None], token[None]))
-        passed = full_depth(self._layer, rows, batch, memory.cache)
-        last = self._layer.normed_last(passed)[0].numpy()
-        return last, last
+        """Each has a cache of its own, so that they pass the layer one after the other."""
+        rows, last = self._joined(states, tokens), []
+        for one, row in zip(chains, rows, strict=True):
+            batch = one.memory.batch(one.position - 1 + ahead, 1)
+            passed = full_depth(self._layer, batch.unpack(row[None]), batch, one.memory.cache)
+            last.append(self._layer.normed_last(passed).numpy())
+        found = np.concatenate(last)
+        return found, found
 
     def _joined(self, states: Floats, tokens: Floats) -> Tensor:
         """The layer's input of pairs, [n, d]."""

@@ -13,12 +13,13 @@ from torch import Tensor
 from trimmoe.core.ledger import Kind, Ledger
 from trimmoe.core.profile import Profile
 from trimmoe.core.specs import IntArray
+from trimmoe.cost.guessing import rows_along
 from trimmoe.engine.step import Engine
 from trimmoe.models.base import EncoderDecoderView, MoEView
 from trimmoe.models.draft import DraftModel
 from trimmoe.models.exact import full_depth
 from trimmoe.runtime.counters import ExpertCounter, ExpertUse
-from trimmoe.runtime.head_drafts import HeadDrafts
+from trimmoe.runtime.head_drafts import HeadDrafts, Wish
 from trimmoe.runtime.local import Decoded, LocalDriver
 from trimmoe.runtime.picture import Layout, PolicyPicture, policy_picture, whole_layout
 from trimmoe.runtime.places import Places
@@ -267,10 +268,9 @@ class ExactDecoder:
     def decode(self, tokens: dict[int, int]) -> list[Decoded]:
         places = [self._places[sequence] for sequence in tokens]
         slots, starts = [at.slot for at in places], [len(at.tokens) for at in places]
-        ids = [
-            [token, *self._offered(sequence, token, streams=len(places))]
-            for sequence, token in tokens.items()
-        ]
+        wishes = [self._wish(*each, streams=len(places)) for each in tokens.items()]
+        drafted = self._drafts.offer(wishes)
+        ids = [[token, *more] for token, more in zip(tokens.values(), drafted, strict=True)]
         states = self._run(slots, ids, starts)
         sizes = [len(row) for row in ids]
         parts = zip(tokens, ids, starts, states.split(sizes), strict=True)
@@ -298,13 +298,14 @@ class ExactDecoder:
         for token in known:
             self._places.fed(sequence, token, exact=True)
 
-    def _offered(self, sequence: int, token: int, *, streams: int) -> tuple[int, ...]:
-        """What is taken to follow a token that is fed to a sequence, one of so many at once."""
+    def _wish(self, sequence: int, token: int, *, streams: int) -> Wish:
+        """For what follows a token that is fed to a sequence, one of so many at once."""
         at = self._places[sequence]
         position = len(at.tokens)
         # The answer's last token is not fed.
         most = self._last[sequence] - 1 - position
-        return self._drafts.offer(at.slot, position, token, streams=streams, most=most)
+        most = min(rows_along(streams), most)
+        return Wish(slot=at.slot, position=position, token=token, most=most)
 
     def stats(self) -> DecoderStats:
         return DecoderStats()

@@ -1,17 +1,17 @@
-"""What a draft head takes to follow in sequences all of whose layers are here, so that full depth
-verifies it."""
+"""What a draft head takes to follow in sequences whose last layer is here, so that it goes on from
+full depth's states."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from trimmoe.cost.guessing import rows_along
 from trimmoe.models.base import MoEView
-from trimmoe.models.draft_head import MOST, Memory
+from trimmoe.models.draft_head import LIKELY, MOST, Chain, Memory
 
 MOST_UNREAD = 2048
 """Tokens of a sequence that the head reads later on; of more it never reads the first ones."""
@@ -25,6 +25,19 @@ class _Unread:
     states: list[Tensor]
     """[n, d] each."""
     tokens: list[int]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Wish:
+    """For what is taken to follow a token of the sequence in a slot."""
+
+    slot: int
+    position: int
+    token: int
+    most: int
+    """Tokens at most."""
+    likely: float = LIKELY
+    """What chance all of them have to have of being right."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -67,17 +80,25 @@ class HeadDrafts:
             if not pieces[0].tokens:
                 del pieces[0]
 
-    def offer(
-        self, slot: int, position: int, token: int, *, streams: int, most: int = MOST
-    ) -> tuple[int, ...]:
-        """What is taken to follow a token at a position, `most` tokens at most, where so many
-        streams are read at once."""
-        head, most = self.view.draft_head, min(rows_along(streams), most)
-        if head is None or most <= 0:
-            return ()
-        self._catch_up(slot)
-        memory = self._memories.get(slot)
-        return () if memory is None else head.draft(memory, position, token, most)
+    def offer(self, wishes: Sequence[Wish]) -> list[tuple[int, ...]]:
+        """What is taken to follow tokens of some sequences, for each wish."""
+        head, chains = self.view.draft_head, dict[int, Chain[Any]]()
+        if head is None:
+            return [()] * len(wishes)
+        for at, wish in enumerate(wishes):
+            if wish.most <= 0:
+                continue
+            self._catch_up(wish.slot)
+            if (memory := self._memories.get(wish.slot)) is not None:
+                chains[at] = Chain(
+                    memory=memory,
+                    position=wish.position,
+                    token=wish.token,
+                    most=min(wish.most, MOST),
+                    likely=wish.likely,
+                )
+        head.draft_all(list(chains.values()))
+        return [tuple(chains[at].drafted) if at in chains else () for at in range(len(wishes))]
 
     def _catch_up(self, slot: int) -> None:
         """Have the head read what it has not."""

@@ -76,7 +76,7 @@ class GenerationRequest:
 class Ahead:
     """What was taken for a token before full depth had predicted it, and set out in its place."""
 
-    kind: Literal["guess", "model", "copy", "draft"]
+    kind: Literal["guess", "model", "head", "copy", "draft"]
     """Guessed by its user's server or that one's draft model, or copied from what came before, or
     predicted at an exit."""
     right: bool

@@ -19,7 +19,8 @@ from functools import partial
 from trimmoe.core.plan import Plan
 from trimmoe.core.profile import Profile
 from trimmoe.core.specs import BoolArray
-from trimmoe.cost.guessing import draft_times_s, guess_times_s
+from trimmoe.cost.guessing import Crowd, draft_times_s, guess_times_s
+from trimmoe.engine.guesses import FIRST_HEAD_CHANCE
 from trimmoe.models.base import EncoderDecoderView, MoEView
 from trimmoe.models.draft import DraftModel
 from trimmoe.placement.live import live_hosts
@@ -219,7 +220,6 @@ class Node:
                 exact_hosts=lambda: self.planner.in_force.exact_hosts,
                 post=self.outbox.post,
                 guessed=self.front_end.answers.guessed,
-                offered=self.front_end.answers.offered,
                 worked=self.reporter.worked,
             )
         )
@@ -278,7 +278,9 @@ class Node:
     def guesses_now(self) -> bool:
         """Whether this server guesses ahead for those who ask it now."""
         route = self.planner.in_force.route_of(self.settings.server)
-        return math.isfinite(self._least_chance(route))
+        crowd = self._crowd(route) if self.front_end.drafts_along else None
+        along = crowd is not None and crowd.along(FIRST_HEAD_CHANCE)[0] > 0
+        return along or math.isfinite(self._least_chance(route))
 
     async def measure(self) -> MachineReport:
         """What this server can do, timed now; requests wait for some seconds."""
@@ -319,6 +321,9 @@ class Node:
             is_home=worker.is_home,
             load_changed=self._load_changed,
             least_chance=self._least_chance,
+            crowd=self._crowd,
+            guess_pace_s=self._guess_pace_s,
+            has_head=lambda: worker.end_drafts.able,
             chunk=settings.prefill_chunk,
             health=self.health,
             stats=lambda running, waiting: service_stats(self.parts, running, waiting),
@@ -371,7 +376,7 @@ class Node:
     def _copy_slot(self, source: int, slot: int, length: int) -> None:
         def copy() -> None:
             self.worker.cache.copy(source, slot, length)
-            self.worker.home_drafts.copy(source, slot)
+            self.worker.end_drafts.copy(source, slot)
 
         self.batch_loop.control(copy)
 
@@ -397,6 +402,18 @@ class Node:
     def _least_chance(self, route: tuple[int, ...]) -> float:
         streams = self.front_end.running + sum(self.reporter.running.values())
         return self.worker.least_chance(route, streams)
+
+    def _crowd(self, route: tuple[int, ...]) -> Crowd | None:
+        """As `FrontEndContext` has it: of the route of this server's users."""
+        rules, here = self.worker.engine.guess_rules, self.settings.server
+        if tuple(rules.routes[here].tolist()) != route:
+            return None
+        running = self.front_end.running
+        return rules.crowd(here, running, running + sum(self.reporter.running.values()))
+
+    def _guess_pace_s(self) -> float | None:
+        took_s = self.worker.guess_pace.token_s
+        return None if took_s is None else took_s * self.settings.slowdown
 
     @property
     def _draft_size(self) -> float:

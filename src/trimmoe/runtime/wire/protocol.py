@@ -19,10 +19,10 @@ from trimmoe.runtime.wire.base import Frame
 from trimmoe.runtime.wire.codec import MalformedFrame, checked_decode
 from trimmoe.runtime.wire.version import Version
 
-WIRE_VERSION = Version(2, 2)
+WIRE_VERSION = Version(2, 3)
 """What this software speaks."""
 # 2.1 brought `trimmed` of `Reserve`, 2.2 what results are verified by (`checks`, `checked`) and
-# `disputed` of `Lost`.
+# `disputed` of `Lost`, 2.3 `wants` of `Rows` and `Prompt` and `follows` of `Token`.
 VERIFIES_SINCE = Version(2, 2)
 """Servers that speak an older one pass over what a second computation is for, and would take it for
 a first one."""

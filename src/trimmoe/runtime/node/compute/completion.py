@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -15,6 +15,7 @@ from trimmoe.core.events import Complete, Receipt, Trailed
 from trimmoe.core.exit_states import ExitState
 from trimmoe.core.ledger import Ledger
 from trimmoe.policy.settings import PolicySettings
+from trimmoe.runtime.node.compute.end_drafts import EndDrafts
 from trimmoe.runtime.node.compute.runner import ModelRunner
 from trimmoe.runtime.node.records.messages import (
     NO_TOKEN,
@@ -37,22 +38,14 @@ from trimmoe.runtime.scores import Score
 Told = TypeVar("Told", After, Token)
 
 
-class Completed(NamedTuple):
-    """What comes of units at the end of their way."""
-
-    parcels: list[Parcel]
-    states: Tensor
-    """What their tokens were predicted from, [n, d]."""
-    tokens: list[Token]
-
-
 def completed(
     runner: ModelRunner,
     settings: PolicySettings,
+    end_drafts: EndDrafts,
     command: Complete,
     units: Sequence[Unit],
     hidden: Tensor,
-) -> Completed:
+) -> list[Parcel]:
     """Predict from the last states [n, d]: tokens to their access servers, states onward."""
     propagating: list[Parcel] = []
     state = settings.readings.exit_state
@@ -67,7 +60,7 @@ def completed(
     for each in command.receipts:
         receipts.setdefault(each.sequence, deque()).append(each)
     drafts = exits and settings.drafts
-    tokens = []
+    tokens: list[Token] = []
     logits = runner.view.logits(hidden)
     for unit, scores, ledger in zip(units, logits, command.ledgers, strict=True):
         left = receipts.get(unit.seat.sequence)
@@ -83,7 +76,9 @@ def completed(
         tokens.append(token)
         if exits:
             unit.probe = token.token if drafts else int(scores.argmax())
-    return Completed(parcels=to_users(units, tokens) + propagating, states=hidden, tokens=tokens)
+    if not exits:
+        tokens = end_drafts.generated(units, hidden, tokens)
+    return to_users(units, tokens) + propagating
 
 
 def trailed(

@@ -17,6 +17,11 @@ from trimmoe.cost.guessing import draft_times_s, guess_times_s
 from trimmoe.cost.model import CostModel
 from trimmoe.models.base import DROPPED
 
+_LATELY = 0.99
+"""Share of what came before that counts with every batch."""
+_FEWEST = 8.0
+"""Guesses of late that say what one takes."""
+
 
 class Pace:
     """Nothing is waited for; used by the worker only."""
@@ -38,6 +43,24 @@ class Pace:
 
     def draft(self, rows: int) -> None:
         """So many rows pass the draft model."""
+
+
+@dataclass(kw_only=True, slots=True)
+class GuessPace:
+    """What this server's own guesses took it lately, whatever is read for them counted in."""
+
+    _spent_s: float = 0.0
+    _made: float = 0.0
+
+    def took(self, spent_s: float, made: int) -> None:
+        """A batch of readings is over, of which so many guesses came."""
+        self._spent_s = self._spent_s * _LATELY + spent_s
+        self._made = self._made * _LATELY + made
+
+    @property
+    def token_s(self) -> float | None:
+        """Seconds of work for a guess; None where there were too few to tell."""
+        return self._spent_s / self._made if self._made >= _FEWEST else None
 
 
 @dataclass(kw_only=True, slots=True)

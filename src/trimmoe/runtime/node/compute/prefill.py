@@ -158,8 +158,9 @@ def end_chunk(worker: Worker, unit: Unit) -> BatchOutput:
         logits = view.logits(batch.last(hidden))[0]
         charge = ChargeSpec(seat.charged_tokens, seat.charged_loss) if seat.charged_tokens else None
         first = token_of(unit, logits, charge=charge, scores=seat.scores)
+    first = worker.end_drafts.prompt(unit, batch.pack(hidden), first)
+    if first is not None:
         result.parcels = to_users([unit], [first])
-    result.offers = worker.home_drafts.prompt(unit, batch.pack(hidden), first)
     return result
 
 

@@ -32,14 +32,14 @@ def run_batch(
     began_s = time.perf_counter()
     worker.pace.begin()
     with torch.inference_mode():
-        result = _performed(worker, exact_hosts, work)
+        result = _performed(worker, exact_hosts, work, began_s)
     result.parcels = leaving(result.parcels)
     if slowdown > 1.0:
         time.sleep((time.perf_counter() - began_s) * (slowdown - 1.0))
     return result
 
 
-def _performed(worker: Worker, exact_hosts: ExactHosts, work: Work) -> BatchOutput:
+def _performed(worker: Worker, exact_hosts: ExactHosts, work: Work, began_s: float) -> BatchOutput:
     layer, items = work.layer, work.items
     match work.step:
         case Step.ARRIVE:
@@ -61,7 +61,11 @@ def _performed(worker: Worker, exact_hosts: ExactHosts, work: Work) -> BatchOutp
         case Step.CHUNK_END:
             return end_chunk(worker, items[0])
         case Step.GUESS:
-            return guess(worker, layer, items)
+            result = guess(worker, layer, items)
+            if not any(one.by_draft_model for one in items):
+                made = sum(len(one.made) for one in result.guessed)
+                worker.guess_pace.took(time.perf_counter() - began_s, made)
+            return result
 
 
 def trail(worker: Worker, layer: int, units: Sequence[Unit]) -> BatchOutput:

@@ -22,7 +22,7 @@ from trimmoe.models.sums import sums_in
 from trimmoe.runtime.node.records.messages import NOBODY, Dispatch, Onward, Parcel
 from trimmoe.runtime.node.records.rows import Rows
 from trimmoe.runtime.node.records.sums import parted
-from trimmoe.runtime.node.records.units import Unit, tokens_of, told_epochs
+from trimmoe.runtime.node.records.units import Unit, tokens_of, told_unless_zero
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -131,8 +131,9 @@ class Cargo:
             [unit.start for unit in units],
             counts.tolist(),
             [] if whole else self.offset[which].tolist(),
-            told_epochs([unit.epoch for unit in units]),
+            told_unless_zero([unit.epoch for unit in units]),
             tokens_of(units) if moving else [],
+            told_unless_zero([unit.wants for unit in units]) if moving else [],
         )
 
 
@@ -191,8 +192,9 @@ def whole(layer: int, units: Sequence[Unit], hidden: Tensor, wave: Wave, to: int
                 [unit.start for unit in units],
                 [1] * len(units),
                 [],
-                told_epochs([unit.epoch for unit in units]),
+                told_unless_zero([unit.epoch for unit in units]),
                 tokens_of(units),
+                told_unless_zero([unit.wants for unit in units]),
             ),
             awaited=[[]] * len(units),
             raw=[],

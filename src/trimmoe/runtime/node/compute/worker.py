@@ -41,9 +41,9 @@ from trimmoe.runtime.counters import ExpertCounter
 from trimmoe.runtime.drafter import Drafter
 from trimmoe.runtime.node.compute.completion import completed, trailed
 from trimmoe.runtime.node.compute.draft_runner import DraftRunner
+from trimmoe.runtime.node.compute.end_drafts import EndDrafts
 from trimmoe.runtime.node.compute.execution import run_and_ship
-from trimmoe.runtime.node.compute.home_drafts import HomeDrafts
-from trimmoe.runtime.node.compute.pace import Pace
+from trimmoe.runtime.node.compute.pace import GuessPace, Pace
 from trimmoe.runtime.node.compute.runner import ModelRunner
 from trimmoe.runtime.node.compute.segments import Segments
 from trimmoe.runtime.node.compute.shipping import Cargo, Split
@@ -54,7 +54,7 @@ from trimmoe.runtime.node.records.output import Arrival, BatchOutput, LogEntry
 from trimmoe.runtime.node.records.readings import Foreseen
 from trimmoe.runtime.node.records.rows import Rows
 from trimmoe.runtime.node.records.sequences import Seat
-from trimmoe.runtime.node.records.units import Unit, boarded, told_epochs
+from trimmoe.runtime.node.records.units import Unit, boarded, told_unless_zero
 from trimmoe.runtime.observe import Observer
 
 
@@ -76,7 +76,7 @@ class Worker(ModelRunner):
         drafter: Drafter | None = None,
     ) -> None:
         super().__init__(view, server=server, slots=slots, pace=pace, verifier=verifier)
-        self.home_drafts = HomeDrafts(view=view, is_home=self.is_home, streams=self._streams)
+        self.end_drafts, self.guess_pace = EndDrafts(view=view), GuessPace()
         self.drafter = drafter
         self.draft_runner = DraftRunner.of(
             view, slots, profile if engine.settings.guesses else None
@@ -124,11 +124,6 @@ class Worker(ModelRunner):
     def is_home(self, route: tuple[int, ...]) -> bool:
         """Whether all that tokens of this server's users need on a route is here."""
         return bool(self.engine.guess_rules.home[self.server]) and set(route) == {self.server}
-
-    def _streams(self) -> int:
-        """Answers of this server's users, if they are guessed ahead token by token."""
-        settings = self.engine.settings
-        return len(self.state.accounts) if settings.guesses and not settings.guess_chunks else 0
 
     def index_routes(self) -> None:
         """Look up rows of the engine's routes by route."""
@@ -253,7 +248,8 @@ class Worker(ModelRunner):
                 [one.position for one in chosen],
                 [1] * len(chosen),
                 [],
-                told_epochs([one.epoch for one in chosen]),
+                told_unless_zero([one.epoch for one in chosen]),
+                wants=told_unless_zero([one.wants for one in chosen]),
             )
             start = Start(rows=rows, tokens=[one.token for one in chosen])
             parcels.append(Parcel(to=first, message=start, wave=tokens.take(which)))
@@ -367,10 +363,9 @@ class Worker(ModelRunner):
                 for unit, token in zip(which, predicted, strict=True):
                     unit.probe = token
             elif isinstance(command, Complete):
-                ended = completed(self, self.engine.settings, command, which, hidden)
-                result.parcels += ended.parcels
+                settings, drafts = self.engine.settings, self.end_drafts
+                result.parcels += completed(self, settings, drafts, command, which, hidden)
                 if command.layer == self.view.spec.layer_count:
-                    result.offers += self.home_drafts.generated(which, ended.states, ended.tokens)
                     result.written += [(unit, self._end) for unit in which]
             elif isinstance(command, Trailed):
                 result.parcels += trailed(self, self.engine.settings, command, which, hidden)

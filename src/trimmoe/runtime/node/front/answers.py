@@ -13,13 +13,13 @@ from math import isinf
 
 from trimmoe.core.events import SequenceOpened
 from trimmoe.core.ledger import Ledger
-from trimmoe.engine.guesses import OWN, Lead
+from trimmoe.engine.guesses import HEAD, OWN, Lead
 from trimmoe.policy.readings import BudgetRule
 from trimmoe.runtime.node.front.drafts import GUESSED, Guessing, Kind
 from trimmoe.runtime.node.front.jobs import Attempt, FrontEndContext, Job
 from trimmoe.runtime.node.front.memory import Memory
 from trimmoe.runtime.node.records.messages import After, Parcel, Token, Withdraw
-from trimmoe.runtime.node.records.output import Arrival, Offer
+from trimmoe.runtime.node.records.output import Arrival
 from trimmoe.runtime.node.records.packing import unpack_charge, unpack_ledger, unpack_receipt
 from trimmoe.runtime.node.records.readings import Reading
 from trimmoe.runtime.node.records.samplings import unpack_scores
@@ -64,6 +64,8 @@ class Answers:
                 self._in_vain(job, unpack_ledger(token.ledger, **self._context.ledger_shape))
             elif (token.epoch, token.position) == (attempt.epoch, attempt.position):
                 self._advance(job, attempt, token)
+                if token.follows and job.attempt is attempt:
+                    self._follow_head(job, attempt, token)
             elif token.epoch == attempt.epoch and token.position > attempt.position:
                 attempt.early[token.position] = token
 
@@ -110,30 +112,34 @@ class Answers:
                     continue
             self.guess(job, attempt)
 
-    def offered(self, offers: Sequence[Offer]) -> None:
-        """A draft head has named what follows tokens that came with this; it sets out with them,
-        unless something else has."""
-        for offer in offers:
-            job = self._job_of(offer.sequence)
-            if job is None or (attempt := job.attempt) is None or attempt.lead is None:
-                continue
-            following = _following(job, attempt)
-            known = attempt.unfed is None and not attempt.pending.drafts
-            if not known or offer.position != following or isinf(attempt.lead.least):
-                continue
-            for position, token in enumerate(offer.tokens, offer.position):
-                if not self._set_out(job, attempt, position, token, GUESSED[OWN]):
-                    break
-            self._release(attempt)
+    def _follow_head(self, job: Job, attempt: Attempt, token: Token) -> None:
+        """A draft head has named what follows a token that came; it sets out with that, unless
+        something else has."""
+        following = _following(job, attempt)
+        known = attempt.unfed is None and not attempt.pending.drafts
+        if attempt.lead is None or not known or token.position + 1 != following:
+            return
+        for position, each in enumerate(token.follows[: attempt.lead.along], following):
+            if not self._set_out(job, attempt, position, each, GUESSED[HEAD]):
+                break
+        self._release(attempt)
 
     def reconsider(self, attempt: Attempt) -> None:
         """The load has changed: what is read for guesses that nobody would follow is let be."""
-        if attempt.lead is None or attempt.reading is None:
+        if attempt.lead is None:
             return
-        attempt.lead.least = self._context.least_chance(attempt.route)
-        if isinf(attempt.lead.least):
+        self.choose(attempt, attempt.lead)
+        idle = isinf(attempt.lead.least) or attempt.lead.turn == HEAD
+        if attempt.reading is not None and idle:
             attempt.stop_reading()
             self._release(attempt)
+
+    def choose(self, attempt: Attempt, lead: Lead) -> int:
+        """The source of guesses whose turn it is, as busy as servers are now."""
+        lead.least = self._context.least_chance(attempt.route)
+        lead.crowd = self._context.crowd(attempt.route)
+        lead.pace_s = self._context.guess_pace_s()
+        return lead.choose()
 
     def _followed(self, job: Job, attempt: Attempt, guessed: Reading) -> int:
         """Follow what is probable; how many tokens are."""
@@ -227,11 +233,11 @@ class Answers:
         lead, request, context = attempt.lead, job.request, self._context
         if lead is None or attempt.reading:
             return
-        lead.least = context.least_chance(attempt.route)
+        source = self.choose(attempt, lead)
         if isinf(lead.least):
             return
-        ids, source = self._looked_up(job, attempt, lead), lead.choose()
-        if attempt.at_home and source == OWN:
+        ids = self._looked_up(job, attempt, lead)
+        if source == HEAD or (attempt.at_home and source == OWN):
             return
         if attempt.pending.drafts >= lead.window or not attempt.may_guess(len(ids)):
             return
@@ -347,6 +353,7 @@ class Answers:
                 token=token.token,
                 epoch=attempt.epoch,
                 guessed=guessed,
+                wants=0 if attempt.lead is None else attempt.lead.along,
             )
         )
 

@@ -17,8 +17,8 @@ from trimmoe.core.ledger import Ledger
 from trimmoe.runtime.node.records.messages import Token
 from trimmoe.runtime.service import Ahead
 
-Kind = Literal["guess", "model", "copy", "draft"]
-GUESSED: tuple[Kind, ...] = ("guess", "model")
+Kind = Literal["guess", "model", "head", "copy", "draft"]
+GUESSED: tuple[Kind, ...] = ("guess", "model", "head")
 """By source, as `engine.guesses` numbers them."""
 
 

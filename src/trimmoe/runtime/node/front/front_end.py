@@ -298,7 +298,7 @@ class FrontEnd:
             sampling=pack_sampling(job.request.sampling),
             budget=budget,
             waits=waits,
-            seen=pack_seen(job.request, job.tokens),
+            seen=pack_seen(job.request, job.tokens, wanted=self.drafts_along),
             prefix=prefix,
             trimmed=self._trimmed(job, budget),
         )
@@ -330,14 +330,26 @@ class FrontEnd:
                 guess_s=own_s,
                 others_s=tuple(others_s),
                 whole_s=float(rules.whole_s[context.server]),
+                head=self.drafts_along,
             )
             attempt.holds = context.holds(attempt.route)
             if settings.guess_chunks:
                 attempt.chunks = rules.chunks(context.server)
             attempt.seen = job.request.seen(self.model)
-        start, epoch = attempt.start, attempt.epoch
-        context.post(prompt(attempt.route[0], attempt.sequence, ids, start=start, epoch=epoch))
+            self.answers.choose(attempt, attempt.lead)
+        asked = {
+            "start": attempt.start,
+            "epoch": attempt.epoch,
+            "wants": 0 if attempt.lead is None else attempt.lead.along,
+        }
+        context.post(prompt(attempt.route[0], attempt.sequence, ids, **asked))
         self.answers.guess(job, attempt)
+
+    @property
+    def drafts_along(self) -> bool:
+        """Whether what a draft head names after full depth's states may be read along."""
+        settings = self._context.planner.settings
+        return self._context.has_head() and settings.guesses > 0 and not settings.guess_chunks
 
     def _begin(self, attempt: Attempt) -> None:
         """Go on from what every server of the route has."""

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from trimmoe.core.events import Receipt, SequenceOpened
 from trimmoe.core.ledger import Ledger
+from trimmoe.cost.guessing import Crowd
 from trimmoe.engine.guesses import OWN, Chunks, Lead
 from trimmoe.runtime.node.front.drafts import Pending
 from trimmoe.runtime.node.front.lookup import Lookup
@@ -247,6 +248,12 @@ class FrontEndContext:
     least_chance: Callable[[tuple[int, ...]], float]
     """That guesses of sequences on a route have to have of being right to be followed now; infinite
     where none is worth its time."""
+    crowd: Callable[[tuple[int, ...]], Crowd | None]
+    """What tokens on a route take beside others now; None where that is not known."""
+    guess_pace_s: Callable[[], float | None]
+    """What a guess of its own took this server lately, see `Lead.pace_s`."""
+    has_head: Callable[[], bool]
+    """Whether there is a draft head that goes on from what full depth gives."""
     chunk: int
     """Tokens of a prompt that are read at a time."""
     health: Callable[[], Health]

@@ -164,6 +164,7 @@ def _is_prompt(geometry: Geometry, message: Prompt, tensors: Sequence[Tensor]) -
         return False
     known = int(ids.min()) >= 0 and int(ids.max()) < geometry.vocab_size
     room = geometry.context_length - ids.numel()
+    known = known and message.wants >= 0
     return known and 0 <= message.start <= room and 0 <= message.epoch <= geometry.context_length
 
 
@@ -189,11 +190,13 @@ def _are_within(geometry: Geometry, rows: Rows) -> bool:
     )
 
 
-def prompt(to: int, sequence: int, ids: Sequence[int], *, start: int = 0, epoch: int = 0) -> Parcel:
+def prompt(
+    to: int, sequence: int, ids: Sequence[int], *, start: int = 0, epoch: int = 0, wants: int = 0
+) -> Parcel:
     """The tokens that a sequence begins with, from position `start` on, to the server of its first
-    layer."""
+    layer, which has so many drafts of what follows made."""
     tokens = (torch.tensor(ids[start:], dtype=torch.int32),)
-    return Parcel(to=to, message=Prompt(sequence, start, epoch), tensors=tokens)
+    return Parcel(to=to, message=Prompt(sequence, start, epoch, wants), tensors=tokens)
 
 
 def _is_source(geometry: Geometry, tensors: Sequence[Tensor]) -> bool:

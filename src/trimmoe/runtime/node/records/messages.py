@@ -141,6 +141,8 @@ class Prompt(Message, frozen=True, tag="prompt"):
     """Position of the first of them; the states of what is before it are there."""
     epoch: int = 0
     """As of `Rows`."""
+    wants: int = 0
+    """Drafts of what follows its first token that are wanted, as of `Rows`."""
 
 
 class Start(Message, frozen=True, tag="start"):
@@ -290,6 +292,8 @@ class Token(msgspec.Struct, frozen=True, array_like=True):
     """Whether full depth has not confirmed it yet."""
     scores: list[ScoreSpec] = []
     """Of the prompt that it follows, where they are asked for."""
+    follows: list[int] = []
+    """What a draft head takes to follow it, where that is wanted."""
 
 
 class Tokens(Message, frozen=True, tag="tokens"):

@@ -10,16 +10,6 @@ from trimmoe.runtime.node.records.readings import Reading
 from trimmoe.runtime.node.records.units import Unit
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Offer:
-    """What a draft head takes to follow in a sequence."""
-
-    sequence: int
-    position: int
-    """Of the first of them."""
-    tokens: tuple[int, ...]
-
-
 @dataclass(kw_only=True, slots=True)
 class BatchOutput:
     """What follows from a batch."""
@@ -33,8 +23,6 @@ class BatchOutput:
     guessed: list[Reading] = field(default_factory=list)
     reading: list[Reading] = field(default_factory=list)
     """Of those who guess, who has layers left."""
-    offers: list[Offer] = field(default_factory=list)
-    """Of tokens that have come to their end here."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,6 +36,8 @@ class Arrival:
     """How often tokens of the sequence were withdrawn."""
     guessed: bool = False
     """Whether this server guessed it and that is not confirmed."""
+    wants: int = 0
+    """Drafts of what follows that would be read along."""
 
     @property
     def sequences(self) -> tuple[int, ...]:

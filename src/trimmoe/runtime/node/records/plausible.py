@@ -73,6 +73,7 @@ def are_tokens(tokens: Sequence[Token], vocab_size: int, positions: int) -> bool
         and (one.receipt is None or _is_receipt(one.receipt))
         and (one.charge is None or _is_charge(one.charge, positions))
         and _are_scores(one.scores, vocab_size, positions)
+        and all_below(one.follows, vocab_size)
         for one in tokens
     )
 

@@ -38,6 +38,9 @@ class Rows(msgspec.Struct, frozen=True, array_like=True):
     """
     tokens: list[int] = []
     """The token of each unit, `UNKNOWN` where nobody asks for it; empty if nobody asks at all."""
+    wants: list[int] = []
+    """How many drafts of what follows each unit its user's server would read along; empty if none
+    at all."""
 
     @property
     def total(self) -> int:
@@ -64,6 +67,10 @@ class Rows(msgspec.Struct, frozen=True, array_like=True):
         """Of one of the units."""
         return self.tokens[unit] if self.tokens else UNKNOWN
 
+    def wanted(self, unit: int) -> int:
+        """Drafts that are wanted behind one of the units."""
+        return self.wants[unit] if self.wants else 0
+
     def well_formed(self) -> bool:
         units = len(self.sequences)
         return (
@@ -73,4 +80,5 @@ class Rows(msgspec.Struct, frozen=True, array_like=True):
             and (not self.offsets or len(self.offsets) == self.total)
             and (not self.epochs or (len(self.epochs) == units and min(self.epochs) >= 0))
             and (not self.tokens or (len(self.tokens) == units and min(self.tokens) >= UNKNOWN))
+            and (not self.wants or (len(self.wants) == units and min(self.wants) >= 0))
         )

@@ -26,10 +26,10 @@ def unpack_sampling(spec: SamplingSpec) -> Sampling:
     return Sampling(**msgspec.structs.asdict(spec))
 
 
-def pack_seen(request: GenerationRequest, made: list[int]) -> SeenSpec | None:
+def pack_seen(request: GenerationRequest, made: list[int], *, wanted: bool) -> SeenSpec | None:
     """What a sequence begins with: the prompt and what was made of the answer already. None where
-    no draw looks back."""
-    if not request.sampling.looks_back:
+    no draw looks back, unless it is `wanted` all the same."""
+    if not (request.sampling.looks_back or wanted):
         return None
     return SeenSpec(len(request.prompt_ids), [*request.prompt_ids, *made])
 

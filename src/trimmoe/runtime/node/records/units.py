@@ -65,7 +65,10 @@ class Unit:
     """How often tokens of its sequence had been withdrawn when it set out."""
     count: int = 1
     tokens: tuple[int, ...] = ()
-    """Before the first layer, in place of states."""
+    """Before the first layer, in place of states; of a generated token also later, where it is
+    told."""
+    wants: int = 0
+    """As of `Rows`."""
     hidden: Tensor | None = None
     """[count, d], without `parts`."""
     parts: tuple[Part, ...] = ()
@@ -251,8 +254,9 @@ def rows_of(units: Sequence[Unit]) -> Rows:
         [unit.start for unit in units],
         [unit.count for unit in units],
         [],
-        told_epochs([unit.epoch for unit in units]),
+        told_unless_zero([unit.epoch for unit in units]),
         tokens_of(units),
+        told_unless_zero([unit.wants for unit in units]),
     )
 
 
@@ -265,6 +269,6 @@ def tokens_of(units: Sequence[Unit]) -> list[int]:
     return tokens if max(tokens) > UNKNOWN else []
 
 
-def told_epochs(epochs: list[int]) -> list[int]:
-    """As in `Rows`: none where nothing was ever withdrawn."""
-    return epochs if any(epochs) else []
+def told_unless_zero(values: list[int]) -> list[int]:
+    """As epochs and wants in `Rows`: none where there are none but zeros."""
+    return values if any(values) else []

@@ -20,7 +20,7 @@ from trimmoe.runtime.node.compute.run_batch import run_batch, use_threads
 from trimmoe.runtime.node.compute.worker import Worker
 from trimmoe.runtime.node.records.exact_hosts import ExactHosts
 from trimmoe.runtime.node.records.messages import Parcel, Stranded
-from trimmoe.runtime.node.records.output import BatchOutput, Offer
+from trimmoe.runtime.node.records.output import BatchOutput
 from trimmoe.runtime.node.records.readings import Reading
 from trimmoe.runtime.node.records.work import Step, Work
 from trimmoe.runtime.node.schedule.intake import Intake
@@ -46,7 +46,6 @@ class LoopContext:
     exact_hosts: Callable[[], ExactHosts]
     post: Callable[[Parcel], None]
     guessed: Callable[[Sequence[Reading]], None]
-    offered: Callable[[Sequence[Offer]], None]
     worked: Callable[[float], None]
     """Told how long was worked, seconds."""
 
@@ -202,8 +201,6 @@ class BatchLoop:
         intake.read_on(result.reading)
         if result.guessed:
             context.guessed(result.guessed)
-        if result.offers:
-            context.offered(result.offers)
         for unit in result.stranded:
             name = unit.name
             message = Stranded(name.sequence, unit.layer, name.start, name.epoch)

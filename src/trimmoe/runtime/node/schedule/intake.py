@@ -199,6 +199,7 @@ class Intake:
                     count=len(tokens),
                     tokens=tokens,
                     last=start + len(tokens) == len(ids),
+                    wants=message.wants,
                 )
             )
 
@@ -215,6 +216,7 @@ class Intake:
                         start=start,
                         epoch=epoch,
                         tokens=(message.tokens[row],),
+                        wants=message.rows.wanted(row),
                         wave=wave,
                         row=row,
                     )
@@ -282,6 +284,8 @@ class Intake:
                 start=start,
                 epoch=epoch,
                 count=rows.counts[index],
+                tokens=(rows.token(index),) if message.decoding and rows.tokens else (),
+                wants=rows.wanted(index),
                 hidden=hidden[where],
                 wave=wave,
                 row=index,

@@ -1,5 +1,5 @@
-"""Servers that hold all that their users need: what a draft head offers is read along with the
-token that is known, and never changes an answer."""
+"""What a draft head takes to follow where full depth ends is read along with the token that is
+known, on whatever servers that is, and never changes an answer."""
 
 from __future__ import annotations
 
@@ -8,19 +8,34 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
+from torch import Tensor
 
 from draft_heads import Oracle
-from nodes import Servers, answers, constant_routes, read, request, running, tokens_of, world
+from nodes import (
+    Servers,
+    answers,
+    constant_routes,
+    hybrid_routes,
+    read,
+    request,
+    running,
+    staircase_routes,
+    tokens_of,
+    world,
+)
 from questions import Questions
 from serving import Tiny
 from trimmoe.core.plan import Plan
 from trimmoe.core.profile import Profile
+from trimmoe.cost.guessing import Crowd
 from trimmoe.models.compiled.view import CompiledView
 from trimmoe.policy.presets import PRESETS
 from trimmoe.policy.settings import PolicySettings
 from trimmoe.runtime.head_drafts import HeadDrafts
-from trimmoe.runtime.node.compute.home_drafts import HomeDrafts
-from trimmoe.runtime.node.records.output import Offer
+from trimmoe.runtime.node.compute import end_drafts
+from trimmoe.runtime.node.compute.end_drafts import EndDrafts
+from trimmoe.runtime.node.records.messages import Token
 from trimmoe.runtime.sampling import Sampling
 
 SPECULATIVE = replace(PRESETS["speculative"](), guess_chance=0.0)
@@ -29,6 +44,31 @@ SPECULATIVE = replace(PRESETS["speculative"](), guess_chance=0.0)
 def at_home(tiny: Tiny, servers: int = 1, density: float = 1.0) -> tuple[Profile, Plan]:
     """Every server runs all layers of its users, and all experts where the density is one."""
     return world(tiny, servers=servers, routes=constant_routes(servers), density=density)
+
+
+PLACES = {
+    "at home": (2, constant_routes(2), 1.0),
+    "some experts elsewhere": (2, constant_routes(2), 0.5),
+    "ends elsewhere": (3, [[0, 0, 1, 2]] * 3, 1.0),
+    "ends at home": (2, [[0, 1, 1, 0], [1, 0, 0, 1]], 0.5),
+    "begins elsewhere": (3, staircase_routes(3), 0.5),
+    "comes and goes": (3, hybrid_routes(3), 0.5),
+}
+"""Servers, routes of their users, and the density of experts."""
+
+
+def placed(tiny: Tiny, place: str) -> tuple[int, Profile, Plan]:
+    """As `PLACES` has it."""
+    servers, routes, density = PLACES[place]
+    return servers, *world(tiny, servers=servers, routes=routes, density=density)
+
+
+@pytest.fixture(autouse=True)
+def drafts_pay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However sure a head is, and whatever the cost model says of servers' own guesses."""
+    monkeypatch.setattr(end_drafts, "LIKELY", 0.0)
+    monkeypatch.setattr(end_drafts, "LIKELY_FAR", 0.0)
+    monkeypatch.setattr(Crowd, "own_s", lambda *_: np.inf)
 
 
 def give_heads(
@@ -49,34 +89,33 @@ def give_heads(
 def offered(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many tokens were offered each time."""
     counts: list[int] = []
-    offers = HomeDrafts._offers
+    followed = EndDrafts._followed
 
-    def counted(*asked) -> list[Offer]:
-        found = offers(*asked)
-        counts.extend(len(one.tokens) for one in found)
+    def counted(*asked) -> list[Token]:
+        found = followed(*asked)
+        counts.extend(len(one.follows) for one in found if one.follows)
         return found
 
-    monkeypatch.setattr(HomeDrafts, "_offers", counted)
+    monkeypatch.setattr(EndDrafts, "_followed", counted)
     return counts
 
 
 @pytest.mark.parametrize("policy", [SPECULATIVE, PRESETS["auto"]()], ids=["speculative", "auto"])
-@pytest.mark.parametrize("at_once", [False, True], ids=["alone", "several at once"])
+@pytest.mark.parametrize("place", PLACES)
 async def test_answers_are_those_of_transformers_whatever_a_head_of_random_weights_says(
     tiny: Tiny,
     offered: list[int],
     monkeypatch: pytest.MonkeyPatch,
     policy: PolicySettings,
-    at_once: bool,
+    place: str,
 ) -> None:
     questions = Questions(tiny=tiny, count=6)
-    profile, plan = at_home(tiny, servers=2)
-    monkeypatch.setattr(Oracle.draft, "__defaults__", (0.0,))
+    servers, profile, plan = placed(tiny, place)
     async with running(tiny, profile=profile, plan=plan, policy=policy, prefill_chunk=8) as cluster:
         give_heads(cluster, [], monkeypatch)
-        asked = questions.among(2)
-        groups = [asked] if at_once else [[one] for one in asked]
-        made = [events for group in groups for events in await answers(cluster, group)]
+        asked = questions.among(servers)
+        made = await answers(cluster, asked[:3])
+        made += [events for one in asked[3:] for events in await answers(cluster, [one])]
         await cluster.all_free()
         restarts = sum(node.front_end.restarts for node in cluster.nodes.values())
     assert [tokens_of(events) for events in made] == questions.answers
@@ -85,21 +124,33 @@ async def test_answers_are_those_of_transformers_whatever_a_head_of_random_weigh
 
 
 @pytest.mark.parametrize("at_once", [False, True], ids=["alone", "several at once"])
-@pytest.mark.parametrize("penalty", [1.0, 1.3], ids=["", "draws that look back"])
-@pytest.mark.parametrize("temperature", [0.0, 0.8], ids=["greedy", "sampled"])
+@pytest.mark.parametrize(
+    ("place", "temperature", "penalty"),
+    [
+        *(
+            ("at home", temperature, penalty)
+            for temperature in (0.0, 0.8)
+            for penalty in (1.0, 1.3)
+        ),
+        *((place, 0.8, 1.3) for place in PLACES if place != "at home"),
+        ("ends elsewhere", 0.0, 1.0),
+    ],
+)
 async def test_answers_are_the_same_with_drafts_that_are_right_more_often_than_not(
     tiny: Tiny,
     offered: list[int],
     monkeypatch: pytest.MonkeyPatch,
+    place: str,
     temperature: float,
     penalty: float,
     at_once: bool,
 ) -> None:
-    """Tokens and their probabilities; what is right passes the layers in one batch."""
+    """Tokens and their probabilities, greedy and sampled, where draws look back and where not; what
+    is right passes the layers in one batch."""
     sampling = Sampling(temperature=temperature, seed=3, stream=0, repetition_penalty=penalty)
     questions = Questions(tiny=tiny, count=6)
     asked = questions.among(1, new=24, sampling=sampling)
-    profile, plan = at_home(tiny)
+    _, profile, plan = placed(tiny, place)
     groups = [asked] if at_once else [[one] for one in asked]
     async with running(tiny, profile=profile, plan=plan) as cluster:
         plain = await answers(cluster, asked)
@@ -124,50 +175,91 @@ async def test_answers_are_the_same_with_drafts_that_are_right_more_often_than_n
 
 
 async def test_the_more_streams_the_fewer_tokens_are_offered_to_each(
-    tiny: Tiny, monkeypatch: pytest.MonkeyPatch
+    tiny: Tiny, offered: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Eight rows at most: of four streams each gets one, of five none."""
+    """As many as the cost model says that they are worth."""
     found: list[tuple[int, int]] = []
-    offer = HeadDrafts.offer
+    along = Crowd.along
 
-    def seen(drafts: HeadDrafts, *asked: int, streams: int) -> tuple[int, ...]:
-        drafted = offer(drafts, *asked, streams=streams)
-        found.append((streams, len(drafted)))
-        return drafted
+    def seen(crowd: Crowd, chance: float) -> tuple[int, float]:
+        drafts, along_s = along(replace(crowd, batch_share=0.5), chance)
+        found.append((crowd.here, drafts))
+        return drafts, along_s
 
-    monkeypatch.setattr(HeadDrafts, "offer", seen)
-    monkeypatch.setattr(Oracle.draft, "__defaults__", (0.0,))
+    monkeypatch.setattr(Crowd, "along", seen)
     profile, plan = at_home(tiny)
     asked = Questions(tiny=tiny, count=5).among(1, new=16)
     async with running(tiny, profile=profile, plan=plan, policy=SPECULATIVE) as cluster:
         give_heads(cluster, [], monkeypatch)
         await answers(cluster, asked)
-    assert {streams for streams, _ in found} >= {5, 1}
-    assert all(drafted <= max(8 // streams - 1, 0) for streams, drafted in found)
+    most = {streams: max(k for n, k in found if n == streams) for streams, _ in found}
+    assert most[1] > most[5]
+    assert max(offered) <= most[1]
 
 
-async def test_nothing_is_offered_where_an_expert_is_elsewhere(
-    tiny: Tiny, offered: list[int], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("place", PLACES)
+async def test_a_server_makes_no_pass_of_its_own_while_a_head_drafts(
+    tiny: Tiny, offered: list[int], monkeypatch: pytest.MonkeyPatch, place: str
 ) -> None:
-    questions = Questions(tiny=tiny, count=4)
-    profile, plan = at_home(tiny, servers=2, density=0.5)
-    async with running(tiny, profile=profile, plan=plan, policy=SPECULATIVE) as cluster:
-        give_heads(cluster, [], monkeypatch)
-        made = await answers(cluster, questions.among(2))
-        readings = cluster.nodes[0].batch_loop.item_counts["GUESS"]
-    assert [tokens_of(events) for events in made] == questions.answers
-    assert not offered
-    assert readings, "the server's own pass guesses there"
-
-
-async def test_a_server_that_has_everything_makes_no_pass_of_its_own(
-    tiny: Tiny, offered: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    profile, plan = at_home(tiny)
+    _, profile, plan = placed(tiny, place)
     async with running(tiny, profile=profile, plan=plan, policy=SPECULATIVE) as cluster:
         give_heads(cluster, [], monkeypatch)
         await answers(cluster, Questions(tiny=tiny, count=3).among(1))
         assert not cluster.nodes[0].batch_loop.item_counts["GUESS"]
+    assert offered
+
+
+async def test_a_server_guesses_by_itself_where_that_is_sooner(
+    tiny: Tiny, offered: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Crowd, "own_s", lambda *_: 0.0)
+    questions = Questions(tiny=tiny, count=4)
+    servers, profile, plan = placed(tiny, "some experts elsewhere")
+    async with running(tiny, profile=profile, plan=plan, policy=SPECULATIVE) as cluster:
+        give_heads(cluster, [], monkeypatch)
+        made = await answers(cluster, questions.among(servers))
+        readings = cluster.nodes[0].batch_loop.item_counts["GUESS"]
+    assert [tokens_of(events) for events in made] == questions.answers
+    assert readings
+    assert not offered, "nobody asks for it"
+
+
+@pytest.mark.parametrize("place", PLACES)
+async def test_a_head_reads_the_whole_sequence_and_the_same_states_wherever_it_ends(
+    tiny: Tiny, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    """Whatever was drafted wrongly in between."""
+    found: list[list[tuple[int, Tensor, list[int]]]] = []
+    read = HeadDrafts.read
+
+    def seen(self: HeadDrafts, slot: int, start: int, states: Tensor, tokens: list[int]) -> None:
+        found[-1].append((start, states.clone(), list(tokens)))
+        read(self, slot, start, states, tokens)
+
+    monkeypatch.setattr(HeadDrafts, "read", seen)
+    prompt = np.random.default_rng(8).integers(0, 256, 30).tolist()
+    expected = [*prompt, *tiny.greedy(prompt, 20, eos=None)]
+    for here in ("at home", place):
+        found.append([])
+        _, profile, plan = placed(tiny, here)
+        world_ = {"profile": profile, "plan": plan, "policy": SPECULATIVE, "prefill_chunk": 8}
+        async with running(tiny, **world_) as cluster:
+            give_heads(cluster, [expected], monkeypatch)
+            await read_whole(cluster, prompt, 20)
+    for pieces in found:
+        assert [start for start, *_ in pieces] == np.cumsum(
+            [0, *(len(tokens) for *_, tokens in pieces[:-1])]
+        ).tolist()
+        known = [token for *_, tokens in pieces for token in tokens]
+        assert known == expected[: len(known)]
+        assert len(known) >= len(expected) - 5
+    plain, other = (torch.cat([states for _, states, _ in pieces]) for pieces in found)
+    assert torch.equal(plain[:45], other[:45])
+
+
+async def read_whole(cluster: Servers, prompt: list[int], new: int) -> None:
+    """An answer of the first server's."""
+    await read(cluster.nodes[0].service.submit(request(prompt, new)))
 
 
 async def test_a_turn_that_goes_on_from_another_one_is_drafted_for_too(
