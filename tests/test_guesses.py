@@ -13,14 +13,26 @@ from hypothesis import strategies as st
 
 from trimmoe.core.ledger import Ledger
 from trimmoe.cost.guessing import (
+    MOST_ALONG,
+    Crowd,
+    along_times_s,
+    crowds,
     guess_times_s,
     row_times_s,
-    shares_along,
     stream_share,
     window,
 )
 from trimmoe.cost.model import Accounting, CostModel
-from trimmoe.engine.guesses import DRAFT_MODEL, OWN, Chunks, GuessRules, Lead, Passed, Source
+from trimmoe.engine.guesses import (
+    DRAFT_MODEL,
+    HEAD,
+    OWN,
+    Chunks,
+    GuessRules,
+    Lead,
+    Passed,
+    Source,
+)
 from trimmoe.policy.presets import PRESETS
 
 WHOLE_S, GUESS_S = 10.0, 1.0
@@ -310,38 +322,157 @@ def test_guesses_wait_for_those_upon_them_for_a_quarter_of_a_tokens_way(
     assert Lead(guesses=16, guess_s=guess_s, whole_s=whole_s).together == together
 
 
-def test_a_server_that_holds_everything_drafts_for_a_few_streams_however_it_is_loaded() -> None:
-    """Under auto, whose own passes would be late there. Users of server 1 have an expert elsewhere,
-    those of server 2 a layer."""
-    cost = priced(np.ones((3, 3, 2)), guess_s=np.full(3, 9.0))
+CROWD = Crowd(
+    whole_s=10.0, path_s=2.0, busiest_s=1.0, software_s=0.5, home_s=1.0, at_once=1.0,
+    batch_share=0.5,
+)  # fmt: skip
+"""Ten seconds of which two are computed; half of a row's time is a batch's."""
+SHARES = st.floats(0.0, 1.0)
+TIMES = st.floats(1e-3, 1e3)
+
+
+def test_a_draft_that_is_read_along_costs_a_row_of_those_layers() -> None:
+    assert [CROWD.trip_s(drafts) for drafts in (0, 1, 4)] == [10.0, 11.0, 14.0]
+
+
+def test_a_busy_machine_takes_as_long_as_it_has_rows_of_all_servers_users() -> None:
+    """Twenty streams of two servers: batches of ten rows, and of twenty with a draft each."""
+    crowd = CROWD.among(10, 20)
+    assert crowd.trip_s(0) == 10.0 + 2.0 * 4.5
+    assert CROWD.among(10, 200).trip_s(0) == 20 * (0.5 + 5.5)
+    assert CROWD.among(10, 200).trip_s(1) == 20 * (0.5 + 10.5)
+
+
+@given(chance=SHARES, here=st.integers(1, 40), groups=st.integers(1, 10), path_s=TIMES)
+def test_what_is_read_along_never_takes_longer_than_nothing(
+    chance: float, here: int, groups: int, path_s: float
+) -> None:
+    """And the more often drafts are right the sooner the next token comes."""
+    crowd = replace(CROWD, path_s=path_s, whole_s=path_s + 3.0).among(here, here * groups)
+    drafts, along_s = crowd.along(chance)
+    assert 0 <= drafts <= MOST_ALONG
+    assert along_s <= crowd.trip_s(0)
+    assert crowd.along(min(chance + 0.1, 1.0))[1] <= along_s
+    assert crowd.along(0.0) == (0, crowd.trip_s(0))
+
+
+def test_the_more_streams_the_fewer_drafts_are_worth_their_rows() -> None:
+    found = [CROWD.among(here, 2 * here).along(0.8)[0] for here in (1, 4, 16, 64)]
+    assert found == sorted(found, reverse=True)
+    assert found[0] > found[-1]
+
+
+def test_drafts_are_read_along_unless_own_guesses_bring_the_next_token_sooner() -> None:
+    drafts, along_s = CROWD.along(0.8)
+    assert drafts > 0
+    assert CROWD.drafts(0.8, 2.0 * along_s) == CROWD.drafts(0.8, np.inf) == drafts
+    assert CROWD.drafts(0.8, 0.5 * along_s) == 0
+
+
+def test_own_guesses_take_their_server_its_time_and_are_none_where_none_is_allowed() -> None:
+    assert CROWD.own_s(1.0, 0.25, 0.15, 16) == 1.5, "the machine computes a second, software half"
+    assert CROWD.own_s(1.0, 5.0, 0.15, 16) == 6.0, "a guess after what the token takes there"
+    assert CROWD.own_s(0.5, 1.0, 0.15, 16) == 0.5 * 10.0 / 3 + 5.0
+    assert np.isinf(CROWD.own_s(1.0, 0.1, np.inf, 16))
+
+
+@given(
+    path_s=TIMES, others_s=TIMES, share=SHARES, right=SHARES, messages_s=st.floats(0.0, 1.0),
+)  # fmt: skip
+def test_plans_expect_of_a_stream_by_itself_what_servers_do(
+    path_s: float, others_s: float, share: float, right: float, messages_s: float
+) -> None:
+    layers_s = np.full((1, 2, 1), path_s / 2)
+    token_s = np.array([messages_s])
+    dense_s = np.array([[messages_s, 0.0]])
+    cost = priced(layers_s, dense_s=dense_s, token_s=token_s, batch_share=share, head_right=right)
+    routes, whole_s = np.zeros((1, 2), dtype=np.int64), np.array([path_s + messages_s + others_s])
+    (crowd,) = crowds(cost, routes, whole_s, 1)
+    planned_s = along_times_s(cost, routes, whole_s, 1)
+    machine_s = crowd.software_s + crowd.busiest_s * (share + (1 - share) * (1 + MOST_ALONG))
+    assert planned_s[0] == pytest.approx(crowd.along(right)[1]) or machine_s > whole_s[0]
+    assert planned_s[0] <= whole_s[0]
+
+
+def headed(**changes: Any) -> Lead:
+    """A stream with a draft head, whose own guesses take a second."""
+    return Lead(guesses=16, guess_s=GUESS_S, least=0.15, head=True, crowd=CROWD, **changes)
+
+
+def test_a_stream_takes_the_source_that_is_expected_to_be_sooner() -> None:
+    lead = headed()
+    assert lead.choose() == OWN, "three seconds, and some four of a head's"
+    lead.pace_s = 9.0
+    assert lead.choose() == HEAD
+    assert lead.window == lead.along > 0
+    assert headed(pace_s=9.0, least=np.inf).choose() == HEAD
+
+
+def test_without_a_head_or_anything_known_of_others_it_is_its_own() -> None:
+    for lead in (replace(headed(), head=False, pace_s=99.0), replace(headed(), crowd=None)):
+        assert lead.choose() == OWN
+        assert not lead.along
+
+
+def test_whoever_has_the_turn_keeps_it_where_it_makes_hardly_a_difference() -> None:
+    lead = headed()
+    along_s = CROWD.along(lead.drafts.chance)[1]
+    lead.pace_s = along_s - CROWD.home_s
+    for before, kept in ((OWN, OWN), (HEAD, HEAD)):
+        lead.turn = before
+        assert lead.choose() == kept
+
+
+def test_drafts_that_are_right_follow_one_another_at_once() -> None:
+    """Two are read along: three tokens in ten seconds, then one that is not drafted."""
+    lead = headed(pace_s=99.0)
+    lead.choose()
+    lead.along = 2
+    found = [
+        lead.after(WHOLE_S, guessed=guessed, right=right, source=HEAD if guessed else None)
+        for guessed, right in (RIGHT, RIGHT, NONE, NONE)
+    ]
+    assert [one.interval_s for one in found] == [0.0, 0.0, 10.0, 10.0]
+    wrong = lead.after(WHOLE_S, guessed=True, right=False, source=HEAD)
+    assert (wrong.interval_s, wrong.in_vain) == (10.0, 2)
+
+
+def rules(**changes: Any) -> GuessRules:
+    """Users of server 0 have everything at home, those of 1 an expert elsewhere, those of 2 a
+    layer; servers have a draft head."""
     hosts = np.ones((3, 3, 2), dtype=bool)
     hosts[1, 2, 1] = False
-    rules = GuessRules(
-        settings=replace(PRESETS["auto"](), guess_chance=0.15),
-        cost=cost,
-        routes=np.array([[0, 0, 0], [1, 1, 1], [2, 2, 0]]),
-        reference_s=1.0,
-        busy=np.zeros(3),
-        top_k=1,
-        hosts=hosts,
-    )
-    assert rules.home.tolist() == [True, False, False]
-    assert rules.least_among(1).tolist() == [0.15, np.inf, np.inf]
-    assert rules.least_among(4).tolist() == [0.15, np.inf, np.inf]
-    assert np.isinf(rules.least_among(5)).all()
-    assert not replace(rules, hosts=None).home.any()
+    cost = priced(np.ones((3, 3, 2)), guess_s=np.full(3, 9.0), head_right=0.8)
+    given = {
+        "settings": replace(PRESETS["auto"](), guess_chance=0.15),
+        "cost": cost,
+        "routes": np.array([[0, 0, 0], [1, 1, 1], [2, 2, 0]]),
+        "reference_s": 1.0,
+        "busy": np.zeros(3),
+        "top_k": 1,
+        "hosts": hosts,
+    }
+    return GuessRules(**(given | changes))
 
 
-@pytest.mark.parametrize(("streams", "share"), [(1, 0.5), (4, 0.5), (5, 1.0)])
-def test_where_drafts_are_read_along_a_token_takes_what_a_guess_does(
-    streams: int, share: float
-) -> None:
-    """Of four seconds two, unless there are too many streams, another server's users come by, or
-    a guess takes longer."""
-    cost = priced(np.ones((2, 4, 1)), guess_s=np.array([2.0, 9.0]))
-    alone, both = np.array([[0] * 4, [1] * 4]), np.array([True, True])
-    assert shares_along(cost, alone, both, streams, 1).tolist() == [share, 1.0]
-    crossed = np.array([[0] * 4, [1, 1, 1, 0]])
-    assert shares_along(cost, crossed, both, streams, 1).tolist() == [1.0, 1.0]
-    nobody = np.zeros(2, dtype=bool)
-    assert shares_along(cost, alone, nobody, streams, 1).tolist() == [1.0, 1.0]
+def test_a_head_drafts_where_own_guesses_would_be_late() -> None:
+    """Under auto, whose servers take longer for a guess than tokens take to full depth."""
+    one, few, many = np.ones(3, dtype=np.int64), [0.9] * 3, np.full(3, 50)
+    assert rules().home.tolist() == [True, False, False]
+    assert not rules(hosts=None).home.any()
+    assert np.isinf(rules().least_among(1)).all()
+    assert (rules().drafts_along(1, one, few) > 0).all()
+    assert not rules(cost=replace(rules().cost, head_right=0.0)).drafts_along(1, one, few).any()
+    ring = replace(PRESETS["speculative"](), guess_chunks=True)
+    assert not rules(settings=ring).drafts_along(1, one, few).any()
+    exact = PRESETS["exact"]()
+    assert not rules(settings=exact).drafts_along(1, one, few).any()
+    assert (rules().drafts_along(150, many, few) <= rules().drafts_along(1, one, few)).all()
+
+
+def test_at_home_a_head_drafts_however_quick_an_own_guess_is() -> None:
+    cost = priced(np.ones((3, 3, 2)), guess_s=np.full(3, 1e-6), head_right=0.8)
+    speculative = replace(PRESETS["speculative"](), guess_chance=0.15)
+    found = rules(cost=cost, settings=speculative).drafts_along(1, np.ones(3, dtype=int), [1.0] * 3)
+    assert found[0] > 0
+    assert not found[1:].any()

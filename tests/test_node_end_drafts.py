@@ -35,6 +35,7 @@ from trimmoe.policy.settings import PolicySettings
 from trimmoe.runtime.head_drafts import HeadDrafts
 from trimmoe.runtime.node.compute import end_drafts
 from trimmoe.runtime.node.compute.end_drafts import EndDrafts
+from trimmoe.runtime.node.front import answers as answers_module
 from trimmoe.runtime.node.records.messages import Token
 from trimmoe.runtime.sampling import Sampling
 
@@ -222,6 +223,23 @@ async def test_a_server_guesses_by_itself_where_that_is_sooner(
     assert [tokens_of(events) for events in made] == questions.answers
     assert readings
     assert not offered, "nobody asks for it"
+
+
+async def test_a_stream_does_without_a_head_that_never_says_anything(
+    tiny: Tiny, offered: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last server of the route has none. Others guess by themselves then."""
+    monkeypatch.setattr(answers_module, "MOST_UNDRAFTED", 3)
+    questions = Questions(tiny=tiny, count=4)
+    servers, profile, plan = placed(tiny, "ends elsewhere")
+    async with running(tiny, profile=profile, plan=plan, policy=SPECULATIVE) as cluster:
+        give_heads(cluster, [], monkeypatch)
+        monkeypatch.setattr(cluster.nodes[2].worker.view, "draft_head", None)
+        made = await answers(cluster, questions.among(servers))
+        readings = cluster.nodes[0].batch_loop.item_counts["GUESS"]
+    assert [tokens_of(events) for events in made] == questions.answers
+    assert readings
+    assert not offered
 
 
 @pytest.mark.parametrize("place", PLACES)

@@ -20,10 +20,11 @@ from trimmoe.core.errors import UserError
 from trimmoe.core.trace import Trace, load_trace
 from trimmoe.cost.guessing import guess_times_s, window
 from trimmoe.cost.model import Accounting
-from trimmoe.engine.guesses import Lead
+from trimmoe.engine.guesses import GuessRules, Lead
 from trimmoe.experiments.method_engines import make_engine
 from trimmoe.policy.build import make_policy
 from trimmoe.policy.presets import speculative
+from trimmoe.simulator import ahead as ahead_module
 from trimmoe.simulator.ahead import Ahead
 from trimmoe.simulator.arrivals import Requests
 from trimmoe.simulator.feed import TraceFeed
@@ -117,13 +118,42 @@ def test_auto_guesses_while_fewer_answers_are_under_way_than_are_worth_it(
     assert finished_s(sample, 0) == [WHOLE_S, last_s]
 
 
-def test_where_everything_is_on_the_users_server_tokens_take_what_a_guess_does() -> None:
-    """Two seconds instead of three, as drafts are read along; nothing sets out by itself."""
-    one = foreseen(guessing(stages([0] * LAYERS), 3, WHOLE_S), [RIGHT, RIGHT, UNSURE])
-    cost = replace(one.engine.cost, guess_s=np.array([2.0]))
+def drafted(
+    monkeypatch: pytest.MonkeyPatch, along: int, count: int, *, right: float, sure: float = 1.0
+) -> Sample:
+    """One request of `count` tokens on the same route, of whose followers a head drafts `along`."""
+    one = foreseen(guessing(stages(OWN_SERVERS, WAY_S), 8, 1.0), [UNSURE] * count)
+    cost = replace(one.engine.cost, head_right=right)
+    monkeypatch.setattr(ahead_module, "SURE", sure)
+    servers = one.engine.cost.server_count
+    monkeypatch.setattr(GuessRules, "drafts_along", lambda *_: np.full(servers, along))
     one = replace(one, engine=replace(one.engine, cost=cost))
-    sample = answered(one, np.zeros_like(one.trace.confidence), [3])
-    assert finished_s(sample, 0) == pytest.approx([2.0, 4.0, 6.0])
+    return answered(one, np.zeros_like(one.trace.confidence), [count])
+
+
+def test_drafts_of_a_head_come_with_the_token_that_they_follow(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Three tokens at a time, and the server guesses nothing by itself."""
+    sample = drafted(monkeypatch, 2, 6, right=1.0)
+    assert finished_s(sample, 0) == [WHOLE_S] * 3 + [2 * WHOLE_S] * 3
+    assert sample.after.served[0, HOME, 1] == 0
+    assert (sample.drafts, sample.wrong_drafts) == (4, 0)
+
+
+def test_wrong_drafts_of_a_head_are_withdrawn_and_save_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Two of them pass the layers with each token, but for the last."""
+    sample = drafted(monkeypatch, 2, 3, right=0.0)
+    assert finished_s(sample, 0) == [WHOLE_S, 2 * WHOLE_S, 3 * WHOLE_S]
+    assert (sample.drafts, sample.wrong_drafts) == (2, 2)
+    assert sample.withdrawn_layers == 2 * 2 * LAYERS
+
+
+def test_where_a_head_is_not_sure_nothing_follows(monkeypatch: pytest.MonkeyPatch) -> None:
+    sample = drafted(monkeypatch, 2, 3, right=1.0, sure=0.0)
+    assert finished_s(sample, 0) == [WHOLE_S, 2 * WHOLE_S, 3 * WHOLE_S]
     assert sample.drafts == 0
 
 
@@ -361,7 +391,9 @@ def test_where_servers_are_busy_with_others_fewer_guesses_are_followed(
         least = max(0.15, busy * (1.0 - 1.0 / streams))
         assert waiting.guess_rules.least_among(streams) == pytest.approx(least)
     feed = TraceFeed(trace=one.trace)
-    followed = Ahead(engine=waiting, feed=feed, seed=0, budget=0.0, confidence=0.9)
+    followed = Ahead(
+        engine=waiting, along=np.zeros(1, dtype=int), feed=feed, seed=0, budget=0.0, confidence=0.9
+    )
     tokens = np.arange(LENGTH)
     for request in range(LENGTH):
         followed.open(request, 0)

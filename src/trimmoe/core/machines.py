@@ -17,7 +17,7 @@ from trimmoe.core.artifact import (
     save_artifact,
     undamaged,
 )
-from trimmoe.core.contents import amount, count, require_contents
+from trimmoe.core.contents import amount, count, require_contents, share
 from trimmoe.core.errors import UserError
 from trimmoe.core.precision import Precision
 from trimmoe.core.specs import BoolArray, ClusterSpec, FloatArray, IntArray, ModelSpec, Speeds
@@ -84,6 +84,8 @@ class Machines:
     """As in `Speeds`, [M]."""
     token_s: FloatArray
     """As in `Speeds`, [M]."""
+    head_right: float = 0.0
+    """As in `Speeds`."""
 
     def save(self, path: Path) -> None:
         """Write to `path`, atomically."""
@@ -94,7 +96,8 @@ class Machines:
         return arrays_hash(self.header, self._arrays())
 
     def _arrays(self) -> dict[str, np.ndarray]:
-        return {name: getattr(self, name) for name in _ARRAYS}
+        found = {name: getattr(self, name) for name in _ARRAYS}
+        return found | ({_HEAD: np.array([self.head_right])} if self.head_right else {})
 
     def law(self) -> tuple[FloatArray, FloatArray]:
         """What a batch of each kind takes: seconds once, and for each row, both [M, W].
@@ -133,6 +136,7 @@ class Machines:
             machine=self.machine,
             at_once=self.at_once(),
             batch_share=self.batch_share(),
+            head_right=self.head_right,
         )
 
     def applied(self, cluster: ClusterSpec, model: ModelSpec, precision: Precision) -> ClusterSpec:
@@ -171,6 +175,7 @@ _ARRAYS = (
     "batches", "work_s", "low_s", "high_s", "together", "machine", "free_bytes", "delay_s",
     "bandwidth_bytes_per_s", "jitter_s", "software_s", "hop_s", "token_s",
 )  # fmt: skip
+_HEAD = "head_right"
 
 
 _TIME = replace(amount("M W B"), least=1e-12)
@@ -186,9 +191,10 @@ _FIELDS = {
     "bandwidth_bytes_per_s": amount("M M", endless=True, unknown=True),
     "jitter_s": amount("M M", unknown=True),
     **{name: amount("M") for name in ("software_s", "hop_s", "token_s")},
+    _HEAD: share("1", optional=True),
 }
 """What is in the file."""
-assert _FIELDS.keys() == set(_ARRAYS)
+assert _FIELDS.keys() == {*_ARRAYS, _HEAD}
 
 
 def load_machines(path: Path) -> Machines:
@@ -197,12 +203,14 @@ def load_machines(path: Path) -> Machines:
     with undamaged(path, MACHINES_KIND):
         names = read_names(header, "server_names")
         require_contents(arrays, _FIELDS, M=len(names), W=len(Work))
+        head_right = float(arrays.pop(_HEAD, np.zeros(1))[0])
         return Machines(
             header=header,
             cluster_name=str(header.extra["cluster_name"]),
             server_names=names,
             model_hash=header.input_hashes["model"],
             precision=Precision(header.extra["precision"]),
+            head_right=head_right,
             **arrays,
         )
 

@@ -165,7 +165,7 @@ _FIELDS = {
     "cluster.delay_s": amount("M M"),
     **{f"{_SPEEDS}{name}": replace(amount("M"), optional=True) for name in _TIMED},
     f"{_SPEEDS}machine": replace(count("M"), optional=True),
-    f"{_SPEEDS}batch_share": share("1", optional=True),
+    **{f"{_SPEEDS}{name}": share("1", optional=True) for name in ("batch_share", "head_right")},
 }
 """What is in the file: M servers, N MoE layers of E experts."""
 
@@ -175,7 +175,10 @@ def _measured(cluster: ClusterSpec) -> dict[str, np.ndarray]:
     speeds = cluster.speeds
     if speeds is None:
         return {}
-    return {**speeds.arrays(), "batch_share": np.array([speeds.batch_share])}
+    shares = {"batch_share": np.array([speeds.batch_share])}
+    if speeds.head_right:
+        shares["head_right"] = np.array([speeds.head_right])
+    return {**speeds.arrays(), **shares}
 
 
 def _speeds(arrays: dict[str, np.ndarray]) -> Speeds | None:
@@ -186,8 +189,10 @@ def _speeds(arrays: dict[str, np.ndarray]) -> Speeds | None:
     }
     if not found:
         return None
-    share = float(found.pop("batch_share")[0])
-    return Speeds(**found, batch_share=share)
+    share, right = (
+        float(found.pop(name, np.zeros(1))[0]) for name in ("batch_share", "head_right")
+    )
+    return Speeds(**found, batch_share=share, head_right=right)
 
 
 def plan_header(

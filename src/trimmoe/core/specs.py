@@ -91,6 +91,8 @@ class Speeds:
     """Servers of that machine that may compute at once without holding one another up."""
     batch_share: float
     """As in `cost.batching`."""
+    head_right: float = 0.0
+    """Share of the drafts of a draft head that are right; 0 where servers have none."""
 
     def __post_init__(self) -> None:
         for array in self.arrays().values():
@@ -98,9 +100,10 @@ class Speeds:
             assert np.isfinite(array).all()
             assert (array >= 0).all()
         assert 0.0 <= self.batch_share <= 1.0
+        assert 0.0 <= self.head_right <= 1.0
 
     def arrays(self) -> dict[str, FloatArray | IntArray]:
-        """All but `batch_share`, by name."""
+        """All but the two shares, by name."""
         names = (
             "dense_s", "expert_s", "head_s", "draft_s", "hop_s", "token_s", "machine", "at_once",
         )  # fmt: skip

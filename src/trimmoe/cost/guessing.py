@@ -20,12 +20,12 @@ of being right."""
 
 
 ROWS = 8
-"""Rows of a batch up to which drafts are read along with what is known: what more would take is not
-made up for by what of them is right."""
+"""Rows of a batch up to which drafts are read along with what is known in one process: what more
+would take is not made up for by what of them is right."""
 
 
 def rows_along(streams: int) -> int:
-    """How many drafts are read along with each token of so many streams at once."""
+    """How many drafts are read along with each token of so many streams in one process."""
     return ROWS // max(streams, 1) - 1
 
 
@@ -47,8 +47,12 @@ def interval_s(chance: float, guess_s: float, whole_s: float, least: float, most
     return chance * right_s + (1.0 - chance) * whole_s
 
 
-MOST_ALONG = 4
-"""Drafts of a head that are read along with a token at most."""
+IN_VAIN = 2.0
+"""How many times as long as its own time a server's own guess takes it, with those behind wrong
+ones and with prompts that it reads; measured on two and on five servers."""
+MOST_ALONG, SURE = 4, 0.7
+"""Drafts of a head that are read along with a token at most, and the share of cases in which it is
+sure enough of one more, measured on the embedded model."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,11 +67,13 @@ class Crowd:
     path_s: float
     """Of that, what servers compute."""
     busiest_s: float
-    """What the fullest machine does for a token."""
+    """What the fullest machine computes for a token."""
+    software_s: float
+    """What software takes that machine for one, or for a batch of several."""
     home_s: float
-    """What the machine of the user's server does for one."""
+    """What the user's server does for one."""
     at_once: float
-    """How many servers that machine serves at once."""
+    """How many servers its machine serves at once."""
     batch_share: float
     here: int = 1
     """Streams of that server's users."""
@@ -81,28 +87,44 @@ class Crowd:
 
     def trip_s(self, drafts: int) -> float:
         """Until the next token can set out where so many drafts are read along with each."""
-        batch = self._batch(1 + drafts)
-        alone_s = self.whole_s + self.path_s * (batch - 1.0)
-        return max(alone_s, self._groups * self.busiest_s * batch)
+        alone_s = self.whole_s + self.path_s * (self._batch(1 + drafts) - 1.0)
+        return max(alone_s, self._machine_s(1 + drafts))
 
     def along(self, chance: float) -> tuple[int, float]:
         """How many drafts it pays best to read along, each of them right with `chance` where those
-        before it are, and the time from one token to the next by that."""
-        each = [(self.trip_s(k) / _expected_tokens(chance, k), k) for k in range(MOST_ALONG + 1)]
+        before it are and the head is sure of it, and the time from one token to the next by
+        that."""
+        each = [
+            (self.trip_s(k) / _expected_tokens(chance * SURE, k), k) for k in range(MOST_ALONG + 1)
+        ]
         least_s, drafts = min(each)
         return drafts, least_s
 
     def among_s(self, guess_s: float) -> float:
-        """A guess that takes `guess_s` by itself, in a batch with those of all of its streams."""
-        return guess_s * self._batch(1)
+        """A guess that takes `guess_s` by itself, in a batch with those of all of its streams, and
+        with what is guessed in vain."""
+        return guess_s * self._batch(1) * IN_VAIN
 
     def own_s(self, chance: float, guess_s: float, least: float, most: int) -> float:
         """From one token to the next where the user's server guesses by itself, one token of each
-        of its streams in `guess_s`; see `interval_s`."""
+        of its streams in `guess_s`, if it guesses as many of them as `least` and `most` allow; see
+        `interval_s`. Infinite where none is allowed."""
+        if math.isinf(least):
+            return math.inf
         batch = self._batch(1)
-        guessing_s = self.home_s * batch + guess_s / self.at_once
         alone_s = interval_s(chance, guess_s, self.trip_s(0), least, most)
-        return max(alone_s, self._groups * max(guessing_s, self.busiest_s * batch))
+        guessing_s = self._groups * guess_s / self.at_once
+        return max(alone_s, self.home_s * batch + guess_s, self._machine_s(1), guessing_s)
+
+    def drafts(self, right: float, own_s: float) -> int:
+        """How many drafts of a head that are `right` so often are read along with each token; none
+        where a server's own guesses bring the next one sooner, in `own_s`."""
+        drafts, along_s = self.along(right)
+        return drafts if along_s < own_s else 0
+
+    def _machine_s(self, rows: int) -> float:
+        """What the fullest machine takes for so many rows of each stream in the cluster."""
+        return self._groups * (self.software_s + self.busiest_s * self._batch(rows))
 
     @property
     def _groups(self) -> float:
@@ -114,6 +136,18 @@ class Crowd:
         return batch_s(1.0, self.here * rows, self.batch_share)
 
 
+def along_times_s(cost: CostModel, routes: IntArray, whole_s: FloatArray, top_k: int) -> FloatArray:
+    """From one token to the next of a stream by itself where as many drafts of a head are read
+    along as pay, with tokens on `routes` [A, N] that take `whole_s` [A] to full depth and back,
+    [A] seconds: see `Crowd.along`."""
+    layer_s = _layer_times_s(cost, top_k) - _token_times_s(cost)
+    path_s = layer_s[routes, np.arange(cost.layer_count)].sum(axis=1)
+    drafts = np.arange(MOST_ALONG + 1)
+    trips_s = whole_s[:, None] + np.outer(path_s * (1.0 - cost.batch_share), drafts)
+    tokens = [_expected_tokens(cost.head_right * SURE, each) for each in drafts.tolist()]
+    return (trips_s / tokens).min(axis=1)
+
+
 def _expected_tokens(chance: float, drafts: int) -> float:
     """That a pass over a token and so many drafts behind it gives."""
     return sum(chance**right for right in range(drafts + 1))
@@ -123,15 +157,19 @@ def crowds(cost: CostModel, routes: IntArray, whole_s: FloatArray, top_k: int) -
     """One stream of each server's users by itself, on its row of `routes` [R, N], whose tokens
     take `whole_s` [R] to full depth and back."""
     servers, layers = np.arange(cost.server_count), np.arange(cost.layer_count)
-    machine, at_once = _machines(cost)
-    work_s = _work_s(cost, routes[servers], top_k)
-    path_s = _layer_times_s(cost, top_k)[routes[servers], layers].sum(axis=1)
+    _, at_once = _machines(cost)
+    work_s, layer_s = _work_s(cost, routes[servers], top_k), _layer_times_s(cost, top_k)
+    computed = replace(cost, apart_s=None, dense_s=cost.dense_s - _token_times_s(cost))
+    computed_s = _work_s(computed, routes[servers], top_k)
+    fullest = work_s.argmax(axis=1)
+    layer_s = (layer_s - _token_times_s(cost))[routes[servers], layers]
     return tuple(
         Crowd(
             whole_s=float(whole_s[server]),
-            path_s=float(path_s[server]),
-            busiest_s=float(work_s[server].max()),
-            home_s=float(work_s[server, machine[server]]),
+            path_s=float(layer_s[server].sum()),
+            busiest_s=float(computed_s[server, fullest[server]]),
+            software_s=float((work_s - computed_s)[server, fullest[server]]),
+            home_s=float(layer_s[server, routes[server] == server].sum()),
             at_once=float(at_once[server]),
             batch_share=cost.batch_share,
         )
@@ -160,22 +198,6 @@ def at_home(routes: IntArray, access: IntArray, hosts: BoolArray) -> BoolArray:
     """Whether all that tokens of the users of `access` [A] need on `routes` [A, N] is on their own
     server, so that its own pass is full depth itself; `hosts` [M, N, E]; [A]."""
     return (routes == access[:, None]).all(axis=1) & np.all(hosts[access], axis=(1, 2))
-
-
-def shares_along(
-    cost: CostModel, routes: IntArray, home: BoolArray, streams: int, top_k: int
-) -> FloatArray:
-    """What a token takes of each server at `home` [M] where drafts of so many streams are read
-    along, as a share of what it takes by itself, [M]; one where nothing is gained, and where other
-    servers' users come by."""
-    shares = np.ones(cost.server_count)
-    if rows_along(streams) <= 0:
-        return shares
-    guess_s, whole_s = guess_times_s(cost, top_k), _layer_times_s(cost, top_k).sum(axis=1)
-    for server in np.flatnonzero(home).tolist():
-        if not (np.delete(routes, server, axis=0) == server).any():
-            shares[server] = min(guess_s[server] / whole_s[server], 1.0)
-    return shares
 
 
 def first_layer(route: IntArray, server: int, held: BoolArray) -> int:
@@ -253,6 +275,14 @@ def draft_times_s(cost: CostModel, top_k: int, size: float) -> FloatArray:
     """What it takes each server to guess a token with a draft model that is `size` times the work
     of a guess of its own, [M] seconds."""
     return guess_times_s(cost, top_k) * size
+
+
+def _token_times_s(cost: CostModel) -> FloatArray:
+    """Of a layer's time, what software takes for the token beside layers, [M, N]."""
+    taken_s = np.zeros((cost.server_count, cost.layer_count))
+    if cost.token_s is not None:
+        taken_s[:, 0] = cost.token_s
+    return taken_s
 
 
 def _layer_times_s(cost: CostModel, top_k: int) -> FloatArray:

@@ -76,6 +76,10 @@ class CostModel:
     [K, N, E]; None where none is priced."""
     apart_s: FloatArray | None = None
     """What it takes each server to send another message, [M]; None: nothing, as nominally."""
+    token_s: FloatArray | None = None
+    """As in `Speeds`, part of `dense_s` of the first layer, [M]; None: nothing, as nominally."""
+    head_right: float = 0.0
+    """As in `Speeds`."""
     batch_share: float = BATCH_SHARE
     """Share of a row's time that a batch needs only once."""
 
@@ -190,6 +194,8 @@ def _measured(nominal: CostModel, model: ModelSpec, speeds: Speeds) -> CostModel
         machine=speeds.machine,
         at_once=speeds.at_once,
         batch_share=speeds.batch_share,
+        token_s=speeds.token_s,
+        head_right=speeds.head_right,
     )
 
 

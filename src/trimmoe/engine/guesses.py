@@ -19,7 +19,6 @@ from trimmoe.cost.guessing import (
     guess_times_s,
     interval_s,
     row_times_s,
-    rows_along,
     stream_share,
     window,
 )
@@ -152,29 +151,22 @@ class Lead:
         """Give the turn to the source with which tokens are expected to follow one another soonest,
         by what its guesses take and how often they were right lately."""
         able = [at for at, source in enumerate(self.sources) if source.able]
-        best = min(able, key=self._interval_s)
+        best = min(able, key=self._interval_s, default=OWN)
         self.along = 0
         if self.drafts.able and self.crowd is not None:
-            drafts, along_s = self.crowd.along(self.drafts.chance)
-            if drafts and along_s < self._crowded_s(best) * self._worth(HEAD):
-                best, self.along = HEAD, drafts
-        self.turn = best
+            # Whoever has the turn keeps it where it makes hardly a difference.
+            worth = 1.0 / SWITCHES if self.turn == HEAD else SWITCHES
+            own_s = self._crowded_s(self.crowd, best) * worth if able else math.inf
+            self.along = self.crowd.drafts(self.drafts.chance, own_s)
+        self.turn = HEAD if self.along else best
         return self.turn
 
-    def _crowded_s(self, at: int) -> float:
-        """From one token to the next by a source of this server's own; infinite where its guesses
-        are not worth their time."""
-        assert self.crowd is not None
-        if math.isinf(self.least):
-            return math.inf
-        source, guess_s = self.sources[at], self.crowd.among_s(self.sources[at].guess_s)
+    def _crowded_s(self, crowd: Crowd, at: int) -> float:
+        """From one token to the next by a source of this server's own."""
+        source, guess_s = self.sources[at], crowd.among_s(self.sources[at].guess_s)
         if at == OWN and self.pace_s is not None:
-            guess_s = self.pace_s * self.crowd.here
-        return self.crowd.own_s(source.chance, guess_s, self.least, self.guesses)
-
-    def _worth(self, at: int) -> float:
-        """What a source's time is to be less than of the other's."""
-        return 1.0 / SWITCHES if at == self.turn else SWITCHES
+            guess_s = self.pace_s * crowd.here
+        return crowd.own_s(source.chance, guess_s, self.least, self.guesses)
 
     def pays(self, chance: float) -> bool:
         """Whether tokens are expected to follow one another no later by guesses that take no time
@@ -295,13 +287,22 @@ class GuessRules:
             return least
         crowded = self.cost.occupancy[self.routes].max(1) * others >= below
         stops = crowded | self._late | (streams >= self.streams)
-        return np.where(stops & ~self.reads_along(streams), np.inf, least)
+        return np.where(stops, np.inf, least)
 
-    def reads_along(self, streams: int) -> BoolArray:
-        """Where drafts of so many streams are read along with their tokens, [R]: they take a few
-        rows and nobody's time."""
-        more = np.zeros(self.routes.shape[0] - self.home.size, dtype=bool)
-        return np.concatenate([self.home, more]) & (rows_along(streams) > 0)
+    def drafts_along(self, streams: int, here: IntArray, chances: Sequence[float]) -> IntArray:
+        """Drafts of a head that are read along with each token while so many answers are under
+        way, `here` [M] of each server's users, [M]: none where guesses of the servers' own, right
+        with these `chances`, bring the next token sooner, or there is no head."""
+        right, least = self.cost.head_right, self.least_among(streams)
+        found = np.zeros(self.cost.server_count, dtype=np.int64)
+        if not (right and self.settings.reads_along):
+            return found
+        for server, chance in enumerate(chances):
+            crowd = self.crowd(server, int(here[server]), streams)
+            guess_s, most = crowd.among_s(float(self.guess_s[server])), self.settings.guesses
+            own_s = crowd.own_s(chance, guess_s, float(least[server]), most)
+            found[server] = crowd.drafts(right, math.inf if self.home[server] else own_s)
+        return found
 
     def crowd(self, server: int, here: int, streams: int) -> Crowd:
         """What tokens of a server's users take while so many answers are under way, `here` of them

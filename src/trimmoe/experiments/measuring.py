@@ -200,6 +200,7 @@ def machines_of(
         ),
         hop_s=np.zeros(count),
         token_s=np.zeros(count),
+        head_right=min((one.head_right for one in alone if one is not None), default=0.0),
     )
 
 

@@ -20,8 +20,8 @@ from trimmoe.cost.expected import expected_layer_delay_s, layer_table_s
 from trimmoe.cost.guessing import (
     GUESS_CHANCE,
     GUESSES,
+    along_times_s,
     at_home,
-    guess_times_s,
     interval_s,
     own_guess_times_s,
     paces_s,
@@ -82,8 +82,8 @@ class GuessedObjective:
         paces = paces_s(self.cost, routes, access, guess_s, top_k)
         each = zip(chances.tolist(), paces.tolist(), cost_s.tolist(), strict=True)
         ahead_s = np.array([interval_s(*one, GUESS_CHANCE, GUESSES) for one in each])
-        along_s = np.minimum(cost_s, guess_times_s(self.cost, top_k)[access])
-        return np.where(at_home(routes, access, hosts), along_s, ahead_s)
+        along_s = along_times_s(self.cost, routes, cost_s, top_k)
+        return np.where(at_home(routes, access, hosts), along_s, np.minimum(ahead_s, along_s))
 
     def chances(self, hosts: BoolArray, routes: IntArray) -> FloatArray:
         """That guesses of each server are right, [M]. What is not quite an expert adds noise to

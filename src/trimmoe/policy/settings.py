@@ -75,6 +75,11 @@ class PolicySettings:
             assert not self.levers.exit, "one kind of early prediction at a time"
 
     @property
+    def reads_along(self) -> bool:
+        """Whether drafts of a head may be read along with the tokens that they follow."""
+        return self.guesses > 0 and not self.guess_chunks
+
+    @property
     def drafts(self) -> bool:
         """Whether exits are drafts, which full depth confirms."""
         return self.draft_confidence is not None

@@ -38,6 +38,8 @@ class MachineReport:
     work_s: FloatArray
     """Quantiles 0.1, 0.5 and 0.9, [3, W, B] seconds."""
     links: tuple[LinkReport, ...]
+    head_right: float = 0.0
+    """Share of a draft head's drafts that are right, as its file says; 0 where there is none."""
 
 
 def link_reports(estimates: Iterable[LinkEstimate]) -> tuple[LinkReport, ...]:

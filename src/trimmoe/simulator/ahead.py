@@ -29,7 +29,7 @@ from trimmoe.core.events import (
 )
 from trimmoe.core.specs import BoolArray, FloatArray, IntArray
 from trimmoe.core.wave import Wave, join_waves
-from trimmoe.cost.guessing import window
+from trimmoe.cost.guessing import SURE, window
 from trimmoe.engine.prompts import NO_EXIT
 from trimmoe.engine.state import EngineState
 from trimmoe.engine.step import Engine
@@ -39,6 +39,8 @@ from trimmoe.simulator.journey import TRAVELLING, Itinerary, travel
 from trimmoe.simulator.world import NONE, RIGHT, UNSURE, WRONG
 
 ENTERING = 0
+_SURE_SEED, _RIGHT_SEED = 7919, 15013
+"""Apart from the draws that exits are audited by."""
 
 
 @dataclass(kw_only=True)
@@ -51,6 +53,8 @@ class Ahead:
     seed: int
     budget: float
     confidence: float
+    along: IntArray
+    """As in `World`, [M]."""
     streams: int | None = None
     """Requests that are always under way; None: those whose accounts are open."""
     settled: list[EngineState] = field(init=False)
@@ -96,12 +100,13 @@ class Ahead:
         draws = uniform(self.seed, requests, numbers)
         access = np.array([self._access[request] for request in requests.tolist()])
         settings, windows = self.engine.settings, np.zeros(requests.size, dtype=np.int64)
-        guessed = windows > 0
+        guessed, along = windows > 0, self.along[access] > 0
         if settings.guesses:
             windows = self._windows[access]
             # Nobody guesses what comes behind nothing, nor what nothing may follow.
             behind = (numbers > 0) | prompted
             guessed = behind & (windows > 0) & self._guesses(before, access)[1]
+            guessed = np.where(along, behind & self._drafts(requests, numbers - 1)[1], guessed)
         groups = [np.flatnonzero(access == one) for one in np.unique(access)]
         waves = []
         for rows in groups:
@@ -115,6 +120,8 @@ class Ahead:
         journey = journey.reordered(np.argsort(order))
         if settings.guesses:
             made, right = self._guesses(tokens, access)
+            sure, is_right = self._drafts(requests, numbers)
+            made, right = np.where(along, sure, made), np.where(along, is_right, right)
             journey.guess[:] = np.where(right, RIGHT, np.where(made, WRONG, UNSURE))
             # Nobody waits for what the last one would predict.
             journey.guess[last | (windows == 0)] = NONE
@@ -127,7 +134,16 @@ class Ahead:
         may be ahead, [n] each. On a wrong one nothing sets out here."""
         windows = self._windows[access]
         right = self._guesses(tokens, access)[1]
-        return np.where(windows == 0, NONE, np.where(right, RIGHT, UNSURE)), windows
+        # Drafts come with the first token.
+        nobody = (windows == 0) | (self.along[access] > 0)
+        return np.where(nobody, NONE, np.where(right, RIGHT, UNSURE)), windows
+
+    def _drafts(self, requests: IntArray, numbers: IntArray) -> tuple[BoolArray, BoolArray]:
+        """Whether a draft head is sure of what follows the `numbers`-th tokens of requests, and
+        right, [n] each: by chance, as traces do not tell."""
+        sure = uniform(self.seed + _SURE_SEED, requests, numbers) < SURE
+        right = uniform(self.seed + _RIGHT_SEED, requests, numbers) < self.engine.cost.head_right
+        return sure, sure & right
 
     def _guesses(self, tokens: IntArray, access: IntArray) -> tuple[BoolArray, BoolArray]:
         """Whether what `tokens` predict is guessed surely enough, and rightly, [n] each."""
@@ -151,8 +167,9 @@ class Ahead:
         most, least = self.engine.settings.guesses, self._least[: self.engine.cost.server_count]
         pairs = zip(self._chances, least.tolist(), strict=True)
         windows = np.array([window(chance, each, most) for chance, each in pairs])
-        # There drafts are read along (`World.along`).
-        return np.where(self.engine.guess_rules.home, 0, windows)
+        # A server's own pass would be full depth itself at home.
+        windows[self.engine.guess_rules.home] = 0
+        return np.where(self.along > 0, self.along, windows)
 
     def prefill(self, requests: IntArray, access: IntArray, tokens: IntArray) -> Itinerary:
         """Prompt tokens [n], which run exactly, without budget, unless the policy trims them: then

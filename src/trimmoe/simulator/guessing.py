@@ -8,6 +8,8 @@ these are withdrawn when that token has come to its user (see `turns`).
 
 In `chunks`, so many set out behind a token that nothing is ahead of, and none before all of them
 are through. Each sets out as it is guessed, which is somewhat sooner than all in one frame.
+
+Where drafts of a head are read along, they come with the token that is known, and set out with it.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from trimmoe.simulator.world import HOME, NONE, NOW, RIGHT, TOKEN, UNSURE
 
 
 @inlined
-def led(rows, asked, state, unit, request):
+def led(world, rows, asked, state, unit, request):
     """A token begins, perhaps behind others, and what it predicts is guessed meanwhile."""
     newest = asked.newest[request]
     if newest == NONE:
@@ -31,8 +33,17 @@ def led(rows, asked, state, unit, request):
     asked.newest[request], asked.coming[request] = unit, False
     asked.under_way[request] += 1
     asked.hindmost[request], asked.copies[request] = unit, 0
-    if rows.guess[unit] != NONE:
+    if rows.guess[unit] == NONE:
+        return
+    most = world.along[asked.access[request]]
+    if most == 0:
         _guess(asked, state, request, 0)
+        return
+    # One follows, which comes here itself, or as many copies as are drafted behind a wrong one.
+    while asked.chunk[request] + asked.copies[request] < most and rows.guess[unit] != UNSURE:
+        _set_out(rows, asked, state, request)
+        if rows.guess[unit] == RIGHT or rows.after[asked.hindmost[request]] == NONE:
+            break
 
 
 @inlined
@@ -84,7 +95,16 @@ def _guess(asked, state, request, layer):
 
 @inlined
 def _follow_up(rows, asked, state, request):
-    """What was guessed sets out: the next token, or another copy of the newest one."""
+    """What was guessed sets out, and more is guessed behind a copy."""
+    _set_out(rows, asked, state, request)
+    hindmost = asked.hindmost[request]
+    if rows.guess[asked.newest[request]] != RIGHT and rows.after[hindmost] != NONE:
+        _guess(asked, state, request, 0)
+
+
+@inlined
+def _set_out(rows, asked, state, request):
+    """The next token sets out, or another copy of the newest one."""
     newest, hindmost = asked.newest[request], asked.hindmost[request]
     rows.followed[newest] = True
     if rows.guess[newest] == RIGHT:
@@ -97,8 +117,6 @@ def _follow_up(rows, asked, state, request):
     quick(state, asked.access[request], copy)
     asked.hindmost[request] = copy
     asked.copies[request] += 1
-    if rows.after[copy] != NONE:
-        _guess(asked, state, request, 0)
 
 
 @inlined

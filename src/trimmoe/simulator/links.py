@@ -57,5 +57,5 @@ def handle(world, state, server):
     the batch's beginning take grows with further messages as batches do with their rows."""
     free_s = max(state.clock[NOW], state.serving_until_s[server])
     first = state.handled_s[server] <= free_s
-    takes_s = world.hop_s[server] * (1.0 if first else 1.0 - world.batch_share)
+    takes_s = world.hop_s[server] * (1.0 if first else 1.0 - world.token_share)
     state.handled_s[server] = max(free_s, state.handled_s[server]) + takes_s

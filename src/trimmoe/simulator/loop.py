@@ -190,7 +190,7 @@ def _begun(world, rows, asked, state, request):
         _unit_begun(rows, asked, state, request, first)
         if world.guesses > 0:
             rows.in_turn[first] = True
-            led(rows, asked, state, first, request)
+            led(world, rows, asked, state, first, request)
         else:
             asked.row[request] = first
             follow_trail(rows, asked, first)
@@ -205,7 +205,7 @@ def _begun(world, rows, asked, state, request):
         tokens += size(rows, unit)
         last, unit = unit, rows.after[unit]
     if world.guesses > 0:
-        led(rows, asked, state, last, request)
+        led(world, rows, asked, state, last, request)
     _set_out(world, rows, asked, state, first, tokens, now)
 
 

@@ -19,7 +19,6 @@ from trimmoe.core.events import Receipt
 from trimmoe.core.exit_states import ExitState
 from trimmoe.core.specs import BoolArray, ClusterSpec, FloatArray, IntArray
 from trimmoe.core.trace import Trace
-from trimmoe.cost.guessing import shares_along
 from trimmoe.cost.model import Accounting
 from trimmoe.engine.step import Engine
 from trimmoe.policy.base import Policy
@@ -146,9 +145,10 @@ class _Run:
             segments=engine.settled is not None,
             slots=trace.experts.shape[2],
             hosts=engine.hosts if engine.settled is not None else None,
-            along=_along(engine, load.concurrency or 1),
+            along=(along := _along(engine, trace, cluster, load.concurrency or 1)),
         )
         self.decider = Ahead(
+            along=along,
             engine=engine,
             feed=TraceFeed(trace=trace),
             seed=seed,
@@ -360,13 +360,14 @@ class _Run:
         return [receipt for receipt in found if receipt is not None]
 
 
-def _along(engine: Engine, streams: int) -> FloatArray | None:
-    """What tokens of so many streams take where drafts are read along with them, [M]; None where
-    nobody guesses token by token."""
-    if not engine.settings.guesses or engine.settings.guess_chunks:
-        return None
-    home, top_k = engine.guess_rules.home, engine.profile.top_k
-    return shares_along(engine.cost, engine.routes, home, streams, top_k)
+def _along(engine: Engine, trace: Trace, cluster: ClusterSpec, streams: int) -> IntArray:
+    """Drafts that are read along with each token of so many streams, by access server, [M]."""
+    if not engine.settings.guesses:
+        return np.zeros(cluster.server_count, dtype=np.int64)
+    chances = TraceFeed(trace=trace).chances(engine.settings)
+    chances = np.broadcast_to(chances, cluster.server_count).tolist()
+    here = np.ceil(streams * cluster.access_share).astype(np.int64)
+    return engine.guess_rules.drafts_along(streams, here, chances)
 
 
 def _with_log(state: State, size: int) -> State:

@@ -240,10 +240,10 @@ def _service_s(world, rows, state, server):
         takes_s = _batch_s(world.dense_s[server, layer], tokens, world.batch_share)
         if layer == 0:
             takes_s += _batch_s(world.token_s[server], tokens, world.token_share)
-        return takes_s * world.along[server] if kind == DENSE else takes_s
+        return takes_s
     total = 0.0
     for expert in range(counts.size):
         if counts[expert] > 0:
             each_s = world.expert_s[server, layer, expert]
             total += _batch_s(each_s, counts[expert], world.batch_share)
-    return total * world.along[server] if kind == EXPERTS else total
+    return total

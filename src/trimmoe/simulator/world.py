@@ -93,9 +93,9 @@ class World(NamedTuple):
     """Whether tokens pass the layers that leave nothing to decide in one batch."""
     guess_s: FloatArray
     """Time of a guess, [M]."""
-    along: FloatArray
-    """What tokens take of each server where drafts are read along, as a share of what they do by
-    themselves, [M]."""
+    along: IntArray
+    """Drafts of a head that are read along with each token of a server's users, which guesses
+    nothing by itself then, [M]."""
     machine: IntArray
     """Of each server, [M]."""
     at_once: FloatArray
@@ -231,11 +231,11 @@ def make_world(
     segments: bool,
     slots: int,
     hosts: BoolArray | None = None,
-    along: FloatArray | None = None,
+    along: IntArray | None = None,
 ) -> World:
     """The constants of a run; seconds are the cost model's, split at the propagation delay. Tokens
     activate so many `slots`. `hosts` [M, N, E] tell which layers guesses need not pass, `along` [M]
-    what `cost.guessing.shares_along` does."""
+    how many drafts are read along with tokens, none if nobody says."""
     layers, servers = cost.layer_count, cost.server_count
     delay_s, speeds = cluster.delay_s, cluster.speeds
     hop_s, token_s, token_share = np.zeros(servers), np.zeros(servers), batch_share
@@ -276,7 +276,7 @@ def make_world(
         chunks=chunks,
         segments=segments,
         guess_s=plain(_guesses_s(cost, routes, hosts, slots)),
-        along=plain(np.ones(servers) if along is None else along),
+        along=plain(np.zeros(servers) if along is None else along, np.int64),
         machine=plain(machine),
         at_once=plain(at_once),
     )

@@ -258,8 +258,8 @@ def open_own_part(spec: ServerSpec, path: str) -> MoEView:
         stand_ins=_copies(spec),
     )
     spec.profile.require_model(view.spec)
-    if spec.policy.guesses:
-        open_draft_head(view, resolve(path), spec.draft_head)
+    # Also where nothing is guessed: a probe times it.
+    open_draft_head(view, resolve(path), spec.draft_head)
     return view
 
 

@@ -23,4 +23,11 @@ async def measured(parts: Parts, view: MoEView, settings: NodeSettings) -> Machi
         software_s=software_s * settings.slowdown,
         work_s=work_s * settings.slowdown,
         links=link_reports(parts.transport.link_estimates().values()),
+        head_right=_head_right(view) if parts.worker.end_drafts.able else 0.0,
     )
+
+
+def _head_right(view: MoEView) -> float:
+    """On average over the drafts of a chain, each where those before it were right."""
+    right = () if view.draft_head is None else view.draft_head.right
+    return sum(right) / len(right) if right else 0.0

@@ -7,7 +7,7 @@ is known; it sets out behind it as guesses do, and passes all layers with it as 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -29,6 +29,8 @@ class EndDrafts:
     """Of one server."""
 
     view: MoEView
+    wanted: Callable[[], bool]
+    """Whether the policy has drafts read along at all."""
     _heads: HeadDrafts = field(init=False)
     _next: dict[int, Token] = field(default_factory=dict)
     """By slot of a sequence that ends here, the last token that full depth has predicted."""
@@ -44,7 +46,7 @@ class EndDrafts:
         """A chunk of a prompt is through, with these states [n, d], and its first token predicted
         if that was the last chunk, which is given back with what follows it."""
         seat, tokens = unit.seat, _prompt_of(unit)
-        if not self.able or not tokens:
+        if not (self.able and self.wanted() and tokens):
             return first
         if unit.start == 0:
             self._heads.begin(seat.slot, None)

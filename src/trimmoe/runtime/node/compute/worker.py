@@ -76,7 +76,8 @@ class Worker(ModelRunner):
         drafter: Drafter | None = None,
     ) -> None:
         super().__init__(view, server=server, slots=slots, pace=pace, verifier=verifier)
-        self.end_drafts, self.guess_pace = EndDrafts(view=view), GuessPace()
+        self.guess_pace = GuessPace()
+        self.end_drafts = EndDrafts(view=view, wanted=lambda: self.engine.settings.reads_along)
         self.drafter = drafter
         self.draft_runner = DraftRunner.of(
             view, slots, profile if engine.settings.guesses else None

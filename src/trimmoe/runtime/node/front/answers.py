@@ -13,7 +13,7 @@ from math import isinf
 
 from trimmoe.core.events import SequenceOpened
 from trimmoe.core.ledger import Ledger
-from trimmoe.engine.guesses import HEAD, OWN, Lead
+from trimmoe.engine.guesses import HEAD, Lead
 from trimmoe.policy.readings import BudgetRule
 from trimmoe.runtime.node.front.drafts import GUESSED, Guessing, Kind
 from trimmoe.runtime.node.front.jobs import Attempt, FrontEndContext, Job
@@ -24,6 +24,9 @@ from trimmoe.runtime.node.records.packing import unpack_charge, unpack_ledger, u
 from trimmoe.runtime.node.records.readings import Reading
 from trimmoe.runtime.node.records.samplings import unpack_scores
 from trimmoe.runtime.service import FinishReason, TokenEvent, quality
+
+MOST_UNDRAFTED = 40
+"""Tokens in a row that a draft head may name nothing behind before a stream does without it."""
 
 
 class Answers:
@@ -64,8 +67,8 @@ class Answers:
                 self._in_vain(job, unpack_ledger(token.ledger, **self._context.ledger_shape))
             elif (token.epoch, token.position) == (attempt.epoch, attempt.position):
                 self._advance(job, attempt, token)
-                if token.follows and job.attempt is attempt:
-                    self._follow_head(job, attempt, token)
+                if job.attempt is attempt and attempt.lead is not None:
+                    self._follow_head(job, attempt, attempt.lead, token)
             elif token.epoch == attempt.epoch and token.position > attempt.position:
                 attempt.early[token.position] = token
 
@@ -112,14 +115,21 @@ class Answers:
                     continue
             self.guess(job, attempt)
 
-    def _follow_head(self, job: Job, attempt: Attempt, token: Token) -> None:
-        """A draft head has named what follows a token that came; it sets out with that, unless
-        something else has."""
+    def _follow_head(self, job: Job, attempt: Attempt, lead: Lead, token: Token) -> None:
+        """What a draft head has named behind a token that came, if anything, sets out with that,
+        unless something else has."""
+        if not token.follows:
+            attempt.undrafted += lead.turn == HEAD
+            if attempt.undrafted >= MOST_UNDRAFTED:
+                # It is never sure, or there is none where the sequence ends.
+                lead.drafts.able = False
+            return
+        attempt.undrafted = 0
         following = _following(job, attempt)
         known = attempt.unfed is None and not attempt.pending.drafts
-        if attempt.lead is None or not known or token.position + 1 != following:
+        if not known or token.position + 1 != following:
             return
-        for position, each in enumerate(token.follows[: attempt.lead.along], following):
+        for position, each in enumerate(token.follows[: lead.along], following):
             if not self._set_out(job, attempt, position, each, GUESSED[HEAD]):
                 break
         self._release(attempt)
@@ -237,7 +247,7 @@ class Answers:
         if isinf(lead.least):
             return
         ids = self._looked_up(job, attempt, lead)
-        if source == HEAD or (attempt.at_home and source == OWN):
+        if source == HEAD or not lead.sources[source].able:
             return
         if attempt.pending.drafts >= lead.window or not attempt.may_guess(len(ids)):
             return

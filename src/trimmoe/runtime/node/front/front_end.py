@@ -16,7 +16,7 @@ import math
 from dataclasses import replace
 from functools import partial
 
-from trimmoe.engine.guesses import Lead
+from trimmoe.engine.guesses import OWN, Lead
 from trimmoe.runtime.node.front.answers import Answers
 from trimmoe.runtime.node.front.jobs import NO_EXPERT, Attempt, FrontEndContext, Job
 from trimmoe.runtime.node.front.memory import Memory
@@ -332,6 +332,8 @@ class FrontEnd:
                 whole_s=float(rules.whole_s[context.server]),
                 head=self.drafts_along,
             )
+            # Its own pass would be full depth itself.
+            attempt.lead.sources[OWN].able = not attempt.at_home
             attempt.holds = context.holds(attempt.route)
             if settings.guess_chunks:
                 attempt.chunks = rules.chunks(context.server)
@@ -348,8 +350,7 @@ class FrontEnd:
     @property
     def drafts_along(self) -> bool:
         """Whether what a draft head names after full depth's states may be read along."""
-        settings = self._context.planner.settings
-        return self._context.has_head() and settings.guesses > 0 and not settings.guess_chunks
+        return self._context.has_head() and self._context.planner.settings.reads_along
 
     def _begin(self, attempt: Attempt) -> None:
         """Go on from what every server of the route has."""

@@ -80,6 +80,8 @@ class Attempt:
     """Whether guesses may wait for those upon them, to set out together."""
     held: list[Token] = field(default_factory=list)
     """Those that do."""
+    undrafted: int = 0
+    """Tokens in a row that came without drafts, though a draft head was asked for some."""
     lookup: Lookup = field(default_factory=Lookup)
     """What it may copy."""
     early: dict[int, Token] = field(default_factory=dict)
