@@ -105,7 +105,7 @@ def artifacts(tmp_path_factory: pytest.TempPathFactory) -> Artifacts:
 def test_speeds_are_of_as_many_servers_as_there_are() -> None:
     ones = np.ones(3)
     names = ("dense_s", "expert_s", "head_s", "draft_s", "hop_s", "token_s", "at_once")
-    given = dict.fromkeys(names, ones)
+    given: dict[str, Any] = dict.fromkeys(names, ones)
     Speeds(**given, machine=np.arange(3), batch_share=0.5)
     with pytest.raises(AssertionError):
         Speeds(**given | {"hop_s": np.ones(2)}, machine=np.arange(3), batch_share=0.5)

@@ -19,6 +19,8 @@ from trimmoe.simulator.world import DENSE, NOW
 
 HOP_S, WAY_S = 0.5, 0.25
 WHOLE_S = LAYERS + (LAYERS + 1) * (WAY_S + HOP_S)
+FURTHER_S = 0.05 * HOP_S
+"""What software takes for a further message that waits for the same batch."""
 """From its user through all layers and back."""
 
 
@@ -70,11 +72,12 @@ def test_it_keeps_servers_busy() -> None:
 
 
 def test_tokens_in_one_batch_wait_for_each_others_messages() -> None:
-    """Further messages of a batch cost as its further rows do, here nothing: both are through as
-    one alone is."""
+    """The second one's message is handled in a twentieth of the time, before the first server and
+    on the way back to both users' server."""
     one = with_software(stages([1, 2, 3], WAY_S))
     sample = answered(one, np.zeros_like(one.trace.confidence), [1, 1])
-    assert finished_s(sample, 0) == finished_s(sample, 1) == pytest.approx([WHOLE_S])
+    assert finished_s(sample, 0) == pytest.approx([WHOLE_S + FURTHER_S])
+    assert finished_s(sample, 1) == pytest.approx([WHOLE_S + 2 * FURTHER_S])
     assert sample.after.served[1:, DENSE].tolist() == [[1, 2]] * 3
 
 
@@ -84,13 +87,14 @@ def test_what_a_token_takes_beside_its_layers_a_batch_takes_nearly_once() -> Non
     nothing = np.zeros_like(one.trace.confidence)
     assert finished_s(answered(one, nothing, [1]), 0) == pytest.approx([WHOLE_S + 2.0])
     both = answered(one, nothing, [1, 1])
-    assert finished_s(both, 0) == finished_s(both, 1) == pytest.approx([WHOLE_S + 2.1])
+    assert finished_s(both, 0) == pytest.approx([WHOLE_S + 2.1 + FURTHER_S])
+    assert finished_s(both, 1) == pytest.approx([WHOLE_S + 2.1 + 2 * FURTHER_S])
 
 
 def test_messages_are_handled_one_after_another_between_batches() -> None:
-    """A batch runs until 5. The first message after it takes 2 s, the next a tenth of that, since
+    """A batch runs until 5. The first message after it takes 2 s, the next a twentieth of that, since
     the same batch follows; the first one of the next batch takes 2 s again."""
-    world = SimpleNamespace(hop_s=np.array([2.0]), batch_share=0.9)
+    world = SimpleNamespace(hop_s=np.array([2.0]), token_share=0.95)
     state = SimpleNamespace(
         clock=np.array([1.0, 0.0]), serving_until_s=np.array([5.0]), handled_s=np.array([0.0])
     )
@@ -101,4 +105,4 @@ def test_messages_are_handled_one_after_another_between_batches() -> None:
             state.serving_until_s[0] = 9.0
         handle.py_func(world, state, 0)
         handled_s.append(float(state.handled_s[0]))
-    assert handled_s == pytest.approx([7.0, 7.2, 11.0])
+    assert handled_s == pytest.approx([7.0, 7.1, 11.0])
