@@ -92,8 +92,8 @@ def test_what_a_token_takes_beside_its_layers_a_batch_takes_nearly_once() -> Non
 
 
 def test_messages_are_handled_one_after_another_between_batches() -> None:
-    """A batch runs until 5. The first message after it takes 2 s, the next a twentieth of that, since
-    the same batch follows; the first one of the next batch takes 2 s again."""
+    """A batch runs until 5. The first message after it takes 2 s, the next a twentieth of that,
+    since the same batch follows; the first one of the next batch takes 2 s again."""
     world = SimpleNamespace(hop_s=np.array([2.0]), token_share=0.95)
     state = SimpleNamespace(
         clock=np.array([1.0, 0.0]), serving_until_s=np.array([5.0]), handled_s=np.array([0.0])
