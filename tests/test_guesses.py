@@ -12,16 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trimmoe.core.ledger import Ledger
-from trimmoe.cost.guessing import (
-    MOST_ALONG,
-    Crowd,
-    along_times_s,
-    crowds,
-    guess_times_s,
-    row_times_s,
-    stream_share,
-    window,
-)
+from trimmoe.cost.crowd import MOST_ALONG, Crowd, along_times_s, crowds
+from trimmoe.cost.guessing import guess_times_s, row_times_s, stream_share, window
 from trimmoe.cost.model import Accounting, CostModel
 from trimmoe.engine.guesses import (
     DRAFT_MODEL,

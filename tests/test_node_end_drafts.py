@@ -28,7 +28,7 @@ from questions import Questions
 from serving import Tiny
 from trimmoe.core.plan import Plan
 from trimmoe.core.profile import Profile
-from trimmoe.cost.guessing import Crowd
+from trimmoe.cost.crowd import Crowd
 from trimmoe.models.compiled.view import CompiledView
 from trimmoe.policy.presets import PRESETS
 from trimmoe.policy.settings import PolicySettings

@@ -106,8 +106,11 @@ def test_speeds_are_of_as_many_servers_as_there_are() -> None:
     ones = np.ones(3)
     names = ("dense_s", "expert_s", "head_s", "draft_s", "hop_s", "token_s", "at_once")
     given: dict[str, Any] = dict.fromkeys(names, ones)
-    Speeds(**given, machine=np.arange(3), batch_share=0.5)
-    with pytest.raises(AssertionError):
-        Speeds(**given | {"hop_s": np.ones(2)}, machine=np.arange(3), batch_share=0.5)
-    with pytest.raises(AssertionError):
-        Speeds(**given | {"head_s": ones * np.nan}, machine=np.arange(3), batch_share=0.5)
+    given |= {"machine": np.arange(3), "batch_share": 0.5}
+    Speeds(**given)
+    changes: list[dict[str, Any]] = [
+        {"hop_s": np.ones(2)}, {"head_s": ones * np.nan}, {"head_right": 1.5}
+    ]  # fmt: skip
+    for wrong in changes:
+        with pytest.raises(AssertionError):
+            Speeds(**(given | wrong))

@@ -12,10 +12,9 @@ import numpy as np
 
 from trimmoe.core.ledger import Ledger
 from trimmoe.core.specs import BoolArray, FloatArray, IntArray
+from trimmoe.cost.crowd import Crowd, crowds
 from trimmoe.cost.guessing import (
-    Crowd,
     at_home,
-    crowds,
     guess_times_s,
     interval_s,
     row_times_s,

@@ -16,11 +16,11 @@ import numpy as np
 
 from trimmoe.core.profile import Profile
 from trimmoe.core.specs import BoolArray, FloatArray, IntArray
+from trimmoe.cost.crowd import along_times_s
 from trimmoe.cost.expected import expected_layer_delay_s, layer_table_s
 from trimmoe.cost.guessing import (
     GUESS_CHANCE,
     GUESSES,
-    along_times_s,
     at_home,
     interval_s,
     own_guess_times_s,

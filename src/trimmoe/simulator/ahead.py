@@ -29,7 +29,8 @@ from trimmoe.core.events import (
 )
 from trimmoe.core.specs import BoolArray, FloatArray, IntArray
 from trimmoe.core.wave import Wave, join_waves
-from trimmoe.cost.guessing import SURE, window
+from trimmoe.cost.crowd import SURE
+from trimmoe.cost.guessing import window
 from trimmoe.engine.prompts import NO_EXIT
 from trimmoe.engine.state import EngineState
 from trimmoe.engine.step import Engine

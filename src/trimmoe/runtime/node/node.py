@@ -19,7 +19,8 @@ from functools import partial
 from trimmoe.core.plan import Plan
 from trimmoe.core.profile import Profile
 from trimmoe.core.specs import BoolArray
-from trimmoe.cost.guessing import Crowd, draft_times_s, guess_times_s
+from trimmoe.cost.crowd import Crowd
+from trimmoe.cost.guessing import draft_times_s, guess_times_s
 from trimmoe.engine.guesses import FIRST_HEAD_CHANCE
 from trimmoe.models.base import EncoderDecoderView, MoEView
 from trimmoe.models.draft import DraftModel

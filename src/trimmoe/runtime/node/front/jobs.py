@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from trimmoe.core.events import Receipt, SequenceOpened
 from trimmoe.core.ledger import Ledger
-from trimmoe.cost.guessing import Crowd
+from trimmoe.cost.crowd import Crowd
 from trimmoe.engine.guesses import OWN, Chunks, Lead
 from trimmoe.runtime.node.front.drafts import Pending
 from trimmoe.runtime.node.front.lookup import Lookup
