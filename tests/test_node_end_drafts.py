@@ -185,14 +185,13 @@ async def test_the_more_streams_the_fewer_tokens_are_offered_to_each(
 ) -> None:
     """As many as the cost model says that they are worth."""
     found: list[tuple[int, int]] = []
-    along = Crowd.along
+    drafts_at_home = Crowd.drafts_at_home
 
-    def seen(crowd: Crowd, chance: float) -> tuple[int, float]:
-        drafts, along_s = along(replace(crowd, batch_share=0.5), chance)
-        found.append((crowd.here, drafts))
-        return drafts, along_s
+    def seen(crowd: Crowd, right: float) -> int:
+        found.append((crowd.here, drafts_at_home(replace(crowd, batch_share=0.5), right)))
+        return found[-1][1]
 
-    monkeypatch.setattr(Crowd, "along", seen)
+    monkeypatch.setattr(Crowd, "drafts_at_home", seen)
     profile, plan = at_home(tiny)
     asked = Questions(tiny=tiny, count=5).among(1, new=16)
     async with running(tiny, profile=profile, plan=plan, policy=SPECULATIVE) as cluster:

@@ -15,6 +15,7 @@ from trimmoe.cost.guessing import (
     layer_times_s,
     machine_times_s,
     machines_of,
+    rows_along,
     token_times_s,
 )
 from trimmoe.cost.model import CostModel
@@ -57,7 +58,7 @@ class Crowd:
         here = max(here, 1)
         return replace(self, here=here, streams=max(here, streams))
 
-    def trip_s(self, drafts: int) -> float:
+    def trip_s(self, drafts: float) -> float:
         """Until the next token can set out where so many drafts are read along with each."""
         alone_s = self.whole_s + self.path_s * (self._batch(1 + drafts) - 1.0)
         return max(alone_s, self._machine_s(1 + drafts))
@@ -67,7 +68,8 @@ class Crowd:
         before it are and the head is sure of it, and the time from one token to the next by
         that."""
         each = [
-            (self.trip_s(k) / _expected_tokens(chance * SURE, k), k) for k in range(MOST_ALONG + 1)
+            (self.trip_s(_expected(SURE, k) - 1.0) / _expected(chance * SURE, k), k)
+            for k in range(MOST_ALONG + 1)
         ]
         least_s, drafts = min(each)
         return drafts, least_s
@@ -94,7 +96,12 @@ class Crowd:
         drafts, along_s = self.along(right)
         return drafts if along_s < own_s else 0
 
-    def _machine_s(self, rows: int) -> float:
+    def drafts_at_home(self, right: float) -> int:
+        """The same where all is on the user's server, which would otherwise pass one token at a
+        time: at least as many as in one process."""
+        return max(self.along(right)[0], min(rows_along(self.streams), MOST_ALONG))
+
+    def _machine_s(self, rows: float) -> float:
         """What the fullest machine takes for so many rows of each stream in the cluster."""
         return self._groups * (self.software_s + self.busiest_s * self._batch(rows))
 
@@ -103,7 +110,7 @@ class Crowd:
         """Batches under way, one of each server's users."""
         return self.streams / self.here
 
-    def _batch(self, rows: int) -> float:
+    def _batch(self, rows: float) -> float:
         """What a batch of so many rows of each stream takes over what one row does."""
         return batch_s(1.0, self.here * rows, self.batch_share)
 
@@ -114,14 +121,17 @@ def along_times_s(cost: CostModel, routes: IntArray, whole_s: FloatArray, top_k:
     [A] seconds: see `Crowd.along`."""
     layer_s = layer_times_s(cost, top_k) - token_times_s(cost)
     path_s = layer_s[routes, np.arange(cost.layer_count)].sum(axis=1)
-    drafts = np.arange(MOST_ALONG + 1)
-    trips_s = whole_s[:, None] + np.outer(path_s * (1.0 - cost.batch_share), drafts)
-    tokens = [_expected_tokens(cost.head_right * SURE, each) for each in drafts.tolist()]
+    rows, tokens = (
+        np.array([_expected(share, each) for each in range(MOST_ALONG + 1)])
+        for share in (SURE, cost.head_right * SURE)
+    )
+    trips_s = whole_s[:, None] + np.outer(path_s * (1.0 - cost.batch_share), rows - 1.0)
     return (trips_s / tokens).min(axis=1)
 
 
-def _expected_tokens(chance: float, drafts: int) -> float:
-    """That a pass over a token and so many drafts behind it gives."""
+def _expected(chance: float, drafts: int) -> float:
+    """Rows that a token and at most so many drafts behind it are, where the head is sure of each
+    with `chance`, or tokens that they give, where each is right with it."""
     return sum(chance**right for right in range(drafts + 1))
 
 

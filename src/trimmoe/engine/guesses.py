@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -155,8 +154,11 @@ class Lead:
         if self.drafts.able and self.crowd is not None:
             # Whoever has the turn keeps it where it makes hardly a difference.
             worth = 1.0 / SWITCHES if self.turn == HEAD else SWITCHES
-            own_s = self._crowded_s(self.crowd, best) * worth if able else math.inf
-            self.along = self.crowd.drafts(self.drafts.chance, own_s)
+            if able:
+                own_s = self._crowded_s(self.crowd, best) * worth
+                self.along = self.crowd.drafts(self.drafts.chance, own_s)
+            else:
+                self.along = self.crowd.drafts_at_home(self.drafts.chance)
         self.turn = HEAD if self.along else best
         return self.turn
 
@@ -300,7 +302,8 @@ class GuessRules:
             crowd = self.crowd(server, int(here[server]), streams)
             guess_s, most = crowd.among_s(float(self.guess_s[server])), self.settings.guesses
             own_s = crowd.own_s(chance, guess_s, float(least[server]), most)
-            found[server] = crowd.drafts(right, math.inf if self.home[server] else own_s)
+            at_home = bool(self.home[server])
+            found[server] = crowd.drafts_at_home(right) if at_home else crowd.drafts(right, own_s)
         return found
 
     def crowd(self, server: int, here: int, streams: int) -> Crowd:
