@@ -122,7 +122,8 @@ class Oracle(DraftHead):
         self.most += [one.most for one in chains]
         if not self.texts:
             super().draft_all(chains)
-        for one in chains if self.texts else ():
+            return
+        for one in chains:
             one.drafted += self._known(one.position, one.token, one.most)
 
     def _known(self, position: int, token: int, most: int) -> list[int]:

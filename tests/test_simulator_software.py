@@ -19,9 +19,9 @@ from trimmoe.simulator.world import DENSE, NOW
 
 HOP_S, WAY_S = 0.5, 0.25
 WHOLE_S = LAYERS + (LAYERS + 1) * (WAY_S + HOP_S)
+"""From its user through all layers and back."""
 FURTHER_S = 0.05 * HOP_S
 """What software takes for a further message that waits for the same batch."""
-"""From its user through all layers and back."""
 
 
 def with_software(one: World, *, token_s: float = 0.0) -> World:

@@ -300,10 +300,12 @@ class GuessRules:
             return found
         for server, chance in enumerate(chances):
             crowd = self.crowd(server, int(here[server]), streams)
+            if self.home[server]:
+                found[server] = crowd.drafts_at_home(right)
+                continue
             guess_s, most = crowd.among_s(float(self.guess_s[server])), self.settings.guesses
             own_s = crowd.own_s(chance, guess_s, float(least[server]), most)
-            at_home = bool(self.home[server])
-            found[server] = crowd.drafts_at_home(right) if at_home else crowd.drafts(right, own_s)
+            found[server] = crowd.drafts(right, own_s)
         return found
 
     def crowd(self, server: int, here: int, streams: int) -> Crowd:
