@@ -259,8 +259,9 @@ async def test_answers_are_the_same_whatever_a_head_offers(
         again = [tokens_of(events) for events in await answers(cluster, asked)]
         await cluster.all_free()
     assert again == made
-    assert max(accepted) > (0 if temperature else 1)
     assert min(accepted) == 0
+    # What a server draws by itself is what was offered only now and then.
+    assert temperature or max(accepted) > 1
 
 
 def reading(offered: Sequence[int], *, void: bool = False) -> Reading:
