@@ -1,4 +1,4 @@
-"""What a server times where experts run together and decode steps are recorded."""
+"""What a server times, above all where experts run together and decode steps are recorded."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from trimmoe.models.decoder_view import DecoderView
 from trimmoe.models.load import open_model
 from trimmoe.models.replay import Replays
 from trimmoe.runtime import probe
+from trimmoe.runtime.home import held_here
 from trimmoe.runtime.probe import machine_name, time_work
 
 
@@ -70,6 +71,23 @@ def test_without_a_whole_layer_an_expert_is_timed_by_itself(opened: Callable) ->
         bench = probe._Bench(view, 1)
         assert not bench._whole_layers()
         assert (bench.expert(0.003) > 0).all()
+
+
+def test_experts_are_timed_by_turns_that_no_cache_holds(
+    folder: Folder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As many as are there and have so many bytes, but not fewer than two."""
+    view = open_model(folder("mixtral"), compiled=False)
+    each_bytes, held = float(view.spec.expert_bytes.mean()), int(held_here(view).sum())
+    monkeypatch.setattr(probe, "_SPREAD", 2)
+    for wanted, timed in ((1, 2), (held // 2, held // 2), (10 * held, held)):
+        monkeypatch.setattr(probe, "_SPREAD_BYTES", int((wanted + 0.5) * each_bytes))
+        with torch.inference_mode():
+            bench = probe._Bench(view, 1)
+            ran: list[list[tuple[int, int]]] = []
+            monkeypatch.setattr(bench, "_experts", lambda chosen, *_, ran=ran: ran.append(chosen))
+            bench.expert(0.003)
+        assert {len(set(chosen)) for chosen in ran} == {timed}
 
 
 def test_a_machine_without_a_network_card_has_one_name_all_the_same(

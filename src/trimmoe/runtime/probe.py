@@ -30,8 +30,9 @@ _QUANTILES = (0.1, 0.5, 0.9)
 _SOFTWARE_TIMES, _SOFTWARE_ROWS = 15, 1000
 _DRAWN = 1 << 40
 """Set in an address that every process draws for itself, where a machine has no network card."""
-_SPREAD = 8
-"""Experts that are timed one after another, so that none is in the processor's cache."""
+_SPREAD, _SPREAD_BYTES = 8, 32_000_000
+"""Experts that are timed one after another, at least so many and with so many bytes together where
+there are as many, so that none comes from the cache that the processor's core has to itself."""
 
 
 def machine_name() -> str:
@@ -186,10 +187,12 @@ class _Bench:
             for layer, experts in enumerate(self.view.loaded)
             for expert in sorted(experts)
         ]
-        chosen = places[:: max(1, len(places) // _SPREAD)]
-        if not chosen:
+        if not places:
             # Whoever holds none is asked for none.
             return np.array([np.nan])
+        each_bytes = float(self.view.spec.expert_bytes.mean())
+        wanted = max(_SPREAD, int(_SPREAD_BYTES / each_bytes))
+        chosen = places[:: max(1, len(places) // wanted)]
         width = self.view.spec.top_k
         gates = torch.full((self.rows, width), 1.0, device=self.view.device)
         with_it, without = (
