@@ -33,7 +33,7 @@ from questions import Questions
 from serving import Tiny
 from tiny import OF_BYTES, VOCABULARY, byte_tokenizer, write_random
 from trimmoe.core.errors import UserError
-from trimmoe.engine.guesses import DRAFT_MODEL, FIRST_CHANCE, OWN, Lead
+from trimmoe.engine.lead import DRAFT_MODEL, FIRST_CHANCE, OWN, Lead
 from trimmoe.experiments.method_engines import make_engine
 from trimmoe.experiments.opening import open_drafts, require_guesses
 from trimmoe.models.draft import DraftModel, Served, open_draft

@@ -22,7 +22,7 @@ from trimmoe.calibrate.draft_head import (
 from trimmoe.calibrate.draft_module import DraftModule, NamedLoss
 from trimmoe.cli import app
 from trimmoe.core.errors import UserError
-from trimmoe.models.draft_head import MOST
+from trimmoe.core.specs import MOST_DRAFTED
 from trimmoe.models.draft_head_file import load_draft_head, save_draft_head
 
 CPU = torch.device("cpu")
@@ -76,7 +76,7 @@ def test_a_head_learns_what_the_model_says(tiny: Tiny, tmp_path: Path) -> None:
     told: list[float] = []
     head = fit_draft_head(taught, windows, settings, lambda _, done: told.append(done))
     assert told[-1] == 1.0
-    assert len(head.right) == MOST
+    assert len(head.right) == MOST_DRAFTED
     assert head.right[0] > 5 / 256, "hardly better than by chance"
     assert len(head.frequent) == 200
     save_draft_head(head, tmp_path / "head.safetensors")

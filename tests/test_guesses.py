@@ -12,19 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trimmoe.core.ledger import Ledger
-from trimmoe.cost.crowd import MOST_ALONG, Crowd, along_times_s, crowds
+from trimmoe.core.specs import MOST_DRAFTED
+from trimmoe.cost.batching import TOKEN_SHARE
+from trimmoe.cost.crowd import Crowd, along_times_s, crowds
 from trimmoe.cost.guessing import guess_times_s, row_times_s, stream_share, window
 from trimmoe.cost.model import Accounting, CostModel
-from trimmoe.engine.guesses import (
-    DRAFT_MODEL,
-    HEAD,
-    OWN,
-    Chunks,
-    GuessRules,
-    Lead,
-    Passed,
-    Source,
-)
+from trimmoe.engine.guesses import GuessRules
+from trimmoe.engine.lead import DRAFT_MODEL, HEAD, OWN, Chunks, Lead, Passed, Source
 from trimmoe.policy.presets import PRESETS
 
 WHOLE_S, GUESS_S = 10.0, 1.0
@@ -331,8 +325,9 @@ def test_a_busy_machine_takes_as_long_as_it_has_rows_of_all_servers_users() -> N
     """Twenty streams of two servers: batches of ten rows, and of twenty with a draft each."""
     crowd = CROWD.among(10, 20)
     assert crowd.trip_s(0) == 10.0 + 2.0 * 4.5
-    assert CROWD.among(10, 200).trip_s(0) == 20 * (0.5 + 5.5)
-    assert CROWD.among(10, 200).trip_s(1) == 20 * (0.5 + 10.5)
+    software_s = [0.5 * (1 + further * (1.0 - TOKEN_SHARE)) for further in (9, 19)]
+    assert CROWD.among(10, 200).trip_s(0) == pytest.approx(20 * (software_s[0] + 5.5))
+    assert CROWD.among(10, 200).trip_s(1) == pytest.approx(20 * (software_s[1] + 10.5))
 
 
 @given(chance=SHARES, here=st.integers(1, 40), groups=st.integers(1, 10), path_s=TIMES)
@@ -342,7 +337,7 @@ def test_what_is_read_along_never_takes_longer_than_nothing(
     """And the more often drafts are right the sooner the next token comes."""
     crowd = replace(CROWD, path_s=path_s, whole_s=path_s + 3.0).among(here, here * groups)
     drafts, along_s = crowd.along(chance)
-    assert 0 <= drafts <= MOST_ALONG
+    assert 0 <= drafts <= MOST_DRAFTED
     assert along_s <= crowd.trip_s(0)
     assert crowd.along(min(chance + 0.1, 1.0))[1] <= along_s
     assert crowd.along(0.0) == (0, crowd.trip_s(0))
@@ -352,6 +347,29 @@ def test_the_more_streams_the_fewer_drafts_are_worth_their_rows() -> None:
     found = [CROWD.among(here, 2 * here).along(0.8)[0] for here in (1, 4, 16, 64)]
     assert found == sorted(found, reverse=True)
     assert found[0] > found[-1]
+
+
+def test_a_draft_has_to_be_as_likely_as_its_row_is_dear() -> None:
+    """A second of ten at most, which what is read along makes fewer. Where machines are full it is
+    nearly all of a token's time if no row is cheaper than the first."""
+    along_s = CROWD.along(0.8)[1]
+    assert CROWD.least_chance(0.8) == pytest.approx(1.0 / along_s)
+    rows_are_dear = replace(CROWD, batch_share=0.0, software_s=0.0).among(10, 200)
+    assert rows_are_dear.least_chance(0.8) > 0.9
+
+
+@given(chance=SHARES, here=st.integers(1, 40), groups=st.integers(1, 10), path_s=TIMES)
+def test_the_chance_that_drafts_have_to_have_is_one(
+    chance: float, here: int, groups: int, path_s: float
+) -> None:
+    crowd = replace(CROWD, path_s=path_s, whole_s=path_s + 3.0).among(here, here * groups)
+    assert 0.0 <= crowd.least_chance(chance) <= 1.0
+
+
+def test_the_more_streams_the_surer_a_draft_has_to_be() -> None:
+    found = [CROWD.among(here, 2 * here).least_chance(0.8) for here in (1, 4, 16, 64)]
+    assert found == sorted(found)
+    assert found[0] < found[-1]
 
 
 def test_drafts_are_read_along_unless_own_guesses_bring_the_next_token_sooner() -> None:
@@ -381,7 +399,7 @@ def test_plans_expect_of_a_stream_by_itself_what_servers_do(
     routes, whole_s = np.zeros((1, 2), dtype=np.int64), np.array([path_s + messages_s + others_s])
     (crowd,) = crowds(cost, routes, whole_s, 1)
     planned_s = along_times_s(cost, routes, whole_s, 1)
-    machine_s = crowd.software_s + crowd.busiest_s * (share + (1 - share) * (1 + MOST_ALONG))
+    machine_s = crowd.software_s + crowd.busiest_s * (share + (1 - share) * (1 + MOST_DRAFTED))
     assert planned_s[0] == pytest.approx(crowd.along(right)[1]) or machine_s > whole_s[0]
     assert planned_s[0] <= whole_s[0]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trimmoe.engine.guesses import Lead
+from trimmoe.engine.lead import Lead
 from trimmoe.runtime.node.front.lookup import MOST, SHORTEST, Lookup
 
 TOKENS = st.lists(st.integers(0, 3), max_size=40)

@@ -12,6 +12,7 @@ from trimmoe.policy.readings import BudgetRule
 from trimmoe.runtime.node.front.answers import Answers
 from trimmoe.runtime.node.front.jobs import Job
 from trimmoe.runtime.node.front.memory import Memory
+from trimmoe.runtime.node.front.speculation import Speculation
 from trimmoe.runtime.service import GenerationRequest
 
 
@@ -35,7 +36,9 @@ def test_it_brings_along_what_its_tokens_left_unless_budgets_are_even(
     room: Any = SimpleNamespace(server=1, planner=planner)
     attempt: Any = SimpleNamespace(sequence=7)
     request = GenerationRequest(request_id="a", prompt_ids=(1,), max_new_tokens=2)
-    answers = Answers(room, Memory(room), lambda _: None, lambda _: None)
+    answers = Answers(
+        room, Memory(room), Speculation(room, lambda _: None), lambda _: None, lambda _: None
+    )
     opened = answers.opened(Job(request=request, credit=credit), attempt)
     assert (opened.sequence, opened.access, opened.balance) == (7, 1, balance)
     assert (opened.budget, opened.confidence) == (0.5, 0.75)

@@ -72,7 +72,7 @@ async def test_the_layers_after_the_last_router_are_those_of_what_was_confirmed(
         made = await answers(
             cluster, [(i % 3, request(prompt, 24)) for i, prompt in enumerate(prompts)]
         )
-        guessed = [node.front_end.answers.guessing for node in cluster.nodes.values()]
+        guessed = [node.front_end.speculation.guessing for node in cluster.nodes.values()]
     assert [tokens_of(events) for events in made] == [deep.greedy(one, 24) for one in prompts]
     told = [ledger for events in made for ledger in ledgers_of(events)]
     drafts, guesses = any(map(wrong, told)), any(each.right < each.made for each in guessed)

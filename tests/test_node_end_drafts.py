@@ -3,6 +3,7 @@ known, on whatever servers that is, and never changes an answer."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -35,8 +36,9 @@ from trimmoe.policy.settings import PolicySettings
 from trimmoe.runtime.head_drafts import HeadDrafts
 from trimmoe.runtime.node.compute import end_drafts
 from trimmoe.runtime.node.compute.end_drafts import EndDrafts
-from trimmoe.runtime.node.front import answers as answers_module
-from trimmoe.runtime.node.records.messages import Token
+from trimmoe.runtime.node.front import speculation as speculation_module
+from trimmoe.runtime.node.outbox import Outbox
+from trimmoe.runtime.node.records.messages import Parcel, Token, Withdraw
 from trimmoe.runtime.sampling import Sampling
 
 SPECULATIVE = replace(PRESETS["speculative"](), guess_chance=0.0)
@@ -67,8 +69,7 @@ def placed(tiny: Tiny, place: str) -> tuple[int, Profile, Plan]:
 @pytest.fixture(autouse=True)
 def drafts_pay(monkeypatch: pytest.MonkeyPatch) -> None:
     """However sure a head is, and whatever the cost model says of servers' own guesses."""
-    monkeypatch.setattr(end_drafts, "LIKELY", 0.0)
-    monkeypatch.setattr(end_drafts, "LIKELY_FAR", 0.0)
+    monkeypatch.setattr(end_drafts, "WANTED_IN", math.inf)
     monkeypatch.setattr(Crowd, "own_s", lambda *_: np.inf)
 
 
@@ -169,7 +170,7 @@ async def test_answers_are_the_same_with_drafts_that_are_right_more_often_than_n
         made = [events for group in groups for events in await answers(cluster, group)]
         await cluster.all_free()
         node = cluster.nodes[0]
-        guessing, restarts = node.front_end.answers.guessing, node.front_end.restarts
+        guessing, restarts = node.front_end.speculation.guessing, node.front_end.restarts
         largest = max(size for step, _, size in node.batch_loop.batches if step == "ATTEND")
     assert [tokens_of(events) for events in made] == [tokens_of(events) for events in plain]
     for with_drafts, without in zip(made, plain, strict=True):
@@ -214,6 +215,31 @@ async def test_a_server_makes_no_pass_of_its_own_while_a_head_drafts(
     assert offered
 
 
+async def test_what_comes_back_with_a_wrong_draft_needs_not_be_withdrawn(
+    tiny: Tiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever set out on it passed all layers with it. What sets out next says so by itself."""
+    sent: list[Withdraw] = []
+    post = Outbox.post
+
+    def seen(self: Outbox, parcel: Parcel) -> None:
+        if isinstance(parcel.message, Withdraw) and parcel.to != 0:
+            sent.append(parcel.message)
+        post(self, parcel)
+
+    monkeypatch.setattr(Outbox, "post", seen)
+    questions = Questions(tiny=tiny, count=3)
+    profile, plan = world(tiny, servers=3, routes=[[0, 0, 1, 1]] * 3, density=1.0)
+    async with running(tiny, profile=profile, plan=plan, policy=SPECULATIVE) as cluster:
+        give_heads(cluster, [], monkeypatch)
+        made = [await answers(cluster, [one]) for one in questions.among(1, new=24)]
+        guessing = cluster.nodes[0].front_end.speculation.guessing
+    greedy = [tiny.greedy(prompt, 24, eos=None) for prompt in questions.prompts]
+    assert [tokens_of(events) for (events,) in made] == greedy
+    # What was copied from the prompt may be on its way by itself.
+    assert 3 * len(sent) < guessing.made - guessing.right
+
+
 async def test_a_server_guesses_by_itself_where_that_is_sooner(
     tiny: Tiny, offered: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -233,7 +259,7 @@ async def test_a_stream_does_without_a_head_that_never_says_anything(
     tiny: Tiny, offered: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The last server of the route has none. Others guess by themselves then."""
-    monkeypatch.setattr(answers_module, "MOST_UNDRAFTED", 3)
+    monkeypatch.setattr(speculation_module, "MOST_UNDRAFTED", 3)
     questions = Questions(tiny=tiny, count=3)
     _, profile, plan = placed(tiny, "ends elsewhere")
     async with running(tiny, profile=profile, plan=plan, policy=SPECULATIVE) as cluster:

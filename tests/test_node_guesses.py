@@ -32,7 +32,7 @@ from nodes import (
 from questions import Questions
 from serving import Tiny
 from trimmoe.core.events import SegmentRan, TokensImported
-from trimmoe.engine.guesses import Lead
+from trimmoe.engine.lead import Lead
 from trimmoe.experiments.method_engines import make_engine
 from trimmoe.models.compiled.view import CompiledView
 from trimmoe.policy.presets import PRESETS, ring
@@ -82,7 +82,7 @@ async def test_answers_are_those_of_transformers_however_many_are_guessed(
         made = await answers(cluster, questions.among(3))
         await cluster.all_free()
         front_ends = [node.front_end for node in cluster.nodes.values()]
-        said = [front_end.answers.guessing for front_end in front_ends]
+        said = [front_end.speculation.guessing for front_end in front_ends]
     assert [tokens_of(events) for events in made] == questions.answers
     assert 0 < sum(each.right for each in said) < sum(each.made for each in said)
     assert sum(front_end.restarts for front_end in front_ends) == 0
@@ -140,7 +140,7 @@ async def test_a_ring_drafts_the_next_tokens_when_there_is_word_of_all_before_th
     async with running(tiny, profile=profile, plan=plan, policy=policy) as cluster:
         made = await answers(cluster, questions.among(3))
         await cluster.all_free()
-        said = [node.front_end.answers.guessing for node in cluster.nodes.values()]
+        said = [node.front_end.speculation.guessing for node in cluster.nodes.values()]
     assert [tokens_of(events) for events in made] == questions.answers
     assert sum(each.copied for each in said) == 0
     assert 0 < sum(each.right for each in said) < sum(each.made for each in said)
@@ -160,7 +160,7 @@ async def test_budgets_hold_at_every_prefix_of_answers_that_are_guessed_ahead(
     policy = replace(PRESETS["guessing"](), guess_confidence=0.0, budget=budget)
     async with running(tiny, profile=profile, plan=plan, policy=policy) as cluster:
         made = await answers(cluster, questions.among(3, new=16))
-        said = [node.front_end.answers.guessing for node in cluster.nodes.values()]
+        said = [node.front_end.speculation.guessing for node in cluster.nodes.values()]
     assert spent_within(budget, made) > 0
     told = [ledger for events in made for ledger in ledgers_of(events)]
     assert all(ledger.budget == pytest.approx(budget * ledger.tokens) for ledger in told)
@@ -186,7 +186,7 @@ async def test_what_an_answer_copies_is_guessed_from_what_came_before(
             kinds.append({one.ahead.kind for events in told for one in events if one.ahead})
             await cluster.all_free()
             copied.append(
-                [node.front_end.answers.guessing.copied for node in cluster.nodes.values()]
+                [node.front_end.speculation.guessing.copied for node in cluster.nodes.values()]
             )
     assert made[0] == made[1]
     # What is drawn at random may part with what came before at once, before word of a copy comes.
@@ -253,7 +253,7 @@ async def test_what_is_guessed_is_read_at_once_and_sets_out_with_what_is_guessed
         async with running(tiny, profile=profile, plan=plan, policy=policy) as cluster:
             made.append([tokens_of(events) for events in await answers(cluster, asked)])
             await cluster.all_free()
-            guessing_said = cluster.nodes[0].front_end.answers.guessing
+            guessing_said = cluster.nodes[0].front_end.speculation.guessing
     assert made[0] == made[1]
     assert 0 < guessing_said.right < guessing_said.made
     used = [(count, seen) for count, seen in found if seen is not None]
@@ -309,7 +309,7 @@ async def test_the_first_token_is_guessed_while_the_prompt_is_on_its_way(
     ) as cluster:
         (made,) = await answers(cluster, [(0, asked)])
         await cluster.all_free()
-        said = cluster.nodes[0].front_end.answers.guessing
+        said = cluster.nodes[0].front_end.speculation.guessing
     assert tokens_of(made) == tiny.greedy(list(asked.prompt_ids), 6)
     assert said.made == said.right == 5, "of all tokens but the last, which nothing follows"
 
@@ -326,7 +326,7 @@ async def test_a_server_with_all_experts_is_always_right(tiny: Tiny, questions: 
             await cluster.all_free()
             nodes = list(cluster.nodes.values())
             sent.append([dict(node.outbox.vectors_sent) for node in nodes])
-    said = [node.front_end.answers.guessing for node in nodes]
+    said = [node.front_end.speculation.guessing for node in nodes]
     assert sum(each.made for each in said) > 0
     assert all(each.made == each.right for each in said)
     ahead = [event.ahead for events in made for event in events if event.ahead is not None]
@@ -479,7 +479,7 @@ async def test_auto_guesses_while_few_streams_are_under_way(
             engine.guess_rules.__dict__["streams"] = np.full(engine.routes.shape[0], streams)
         asked = questions.among(3)[:4]
         made = [(await answers(cluster, [one]))[0] for one in asked]
-        said = [node.front_end.answers.guessing.made for node in cluster.nodes.values()]
+        said = [node.front_end.speculation.guessing.made for node in cluster.nodes.values()]
     assert [tokens_of(events) for events in made] == questions.answers[:4]
     assert (sum(said) > 0) == guessed
 
@@ -529,7 +529,7 @@ async def test_what_is_read_for_guesses_is_let_be_where_too_many_answers_are_und
     async with running(tiny, profile=profile, plan=plan, policy=policy) as cluster:
         node = cluster.nodes[access]
         monkeypatch.setattr(node.worker, "least_chance", lambda *_: 0.0)
-        guessed = node.front_end.answers.guessing
+        guessed = node.front_end.speculation.guessing
         # What is to be read waits for ever.
         monkeypatch.setattr(node.intake, "read_on", lambda *_: None)
         stream = node.service.submit(asked)

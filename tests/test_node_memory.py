@@ -209,9 +209,9 @@ async def test_what_a_server_read_by_itself_to_guess_is_not_read_again(
             read_on(given)
 
         node.intake.read_on = seen  # type: ignore[method-assign]
-        before = node.front_end.answers.guessing.made
+        before = node.front_end.speculation.guessing.made
         again = await ask(cluster, 0, longer, 16)
-        assert node.front_end.answers.guessing.made > before
+        assert node.front_end.speculation.guessing.made > before
         # It may have been about to read the last ones when the first answer was over.
         assert len(begins) - 8 <= min(starts) <= len(begins)
         assert cached(again) == (len(begins) - 1 if whole else len(begins))

@@ -24,7 +24,7 @@ from test_simulator_guesses import (
 )
 from test_simulator_guesses import guessing as guessing_world
 from trimmoe.cost.guessing import guess_times_s, row_times_s
-from trimmoe.engine.guesses import Chunks, Passed
+from trimmoe.engine.lead import Chunks, Passed
 from trimmoe.experiments.compare import CompareSettings, compare, comparison_json, comparison_table
 from trimmoe.experiments.method_engines import method_engine, plan_for
 from trimmoe.experiments.methods import configured, find_method

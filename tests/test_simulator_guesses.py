@@ -20,7 +20,8 @@ from trimmoe.core.errors import UserError
 from trimmoe.core.trace import Trace, load_trace
 from trimmoe.cost.guessing import guess_times_s, window
 from trimmoe.cost.model import Accounting
-from trimmoe.engine.guesses import GuessRules, Lead
+from trimmoe.engine.guesses import GuessRules
+from trimmoe.engine.lead import Lead
 from trimmoe.experiments.method_engines import make_engine
 from trimmoe.policy.build import make_policy
 from trimmoe.policy.presets import speculative
@@ -400,7 +401,7 @@ def test_where_servers_are_busy_with_others_fewer_guesses_are_followed(
     nothing = np.zeros(LENGTH, dtype=np.int64)
     none = nothing.astype(bool)
     journey = followed.decide(tokens, nothing, tokens, tokens, none, prompted=none)
-    chance, least = feed.chances(bold)[0], max(0.15, busy * (1.0 - 1.0 / LENGTH))
+    chance, least = feed.chances(bold, 1)[0], max(0.15, busy * (1.0 - 1.0 / LENGTH))
     room = window(float(chance), least, 16)
     assert (journey.window == room).all()
     assert chance**room >= least > chance ** (room + 1)

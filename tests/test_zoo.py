@@ -252,7 +252,7 @@ async def test_servers_that_guess_and_die_answer_as_one_process(it: Specimen) ->
         begun = [await soon(anext(stream)) for stream in streams]
         await servers.kill(1)
         rest = await soon(asyncio.gather(*(read(stream) for stream in streams)))
-        guesses = [node.front_end.answers.guessing for node in servers.nodes.values()]
+        guesses = [node.front_end.speculation.guessing for node in servers.nodes.values()]
         await servers.all_free()
     assert [[one.token, *tokens_of(more)] for one, more in zip(begun, rest, strict=True)] == (
         expected

@@ -17,8 +17,9 @@ from torch import Tensor
 from trimmoe.calibrate.draft_module import DraftModule, NamedLoss
 from trimmoe.core.errors import UserError
 from trimmoe.core.precision import GROUP
+from trimmoe.core.specs import MOST_DRAFTED
 from trimmoe.models.draft import causal_model
-from trimmoe.models.draft_head import MOST, HeadWeights, Sizes
+from trimmoe.models.draft_head import HeadWeights, Sizes
 
 HEAD_SIZE, ROPE_THETA, EPSILON = 64, 1e5, 1e-5
 _WEIGHTS = (1.0, 0.8, 0.65, 0.5)
@@ -210,7 +211,7 @@ def chain_loss(module: DraftModule, taught: Taught, tokens: Tensor, rows: Tensor
     states, embedded = taught.states(tokens), taught.embedded(tokens[:, 1:])
     logits = states @ rows.T
     with torch.autocast(tokens.device.type, dtype=torch.bfloat16):
-        read = module(states[:, :-1], embedded, MOST)
+        read = module(states[:, :-1], embedded, MOST_DRAFTED)
     losses = [
         weight
         * NamedLoss.apply(
@@ -229,7 +230,7 @@ def right_shares(
     sequences [B, T] that the model went on with by its most probable tokens after a prompt."""
     states, embedded = taught.states(greedy), taught.embedded(greedy[:, 1:])
     says = (states @ taught.rows.T).argmax(-1)
-    read = module(states[:, :-1].float(), embedded.float(), MOST)
+    read = module(states[:, :-1].float(), embedded.float(), MOST_DRAFTED)
     alive = torch.arange(greedy.shape[1] - 1, device=greedy.device) >= prompt - 1
     alive = alive.expand(greedy.shape[0], -1)
     shares: list[float] = []

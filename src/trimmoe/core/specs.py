@@ -17,6 +17,8 @@ IntArray = NDArray[np.int64]
 BoolArray = NDArray[np.bool_]
 
 
+MOST_DRAFTED = 4
+"""Tokens that a draft head names behind a known one at most, one upon another."""
 DEVICE = r"auto|cpu|mps|cuda(:\d+)?"
 """Names of what a server may compute on."""
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import numpy as np
 
-from trimmoe.core.specs import FloatArray, IntArray
-from trimmoe.cost.batching import batch_s
+from trimmoe.core.specs import MOST_DRAFTED, FloatArray, IntArray
+from trimmoe.cost.batching import TOKEN_SHARE, batch_s
 from trimmoe.cost.guessing import (
     interval_s,
     layer_times_s,
@@ -20,12 +21,14 @@ from trimmoe.cost.guessing import (
 )
 from trimmoe.cost.model import CostModel
 
+T = TypeVar("T", float, FloatArray)
+
 IN_VAIN = 2.0
 """How many times as long as its own time a server's own guess takes it, with those behind wrong
 ones and with prompts that it reads; measured on two and on five servers."""
-MOST_ALONG, SURE = 4, 0.7
-"""Drafts of a head that are read along with a token at most, and the share of cases in which it is
-sure enough of one more, measured on the embedded model."""
+SURE = 0.7
+"""Share of cases in which a draft head is sure enough of one more, measured on the embedded model.
+"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,19 +63,29 @@ class Crowd:
 
     def trip_s(self, drafts: float) -> float:
         """Until the next token can set out where so many drafts are read along with each."""
-        alone_s = self.whole_s + self.path_s * (self._batch(1 + drafts) - 1.0)
-        return max(alone_s, self._machine_s(1 + drafts))
+        return max(self._alone_s(1 + drafts), self._machine_s(1 + drafts))
 
     def along(self, chance: float) -> tuple[int, float]:
         """How many drafts it pays best to read along, each of them right with `chance` where those
         before it are and the head is sure of it, and the time from one token to the next by
         that."""
-        each = [
-            (self.trip_s(_expected(SURE, k) - 1.0) / _expected(chance * SURE, k), k)
-            for k in range(MOST_ALONG + 1)
-        ]
-        least_s, drafts = min(each)
+        each = enumerate(_rows_and_tokens(chance))
+        least_s, drafts = min((self.trip_s(rows - 1.0) / tokens, k) for k, (rows, tokens) in each)
         return drafts, least_s
+
+    def least_chance(self, chance: float) -> float:
+        """Chance that a draft and all before it have to have of being right to be worth its row:
+        what a row more of every stream takes, of what a token takes; `chance` as of `along`. Where
+        machines are full that is what it takes them; half as much beyond what it takes its own
+        batch where a server has one stream, since the rows of a batch that small are cheaper than
+        those of larger ones."""
+        drafts, along_s = self.along(chance)
+        rows, _ = _rows_and_tokens(chance)[drafts]
+        row_s = self._alone_s(rows) - self._alone_s(rows - 1.0)
+        if self._machine_s(rows) > self._alone_s(rows):
+            full_s = self._machine_s(rows) - self._machine_s(rows - 1.0)
+            row_s += (full_s - row_s) * (1.0 - 0.5 / self.here)
+        return min(row_s / along_s, 1.0)
 
     def among_s(self, guess_s: float) -> float:
         """A guess that takes `guess_s` by itself, in a batch with those of all of its streams, and
@@ -99,11 +112,17 @@ class Crowd:
     def drafts_at_home(self, right: float) -> int:
         """The same where all is on the user's server, which would otherwise pass one token at a
         time: at least as many as in one process."""
-        return max(self.along(right)[0], min(rows_along(self.streams), MOST_ALONG))
+        return max(self.along(right)[0], min(rows_along(self.streams), MOST_DRAFTED))
+
+    def _alone_s(self, rows: float) -> float:
+        """What a batch of so many rows of each stream of its server's users takes to full depth and
+        back where nothing else is under way."""
+        return _trip_s(self.whole_s, self.path_s, self._batch(rows))
 
     def _machine_s(self, rows: float) -> float:
         """What the fullest machine takes for so many rows of each stream in the cluster."""
-        return self._groups * (self.software_s + self.busiest_s * self._batch(rows))
+        software_s = batch_s(self.software_s, self.here * rows, TOKEN_SHARE)
+        return self._groups * (software_s + self.busiest_s * self._batch(rows))
 
     @property
     def _groups(self) -> float:
@@ -121,18 +140,26 @@ def along_times_s(cost: CostModel, routes: IntArray, whole_s: FloatArray, top_k:
     [A] seconds: see `Crowd.along`."""
     layer_s = layer_times_s(cost, top_k) - token_times_s(cost)
     path_s = layer_s[routes, np.arange(cost.layer_count)].sum(axis=1)
-    rows, tokens = (
-        np.array([_expected(share, each) for each in range(MOST_ALONG + 1)])
-        for share in (SURE, cost.head_right * SURE)
-    )
-    trips_s = whole_s[:, None] + np.outer(path_s * (1.0 - cost.batch_share), rows - 1.0)
-    return (trips_s / tokens).min(axis=1)
+    each_s = [
+        _trip_s(whole_s, path_s, batch_s(1.0, rows, cost.batch_share)) / tokens
+        for rows, tokens in _rows_and_tokens(cost.head_right)
+    ]
+    return np.min(each_s, axis=0)
 
 
-def _expected(chance: float, drafts: int) -> float:
-    """Rows that a token and at most so many drafts behind it are, where the head is sure of each
-    with `chance`, or tokens that they give, where each is right with it."""
-    return sum(chance**right for right in range(drafts + 1))
+def _trip_s(whole_s: T, path_s: T, times: float) -> T:
+    """What a batch takes to full depth and back where one row takes `whole_s`, of which servers
+    compute `path_s`, and the batch takes them so many `times` as long."""
+    return whole_s + path_s * (times - 1.0)
+
+
+def _rows_and_tokens(chance: float) -> list[tuple[float, float]]:
+    """By how many drafts are read along with a token at most, from none on: how many rows that is
+    expected to be, which is as many as the head is sure of, and how many tokens come of it where
+    each draft is right with `chance` if those before it are."""
+    sure = [sum(SURE**k for k in range(most + 1)) for most in range(MOST_DRAFTED + 1)]
+    right = [sum((chance * SURE) ** k for k in range(most + 1)) for most in range(MOST_DRAFTED + 1)]
+    return list(zip(sure, right, strict=True))
 
 
 def crowds(cost: CostModel, routes: IntArray, whole_s: FloatArray, top_k: int) -> tuple[Crowd, ...]:

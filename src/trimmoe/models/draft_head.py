@@ -29,9 +29,8 @@ FILE = Path("draft_head") / "model.safetensors"
 """Where a checkpoint's folder has one that was fitted to it."""
 BITS, FREQUENT_BITS = 8, 4
 """In which the head's matrices are held, and the output head's rows for frequent tokens."""
-MOST, LIKELY = 4, 0.25
-"""Tokens that it drafts at most, one upon another, and how likely all of them have to be right for
-one more to be worth a row."""
+LIKELY = 0.25
+"""How likely all that it drafts has to be right for one token more to be worth a row."""
 USUAL = 2
 """Tokens that it drafts on average."""
 _KEPT = 64

@@ -1,7 +1,7 @@
 """Guesses of users' own servers, beside streams that are decoded in one process.
 
 Tokens run exactly, one after another, whatever is guessed. What a server guesses by itself says
-when those tokens would have set out, hence what their books hold: see `engine.guesses`.
+when those tokens would have set out, hence what their books hold: see `engine.lead`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from trimmoe.core.ledger import Ledger
 from trimmoe.cost.guessing import draft_times_s
-from trimmoe.engine.guesses import Chunks, Lead
+from trimmoe.engine.lead import Chunks, Lead
 from trimmoe.engine.step import Engine
 from trimmoe.models.base import EncoderDecoderView, MoEView
 from trimmoe.runtime.drafter import Drafter

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trimmoe.core.specs import MOST_DRAFTED
 from trimmoe.models.base import MoEView
-from trimmoe.models.draft_head import LIKELY, MOST, Chain, Memory
+from trimmoe.models.draft_head import LIKELY, Chain, Memory
 
 MOST_UNREAD = 2048
 """Tokens of a sequence that the head reads later on; of more it never reads the first ones."""
@@ -94,7 +95,7 @@ class HeadDrafts:
                     memory=memory,
                     position=wish.position,
                     token=wish.token,
-                    most=min(wish.most, MOST),
+                    most=min(wish.most, MOST_DRAFTED),
                     likely=wish.likely,
                 )
         head.draft_all(list(chains.values()))

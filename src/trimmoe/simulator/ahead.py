@@ -158,9 +158,8 @@ class Ahead:
 
     @cached_property
     def _chances(self) -> list[float]:
-        """See `TraceFeed.chances`, by access server; the whole trace is looked at once."""
-        found = self.feed.chances(self.engine.settings)
-        return np.broadcast_to(found, self.engine.cost.server_count).tolist()
+        """See `TraceFeed.chances`; the whole trace is looked at once."""
+        return self.feed.chances(self.engine.settings, self.engine.cost.server_count)
 
     @property
     def _windows(self) -> IntArray:

@@ -10,7 +10,8 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from trimmoe.core.specs import IntArray
-from trimmoe.engine.guesses import Chunks, Lead, Leads
+from trimmoe.engine.guesses import Leads
+from trimmoe.engine.lead import Chunks, Lead
 from trimmoe.simulator.tally import DELAY_S, Books
 from trimmoe.simulator.world import RIGHT, WRONG
 

@@ -88,14 +88,14 @@ class TraceFeed:
         guessed = (confidence[tokens, column] >= settings.guess_confidence) & np.isfinite(least)
         return guessed, guessed & ~wrong[tokens, column]
 
-    def chances(self, settings: PolicySettings) -> FloatArray:
-        """How often guesses that are followed are right, of every server that the trace tells of,
-        [M] or [1]."""
+    def chances(self, settings: PolicySettings, servers: int) -> list[float]:
+        """How often guesses that are followed are right, by server, of so many."""
         wrong, confidence = self.trace.home_wrong, self.trace.home_confidence
         assert wrong is not None
         assert confidence is not None
         sure = confidence >= settings.guess_confidence
-        return (sure & ~wrong).sum(0) / np.maximum(sure.sum(0), 1)
+        found = (sure & ~wrong).sum(0) / np.maximum(sure.sum(0), 1)
+        return np.broadcast_to(found, servers).tolist()
 
 
 def require_guesses(settings: PolicySettings, server_count: int, trace: Trace) -> None:

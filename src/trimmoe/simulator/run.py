@@ -364,8 +364,7 @@ def _along(engine: Engine, trace: Trace, cluster: ClusterSpec, streams: int) -> 
     """Drafts that are read along with each token of so many streams, by access server, [M]."""
     if not engine.settings.guesses:
         return np.zeros(cluster.server_count, dtype=np.int64)
-    chances = TraceFeed(trace=trace).chances(engine.settings)
-    chances = np.broadcast_to(chances, cluster.server_count).tolist()
+    chances = TraceFeed(trace=trace).chances(engine.settings, cluster.server_count)
     here = np.ceil(streams * cluster.access_share).astype(np.int64)
     return engine.guess_rules.drafts_along(streams, here, chances)
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -19,9 +18,6 @@ from functools import partial
 from trimmoe.core.plan import Plan
 from trimmoe.core.profile import Profile
 from trimmoe.core.specs import BoolArray
-from trimmoe.cost.crowd import Crowd
-from trimmoe.cost.guessing import draft_times_s, guess_times_s
-from trimmoe.engine.guesses import FIRST_HEAD_CHANCE
 from trimmoe.models.base import EncoderDecoderView, MoEView
 from trimmoe.models.draft import DraftModel
 from trimmoe.placement.live import live_hosts
@@ -38,8 +34,10 @@ from trimmoe.runtime.node.compute.verifying import Verifier
 from trimmoe.runtime.node.compute.worker import Worker
 from trimmoe.runtime.node.front.admission import Admission
 from trimmoe.runtime.node.front.front_end import FrontEnd, FrontEndContext
+from trimmoe.runtime.node.front.guess_prices import GuessPrices
 from trimmoe.runtime.node.front.jobs import Begun
 from trimmoe.runtime.node.inbox import Inbox
+from trimmoe.runtime.node.load_reports import LoadReports
 from trimmoe.runtime.node.measuring import measured
 from trimmoe.runtime.node.outbox import Outbox
 from trimmoe.runtime.node.parts import Parts
@@ -70,7 +68,6 @@ from trimmoe.runtime.node.watch.jury import Jury
 from trimmoe.runtime.node.watch.planner import Planner
 from trimmoe.runtime.node.watch.reports import Reporter
 from trimmoe.runtime.picture import layout_of
-from trimmoe.runtime.probe import used_bytes
 from trimmoe.runtime.service import Health, InferenceService, ServedModel
 from trimmoe.runtime.wire.base import (
     PeerChange,
@@ -81,8 +78,6 @@ from trimmoe.runtime.wire.base import (
 )
 
 _log = logging.getLogger(__name__)
-NEWS_S = 0.02
-"""After which others are told that an answer began or is over, with what else has by then."""
 
 
 class Node:
@@ -145,8 +140,6 @@ class Node:
             undecided=self._undecided,
         )
         self._failure = "The server is starting."
-        self._news_due = False
-        """Whether others are about to be told how many answers are under way."""
         self.malformed: Counter[str] = Counter()
 
     @property
@@ -192,6 +185,15 @@ class Node:
             withdrawn=self._withdrawn,
             judge=self.jury.judge,
         )
+        self.prices = GuessPrices(
+            server=settings.server,
+            worker=self.worker,
+            planner=self.planner,
+            drafter=self._drafter,
+            slowdown=settings.slowdown,
+            here=lambda: self.front_end.running,
+            elsewhere=lambda: sum(self.reporter.running.values()),
+        )
         self.admission = Admission(self.planner, seats, self.outbox.post)
         self.front_end = FrontEnd(
             self.model,
@@ -209,6 +211,14 @@ class Node:
             recent_s=settings.stall_s,
             malformed=self.malformed,
         )
+        self._reports = LoadReports(
+            parts=self.parts,
+            peers=self._peers,
+            outbox=self.outbox,
+            lost=self._lost,
+            device=self._view.device,
+            every_s=settings.report_every_s,
+        )
         self._failure = ""
         self._begin()
 
@@ -220,13 +230,13 @@ class Node:
                 worker=self.worker,
                 exact_hosts=lambda: self.planner.in_force.exact_hosts,
                 post=self.outbox.post,
-                guessed=self.front_end.answers.guessed,
+                guessed=self.front_end.speculation.guessed,
                 worked=self.reporter.worked,
             )
         )
         listening = self._transport.hand_to(self._heard)
         planning, minding = self.planner.run(), self._look_after()
-        loops = (computing, listening, planning, minding, self._report())
+        loops = (computing, listening, planning, minding, self._reports.run())
         for work in loops:
             task = asyncio.create_task(work, name=f"{work.__qualname__} of {self._transport.name}")
             task.add_done_callback(self._task_ended)
@@ -273,15 +283,8 @@ class Node:
             jury=self.jury,
             malformed=self.malformed,
             health=self.health,
-            guesses_now=self.guesses_now,
+            prices=self.prices,
         )
-
-    def guesses_now(self) -> bool:
-        """Whether this server guesses ahead for those who ask it now."""
-        route = self.planner.in_force.route_of(self.settings.server)
-        crowd = self._crowd(route) if self.front_end.drafts_along else None
-        along = crowd is not None and crowd.along(FIRST_HEAD_CHANCE)[0] > 0
-        return along or math.isfinite(self._least_chance(route))
 
     async def measure(self) -> MachineReport:
         """What this server can do, timed now; requests wait for some seconds."""
@@ -317,14 +320,10 @@ class Node:
             settle=worker.settle,
             arrive=self._arrive,
             guess=self._guess,
-            guess_s=self._guess_s,
+            prices=self.prices,
             holds=lambda route: self._view.chains and not self.worker.reads_from(route),
             is_home=worker.is_home,
-            load_changed=self._load_changed,
-            least_chance=self._least_chance,
-            crowd=self._crowd,
-            guess_pace_s=self._guess_pace_s,
-            has_head=lambda: worker.end_drafts.able,
+            load_changed=lambda: self._reports.answers_changed(),
             chunk=settings.prefill_chunk,
             health=self.health,
             stats=lambda running, waiting: service_stats(self.parts, running, waiting),
@@ -400,39 +399,10 @@ class Node:
         self.intake.read_on([reading])
         self.batch_loop.wake()
 
-    def _least_chance(self, route: tuple[int, ...]) -> float:
-        streams = self.front_end.running + sum(self.reporter.running.values())
-        return self.worker.least_chance(route, streams)
-
-    def _crowd(self, route: tuple[int, ...]) -> Crowd | None:
-        """As `FrontEndContext` has it: of the route of this server's users."""
-        rules, here = self.worker.engine.guess_rules, self.settings.server
-        if tuple(rules.routes[here].tolist()) != route:
-            return None
-        running = self.front_end.running
-        return rules.crowd(here, running, running + sum(self.reporter.running.values()))
-
-    def _guess_pace_s(self) -> float | None:
-        took_s = self.worker.guess_pace.token_s
-        return None if took_s is None else took_s * self.settings.slowdown
-
     @property
     def _draft_size(self) -> float:
         """Of the draft model, as in `draft_times_s`."""
         return 0.0 if self._drafter is None else self._drafter.size(self._view.spec)
-
-    def _guess_s(self) -> tuple[float, ...]:
-        """What a guess takes, by source: the draft model's too as the cost model has it, unless
-        that was measured and so was this."""
-        cost, here = self.planner.in_force.engine.cost, self.settings.server
-        own_s = float(guess_times_s(cost, self._view.spec.top_k)[here])
-        if self._drafter is None:
-            return (own_s,)
-        draft_s = draft_times_s(cost, self._view.spec.top_k, self._draft_size)[here]
-        took_s = self._drafter.token_s
-        if cost.guess_s is None or took_s is None:
-            return own_s, float(draft_s)
-        return own_s, took_s * self.settings.slowdown
 
     def _task_ended(self, task: asyncio.Task[None]) -> None:
         """A loop that ends by an error takes the whole server out of service."""
@@ -481,7 +451,7 @@ class Node:
         def leave() -> None:
             self.planner.want_lost(self._lost())
             self.inbox.peer_down(server)
-            self._send_load_report()
+            self._reports.send()
 
         # Not at once: whoever found out is in the middle of something.
         asyncio.get_running_loop().call_soon(leave)
@@ -496,40 +466,7 @@ class Node:
         if hasattr(self, "worker"):
             # Whole, so that the worker sees the one or the other.
             self.worker.verifier.knows = self._peers.verifying()
-        if hasattr(self, "front_end"):
+        if hasattr(self, "_reports"):
             if isinstance(change, PeerDown):
                 self.inbox.peer_down(self._peers.index[change.peer])
-            self._send_load_report()
-
-    async def _report(self) -> None:
-        while True:
-            self._send_load_report()
-            self.planner.look_ahead()
-            await asyncio.sleep(self.settings.report_every_s)
-
-    def _load_changed(self) -> None:
-        """An answer began or is over: whoever guesses wants to know how many are under way."""
-        if self._news_due or not self.planner.settings.guesses or not self._peers.others():
-            return
-
-        def tell() -> None:
-            self._news_due = False
-            if not self._failure:
-                self.front_end.load_changed()
-                self._send_load_report()
-
-        self._news_due = True
-        asyncio.get_running_loop().call_later(NEWS_S, tell)
-
-    def _send_load_report(self) -> None:
-        weights = self.worker.loss_weights
-        usage, running = self.intake.seats.usage, self.front_end.running
-        vitals = self.reporter.vitals(
-            queued=len(self.intake.scheduler),
-            tokens=self.front_end.answers.tokens,
-            memory_bytes=used_bytes(self._view.device),
-        )
-        load = self.reporter.load_report(usage, self._lost(), weights, running, vitals)
-        self.planner.note(self.settings.server, load)
-        for server in self._peers.others() - self._lost():
-            self.outbox.post(Parcel(to=server, message=load))
+            self._reports.send()

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from trimmoe.core.specs import ClusterSpec
 from trimmoe.runtime.node.compute.worker import Worker
 from trimmoe.runtime.node.front.front_end import FrontEnd
+from trimmoe.runtime.node.front.guess_prices import GuessPrices
 from trimmoe.runtime.node.schedule.batch_loop import BatchLoop
 from trimmoe.runtime.node.schedule.intake import Intake
 from trimmoe.runtime.node.watch.jury import Jury
@@ -38,5 +39,4 @@ class Parts:
     malformed: Counter[str]
     """Messages that made no sense, by type."""
     health: Callable[[], Health]
-    guesses_now: Callable[[], bool]
-    """Whether it guesses ahead for those who ask it now."""
+    prices: GuessPrices

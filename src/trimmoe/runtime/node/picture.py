@@ -89,10 +89,10 @@ def _link(parts: Parts, source: int, destination: int, states: list[State]) -> L
 
 
 def _policy(parts: Parts) -> PolicyPicture:
-    settings, said = parts.planner.settings, parts.front_end.answers.guessing
+    settings, said = parts.planner.settings, parts.front_end.speculation.guessing
     return policy_picture(
         settings,
-        guessing=bool(settings.guesses) and parts.guesses_now(),
+        guessing=bool(settings.guesses) and parts.prices.guesses_now(),
         guesses_made=said.made,
         guesses_right=said.right,
         engines_built=parts.planner.builds,

@@ -46,7 +46,7 @@ def service_stats(parts: Parts, running: int, waiting: int) -> ServiceStats:
     own, links = parts.transport.name, parts.transport.link_estimates()
     sent = parts.transport.counters.sent
     feedback = parts.worker.state.feedback
-    said, memory = parts.front_end.answers.guessing, parts.front_end.memory
+    said, memory = parts.front_end.speculation.guessing, parts.front_end.memory
     return ServiceStats(
         running=running,
         waiting=waiting,

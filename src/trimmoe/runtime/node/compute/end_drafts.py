@@ -13,15 +13,12 @@ from dataclasses import dataclass, field
 import msgspec
 from torch import Tensor
 
+from trimmoe.core.specs import MOST_DRAFTED
 from trimmoe.models.base import MoEView
-from trimmoe.models.draft_head import LIKELY
 from trimmoe.runtime.head_drafts import HeadDrafts, Wish
 from trimmoe.runtime.node.records.messages import Token
+from trimmoe.runtime.node.records.rows import WANTED_IN
 from trimmoe.runtime.node.records.units import Unit
-
-LIKELY_FAR = 0.1
-"""How likely drafts have to be all right where tokens travel, so that a row more costs a smaller
-share of what a token takes than at home."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -84,7 +81,7 @@ class EndDrafts:
 
     def _followed(self, units: Sequence[Unit], known: Sequence[Token]) -> list[Token]:
         """The tokens that are known, predicted from these units, with what is taken to follow each,
-        as many tokens as its user's server wants."""
+        if its user's server wants that, as far as it is likely enough for it."""
         wishes = [_wish(*each) for each in zip(units, known, strict=True)]
         return [
             msgspec.structs.replace(token, follows=list(drafted)) if drafted else token
@@ -93,13 +90,12 @@ class EndDrafts:
 
 
 def _wish(unit: Unit, known: Token) -> Wish:
-    at_home = len(set(unit.seat.route)) == 1
     return Wish(
         slot=unit.seat.slot,
         position=known.position,
         token=known.token,
-        most=unit.wants,
-        likely=LIKELY if at_home else LIKELY_FAR,
+        most=MOST_DRAFTED if unit.wants else 0,
+        likely=unit.wants / WANTED_IN,
     )
 
 

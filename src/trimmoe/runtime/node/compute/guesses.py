@@ -14,9 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from trimmoe.core.specs import MOST_DRAFTED
 from trimmoe.cost.batching import LAYERS_AT_ONCE, SLICE_S
 from trimmoe.models.base import TokenBatch
-from trimmoe.models.draft_head import MOST
 from trimmoe.runtime.home import home_layers
 from trimmoe.runtime.node.compute.worker import Worker
 from trimmoe.runtime.node.records.output import BatchOutput
@@ -125,7 +125,7 @@ def _offer(worker: Worker, one: Reading) -> None:
 
 def _offered(worker: Worker, one: Reading) -> tuple[int, ...]:
     """What a draft head takes to follow the last of a reading's rows."""
-    most = min(one.more - len(one.made), MOST)
+    most = min(one.more - len(one.made), MOST_DRAFTED)
     return worker.draft_runner.offer(one.sequence, one.rows[-1], one.passing[-1], most)
 
 

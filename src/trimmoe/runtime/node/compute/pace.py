@@ -84,7 +84,7 @@ class EmulatedPace(Pace):
         cost: CostModel, server: int, batch_share: float, top_k: int, draft_size: float = 0.0
     ) -> EmulatedPace:
         """The pace of one server of the cost model's cluster; `draft_size` as in
-        `engine.guesses.draft_times_s`."""
+        `cost.guessing.draft_times_s`."""
         return EmulatedPace(
             draft_s=float(draft_times_s(cost, top_k, draft_size)[server]),
             dense_s=cost.dense_s[server],

@@ -1,32 +1,25 @@
-"""How answers grow at their access server: what comes in, what is shown, what sets out next.
+"""How answers grow at their access server: what comes in, and what is shown of it.
 
 Tokens may be predicted before full depth has spoken, on their way (drafts) or by this server itself
-(guesses). The next one sets out on that at once, nobody is shown what is not confirmed, and where
-it is wrong what followed is withdrawn.
+(guesses). The next one sets out on that at once (`speculation.py`), nobody is shown what is not
+confirmed, and where it is wrong what followed is withdrawn.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
-from math import isinf
 
 from trimmoe.core.events import SequenceOpened
 from trimmoe.core.ledger import Ledger
-from trimmoe.engine.guesses import HEAD, Lead
 from trimmoe.policy.readings import BudgetRule
-from trimmoe.runtime.node.front.drafts import GUESSED, Guessing, Kind
 from trimmoe.runtime.node.front.jobs import Attempt, FrontEndContext, Job
 from trimmoe.runtime.node.front.memory import Memory
+from trimmoe.runtime.node.front.speculation import Speculation, ended
 from trimmoe.runtime.node.records.messages import After, Parcel, Token, Withdraw
-from trimmoe.runtime.node.records.output import Arrival
 from trimmoe.runtime.node.records.packing import unpack_charge, unpack_ledger, unpack_receipt
-from trimmoe.runtime.node.records.readings import Reading
 from trimmoe.runtime.node.records.samplings import unpack_scores
-from trimmoe.runtime.service import FinishReason, TokenEvent, quality
-
-MOST_UNDRAFTED = 40
-"""Tokens in a row that a draft head may name nothing behind before a stream does without it."""
+from trimmoe.runtime.service import TokenEvent, quality
 
 
 class Answers:
@@ -37,11 +30,12 @@ class Answers:
         self,
         context: FrontEndContext,
         memory: Memory,
+        speculation: Speculation,
         job_of: Callable[[int], Job | None],
         end: Callable[[Job], None],
     ) -> None:
-        self._context, self._memory, self._job_of, self._end = context, memory, job_of, end
-        self.guessing = Guessing()
+        self._context, self._memory, self._speculation = context, memory, speculation
+        self._job_of, self._end = job_of, end
         self.tokens = 0
         """Handed out so far."""
 
@@ -60,6 +54,9 @@ class Answers:
         agrees = [token.agrees for token in tokens if token.agrees is not None]
         if receipts or agrees:
             self._context.control(lambda: self._context.settle(receipts, agrees))
+        for _, attempt, token in known:
+            if token.epoch == attempt.epoch and not token.draft:
+                attempt.heard = max(attempt.heard, token.position)
         for job, attempt, token in known:
             if job.attempt is not attempt:
                 continue
@@ -68,7 +65,7 @@ class Answers:
             elif (token.epoch, token.position) == (attempt.epoch, attempt.position):
                 self._advance(job, attempt, token)
                 if job.attempt is attempt and attempt.lead is not None:
-                    self._follow_head(job, attempt, attempt.lead, token)
+                    self._speculation.follow_head(job, attempt, attempt.lead, token)
             elif token.epoch == attempt.epoch and token.position > attempt.position:
                 attempt.early[token.position] = token
 
@@ -89,107 +86,6 @@ class Answers:
                 self._checked(job, job.attempt, one.token, ledger)
             else:
                 self._in_vain(job, ledger)
-
-    def guessed(self, guesses: Sequence[Reading]) -> None:
-        """This server has guessed what follows tokens; what is probable is followed at once."""
-        for asked in guesses:
-            job = self._job_of(asked.sequence)
-            if job is None or (attempt := job.attempt) is None:
-                continue
-            if attempt.reading is not asked:
-                continue
-            attempt.reading = None
-            if asked.failed:
-                if attempt.lead is not None:
-                    attempt.lead.sources[asked.source].able = False
-                self.guess(job, attempt)
-                continue
-            following = _following(job, attempt)
-            if asked.position == following >= attempt.prompt:
-                followed = self._followed(job, attempt, asked)
-                # What nothing follows need not be read again before word has come of it.
-                read = attempt.read_by(asked.source) + min(followed, len(asked.made) - 1)
-                attempt.goes_on_from(asked.source, read)
-                if not followed:
-                    self._release(attempt)
-                    continue
-            self.guess(job, attempt)
-
-    def _follow_head(self, job: Job, attempt: Attempt, lead: Lead, token: Token) -> None:
-        """What a draft head has named behind a token that came, if anything, sets out with that,
-        unless something else has."""
-        if not token.follows:
-            attempt.undrafted += lead.turn == HEAD
-            if attempt.undrafted >= MOST_UNDRAFTED:
-                # It is never sure, or there is none where the sequence ends.
-                lead.drafts.able = False
-            return
-        attempt.undrafted = 0
-        following = _following(job, attempt)
-        known = attempt.unfed is None and not attempt.pending.drafts
-        if not known or token.position + 1 != following:
-            return
-        for position, each in enumerate(token.follows[: lead.along], following):
-            if not self._set_out(job, attempt, position, each, GUESSED[HEAD]):
-                break
-        self._release(attempt)
-
-    def reconsider(self, attempt: Attempt) -> None:
-        """The load has changed: what is read for guesses that nobody would follow is let be."""
-        if attempt.lead is None:
-            return
-        self.choose(attempt, attempt.lead)
-        idle = isinf(attempt.lead.least) or attempt.lead.turn == HEAD
-        if attempt.reading is not None and idle:
-            attempt.stop_reading()
-            self._release(attempt)
-
-    def choose(self, attempt: Attempt, lead: Lead) -> int:
-        """The source of guesses whose turn it is, as busy as servers are now."""
-        lead.least = self._context.least_chance(attempt.route)
-        lead.crowd = self._context.crowd(attempt.route)
-        lead.pace_s = self._context.guess_pace_s()
-        return lead.choose()
-
-    def _followed(self, job: Job, attempt: Attempt, guessed: Reading) -> int:
-        """Follow what is probable; how many tokens are."""
-        least = self._context.planner.settings.guess_confidence
-        each = zip(guessed.made, guessed.confidence, strict=True)
-        for at, (token, confidence) in enumerate(each):
-            if confidence < least:
-                return at
-            kind = GUESSED[guessed.source]
-            if not self._set_out(job, attempt, guessed.position + at, token, kind):
-                return at
-        return len(guessed.made)
-
-    def _set_out(self, job: Job, attempt: Attempt, position: int, guess: int, kind: Kind) -> bool:
-        """Follow a guess, unless it ends the answer: whether it is followed."""
-        token = Token(
-            sequence=attempt.sequence,
-            position=position,
-            token=guess,
-            logprob=0.0,
-            top=[],
-            ledger=None,
-            receipt=None,
-            agrees=None,
-            epoch=attempt.epoch,
-            draft=True,
-        )
-        if self._ends(job, token):
-            return False
-        attempt.pending.add(token, None, kind)
-        attempt.held.append(token)
-        if len(attempt.held) >= attempt.together:
-            self._release(attempt)
-        return True
-
-    def _release(self, attempt: Attempt) -> None:
-        """Guesses that were held set out, in one frame."""
-        held, attempt.held = attempt.held, []
-        for token in held:
-            self._feed(attempt, token)
 
     def _advance(self, job: Job, attempt: Attempt, token: Token) -> None:
         """A token came, perhaps one that this server has guessed; the next one is predicted from it
@@ -217,101 +113,21 @@ class Answers:
         if guess is not None:
             attempt.position += 1
             right = guess.token == token.token
-            self.guessing.checked(right=right)
+            self._speculation.guessing.checked(right=right)
             attempt.lookup.checked(token.position, right=right)
             self._checked(job, attempt, token, ledger)
         else:
             token = attempt.pending.add(token, ledger)
-            last = self._ends(job, token) is not None
+            last = ended(job, token) is not None
             self._show(job, attempt)
             if not last:
                 attempt.unfed = token
-                self._feed_in_turn(attempt)
+                self._speculation.feed_in_turn(attempt)
         if job.attempt is not attempt:
             return
-        self.guess(job, attempt)
+        self._speculation.guess(job, attempt)
         if (following := attempt.early.pop(attempt.position, None)) is not None:
             self._advance(job, attempt, following)
-
-    def guess(self, job: Job, attempt: Attempt) -> None:
-        """Have this server read what it has not read yet, and guess what follows."""
-        self._ask(job, attempt)
-        if attempt.reading is None:
-            self._release(attempt)
-
-    def _ask(self, job: Job, attempt: Attempt) -> None:
-        lead, request, context = attempt.lead, job.request, self._context
-        if lead is None or attempt.reading:
-            return
-        source = self.choose(attempt, lead)
-        if isinf(lead.least):
-            return
-        ids = self._looked_up(job, attempt, lead)
-        if source == HEAD or not lead.sources[source].able:
-            return
-        if attempt.pending.drafts >= lead.window or not attempt.may_guess(len(ids)):
-            return
-        start = attempt.read_by(source)
-        tokens = tuple(ids[start : start + context.chunk])
-        if not tokens:
-            return
-        if attempt.seen is not None:
-            attempt.seen.tokens = ids
-        attempt.reading = Reading(
-            sequence=attempt.sequence,
-            start=start,
-            tokens=tokens,
-            source=source,
-            route=attempt.route,
-            sampling=request.sampling,
-            seen=attempt.seen,
-            more=self._more(job, attempt, start + len(tokens)),
-        )
-        context.guess(attempt.reading)
-        attempt.goes_on_from(source, start + len(tokens))
-
-    def _more(self, job: Job, attempt: Attempt, position: int) -> int:
-        """How many of the guesses that follow one at a position may be made with it."""
-        request, pending = job.request, attempt.pending
-        if (
-            attempt.lead is None
-            or attempt.seen is not None
-            or not attempt.prompt <= position == _following(job, attempt)
-        ):
-            # Of a prompt none, nor where draws look back at what comes before.
-            return 0
-        # The answer's last token is not followed.
-        left = len(request.prompt_ids) + request.max_new_tokens - 2 - position
-        if attempt.chunks is not None:
-            left = min(left, attempt.chunk_end - position - 1)
-        return max(min(attempt.lead.window - pending.drafts - 1, left), 0)
-
-    def _looked_up(self, job: Job, attempt: Attempt, lead: Lead) -> list[int]:
-        """Follow what followed the same tokens before; all tokens afterwards."""
-        ids = [*job.request.prompt_ids, *job.tokens]
-        lookup = attempt.lookup
-        lookup.learn(ids)
-        ids += attempt.pending.tokens
-        if attempt.unfed is not None or attempt.chunks is not None or len(ids) <= attempt.prompt:
-            return ids
-        known = len(ids)
-        while (token := lookup.guess(ids, lead)) is not None:
-            if not self._set_out(job, attempt, len(ids), token, "copy"):
-                break
-            self.guessing.copied += 1
-            lookup.pending.add(len(ids))
-            ids.append(token)
-        if len(ids) > known:
-            # They come all at once, and there is nothing to wait for.
-            self._release(attempt)
-        return ids
-
-    def _feed_in_turn(self, attempt: Attempt) -> None:
-        """Follow the last token, unless that is a guess upon a guess: most of those would be in
-        vain, and where full depth is nearly through they hardly save anything."""
-        token = attempt.unfed
-        if token is not None and attempt.pending.unconfirmed in (None, token.position):
-            self._feed(attempt, token)
 
     def _checked(self, job: Job, attempt: Attempt, token: Token, ledger: Ledger | None) -> None:
         """Full depth has predicted a token of which there was a draft."""
@@ -324,8 +140,8 @@ class Answers:
             attempt.strand()
             if attempt.held and attempt.held[0].position == token.position:
                 # Full depth was faster.
-                self._release(attempt)
-            self._feed_in_turn(attempt)
+                self._speculation.release(attempt)
+            self._speculation.feed_in_turn(attempt)
             return
         for entry in wrong:
             if entry.ledger is not None:
@@ -341,38 +157,14 @@ class Answers:
         opened = self.opened(job, attempt)
         route, start = attempt.route, token.position
         self._context.control(lambda: self._context.begin_anew(opened, route, start))
-        # Here as well, whether or not the route comes by: what is to set out is dropped.
-        for server in {*attempt.servers, self._context.server}:
+        # Here as well, whether or not the route comes by: what is to set out is dropped. What sets
+        # out now tells the others by itself, who need not know sooner if nothing is on its way.
+        others = set[int]() if attempt.is_through else set(attempt.servers)
+        for server in {*others, self._context.server}:
             withdraw = Withdraw(attempt.sequence, token.position, attempt.epoch)
             self._context.post(Parcel(to=server, message=withdraw))
-        self._feed(attempt, token)
-
-    def _feed(self, attempt: Attempt, token: Token) -> None:
-        """Predict what follows a token."""
-        first = attempt.pending.unconfirmed
-        attempt.position, attempt.unfed = token.position + 1, None
-        guessed = False
-        if attempt.lead is not None and first is not None and first <= token.position:
-            # What is guessed is awaited nevertheless.
-            attempt.position, guessed = first, True
-        attempt.fed = token.position if first is None else first - 1
-        self._context.arrive(
-            Arrival(
-                sequence=attempt.sequence,
-                position=token.position,
-                token=token.token,
-                epoch=attempt.epoch,
-                guessed=guessed,
-                wants=0 if attempt.lead is None else attempt.lead.along,
-            )
-        )
-
-    def _ends(self, job: Job, token: Token) -> FinishReason | None:
-        """Why the answer ends with this token, if it does."""
-        if token.token in job.request.stop_ids:
-            return "stop"
-        count = token.position - len(job.request.prompt_ids) + 1
-        return "length" if count == job.request.max_new_tokens else None
+        attempt.heard = token.position
+        self._speculation.feed(attempt, token)
 
     def _in_vain(self, job: Job, ledger: Ledger) -> None:
         """A token was withdrawn; what it sent was sent all the same."""
@@ -391,7 +183,7 @@ class Answers:
                     ledger, job.after = ledger + job.after, None
             scores = () if job.tokens else token.scores
             job.tokens.append(token.token)
-            reason = self._ends(job, token)
+            reason = ended(job, token)
             event = TokenEvent(
                 token=token.token,
                 logprob=token.logprob,
@@ -427,8 +219,3 @@ class Answers:
         planner = self._context.planner
         copied = planner.in_force.engine.copied_bits is not None
         return quality(job.request, planner.settings, planner.profile, copied=copied)
-
-
-def _following(job: Job, attempt: Attempt) -> int:
-    """The position behind all that there is of an answer, guesses among it."""
-    return len(job.request.prompt_ids) + len(job.tokens) + len(attempt.pending)

@@ -19,7 +19,7 @@ from trimmoe.runtime.service import Ahead
 
 Kind = Literal["guess", "model", "head", "copy", "draft"]
 GUESSED: tuple[Kind, ...] = ("guess", "model", "head")
-"""By source, as `engine.guesses` numbers them."""
+"""By source, as `engine.lead` numbers them."""
 
 
 @dataclass(eq=False, kw_only=True, slots=True)

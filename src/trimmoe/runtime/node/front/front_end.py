@@ -16,10 +16,10 @@ import math
 from dataclasses import replace
 from functools import partial
 
-from trimmoe.engine.guesses import OWN, Lead
 from trimmoe.runtime.node.front.answers import Answers
 from trimmoe.runtime.node.front.jobs import NO_EXPERT, Attempt, FrontEndContext, Job
 from trimmoe.runtime.node.front.memory import Memory
+from trimmoe.runtime.node.front.speculation import Speculation
 from trimmoe.runtime.node.front.watchdog import stalled
 from trimmoe.runtime.node.records.checks import prompt
 from trimmoe.runtime.node.records.messages import (
@@ -80,8 +80,13 @@ class FrontEnd:
         self.blocked = False
         """Whether the one whose turn it is had to queue for a place."""
         self.memory = Memory(context)
+        self.speculation = Speculation(context, self._by_sequence.get)
         self.answers = Answers(
-            context, self.memory, self._by_sequence.get, lambda job: self._end(job, None)
+            context,
+            self.memory,
+            self.speculation,
+            self._by_sequence.get,
+            lambda job: self._end(job, None),
         )
         self.restarts = 0
         """Attempts that were lost."""
@@ -190,7 +195,7 @@ class FrontEnd:
         """Others, or this server's users, have more answers under way now, or fewer."""
         for job in self._by_sequence.values():
             if job.attempt is not None:
-                self.answers.reconsider(job.attempt)
+                self.speculation.reconsider(job.attempt)
 
     @property
     def running(self) -> int:
@@ -298,7 +303,7 @@ class FrontEnd:
             sampling=pack_sampling(job.request.sampling),
             budget=budget,
             waits=waits,
-            seen=pack_seen(job.request, job.tokens, wanted=self.drafts_along),
+            seen=pack_seen(job.request, job.tokens, wanted=self._context.prices.drafts_along),
             prefix=prefix,
             trimmed=self._trimmed(job, budget),
         )
@@ -323,34 +328,19 @@ class FrontEnd:
         self.memory.began(job, attempt, attempt.start)
         settings = context.planner.settings
         if settings.guesses:
-            own_s, *others_s = context.guess_s()
-            rules = context.planner.in_force.engine.guess_rules
-            attempt.lead = Lead(
-                guesses=settings.guesses,
-                guess_s=own_s,
-                others_s=tuple(others_s),
-                whole_s=float(rules.whole_s[context.server]),
-                head=self.drafts_along,
-            )
-            # Its own pass would be full depth itself.
-            attempt.lead.sources[OWN].able = not attempt.at_home
+            attempt.lead = context.prices.lead(attempt.route, at_home=attempt.at_home)
             attempt.holds = context.holds(attempt.route)
             if settings.guess_chunks:
+                rules = context.planner.in_force.engine.guess_rules
                 attempt.chunks = rules.chunks(context.server)
             attempt.seen = job.request.seen(self.model)
-            self.answers.choose(attempt, attempt.lead)
         asked = {
             "start": attempt.start,
             "epoch": attempt.epoch,
-            "wants": 0 if attempt.lead is None else attempt.lead.along,
+            "wants": attempt.wants,
         }
         context.post(prompt(attempt.route[0], attempt.sequence, ids, **asked))
-        self.answers.guess(job, attempt)
-
-    @property
-    def drafts_along(self) -> bool:
-        """Whether what a draft head names after full depth's states may be read along."""
-        return self._context.has_head() and self._context.planner.settings.reads_along
+        self.speculation.guess(job, attempt)
 
     def _begin(self, attempt: Attempt) -> None:
         """Go on from what every server of the route has."""

@@ -9,14 +9,15 @@ from typing import TYPE_CHECKING
 
 from trimmoe.core.events import Receipt, SequenceOpened
 from trimmoe.core.ledger import Ledger
-from trimmoe.cost.crowd import Crowd
-from trimmoe.engine.guesses import OWN, Chunks, Lead
+from trimmoe.engine.lead import OWN, Chunks, Lead
 from trimmoe.runtime.node.front.drafts import Pending
+from trimmoe.runtime.node.front.guess_prices import GuessPrices
 from trimmoe.runtime.node.front.lookup import Lookup
 from trimmoe.runtime.node.records.encoder import Encoder
 from trimmoe.runtime.node.records.messages import Parcel, Prefix, Token
 from trimmoe.runtime.node.records.output import Arrival
 from trimmoe.runtime.node.records.readings import Reading
+from trimmoe.runtime.node.records.rows import wanted
 from trimmoe.runtime.node.watch.planner import Planner
 from trimmoe.runtime.picture import Picture, RequestPicture
 from trimmoe.runtime.seen import Seen
@@ -61,6 +62,11 @@ class Attempt:
     """Of the token that is awaited."""
     fed: int = 0
     """First position of what is under way."""
+    last_fed: int = 0
+    """The last position of it."""
+    heard: int = 0
+    """The last position that full depth has named a token for, of those that set out since any were
+    withdrawn."""
     epoch: int = 0
     """How often tokens of it were withdrawn."""
     pending: Pending = field(default_factory=Pending)
@@ -100,6 +106,17 @@ class Attempt:
     """Whether anything was heard of it since it was last looked at."""
     asked: bool = False
     """Whether everybody was asked for it since."""
+
+    @property
+    def is_through(self) -> bool:
+        """Whether nothing is under way whose token has not come."""
+        return self.heard > self.last_fed
+
+    @property
+    def wants(self) -> int:
+        """What drafts behind its next token are wanted, as `Rows` has it."""
+        lead = self.lead
+        return wanted(lead.likely) if lead is not None and lead.along else 0
 
     @property
     def together(self) -> int:
@@ -238,8 +255,8 @@ class FrontEndContext:
     settle: Callable[[tuple[Receipt, ...], list[bool]], None]
     arrive: Callable[[Arrival], None]
     guess: Callable[[Reading], None]
-    guess_s: Callable[[], tuple[float, ...]]
-    """What a guess takes this server, by source."""
+    prices: GuessPrices
+    """What guesses take and are worth."""
     holds: Callable[[tuple[int, ...]], bool]
     """Whether guesses of sequences on a route gain by setting out together, and nothing that this
     server reads by itself waits for them."""
@@ -247,15 +264,6 @@ class FrontEndContext:
     """Whether all that tokens on a route need is here."""
     load_changed: Callable[[], None]
     """Told when an answer begins or is over."""
-    least_chance: Callable[[tuple[int, ...]], float]
-    """That guesses of sequences on a route have to have of being right to be followed now; infinite
-    where none is worth its time."""
-    crowd: Callable[[tuple[int, ...]], Crowd | None]
-    """What tokens on a route take beside others now; None where that is not known."""
-    guess_pace_s: Callable[[], float | None]
-    """What a guess of its own took this server lately, see `Lead.pace_s`."""
-    has_head: Callable[[], bool]
-    """Whether there is a draft head that goes on from what full depth gives."""
     chunk: int
     """Tokens of a prompt that are read at a time."""
     health: Callable[[], Health]

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from trimmoe.engine.guesses import Lead
+from trimmoe.engine.lead import Lead
 
 SHORTEST, SURE = 3, 8
 """Tokens that must be the same: to guess at all, and to guess although that was wrong lately."""

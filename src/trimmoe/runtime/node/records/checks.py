@@ -194,7 +194,7 @@ def prompt(
     to: int, sequence: int, ids: Sequence[int], *, start: int = 0, epoch: int = 0, wants: int = 0
 ) -> Parcel:
     """The tokens that a sequence begins with, from position `start` on, to the server of its first
-    layer, which has so many drafts of what follows made."""
+    layer; `wants` as of `Rows`."""
     tokens = (torch.tensor(ids[start:], dtype=torch.int32),)
     return Parcel(to=to, message=Prompt(sequence, start, epoch, wants), tensors=tokens)
 

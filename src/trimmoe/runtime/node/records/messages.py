@@ -142,7 +142,7 @@ class Prompt(Message, frozen=True, tag="prompt"):
     epoch: int = 0
     """As of `Rows`."""
     wants: int = 0
-    """Drafts of what follows its first token that are wanted, as of `Rows`."""
+    """What drafts of what follows its first token are wanted, as of `Rows`."""
 
 
 class Start(Message, frozen=True, tag="start"):

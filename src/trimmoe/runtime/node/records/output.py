@@ -37,7 +37,7 @@ class Arrival:
     guessed: bool = False
     """Whether this server guessed it and that is not confirmed."""
     wants: int = 0
-    """Drafts of what follows that would be read along."""
+    """As of `Rows`."""
 
     @property
     def sequences(self) -> tuple[int, ...]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from trimmoe.core.specs import IntArray
-from trimmoe.engine.guesses import DRAFT_MODEL, OWN
+from trimmoe.engine.lead import DRAFT_MODEL, OWN
 from trimmoe.runtime.sampling import Sampling
 from trimmoe.runtime.seen import Seen
 
@@ -27,7 +27,7 @@ class Reading:
     route: tuple[int, ...]
     sampling: Sampling
     source: int = OWN
-    """What reads them, as `engine.guesses` numbers it."""
+    """What reads them, as `engine.lead` numbers it."""
     seen: Seen | None = None
     """The sequence's tokens up to what is guessed, where draws look back."""
     layer: int = 0

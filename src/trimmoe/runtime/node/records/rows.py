@@ -7,12 +7,16 @@ been withdrawn before, since then there may be several at one position.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
 import msgspec
 
 from trimmoe.runtime.seen import UNKNOWN
+
+WANTED_IN = 1000
+"""What chances of drafts are told in."""
 
 
 class UnitName(NamedTuple):
@@ -21,6 +25,11 @@ class UnitName(NamedTuple):
     sequence: int
     start: int
     epoch: int
+
+
+def wanted(likely: float) -> int:
+    """A chance that drafts have to have, as it is told: more than none."""
+    return max(math.ceil(likely * WANTED_IN), 1)
 
 
 class Rows(msgspec.Struct, frozen=True, array_like=True):
@@ -39,8 +48,8 @@ class Rows(msgspec.Struct, frozen=True, array_like=True):
     tokens: list[int] = []
     """The token of each unit, `UNKNOWN` where nobody asks for it; empty if nobody asks at all."""
     wants: list[int] = []
-    """How many drafts of what follows each unit its user's server would read along; empty if none
-    at all."""
+    """How likely, in so many of `WANTED_IN` cases, drafts of what follows each unit have to be all
+    right for its user's server to read them along, 0 where it wants none; empty if none at all."""
 
     @property
     def total(self) -> int:
@@ -68,7 +77,7 @@ class Rows(msgspec.Struct, frozen=True, array_like=True):
         return self.tokens[unit] if self.tokens else UNKNOWN
 
     def wanted(self, unit: int) -> int:
-        """Drafts that are wanted behind one of the units."""
+        """What drafts are wanted behind one of the units."""
         return self.wants[unit] if self.wants else 0
 
     def well_formed(self) -> bool:
