@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -12,9 +13,11 @@ from simulated import World
 from test_simulator_trails import LAYERS, answered, finished_s, stages
 from timed import timed_machines
 from trimmoe.core.machines import Precision
+from trimmoe.cost.warmth import WARM_S
 from trimmoe.policy.build import make_policy
-from trimmoe.simulator import loop
+from trimmoe.simulator import links, loop
 from trimmoe.simulator.links import handle
+from trimmoe.simulator.service import warmed
 from trimmoe.simulator.world import DENSE, NOW
 
 HOP_S, WAY_S = 0.5, 0.25
@@ -91,10 +94,19 @@ def test_what_a_token_takes_beside_its_layers_a_batch_takes_nearly_once() -> Non
     assert finished_s(both, 1) == pytest.approx([WHOLE_S + 2.1 + 2 * FURTHER_S])
 
 
+@pytest.fixture
+def plainly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What handles messages is not compiled."""
+    monkeypatch.setattr(links, "warmed", warmed.py_func)
+
+
+@pytest.mark.usefixtures("plainly")
 def test_messages_are_handled_one_after_another_between_batches() -> None:
     """A batch runs until 5. The first message after it takes 2 s, the next a twentieth of that,
     since the same batch follows; the first one of the next batch takes 2 s again."""
-    world = SimpleNamespace(hop_s=np.array([2.0]), token_share=0.95)
+    world = SimpleNamespace(
+        hop_s=np.array([2.0]), token_share=0.95, warm=np.zeros(1), usual=np.ones(1)
+    )
     state = SimpleNamespace(
         clock=np.array([1.0, 0.0]), serving_until_s=np.array([5.0]), handled_s=np.array([0.0])
     )
@@ -106,3 +118,23 @@ def test_messages_are_handled_one_after_another_between_batches() -> None:
         handle.py_func(world, state, 0)
         handled_s.append(float(state.handled_s[0]))
     assert handled_s == pytest.approx([7.0, 7.1, 11.0])
+
+
+@pytest.mark.usefixtures("plainly")
+@pytest.mark.parametrize(
+    ("rested_s", "times"), [(0.0, 0.5), (WARM_S, 1 - 0.5 / math.e), (9.0, 1.0)]
+)
+def test_whoever_has_just_worked_finds_its_weights_in_the_cache(
+    rested_s: float, times: float
+) -> None:
+    """Half of what software takes after a long wait, which is what it usually takes here."""
+    world = SimpleNamespace(
+        hop_s=np.array([2.0]), token_share=0.95, warm=np.array([0.5]), usual=np.ones(1)
+    )
+    state = SimpleNamespace(
+        clock=np.array([5.0 + rested_s, 0.0]),
+        serving_until_s=np.array([5.0]),
+        handled_s=np.array([0.0]),
+    )
+    handle.py_func(world, state, 0)
+    assert state.handled_s[0] - state.clock[NOW] == pytest.approx(2.0 * times)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from trimmoe.simulator.heap import inlined, njit, push
-from trimmoe.simulator.service import enter
+from trimmoe.simulator.service import enter, warmed
 from trimmoe.simulator.world import (
     FIRST,
     FREE_MESSAGES,
@@ -57,5 +57,6 @@ def handle(world, state, server):
     the batch's beginning take grows with further messages as batches do with their rows."""
     free_s = max(state.clock[NOW], state.serving_until_s[server])
     first = state.handled_s[server] <= free_s
-    takes_s = world.hop_s[server] * (1.0 if first else 1.0 - world.token_share)
+    times = warmed(world, state, server) if first else 1.0 - world.token_share
+    takes_s = world.hop_s[server] * times
     state.handled_s[server] = max(free_s, state.handled_s[server]) + takes_s

@@ -8,7 +8,7 @@ ready for the same layer.
 
 from __future__ import annotations
 
-from trimmoe.cost import batching
+from trimmoe.cost import batching, warmth
 from trimmoe.cost.batching import PATIENCE
 from trimmoe.simulator.heap import inlined, njit, push
 from trimmoe.simulator.world import (
@@ -26,6 +26,7 @@ from trimmoe.simulator.world import (
 )
 
 _batch_s = inlined(batching.batch_s)
+_times_as_long = inlined(warmth.times_as_long)
 _guess_layers = inlined(batching.guess_layers)
 
 
@@ -192,6 +193,14 @@ def serve(world, rows, state, server, first, kind, layer):
     push(state, state.clock[NOW] + service_s, 0, DONE, server)
 
 
+@inlined
+def warmed(world, state, server):
+    """How many times as long as between tokens of one stream software takes now."""
+    last_s = max(state.serving_until_s[server], state.handled_s[server])
+    rested_s = max(state.clock[NOW] - last_s, 0.0)
+    return _times_as_long(world.warm[server], rested_s) / world.usual[server]
+
+
 @njit
 def _crowd(world, state, server):
     """How many times as long a batch takes beside those that are served on the same machine."""
@@ -239,7 +248,8 @@ def _service_s(world, rows, state, server):
     if dense:
         takes_s = _batch_s(world.dense_s[server, layer], tokens, world.batch_share)
         if layer == 0:
-            takes_s += _batch_s(world.token_s[server], tokens, world.token_share)
+            token_s = _batch_s(world.token_s[server], tokens, world.token_share)
+            takes_s += token_s * warmed(world, state, server)
         return takes_s
     total = 0.0
     for expert in range(counts.size):

@@ -19,6 +19,7 @@ from trimmoe.cost.batching import TOKEN_SHARE
 from trimmoe.cost.guessing import guess_times_s, own_guess_times_s
 from trimmoe.cost.kernels import plain
 from trimmoe.cost.model import Accounting, CostModel
+from trimmoe.cost.warmth import rests_s, times_as_long, warm_shares
 
 NONE = -1
 
@@ -70,6 +71,11 @@ class World(NamedTuple):
     later: np.ndarray
     """Whether a route has a layer from l on at a server, bool [R', N+1, M]."""
     batch_share: float
+    warm: FloatArray
+    """Share of `hop_s` and `token_s` that is due to caches, see `cost.warmth`, [M]."""
+    usual: FloatArray
+    """What is left of the two between tokens of one stream, over what they are after a long wait,
+    [M]."""
     token_share: float
     """Of `token_s`, what a batch takes only once."""
     max_batch: int
@@ -246,6 +252,7 @@ def make_world(
             token_s, token_share = speeds.token_s, TOKEN_SHARE
         delay_s = delay_s + hop_s * ~np.eye(servers, dtype=bool)
         machine, at_once = speeds.machine.astype(np.int64), speeds.at_once
+    warm, rest_s = warm_shares(cost), rests_s(cost, routes, slots)
     later = np.zeros((routes.shape[0], layers + 1, servers), dtype=bool)
     for layer in range(layers - 1, -1, -1):
         later[:, layer] = later[:, layer + 1]
@@ -264,6 +271,8 @@ def make_world(
         later=later,
         batch_share=batch_share,
         token_share=token_share,
+        warm=plain(warm),
+        usual=plain([times_as_long(*each) for each in zip(warm, rest_s, strict=True)]),
         max_batch=max_batch or np.iinfo(np.int64).max,
         link_queues=link_queues,
         closed=closed,
