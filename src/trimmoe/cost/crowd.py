@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import TypeVar
 
 import numpy as np
@@ -69,7 +70,7 @@ class Crowd:
         """How many drafts it pays best to read along, each of them right with `chance` where those
         before it are and the head is sure of it, and the time from one token to the next by
         that."""
-        each = enumerate(_rows_and_tokens(chance))
+        each = enumerate(zip(_ROWS, _expected(chance * SURE), strict=True))
         least_s, drafts = min((self.trip_s(rows - 1.0) / tokens, k) for k, (rows, tokens) in each)
         return drafts, least_s
 
@@ -80,7 +81,7 @@ class Crowd:
         batch where a server has one stream, since the rows of a batch that small are cheaper than
         those of larger ones."""
         drafts, along_s = self.along(chance)
-        rows, _ = _rows_and_tokens(chance)[drafts]
+        rows = _ROWS[drafts]
         row_s = self._alone_s(rows) - self._alone_s(rows - 1.0)
         if self._machine_s(rows) > self._alone_s(rows):
             full_s = self._machine_s(rows) - self._machine_s(rows - 1.0)
@@ -142,7 +143,7 @@ def along_times_s(cost: CostModel, routes: IntArray, whole_s: FloatArray, top_k:
     path_s = layer_s[routes, np.arange(cost.layer_count)].sum(axis=1)
     each_s = [
         _trip_s(whole_s, path_s, batch_s(1.0, rows, cost.batch_share)) / tokens
-        for rows, tokens in _rows_and_tokens(cost.head_right)
+        for rows, tokens in zip(_ROWS, _expected(cost.head_right * SURE), strict=True)
     ]
     return np.min(each_s, axis=0)
 
@@ -153,13 +154,15 @@ def _trip_s(whole_s: T, path_s: T, times: float) -> T:
     return whole_s + path_s * (times - 1.0)
 
 
-def _rows_and_tokens(chance: float) -> list[tuple[float, float]]:
-    """By how many drafts are read along with a token at most, from none on: how many rows that is
-    expected to be, which is as many as the head is sure of, and how many tokens come of it where
-    each draft is right with `chance` if those before it are."""
-    sure = [sum(SURE**k for k in range(most + 1)) for most in range(MOST_DRAFTED + 1)]
-    right = [sum((chance * SURE) ** k for k in range(most + 1)) for most in range(MOST_DRAFTED + 1)]
-    return list(zip(sure, right, strict=True))
+def _expected(chance: float) -> tuple[float, ...]:
+    """By how many drafts there are behind a token at most, from none on: how many the token and
+    those are until one is not what it has to be, which each is with `chance`."""
+    return tuple(accumulate(chance**k for k in range(MOST_DRAFTED + 1)))
+
+
+_ROWS = _expected(SURE)
+"""Rows that a token and so many drafts at most are expected to be, by how sure the head is of
+them; tokens come of those that are right as well."""
 
 
 def crowds(cost: CostModel, routes: IntArray, whole_s: FloatArray, top_k: int) -> tuple[Crowd, ...]:

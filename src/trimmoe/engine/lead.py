@@ -147,8 +147,8 @@ class Lead:
                 self.along = self.crowd.drafts(self.drafts.chance, own_s)
             else:
                 self.along = self.crowd.drafts_at_home(self.drafts.chance)
-        if self.along and self.crowd is not None:
-            self.likely = self.crowd.least_chance(self.drafts.chance)
+            if self.along:
+                self.likely = self.crowd.least_chance(self.drafts.chance)
         self.turn = HEAD if self.along else best
         return self.turn
 
