@@ -97,9 +97,9 @@ class GuessedObjective:
 
     @cached_property
     def _weight(self) -> FloatArray:
-        """Of each expert among all, [N, E]."""
+        """Of each expert among all, [N, E]; of none where none was ever activated."""
         executed = self.profile.expected_executions
-        return executed / executed.sum()
+        return executed / max(float(executed.sum()), np.finfo(np.float64).tiny)
 
     @cached_property
     def _wrong_by_bits(self) -> FloatArray:
