@@ -8,7 +8,7 @@ import sys
 import torch
 
 import trimmoe
-from trimmoe.models.compiled import delta_step, latent_step
+from trimmoe.models.compiled import delta_step, latent_step, rounding
 from trimmoe.models.compiled.apart import prepare
 from trimmoe.models.compiled.lanes import Format
 from trimmoe.models.compiled.product import product_of
@@ -25,6 +25,7 @@ def steps() -> None:
     for form in Format:
         product_of(form)
     prepare(latent_step, delta_step)
+    rounding.compiled()
 
 
 def decisions() -> None:

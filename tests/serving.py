@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 import torch
 import uvicorn
-from transformers import Qwen2MoeForCausalLM
 
 from devices import DEVICE
 from factories import random_cluster, random_profile
+from references import opened
 from synthetic import random_plan
 from tiny import VOCABULARY, write_tiny_checkpoint
 from trimmoe.api.app import create_app
@@ -90,9 +90,8 @@ class Tiny:
         self, prompt: list[int], new: int, *, eos: int | None = EOS, **options: Any
     ) -> list[int]:
         """What transformers itself generates, with any `options` of its `generate`."""
-        reference: Any = Qwen2MoeForCausalLM.from_pretrained(self.folder)
         ids = torch.tensor([prompt])
-        made = reference.generate(
+        made = opened(self.folder).generate(
             ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, do_sample=False,
             eos_token_id=eos, pad_token_id=258, **options,
         )  # fmt: skip

@@ -13,18 +13,18 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import openai
 import pytest
-import torch
-from transformers import Qwen2MoeForCausalLM
 
 from browsing import browser_page, complaints
 from devices import ON_DEVICE
 from launching import PATIENCE_S, SERVERS, Files, Serving, await_answer, free_ports, write_files
+from references import judged, opened
 from trimmoe.core.plan import load_plan
 from trimmoe.runtime.launch import family
 
@@ -55,23 +55,13 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Files:
     return files
 
 
-Reference = Callable[[list[int], int], list[int]]
-"""What transformers itself generates after a prompt, so many tokens."""
+Judge = Callable[[list[int], list[int]], list[int]]
 
 
 @pytest.fixture(scope="module")
-def reference(files: Files) -> Reference:
-    model: Any = Qwen2MoeForCausalLM.from_pretrained(files.model)
-
-    def greedy(prompt: list[int], new: int) -> list[int]:
-        ids = torch.tensor([prompt])
-        made = model.generate(
-            ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, do_sample=False,
-            eos_token_id=None, pad_token_id=258,
-        )  # fmt: skip
-        return made[0, len(prompt) :].tolist()
-
-    return greedy
+def judge(files: Files) -> Judge:
+    """What transformers says of an answer to a prompt; see `references.judged`."""
+    return partial(judged, opened(Path(files.model)))
 
 
 @dataclass(frozen=True)
@@ -123,7 +113,7 @@ def _whole(client: openai.OpenAI, prompt: list[int], new: int) -> list[int]:
 
 
 def test_32_requests_at_once_get_what_transformers_generates(
-    cluster: Cluster, reference: Reference
+    cluster: Cluster, judge: Judge
 ) -> None:
     prompts = _prompts(32, seed=1, longest=80)
     lengths = np.random.default_rng(2).integers(2, 16, len(prompts)).tolist()
@@ -134,25 +124,29 @@ def test_32_requests_at_once_get_what_transformers_generates(
             for index, (prompt, new) in enumerate(zip(prompts, lengths, strict=True))
         ]
         got = [each.result() for each in asked]
-    assert got == [reference(prompt, new) for prompt, new in zip(prompts, lengths, strict=True)]
+    assert [len(answer) for answer in got] == lengths
+    assert got == [judge(*each) for each in zip(prompts, got, strict=True)]
 
 
 def test_a_server_killed_during_streams_costs_nobody_their_answer(
-    cluster: Cluster, reference: Reference
+    cluster: Cluster, judge: Judge
 ) -> None:
     prompts, new = _prompts(6, seed=3, longest=20), 60
     before = cluster.pid(KILLED)
     got = _disturbed(cluster, prompts, new, lambda: os.kill(before, signal.SIGKILL))
-    assert got == [reference(prompt, new) for prompt in prompts]
+    assert [len(answer) for answer in got] == [new] * len(prompts)
+    assert got == [judge(*each) for each in zip(prompts, got, strict=True)]
 
     cluster.serving.said(f"Server {SERVERS[KILLED]} is back")
     await_answer(cluster.port + KILLED)
     assert cluster.pid(KILLED) != before
-    assert _whole_in_the_end(cluster, [10, 20, 30], 12) == reference([10, 20, 30], 12)
+    answer = _whole_in_the_end(cluster, [10, 20, 30], 12)
+    assert answer == judge([10, 20, 30], answer)
+    assert len(answer) == 12
 
 
 def test_a_server_whose_links_stall_for_ten_seconds_costs_only_time(
-    cluster: Cluster, reference: Reference
+    cluster: Cluster, judge: Judge
 ) -> None:
     """Longer than the others wait for it: they go on without it, and with it again afterwards."""
     prompts, new, pid = _prompts(6, seed=5, longest=20), 60, cluster.pid(KILLED)
@@ -165,8 +159,11 @@ def test_a_server_whose_links_stall_for_ten_seconds_costs_only_time(
             os.kill(pid, signal.SIGCONT)
 
     got = _disturbed(cluster, prompts, new, stall)
-    assert got == [reference(prompt, new) for prompt in prompts]
-    assert _whole_in_the_end(cluster, [10, 20, 30], 12) == reference([10, 20, 30], 12)
+    assert [len(answer) for answer in got] == [new] * len(prompts)
+    assert got == [judge(*each) for each in zip(prompts, got, strict=True)]
+    answer = _whole_in_the_end(cluster, [10, 20, 30], 12)
+    assert answer == judge([10, 20, 30], answer)
+    assert len(answer) == 12
     assert cluster.pid(KILLED) == pid, "it was not started anew"
 
 

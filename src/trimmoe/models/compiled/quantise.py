@@ -8,6 +8,7 @@ same, bit for bit.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -22,6 +23,8 @@ from trimmoe.models.compiled.rounding import fit
 Floats = NDArray[np.float32]
 _FEW = {2: Format.Q2, 4: Format.Q4}
 """Formats with offsets, by their bits."""
+_UPPER = 1 if sys.byteorder == "little" else 0
+"""Which half of a float's bytes is what bfloat16 keeps of it."""
 _NOTHING: Floats = np.empty((0, 0, LANES), np.float32)
 
 
@@ -116,13 +119,14 @@ def _aligned(size: int) -> NDArray[np.uint8]:
 
 def pack(weights: Floats, precision: Precision) -> Packed:
     """A matrix [J, K] as it is held."""
-    padded = np.pad(weights, [(0, -weights.shape[0] % LANES), (0, -weights.shape[1] % GROUP)])
+    padded = _padded(weights)
     if precision is Precision.NONE:
         return _whole(padded, weights.shape)
     groups = padded.reshape(padded.shape[0], -1, GROUP)
     if precision is Precision.INT8:
-        scales = (np.abs(groups).max(2) / np.float32(127)).astype(np.float32)
-        numbers = np.rint(_over(groups, scales)).astype(np.int8).reshape(padded.shape)
+        scales = _largest(groups) / np.float32(127)
+        over = _over(groups, scales)
+        numbers = np.rint(over, out=over).astype(np.int8).reshape(padded.shape)
         return Packed(
             form=Format.Q8,
             data=_paired(numbers),
@@ -142,7 +146,7 @@ def pack_bits(matrices: Sequence[Floats], bits: int) -> Packed:
 
 def pack_few(weights: Floats, bits: int) -> Packed:
     """A matrix [J, K] in two or four bits."""
-    padded = np.pad(weights, [(0, -weights.shape[0] % LANES), (0, -weights.shape[1] % GROUP)])
+    padded = _padded(weights)
     groups = padded.reshape(padded.shape[0], -1, GROUP)
     numbers, scales, offsets = fit(groups, bits)
     form = _FEW[bits]
@@ -184,12 +188,20 @@ def pack_joined(matrices: Sequence[Floats], precision: Precision) -> Packed:
     return joined(parts)
 
 
+def _padded(weights: Floats) -> Floats:
+    """Rows to whole panels and columns to whole groups; the same where they are."""
+    lacking = [(0, -weights.shape[0] % LANES), (0, -weights.shape[1] % GROUP)]
+    return np.ascontiguousarray(np.pad(weights, lacking) if np.any(lacking) else weights)
+
+
 def _whole(padded: Floats, shape: tuple[int, int]) -> Packed:
-    bits = padded.view(np.uint32)
-    is_short = not (bits & 0xFFFF).any()
+    # Copies of weights are most of what opening a model takes.
+    found = np.bitwise_or.reduce(padded.view(np.uint32), axis=0)
+    is_short = not (found & 0xFFFF).any()
+    upper = padded.view(np.uint16)[:, _UPPER::2]
     return Packed(
         form=Format.BF16 if is_short else Format.F32,
-        data=_panels((bits >> 16).astype(np.uint16) if is_short else padded),
+        data=_panels(upper if is_short else padded),
         scales=_NOTHING,
         offsets=_NOTHING,
         shape=shape,
@@ -225,6 +237,14 @@ def _paired(rows: NDArray[Any]) -> NDArray[Any]:
     """[P * LANES, X] to [P, X / 2, LANES, 2]."""
     pairs = rows.reshape(-1, LANES, rows.shape[1] // 2, 2)
     return np.ascontiguousarray(pairs.transpose(0, 2, 1, 3))
+
+
+def _largest(groups: Floats) -> Floats:
+    """The largest magnitude of each group; half against half, which is quicker than group by group."""
+    found = np.abs(groups)
+    while (half := found.shape[-1] // 2) > 0:
+        found = np.maximum(found[..., :half], found[..., half:])
+    return found[..., 0]
 
 
 def _over(groups: NDArray[Any], scales: NDArray[Any]) -> NDArray[Any]:

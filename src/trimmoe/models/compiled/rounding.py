@@ -6,9 +6,15 @@ too, for each the scale and the offset are fitted by least squares, and the best
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
 import numpy as np
 from numba import njit
 from numpy.typing import NDArray
+
+from trimmoe.models.compiled import one_at_a_time
 
 _NARROWER = 0.06
 """By which part of it the range shrinks from try to try."""
@@ -90,9 +96,18 @@ def fit_groups(groups, most):
     return numbers, scales, offsets
 
 
+@cache
+def compiled() -> Callable[[Any, int], tuple[Any, Any, Any]]:
+    """`fit_groups`, which one process at a time compiles or reads from where it is kept: servers
+    that start together on a new machine would otherwise all compile it."""
+    with one_at_a_time():
+        fit_groups(np.zeros((1, 1), dtype=np.float32), 1)
+    return fit_groups
+
+
 def fit(groups: NDArray[np.float32], bits: int) -> tuple[NDArray, NDArray, NDArray]:
     """`fit_groups` for groups [..., g], of the same leading shape."""
     flat = np.ascontiguousarray(groups.reshape(-1, groups.shape[-1]), dtype=np.float32)
-    numbers, scales, offsets = fit_groups(flat, (1 << bits) - 1)
+    numbers, scales, offsets = compiled()(flat, (1 << bits) - 1)
     lead = groups.shape[:-1]
     return numbers.reshape(groups.shape), scales.reshape(lead), offsets.reshape(lead)

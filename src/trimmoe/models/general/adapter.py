@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Generator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -283,13 +284,18 @@ def _in_float32(call: dict[str, Any], cache: GeneralCache, batch: Any) -> dict[s
 
 def _is_recurrent(skeleton: Skeleton) -> bool:
     """Whether any module of a layer asks its cache for a state rather than for keys."""
+    return any(_asks_state(type(module)) for layer in skeleton.layers for module in layer.modules())
+
+
+@cache
+def _asks_state(kind: type) -> bool:
+    """Whether modules of this class do, by its source, if it is one of transformers'."""
     import inspect
 
-    kinds = {type(module) for layer in skeleton.layers for module in layer.modules()}
-    sources = (
-        inspect.getsource(kind) for kind in kinds if kind.__module__.startswith("transformers.")
-    )
-    return any(mark in source for source in sources for mark in STATE_MARKS)
+    if not kind.__module__.startswith("transformers."):
+        return False
+    source = inspect.getsource(kind)
+    return any(mark in source for mark in STATE_MARKS)
 
 
 def _top_k(skeleton: Skeleton) -> int:
