@@ -104,6 +104,12 @@ class UnevenNetwork(MemoryNetwork):
         )
 
 
+_FREE: dict[tuple[Any, ...], MoEView] = {}
+"""Views of clusters that have ended, by what they were opened by: they keep nothing of sequences,
+and to open one takes as long as a few tokens on all servers."""
+_MOST_FREE = 100
+
+
 @dataclass(kw_only=True)
 class Servers:
     """Nodes by index on a network."""
@@ -129,19 +135,40 @@ class Servers:
     def view(self, server: int) -> MoEView:
         """The model with only this server's experts."""
         if server not in self.views:
-            held = {
-                layer: np.flatnonzero(self.plan.hosts[server, layer]).tolist()
-                for layer in range(self.plan.hosts.shape[1])
-            }
-            bits = self.plan.stand_in_bits
-            self.views[server] = open_model(
-                self.tiny.folder,
-                experts=held,
-                device=DEVICE,
-                quantise=self.quantise,
-                stand_ins=None if bits is None else bits[server],
-            )
+            free = _FREE.pop(self._needs(server), None)
+            if free is None or free.draft_head is not None:
+                # A test that took a head from it has given it back.
+                free = self._open(server)
+            self.views[server] = free
         return self.views[server]
+
+    def release(self) -> None:
+        """Leave the views to clusters of other tests, if nobody gave them anything."""
+        for server, view in self.views.items():
+            if view.draft_head is None:
+                _FREE[self._needs(server)] = view
+        while len(_FREE) > _MOST_FREE:
+            del _FREE[next(iter(_FREE))]
+
+    def _needs(self, server: int) -> tuple[Any, ...]:
+        """What a view is opened by. Servers of one cluster that hold the same have one each."""
+        bits = self.plan.stand_in_bits
+        held, copied = self.plan.hosts[server], None if bits is None else bits[server].tobytes()
+        return self.tiny.folder, held.shape, held.tobytes(), copied, self.quantise, server
+
+    def _open(self, server: int) -> MoEView:
+        held = {
+            layer: np.flatnonzero(self.plan.hosts[server, layer]).tolist()
+            for layer in range(self.plan.hosts.shape[1])
+        }
+        bits = self.plan.stand_in_bits
+        return open_model(
+            self.tiny.folder,
+            experts=held,
+            device=DEVICE,
+            quantise=self.quantise,
+            stand_ins=None if bits is None else bits[server],
+        )
 
     async def connect(self, server: int) -> LinkTransport:
         """Start a server's transport and link it with all that run."""
@@ -236,6 +263,7 @@ async def running(
             await node.close()
         for transport in servers.transports.values():
             await transport.close()
+        servers.release()
 
 
 def request(prompt: Sequence[int], new: int = 8, **changes: Any) -> GenerationRequest:

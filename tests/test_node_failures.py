@@ -25,7 +25,7 @@ from trimmoe.runtime.sampling import Sampling
 from trimmoe.runtime.service import TokenEvent, TokenStream, Unavailable
 from wires import soon, until
 
-LONG = 90
+LONG = 60
 ROUTES = [[0, 1, 1, 0], [1, 1, 1, 1], [2, 2, 3, 3], [3, 3, 2, 3]]
 """Server 1 is on the routes of servers 0 and 1 only."""
 

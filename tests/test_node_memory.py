@@ -118,7 +118,7 @@ async def test_answers_are_the_same_bit_for_bit(
     sampling: Sampling,
 ) -> None:
     profile, plan = world(tiny, servers=3, routes=routes(3))
-    turns = [words(40), words(9, seed=4), words(21, seed=5)]
+    turns = [words(24), words(9, seed=4), words(13, seed=5)]
     told_of: list[list[list[Any]]] = []
     for prefix_cache in (True, False):
         async with running(
@@ -129,13 +129,13 @@ async def test_answers_are_the_same_bit_for_bit(
             prefill_chunk=8,
             prefix_cache=prefix_cache,
         ) as cluster:
-            said = [await talk(cluster, access, turns, 10, sampling) for access in range(3)]
+            said = [await talk(cluster, access, turns, 6, sampling) for access in range(3)]
             await cluster.all_free()
             told_of.append([told(made) for each in said for made in each])
             counts = [[cached(made) for made in each] for each in said]
             if prefix_cache:
                 # All that was said, but for the last token of each answer.
-                assert counts == [[0, 49, 68]] * 3
+                assert counts == [[0, 29, 44]] * 3
             else:
                 assert counts == [[0, 0, 0]] * 3
     assert told_of[0] == told_of[1]
@@ -158,21 +158,21 @@ async def test_a_system_prompt_is_read_once_and_whoever_shares_it_leaves_it_as_i
 ) -> None:
     """By several at the same time, and by one whose own conversation goes on afterwards."""
     profile, plan = world(tiny, servers=3, routes=staircase_routes(3))
-    system = words(48)
-    asked = [[*system, *words(20 + n, seed=10 + n)] for n in range(4)]
+    system = words(24)
+    asked = [[*system, *words(8 + n, seed=10 + n)] for n in range(4)]
     async with running(tiny, profile=profile, plan=plan, policy=policy, prefill_chunk=8) as cluster:
-        first = cluster.nodes[0].service.submit(request(asked[0], 24, sampling=TOLD))
+        first = cluster.nodes[0].service.submit(request(asked[0], 16, sampling=TOLD))
         # Its prompt is read; its answer is not over.
         begun = [await soon(anext(first))]
-        others = await answers(cluster, [(0, request(one, 12, sampling=TOLD)) for one in asked[1:]])
+        others = await answers(cluster, [(0, request(one, 8, sampling=TOLD)) for one in asked[1:]])
         begun += await soon(read(first))
-        assert [cached(made) for made in others] == [48] * 3
+        assert [cached(made) for made in others] == [24] * 3
         assert cached(begun) == 0
         longer = [*asked[0], *tokens_of(begun), 1, 2, 3]
         after = await ask(cluster, 0, longer, 8, sampling=TOLD)
-        assert cached(after) == len(asked[0]) + 23
+        assert cached(after) == len(asked[0]) + 15
         # Of another server's users nothing is known here.
-        elsewhere = await ask(cluster, 1, asked[1], 12, sampling=TOLD)
+        elsewhere = await ask(cluster, 1, asked[1], 8, sampling=TOLD)
         assert cached(elsewhere) == 0
         said = [begun, *others, after]
         for prompt, made in zip([*asked, longer], said, strict=True):
@@ -493,7 +493,7 @@ async def test_conversations_while_a_server_dies_and_comes_back(
         async def converse(user: int) -> int:
             rng = np.random.default_rng(user)
             so_far, saved = words(20, seed=40 + user % 2), 0
-            for turn in range(5):
+            for turn in range(4):
                 so_far += words(int(rng.integers(1, 9)), seed=10 * user + turn)
                 new = int(rng.integers(1, 12))
                 stream = cluster.nodes[user % 3].service.submit(request(so_far, new))
@@ -513,7 +513,7 @@ async def test_conversations_while_a_server_dies_and_comes_back(
 
         over = asyncio.Event()
         dying = asyncio.create_task(meanwhile())
-        saved = await soon(asyncio.gather(*(converse(user) for user in range(6))))
+        saved = await soon(asyncio.gather(*(converse(user) for user in range(5))))
         over.set()
         await soon(dying)
         # Where servers die faster than users speak nothing is kept in between.
