@@ -240,7 +240,7 @@ def _paired(rows: NDArray[Any]) -> NDArray[Any]:
 
 
 def _largest(groups: Floats) -> Floats:
-    """The largest magnitude of each group; half against half, which is quicker than group by group."""
+    """The largest magnitude of each group, found half against half: that is quicker."""
     found = np.abs(groups)
     while (half := found.shape[-1] // 2) > 0:
         found = np.maximum(found[..., :half], found[..., half:])
