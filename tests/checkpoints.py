@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -155,6 +156,23 @@ def reference(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
     if config.is_encoder_decoder:
         kind = transformers.AutoModelForSeq2SeqLM
     return kind.from_pretrained(folder, dtype=dtype).eval()
+
+
+opened = functools.cache(reference)
+"""The same, opened once for all who only read it."""
+
+
+@torch.inference_mode()
+def logits_before(model: Any, prompt: list[int], answer: list[int]) -> torch.Tensor:
+    """Before each token of an answer to a prompt by transformers, in one pass, [n, V]."""
+    return model(torch.tensor([prompt + answer[:-1]])).logits[0, -len(answer) :]
+
+
+def judged(model: Any, prompt: list[int], answer: list[int]) -> list[int]:
+    """What greedy decoding chooses after a prompt and after every part of an answer but the whole:
+    the same if it is what `generate` would give, and another one from the first token that is
+    not."""
+    return logits_before(model, prompt, answer).argmax(-1).tolist()
 
 
 def _shard(folder: Path) -> None:

@@ -152,22 +152,26 @@ class Servers:
 
     def _needs(self, server: int) -> tuple[Any, ...]:
         """What a view is opened by. Servers of one cluster that hold the same have one each."""
-        bits = self.plan.stand_in_bits
-        held, copied = self.plan.hosts[server], None if bits is None else bits[server].tobytes()
+        held, bits = self.plan.hosts[server], self._bits(server)
+        copied = None if bits is None else bits.tobytes()
         return self.tiny.folder, held.shape, held.tobytes(), copied, self.quantise, server
+
+    def _bits(self, server: int) -> IntArray | None:
+        """Of the copies that it has."""
+        bits = self.plan.stand_in_bits
+        return None if bits is None else bits[server]
 
     def _open(self, server: int) -> MoEView:
         held = {
             layer: np.flatnonzero(self.plan.hosts[server, layer]).tolist()
             for layer in range(self.plan.hosts.shape[1])
         }
-        bits = self.plan.stand_in_bits
         return open_model(
             self.tiny.folder,
             experts=held,
             device=DEVICE,
             quantise=self.quantise,
-            stand_ins=None if bits is None else bits[server],
+            stand_ins=self._bits(server),
         )
 
     async def connect(self, server: int) -> LinkTransport:

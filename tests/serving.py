@@ -15,9 +15,9 @@ import numpy as np
 import torch
 import uvicorn
 
+from checkpoints import opened
 from devices import DEVICE
 from factories import random_cluster, random_profile
-from references import opened
 from synthetic import random_plan
 from tiny import VOCABULARY, write_tiny_checkpoint
 from trimmoe.api.app import create_app

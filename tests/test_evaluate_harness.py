@@ -57,8 +57,7 @@ def reference_score(
     bench: Bench, reference: Any, context: list[int], answer: list[int]
 ) -> tuple[float, bool]:
     """Log-likelihood of `answer` after `context` and whether it is greedy, by transformers."""
-    with torch.no_grad():
-        logits = reference(torch.tensor([context + answer[:-1]])).logits[0, -len(answer) :]
+    logits = checkpoints.logits_before(reference, context, answer)
     scores = logits.log_softmax(-1).gather(1, torch.tensor(answer)[:, None])
     return float(scores.sum()), logits.argmax(-1).tolist() == answer
 
@@ -82,9 +81,9 @@ def reference_logits(
     view: MoEView, reference: Any, context: list[int], answer: list[int]
 ) -> torch.Tensor:
     """Before each token of `answer` by transformers, [n, V]; a decoder is fed token by token."""
+    if not isinstance(view, EncoderDecoderView):
+        return checkpoints.logits_before(reference, context, answer)
     with torch.no_grad():
-        if not isinstance(view, EncoderDecoderView):
-            return reference(torch.tensor([context + answer[:-1]])).logits[0, -len(answer) :]
         named, cache, rows = cache_argument(reference), None, []
         read = reference.get_encoder()(torch.tensor([context]))
         for token in [view.start_token, *answer[:-1]]:

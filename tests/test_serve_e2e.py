@@ -22,9 +22,9 @@ import openai
 import pytest
 
 from browsing import browser_page, complaints
+from checkpoints import judged, opened
 from devices import ON_DEVICE
 from launching import PATIENCE_S, SERVERS, Files, Serving, await_answer, free_ports, write_files
-from references import judged, opened
 from trimmoe.core.plan import load_plan
 from trimmoe.runtime.launch import family
 
@@ -60,8 +60,16 @@ Judge = Callable[[list[int], list[int]], list[int]]
 
 @pytest.fixture(scope="module")
 def judge(files: Files) -> Judge:
-    """What transformers says of an answer to a prompt; see `references.judged`."""
+    """What transformers says of an answer to a prompt; see `checkpoints.judged`."""
     return partial(judged, opened(Path(files.model)))
+
+
+def assert_greedy(
+    judge: Judge, prompts: list[list[int]], answers: list[list[int]], lengths: list[int]
+) -> None:
+    """Answers of these lengths are what transformers generates."""
+    assert [len(answer) for answer in answers] == lengths
+    assert answers == [judge(*each) for each in zip(prompts, answers, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -124,8 +132,7 @@ def test_32_requests_at_once_get_what_transformers_generates(
             for index, (prompt, new) in enumerate(zip(prompts, lengths, strict=True))
         ]
         got = [each.result() for each in asked]
-    assert [len(answer) for answer in got] == lengths
-    assert got == [judge(*each) for each in zip(prompts, got, strict=True)]
+    assert_greedy(judge, prompts, got, lengths)
 
 
 def test_a_server_killed_during_streams_costs_nobody_their_answer(
@@ -134,15 +141,13 @@ def test_a_server_killed_during_streams_costs_nobody_their_answer(
     prompts, new = _prompts(6, seed=3, longest=20), 60
     before = cluster.pid(KILLED)
     got = _disturbed(cluster, prompts, new, lambda: os.kill(before, signal.SIGKILL))
-    assert [len(answer) for answer in got] == [new] * len(prompts)
-    assert got == [judge(*each) for each in zip(prompts, got, strict=True)]
+    assert_greedy(judge, prompts, got, [new] * len(prompts))
 
     cluster.serving.said(f"Server {SERVERS[KILLED]} is back")
     await_answer(cluster.port + KILLED)
     assert cluster.pid(KILLED) != before
     answer = _whole_in_the_end(cluster, [10, 20, 30], 12)
-    assert answer == judge([10, 20, 30], answer)
-    assert len(answer) == 12
+    assert_greedy(judge, [[10, 20, 30]], [answer], [12])
 
 
 def test_a_server_whose_links_stall_for_ten_seconds_costs_only_time(
@@ -159,11 +164,9 @@ def test_a_server_whose_links_stall_for_ten_seconds_costs_only_time(
             os.kill(pid, signal.SIGCONT)
 
     got = _disturbed(cluster, prompts, new, stall)
-    assert [len(answer) for answer in got] == [new] * len(prompts)
-    assert got == [judge(*each) for each in zip(prompts, got, strict=True)]
+    assert_greedy(judge, prompts, got, [new] * len(prompts))
     answer = _whole_in_the_end(cluster, [10, 20, 30], 12)
-    assert answer == judge([10, 20, 30], answer)
-    assert len(answer) == 12
+    assert_greedy(judge, [[10, 20, 30]], [answer], [12])
     assert cluster.pid(KILLED) == pid, "it was not started anew"
 
 

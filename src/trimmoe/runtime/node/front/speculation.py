@@ -127,7 +127,7 @@ class Speculation:
         lead, request, context = attempt.lead, job.request, self._context
         if lead is None or attempt.reading:
             return
-        source = self._context.prices.tell(lead, attempt.route)
+        source = context.prices.tell(lead, attempt.route)
         if isinf(lead.least):
             return
         ids = self._looked_up(job, attempt, lead)
