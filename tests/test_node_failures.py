@@ -414,6 +414,34 @@ async def test_the_budget_holds_across_a_restart(tiny: Tiny) -> None:
 
 
 @either
+async def test_a_server_that_comes_and_goes_is_left_out_until_it_stays(
+    tiny: Tiny, policy: PolicySettings
+) -> None:
+    """Others' requests go around it meanwhile, and its own users are served at once."""
+    profile, plan = replicated(tiny, holders=EVERYWHERE)
+    plan = replace(plan, routes=np.array([[0, 1, 2, 0], [1] * 4, [2, 1, 0, 2], [3] * 4]))
+    async with running(tiny, profile=profile, plan=plan, policy=policy) as cluster:
+        planner = cluster.nodes[0].planner
+        for _ in range(3):
+            await cluster.kill(1)
+            await until(lambda: 1 in planner.lost)
+            await cluster.revive(1)
+            await until(lambda: cluster.names[1] in cluster.transports[0].peers_up())
+        assert 1 in planner.lost
+        others = [cluster.nodes[0].service.submit(request([3, 4, 5], LONG)) for _ in range(2)]
+        heads = [await some(stream, 2) for stream in others]
+        own = await soon(read(cluster.nodes[1].service.submit(request([6, 7], 12))))
+        await cluster.kill(1)
+        made = [head + await soon(read(stream)) for head, stream in zip(heads, others, strict=True)]
+        assert not cluster.nodes[0].front_end.restarts
+        await cluster.revive(1)
+        await until(lambda: planner.settled and planner.in_force.route_of(0) == (0, 1, 2, 0))
+        await cluster.all_free()
+    assert all(tokens_of(events) == expected(tiny, [3, 4, 5], LONG) for events in made)
+    assert tokens_of(own) == expected(tiny, [6, 7], 12)
+
+
+@either
 @pytest.mark.parametrize("seed", range(2))
 async def test_servers_may_die_and_return_at_any_moment(
     tiny: Tiny, policy: PolicySettings, seed: int

@@ -64,6 +64,7 @@ from trimmoe.runtime.node.schedule.scheduler import Scheduler
 from trimmoe.runtime.node.settings import NodeSettings
 from trimmoe.runtime.node.stats import NodeSnapshot, service_stats, snapshot
 from trimmoe.runtime.node.watch.deployments import Basis, Built
+from trimmoe.runtime.node.watch.hold_down import HoldDown
 from trimmoe.runtime.node.watch.jury import Jury
 from trimmoe.runtime.node.watch.planner import Planner
 from trimmoe.runtime.node.watch.reports import Reporter
@@ -115,6 +116,7 @@ class Node:
         """As planned."""
         self.layout = layout_of(view.spec, plan)
         self._peers = Peers(transport, plan.cluster.server_names, settings.server)
+        self._hold_down = HoldDown(plan.hosts, time.monotonic)
         view.use_threads(settings.threads)
         self.batch_loop = BatchLoop(
             threads=settings.threads,
@@ -443,7 +445,8 @@ class Node:
     # Peers.
 
     def _lost(self) -> frozenset[int]:
-        return self._peers.down() | self.jury.left_out
+        lost = self._peers.down() | self.jury.left_out
+        return lost | self._hold_down.held(lost)
 
     def _leave_out(self, server: int) -> None:
         """A server gave wrong results: it is as if it were lost."""
@@ -462,11 +465,21 @@ class Node:
         loop.call_soon(partial(tell, name.sequence, name.start, disputed=True))
 
     def _peer_changed(self, change: PeerChange) -> None:
+        server = self._peers.index[change.peer]
+        if isinstance(change, PeerDown):
+            self._hold_down.went(server)
+        elif hold_s := self._hold_down.came(server):
+            asyncio.get_running_loop().call_later(hold_s, self._held_no_longer)
         self.planner.want_lost(self._lost())
         if hasattr(self, "worker"):
             # Whole, so that the worker sees the one or the other.
             self.worker.verifier.knows = self._peers.verifying()
         if hasattr(self, "_reports"):
             if isinstance(change, PeerDown):
-                self.inbox.peer_down(self._peers.index[change.peer])
+                self.inbox.peer_down(server)
+            self._reports.send()
+
+    def _held_no_longer(self) -> None:
+        if self.health().ok:
+            self.planner.want_lost(self._lost())
             self._reports.send()
