@@ -9,6 +9,7 @@ import pytest
 
 from factories import random_model_spec, random_profile
 from trimmoe.core.profile import Profile
+from trimmoe.cost.exits import calibrated
 from trimmoe.policy.build import exit_forecast
 from trimmoe.policy.presets import PRESETS
 from trimmoe.policy.settings import PolicySettings
@@ -64,3 +65,13 @@ def test_final_exits_are_foreseen_only_where_their_risk_is_tolerated() -> None:
 
 def test_without_the_lever_nothing_exits() -> None:
     assert goes_on(PRESETS["substitute-only"](), error=0.0) == [1.0, 1.0, 0.0]
+
+
+def test_measured_hazards_are_pooled_by_the_depth_that_is_expected() -> None:
+    """Whoever is predicted to exit after a layer does; each two of eight depths share a row."""
+    hazard = np.vstack([np.zeros(8), np.eye(8)])
+    forecast = calibrated(hazard, groups=4)
+    assert forecast.row_of.tolist() == [0, 0, 0, 1, 1, 2, 2, 3, 3]
+    assert forecast.goes_on[0].tolist() == [0.5, 0.5, *[1.0] * 5, 0.0]
+    assert forecast.goes_on[3].tolist() == [*[1.0] * 6, 0.5, 0.0]
+    assert calibrated(hazard, groups=2).row_of.tolist() == [0, *[0] * 4, *[1] * 4]

@@ -21,6 +21,7 @@ from trimmoe.experiments.regret import (
     regret_json,
 )
 from trimmoe.experiments.variants import VARIANTS, base_policy, find_variants
+from trimmoe.policy.build import inflated
 from trimmoe.simulator.replay import replay
 from worlds import small_world
 
@@ -112,3 +113,11 @@ def test_inflated_losses_are_charged_and_held_to_the_same_budget() -> None:
         spent[gamma] = sum(ledger.loss for ledger in ledgers) / len(ledgers)
         assert spent[gamma] <= 0.2
         assert engine.settings.inflation == gamma
+
+
+def test_a_policy_takes_the_plans_inflation_unless_it_names_its_own_or_wants_none() -> None:
+    plan = small_world(1).plan.with_inflation({0.02: 1.5})
+    ours = base_policy(budget=0.02, confidence=0.9)
+    assert inflated(plan, ours).inflation == 1.5
+    assert inflated(plan, replace(ours, inflation=3.0)).inflation == 3.0
+    assert inflated(plan, ours.but(inflate=False)).inflation == 1.0
