@@ -23,7 +23,7 @@ from trimmoe.core.precision import Precision
 from trimmoe.core.specs import MOST_DRAFTED, BoolArray, FloatArray
 from trimmoe.experiments.opening import resolved
 from trimmoe.models.base import MoEView
-from trimmoe.models.draft_head import AnyHead, Chain, Floats
+from trimmoe.models.draft_head import AnyHead, Chain
 from trimmoe.models.draft_head_file import open_draft_head
 from trimmoe.models.exact import full_depth, greedy
 from trimmoe.models.load import load_tokenizer, open_model
@@ -40,8 +40,8 @@ class _Told(Chain[Any]):
 
     chances: list[float] = field(default_factory=list)
 
-    def append(self, scores: Floats, frequent: Any) -> bool:
-        goes_on = Chain.append(self, scores, frequent)
+    def append(self, token: int, chance: float) -> bool:
+        goes_on = Chain.append(self, token, chance)
         self.chances.append(self.chance)
         return goes_on
 

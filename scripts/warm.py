@@ -12,6 +12,7 @@ from trimmoe.models.compiled import delta_step, latent_step, rounding
 from trimmoe.models.compiled.apart import prepare
 from trimmoe.models.compiled.lanes import Format
 from trimmoe.models.compiled.product import product_of
+from trimmoe.models.draft_head_file import open_draft_head
 from trimmoe.models.embedded import ensure_embedded_model
 from trimmoe.models.load import open_model
 from trimmoe.policy import presets
@@ -21,7 +22,8 @@ from trimmoe.runtime.launch.kernels import compile_decisions
 
 def steps() -> None:
     """Compile what models compute with."""
-    open_model(ensure_embedded_model(), dtype=torch.float32)
+    folder = ensure_embedded_model()
+    open_draft_head(open_model(folder, dtype=torch.float32), folder, "auto")
     for form in Format:
         product_of(form)
     prepare(latent_step, delta_step)

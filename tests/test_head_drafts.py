@@ -15,7 +15,7 @@ from questions import Questions
 from serving import Tiny
 from test_api_service import read, running
 from trimmoe.models.compiled.view import CompiledView
-from trimmoe.models.draft_head import DraftHead, HeadMemory
+from trimmoe.models.draft_head import DraftHead, HeadMemory, Piece
 from trimmoe.runtime import head_drafts
 from trimmoe.runtime.decoder import ExactDecoder
 from trimmoe.runtime.head_drafts import HeadDrafts, Wish
@@ -140,13 +140,13 @@ def test_a_head_reads_nothing_while_there_are_too_many_streams_and_then_all_at_o
     among them; and from the last ones, where there are too many."""
     states = torch.randn(12, tiny.view.spec.hidden_size, generator=torch.Generator().manual_seed(2))
     tokens, pieces = list(range(40, 52)), []
-    read = DraftHead.read
+    read_all = DraftHead.read_all
 
-    def counted(head: DraftHead, memory: HeadMemory, start: int, *what) -> None:
-        pieces.append((start, len(what[1])))
-        read(head, memory, start, *what)
+    def counted(head: DraftHead, read: Sequence[tuple[Piece[HeadMemory], Sequence[int]]]) -> None:
+        pieces.extend((piece.first, len(said)) for piece, said in read)
+        read_all(head, read)
 
-    monkeypatch.setattr(DraftHead, "read", counted)
+    monkeypatch.setattr(DraftHead, "read_all", counted)
     found = []
     for at_once in (True, False):
         drafts = HeadDrafts(view=tiny.view)

@@ -10,6 +10,7 @@ draft costs nothing but the rows that are verified in vain.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -20,7 +21,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trimmoe.core.specs import IntArray
-from trimmoe.models.compiled import calls
+from trimmoe.models.compiled import calls, one_at_a_time
+from trimmoe.models.compiled.lanes import LANES
 from trimmoe.models.compiled.quantise import pack_bits, placed
 from trimmoe.models.compiled.tables import record
 
@@ -128,40 +130,70 @@ class Chain(Generic[M]):
     def last(self) -> int:
         return self.drafted[-1] if self.drafted else self.token
 
-    def append(self, scores: Floats, frequent: IntArray) -> bool:
-        """Take the best of the `frequent` tokens [V'] by these scores [V'], unless it is not likely
-        enough."""
-        best = int(scores.argmax())
-        self.chance /= float(np.exp(scores - scores[best]).sum())
+    def append(self, token: int, chance: float) -> bool:
+        """Take a token that is right with this chance where those before it are, unless that makes
+        it too unlikely."""
+        self.chance *= chance
         if self.chance < self.likely:
             return False
-        self.drafted.append(int(frequent[best]))
+        self.drafted.append(token)
         return True
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Piece(Generic[M]):
+    """Consecutive pairs of a sequence."""
+
+    memory: M
+    first: int
+    """Position of the first one."""
+    states: Floats
+    """Of each, [n, d]."""
+
+    @property
+    def positions(self) -> range:
+        return range(self.first, self.first + len(self.states))
+
+
+class Frequent:
+    """The output head's rows [V', d] for the tokens that a head can name, [V'] ascending."""
+
+    def __init__(self, rows: Floats, tokens: IntArray) -> None:
+        self._product, self._tokens = Product(rows, FREQUENT_BITS), tokens
+        calls.prepare_draft()
+        with one_at_a_time():
+            self.best(np.zeros((1, rows.shape[1]), dtype=np.float32))
+
+    def best(self, states: Floats) -> tuple[list[int], list[float]]:
+        """The most probable of them after each of some states [n, >= d], and its probability."""
+        given, count = self._product.padded(states), len(states)
+        found, chances = np.empty(count, dtype=np.int64), np.empty(count, dtype=np.float32)
+        calls.best(self._product.record, given, self._product.out, found, chances)
+        return self._tokens[found].tolist(), chances.tolist()
 
 
 class Head(ABC, Generic[M]):
     """Whatever guesses on from a state and the token that follows. Used by one thread at a time.
 
-    `embed` gives embeddings [n, d]; `named` the scores [1, V'] of the `frequent` tokens [V'] after
-    a state [1, d]; `right` how often each draft of a chain is right where those before it are.
+    `embed` gives embeddings [n, d]; `right` how often each draft of a chain is right where those
+    before it are.
     """
 
     def __init__(
         self,
         embed: Callable[[Sequence[int]], Floats],
-        named: Callable[[Floats], Floats],
-        frequent: IntArray,
+        frequent: Frequent,
         right: tuple[float, ...],
     ) -> None:
-        self.right, self._embed, self._named, self._frequent = right, embed, named, frequent
+        self.right, self._embed, self._frequent = right, embed, frequent
 
     @abstractmethod
     def begin(self) -> M:
         """Of a sequence of which nothing was read."""
 
     @abstractmethod
-    def _store(self, memory: M, first: int, states: Floats, tokens: Floats) -> None:
-        """Remember pairs [n, d] from a position on."""
+    def _store(self, pieces: Sequence[Piece[M]], tokens: Floats) -> None:
+        """Remember pairs, of some sequences and with these embeddings, [n, d] for all together."""
 
     @abstractmethod
     def _step(
@@ -173,13 +205,23 @@ class Head(ABC, Generic[M]):
     def read(self, memory: M, start: int, states: Floats, tokens: Sequence[int]) -> None:
         """A sequence has these `tokens` from position `start` on, and these normed `states`
         [n, d] after each."""
-        before = memory.states.get(start - 1)
-        known = states[:-1] if before is None else np.concatenate([before[None], states[:-1]])
-        followed = tokens[1:] if before is None else tokens
-        if len(followed):
-            first = start if before is None else start - 1
-            self._store(memory, first, known, self._embed(followed))
-        memory.keep(start, states)
+        self.read_all([(Piece(memory=memory, first=start, states=states), tokens)])
+
+    def read_all(self, read: Sequence[tuple[Piece[M], Sequence[int]]]) -> None:
+        """The same of several sequences, in products that they share; the pieces are of states and
+        come with the tokens that these are after."""
+        pieces, following = list[Piece[M]](), list[int]()
+        for piece, tokens in read:
+            memory, start, states = piece.memory, piece.first, piece.states
+            before = memory.states.get(start - 1)
+            known = states[:-1] if before is None else np.concatenate([before[None], states[:-1]])
+            if len(known):
+                first = start if before is None else start - 1
+                pieces.append(Piece(memory=memory, first=first, states=known))
+                following += tokens[1:] if before is None else tokens
+            memory.keep(start, states)
+        if pieces:
+            self._store(pieces, self._embed(following))
 
     def draft(
         self, memory: M, position: int, token: int, most: int, likely: float = LIKELY
@@ -199,9 +241,9 @@ class Head(ABC, Generic[M]):
             read = self._embed([one.last for one in going])
             after, named = self._step(going, ahead, np.stack(states), read)
             ahead += 1
+            best = zip(going, *self._frequent.best(named), strict=True)
             goes_on = [
-                one.append(scores, self._frequent) and ahead < one.most
-                for one, scores in zip(going, self._named(named), strict=True)
+                one.append(token, chance) and ahead < one.most for one, token, chance in best
             ]
             states = [state for state, goes in zip(after, goes_on, strict=True) if goes]
             going = [one for one, goes in zip(going, goes_on, strict=True) if goes]
@@ -214,25 +256,23 @@ AnyHead = Head[Any]
 class HeadMemory(Memory):
     """That of a draft head."""
 
-    keys: Floats
-    values: Floats
-    """Of pairs by position, with room for more, [KV heads, P, head size]."""
+    both: Floats
+    """Keys and values of pairs by position, with room for more, [2, KV heads, P, head size], padded
+    as compiled attention reads them."""
 
     def room(self, length: int) -> None:
         """Make room for so many positions."""
-        have = self.keys.shape[1]
+        have = self.both.shape[2]
         if have < length:
-            more = [(0, 0), (0, max(length, 2 * have, 64) - have), (0, 0)]
-            self.keys, self.values = np.pad(self.keys, more), np.pad(self.values, more)
+            more = max(length, 2 * have, 64) - have
+            self.both = np.pad(self.both, [(0, 0), (0, 0), (0, more), (0, 0)])
 
     def copy(self) -> HeadMemory:
-        return replace(
-            self, keys=self.keys.copy(), values=self.values.copy(), states=dict(self.states)
-        )
+        return replace(self, both=self.both.copy(), states=dict(self.states))
 
 
 class DraftHead(Head[HeadMemory]):
-    """One that was fitted, in compiled products.
+    """One that was fitted, compiled.
 
     `rows` gives the output head's rows for some tokens [n] as [n, d], `embed` embeddings.
     """
@@ -243,77 +283,80 @@ class DraftHead(Head[HeadMemory]):
         rows: Callable[[IntArray], Floats],
         embed: Callable[[Sequence[int]], Floats],
     ) -> None:
-        named = Product(rows(weights.frequent), FREQUENT_BITS)
-        super().__init__(embed, named, weights.frequent, weights.right)
-        self.sizes, self._norms = weights.sizes, weights.norms
-        self._products = {name: Product(matrix, BITS) for name, matrix in weights.matrices.items()}
-        half = np.arange(0, self.sizes.head_size, 2) / self.sizes.head_size
-        self._turns = np.concatenate([self.sizes.rope_theta**-half] * 2)
+        frequent = Frequent(rows(weights.frequent), weights.frequent)
+        super().__init__(embed, frequent, weights.right)
+        self.sizes, self._shape = weights.sizes, _shape(weights.sizes)
+        self._products = [Product(weights.matrices[name], BITS) for name in weights.sizes.shapes]
+        self._matrices = np.stack([each.record for each in self._products])
+        self._norms = np.stack([weights.norms[name] for name in NORMS]).astype(np.float32)
+        self._turned = np.zeros((2, 0, self.sizes.head_size), dtype=np.float32)
+        with one_at_a_time():
+            self._warm_up()
 
     def begin(self) -> HeadMemory:
-        empty = np.zeros((self.sizes.kv_heads, 0, self.sizes.head_size), dtype=np.float32)
-        return HeadMemory(keys=empty, values=empty)
+        shape = self._shape
+        return HeadMemory(both=np.zeros((2, shape.kv_heads, 0, shape.head_wide), dtype=np.float32))
 
-    def _store(self, memory: HeadMemory, first: int, states: Floats, tokens: Floats) -> None:
+    def _warm_up(self) -> None:
+        """Have all compiled, or read from where it is kept."""
+        memory, nothing = self.begin(), np.zeros((1, self.sizes.hidden), dtype=np.float32)
+        self._store([Piece(memory=memory, first=0, states=nothing)], nothing)
+        chain = Chain(memory=memory, position=1, token=0, most=1, likely=0.0)
+        self._step([chain], 0, nothing, nothing)
+
+    def _store(self, pieces: Sequence[Piece[HeadMemory]], tokens: Floats) -> None:
         """Keys and values of pairs."""
-        self._keep(memory, first, self._products["key_value"](self._pairs(states, tokens)))
-
-    def _keep(self, memory: HeadMemory, first: int, both: Floats) -> None:
-        """Keys and values [n, 2 KV] from a position on."""
-        sizes, count = self.sizes, len(both)
-        memory.room(first + count)
-        parts = both.reshape(count, 2, sizes.kv_heads, -1)
-        keys = self._turned(parts[:, 0], np.arange(first, first + count))
-        memory.keys[:, first : first + count] = keys.swapaxes(0, 1)
-        memory.values[:, first : first + count] = parts[:, 1].swapaxes(0, 1)
+        positions = [at for piece in pieces for at in piece.positions]
+        rotary = self._rotary(max(positions))
+        for piece in pieces:
+            piece.memory.room(piece.positions.stop)
+        owners = [piece.memory for piece in pieces for _ in piece.positions]
+        states = np.ascontiguousarray(np.concatenate([piece.states for piece in pieces]))
+        calls.remember(
+            self._shape, self._matrices, self._norms, states, np.ascontiguousarray(tokens),
+            np.array(positions), _places(owners), rotary,
+        )  # fmt: skip
 
     def _step(
         self, chains: Sequence[Chain[HeadMemory]], ahead: int, states: Floats, tokens: Floats
     ) -> tuple[Floats, Floats]:
         """Pairs ahead attend to what was read alone."""
-        norms, products, pairs = self._norms, self._products, self._pairs(states, tokens)
-        if not ahead:
-            for one, both in zip(chains, products["key_value"](pairs), strict=True):
-                self._keep(one.memory, one.position - 1, both[None])
-        made = products["join"](pairs)
-        queries = products["query"](self._normed(made, norms["query_norm"]))
-        attended = [
-            self._attended(one.memory, one.position - 1, ahead, query[None])
-            for one, query in zip(chains, queries, strict=True)
-        ]
-        made = made + products["mix"](np.concatenate(attended))
-        for layer in ("1", "2"):
-            up = products[f"up_{layer}"](self._normed(made, norms[f"norm_{layer}"]))
-            gate, value = np.split(up, 2, axis=1)
-            opened = gate / (np.float32(1.0) + np.exp(-gate))
-            made = made + products[f"down_{layer}"](opened * value)
-        return made, self._normed(made, norms["last_norm"])
+        read = np.array([one.position - 1 for one in chains])
+        rotary = self._rotary(int(read.max()) + ahead)
+        for one in chains:
+            one.memory.room(one.position)
+        size = len(chains), calls.wide(self.sizes.hidden)
+        made, named = np.empty(size, dtype=np.float32), np.zeros(size, dtype=np.float32)
+        calls.draft(
+            self._shape, self.sizes.inner, self._matrices, self._norms, states, tokens,
+            ahead, read, _places([one.memory for one in chains]), rotary, made, named,
+        )  # fmt: skip
+        return made[:, : self.sizes.hidden], named
 
-    def _attended(self, memory: HeadMemory, at: int, ahead: int, query: Floats) -> Floats:
-        sizes = self.sizes
-        split = query.reshape(1, sizes.heads, sizes.head_size)
-        turned = self._turned(split, np.array([at + ahead]))
-        groups = turned.reshape(sizes.kv_heads, -1, sizes.head_size)
-        keys, values = memory.keys[:, : at + 1], memory.values[:, : at + 1]
-        scores = groups @ keys.swapaxes(1, 2) / np.float32(np.sqrt(sizes.head_size))
-        weights = np.exp(scores - scores.max(-1, keepdims=True))
-        weights /= weights.sum(-1, keepdims=True)
-        return (weights @ values).reshape(1, -1)
+    def _rotary(self, last: int) -> tuple[Floats, Floats]:
+        """Cosines and sines by position up to a last one, [P, head size] each."""
+        have = self._turned.shape[1]
+        if have <= last:
+            size = self.sizes.head_size
+            turns = self.sizes.rope_theta ** -(np.arange(0, size, 2) / size)
+            angles = np.arange(max(last + 1, 2 * have))[:, None] * np.concatenate([turns] * 2)
+            self._turned = np.stack([np.cos(angles), np.sin(angles)]).astype(np.float32)
+        return self._turned[0], self._turned[1]
 
-    def _turned(self, rows: Floats, positions: IntArray) -> Floats:
-        """Rows [n, heads, size] turned by position."""
-        angles = (positions[:, None] * self._turns).astype(np.float32)[:, None]
-        half = rows.shape[-1] // 2
-        swapped = np.concatenate([-rows[..., half:], rows[..., :half]], axis=-1)
-        return rows * np.cos(angles) + swapped * np.sin(angles)
 
-    def _pairs(self, states: Floats, tokens: Floats) -> Floats:
-        norms = self._norms
-        parts = self._normed(states, norms["state_norm"]), self._normed(tokens, norms["token_norm"])
-        return np.concatenate(parts, axis=1)
+def _shape(sizes: Sizes) -> calls.Shape:
+    """As compiled attention has it, which reads some of it."""
+    head = sizes.head_size
+    return calls.Shape(
+        hidden=sizes.hidden, heads=sizes.heads, kv_heads=sizes.kv_heads, head=head,
+        head_wide=head + -head % LANES, experts=0, top_k=0, epsilon=sizes.epsilon,
+        renormalise=False, qk_norm=0, clip=math.inf, routed=0, scale=head**-0.5, rotary=head,
+    )  # fmt: skip
 
-    def _normed(self, rows: Floats, weight: Floats) -> Floats:
-        return normed(rows, weight, self.sizes.epsilon)
+
+def _places(memories: Sequence[HeadMemory]) -> IntArray:
+    """Where they are, as compiled steps read it, [n, 2]."""
+    return np.array([(one.both.ctypes.data, one.both.shape[2]) for one in memories])
 
 
 def normed(rows: Floats, weight: Floats, epsilon: float) -> Floats:
@@ -327,16 +370,23 @@ class Product:
 
     def __init__(self, matrix: Floats, bits: int) -> None:
         (self._packed,) = placed([pack_bits([matrix], bits)])
-        self._record, self._out = record(self._packed), matrix.shape[0]
+        self.record, self.out = record(self._packed), matrix.shape[0]
 
     def __call__(self, rows: Floats) -> Floats:
         """Rows [n, K] to [n, J]."""
-        count, padded = len(rows), self._packed.padded_columns
-        given = np.zeros((count, padded), dtype=np.float32)
+        given, count = self.padded(rows), len(rows)
+        out = np.empty((count, calls.wide(self.out)), dtype=np.float32)
+        calls.multiply(self.record, given, count, out, 1)
+        return out[:, : self.out]
+
+    def padded(self, rows: Floats) -> Floats:
+        """Rows [n, K] with zeros behind them; what is padded already as it is."""
+        wanted = self._packed.padded_columns
+        if rows.shape[1] == wanted:
+            return np.ascontiguousarray(rows)
+        given = np.zeros((len(rows), wanted), dtype=np.float32)
         given[:, : rows.shape[1]] = rows
-        out = np.empty((count, calls.wide(self._out)), dtype=np.float32)
-        calls.multiply(self._record, given, count, out, 1)
-        return out[:, : self._out]
+        return given
 
 
 def expected_tokens(right: Sequence[float], drafts: int) -> float:

@@ -25,11 +25,12 @@ from trimmoe.models.checkpoint import Checkpoint, Entry
 from trimmoe.models.compiled.view import CompiledView
 from trimmoe.models.draft_head import (
     BITS,
-    FREQUENT_BITS,
     Chain,
     Floats,
+    Frequent,
     Head,
     Memory,
+    Piece,
     Product,
     normed,
 )
@@ -118,7 +119,7 @@ class MtpHead(Head[MtpMemory]):
         rows: Callable[[IntArray], Floats],
         embed: Callable[[Sequence[int]], Floats],
     ) -> None:
-        super().__init__(embed, Product(rows(frequent), FREQUENT_BITS), frequent, RIGHT)
+        super().__init__(embed, Frequent(rows(frequent), frequent), RIGHT)
         self._layer, self._joining = layer, joining
         self._join = Product(joining.matrix, BITS)
 
@@ -126,17 +127,22 @@ class MtpHead(Head[MtpMemory]):
         return MtpMemory.of(self._layer)
 
     @torch.inference_mode()
-    def _store(self, memory: MtpMemory, first: int, states: Floats, tokens: Floats) -> None:
-        batch = memory.batch(first, len(states))
-        rows = batch.unpack(self._joined(states, tokens))
-        # What comes of them does not matter, but what is attended to later on.
-        self._layer.attend(0, rows, batch, memory.cache)
+    def _store(self, pieces: Sequence[Piece[MtpMemory]], tokens: Floats) -> None:
+        """Each has a cache of its own, so that they pass the layer one after the other."""
+        rows = self._joined(np.concatenate([piece.states for piece in pieces]), tokens)
+        for piece, joined in zip(
+            pieces, rows.split([len(piece.states) for piece in pieces]), strict=True
+        ):
+            memory = piece.memory
+            batch = memory.batch(piece.first, len(piece.states))
+            # What comes of them does not matter, but what is attended to later on.
+            self._layer.attend(0, batch.unpack(joined), batch, memory.cache)
 
     @torch.inference_mode()
     def _step(
         self, chains: Sequence[Chain[MtpMemory]], ahead: int, states: Floats, tokens: Floats
     ) -> tuple[Floats, Floats]:
-        """Each has a cache of its own, so that they pass the layer one after the other."""
+        """One after the other, too."""
         rows, last = self._joined(states, tokens), []
         for one, row in zip(chains, rows, strict=True):
             batch = one.memory.batch(one.position - 1 + ahead, 1)

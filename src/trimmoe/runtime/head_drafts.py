@@ -12,7 +12,7 @@ from torch import Tensor
 
 from trimmoe.core.specs import MOST_DRAFTED
 from trimmoe.models.base import MoEView
-from trimmoe.models.draft_head import LIKELY, Chain, Memory
+from trimmoe.models.draft_head import LIKELY, Chain, Memory, Piece
 
 MOST_UNREAD = 2048
 """Tokens of a sequence that the head reads later on; of more it never reads the first ones."""
@@ -55,7 +55,7 @@ class HeadDrafts:
     def begin(self, slot: int, source: int | None) -> None:
         """A sequence begins in a slot, with the states of another one or none."""
         if source is not None:
-            self._catch_up(source)
+            self._catch_up([source])
         known = None if source is None else self._memories.get(source)
         if known is None:
             self._memories.pop(slot, None)
@@ -86,10 +86,10 @@ class HeadDrafts:
         head, chains = self.view.draft_head, dict[int, Chain[Any]]()
         if head is None:
             return [()] * len(wishes)
+        self._catch_up([wish.slot for wish in wishes if wish.most > 0])
         for at, wish in enumerate(wishes):
             if wish.most <= 0:
                 continue
-            self._catch_up(wish.slot)
             if (memory := self._memories.get(wish.slot)) is not None:
                 chains[at] = Chain(
                     memory=memory,
@@ -101,12 +101,23 @@ class HeadDrafts:
         head.draft_all(list(chains.values()))
         return [tuple(chains[at].drafted) if at in chains else () for at in range(len(wishes))]
 
-    def _catch_up(self, slot: int) -> None:
-        """Have the head read what it has not."""
-        head = self.view.draft_head
+    def _catch_up(self, slots: Sequence[int]) -> None:
+        """Have the head read what it has not, of sequences in different slots."""
+        head, unread = self.view.draft_head, list[tuple[int, _Unread]]()
         if head is None:
             return
-        for piece in self._unread.pop(slot, ()):
-            memory = self._memories.setdefault(slot, head.begin())
-            states = self.view.normed_last(torch.cat(piece.states)).numpy()
-            head.read(memory, piece.start, states, piece.tokens)
+        for slot in slots:
+            unread += ((slot, piece) for piece in self._unread.pop(slot, ()))
+        if not unread:
+            return
+        read = torch.cat([states for _, piece in unread for states in piece.states])
+        pieces, first = list[tuple[Piece[Any], Sequence[int]]](), 0
+        normed = self.view.normed_last(read).numpy()
+        for slot, piece in unread:
+            memory = self._memories.get(slot)
+            if memory is None:
+                memory = self._memories[slot] = head.begin()
+            states = normed[first : first + len(piece.tokens)]
+            pieces.append((Piece(memory=memory, first=piece.start, states=states), piece.tokens))
+            first += len(piece.tokens)
+        head.read_all(pieces)

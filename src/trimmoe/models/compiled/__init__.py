@@ -20,6 +20,7 @@ _COMPILED = (
     "calls",
     "columns",
     "delta_step",
+    "draft_step",
     "gating",
     "kinds",
     "lane_functions",

@@ -253,7 +253,7 @@ def attention(shape, window, sinks, query, key, value, places, keys, values, asi
         for r in range(count):
             one = places[0][r : r + 1], places[1][r : r + 1]
             _exchange(shape, key, value, one, r, keys, values, room)
-            _some(shape, window, sinks, query, places, keys, values, out, r, r + 1, longest)
+            attend_rows(shape, window, sinks, query, places, keys, values, out, r, r + 1, longest)
             write(shape, room[0], room[1], one, 0, keys, values)
         return
     for r in range(count):
@@ -261,7 +261,7 @@ def attention(shape, window, sinks, query, key, value, places, keys, values, asi
     if shape.threads > 1 and count >= _FEW_ROWS:
         _parallel(shape, window, sinks, query, places, keys, values, out, longest)
     else:
-        _some(shape, window, sinks, query, places, keys, values, out, 0, count, longest)
+        attend_rows(shape, window, sinks, query, places, keys, values, out, 0, count, longest)
 
 
 @jit
@@ -281,13 +281,13 @@ def _parallel(shape, window, sinks, query, places, keys, values, out, longest):
     count = query.shape[0]
     for part in prange(shape.threads):
         for r in range(part, count, shape.threads):
-            _some(shape, window, sinks, query, places, keys, values, out, r, r + 1, longest)
+            attend_rows(shape, window, sinks, query, places, keys, values, out, r, r + 1, longest)
 
 
 @apart(
     SHAPE, types.int64, types.int64, F2, PLACES, F4, F4, F2, types.int64, types.int64, types.int64
 )
-def _some(shape, window, sinks, query, places, keys, values, out, first, last, longest):
+def attend_rows(shape, window, sinks, query, places, keys, values, out, first, last, longest):
     """The rows [first, last)."""
     slots, positions = places
     head, head_wide = shape.head, shape.head_wide

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from trimmoe.models.compiled import attending, attention, product, routing, step
+from trimmoe.models.compiled import attending, attention, draft_step, product, routing, step
 from trimmoe.models.compiled.apart import prepare
 from trimmoe.models.compiled.attention import Shape, jit, wide
 from trimmoe.models.compiled.routing import asked
@@ -14,6 +14,11 @@ __all__ = ["Shape", "asked", "home_segment", "read", "segment", "wide"]
 def prepare_all() -> None:
     """Have compiled what whole blocks need."""
     prepare(product, attention, attending, routing, step)
+
+
+def prepare_draft() -> None:
+    """Have compiled what draft heads need."""
+    prepare(product, attention, draft_step)
 
 
 def prepare_routed() -> None:
@@ -85,3 +90,25 @@ def gathered(shape, block, weights, hidden, normed, experts, gates, out):
 def finish(shape, block, weights, hidden, normed, experts, gates):
     """See `step.finish`."""
     step.finish(shape, block, weights, hidden, normed, experts, gates, 0)
+
+
+@jit
+def remember(shape, matrices, norms, states, tokens, positions, places, rotary):
+    """See `draft_step.remember`."""
+    draft_step.remember(shape, matrices, norms, states, tokens, positions, places, rotary)
+
+
+@jit
+def draft(
+    shape, inner, matrices, norms, states, tokens, ahead, positions, places, rotary, made, named
+):
+    """See `draft_step.draft`."""
+    draft_step.draft(
+        shape, inner, matrices, norms, states, tokens, ahead, positions, places, rotary, made, named
+    )
+
+
+@jit
+def best(matrix, named, count, tokens, chances):
+    """See `draft_step.best`."""
+    draft_step.best(matrix, named, count, tokens, chances)
