@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,6 +18,8 @@ from trimmoe.experiments.plan_vs_real import Asked, plan_vs_real_table, ranks_al
 from trimmoe.experiments.serve_bench import Sent
 from trimmoe.runtime.launch.artifacts import Artifacts
 from trimmoe.runtime.launch.config import ServeConfig
+
+_EACH = ("dense_s", "expert_s", "head_s", "draft_s", "hop_s", "token_s", "at_once")
 
 
 def _row(method: str, streams: int, measured_ms: float, simulated_ms: float) -> dict[str, Any]:
@@ -73,6 +77,44 @@ def test_expectations_hold_within_what_is_allowed(
         experiment._row("exact", 1, failed, ServeConfig(), artifacts, None, asked)  # type: ignore[arg-type]
 
 
+def test_methods_take_turns_there_and_back() -> None:
+    assert experiment.turns(["a", "b", "c"], 1) == ["a", "b", "c"]
+    assert experiment.turns(["a", "b"], 3) == ["a", "b", "b", "a", "a", "b"]
+
+
+def test_what_all_rounds_measured_counts(
+    artifacts: Artifacts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second run of each method takes twice as long for a token; both are in its row."""
+    runs: list[str] = []
+
+    def measured(name: str, *_: object) -> list[list[Sent]]:
+        runs.append(name)
+        gap_s = 0.01 * runs.count(name)
+        one = Sent(output_tokens=5, ttft_s=0.1, token_gaps_s=[gap_s] * 4, e2el_s=0.1 + 4 * gap_s)
+        return [[one, one]]
+
+    monkeypatch.setattr(experiment, "_measured", measured)
+    monkeypatch.setattr(experiment, "_simulated_ms", lambda *_: np.full(9, 15.0))
+    asked = Asked(prompts=((1, 2),), output_tokens=5, streams=(1,), requests=2, rounds=2)
+    trace: Any = SimpleNamespace(hash="")
+    plan, ones = artifacts.plan, np.ones(artifacts.plan.cluster.server_count)
+    speeds = Speeds(**dict.fromkeys(_EACH, ones), machine=np.arange(ones.size), batch_share=0.5)
+    timed = replace(artifacts, plan=replace(plan, cluster=replace(plan.cluster, speeds=speeds)))
+    found = experiment.plan_vs_real(
+        ["speculative", "auto"],
+        ServeConfig(),
+        timed,
+        trace,
+        asked,
+        say=lambda _: None,
+    )
+    assert runs == ["speculative", "auto", "auto", "speculative"]
+    assert [row["method"] for row in found["rows"]] == ["speculative", "auto"]
+    assert [row["measured_mean_ms"] for row in found["rows"]] == pytest.approx([15.0, 15.0])
+    assert found["configuration"]["rounds"] == 2
+
+
 def test_auto_is_held_against_the_best_in_latency_alone_and_in_throughput_together() -> None:
     alone = [_row("exact", 1, 20.0, 20.0), _row("speculative", 1, 10.0, 10.0)]
     many = [_row("exact", 8, 40.0, 40.0), _row("speculative", 8, 60.0, 60.0)]
@@ -104,8 +146,7 @@ def artifacts(tmp_path_factory: pytest.TempPathFactory) -> Artifacts:
 
 def test_speeds_are_of_as_many_servers_as_there_are() -> None:
     ones = np.ones(3)
-    names = ("dense_s", "expert_s", "head_s", "draft_s", "hop_s", "token_s", "at_once")
-    given: dict[str, Any] = dict.fromkeys(names, ones)
+    given: dict[str, Any] = dict.fromkeys(_EACH, ones)
     given |= {"machine": np.arange(3), "batch_share": 0.5}
     Speeds(**given)
     changes: list[dict[str, Any]] = [

@@ -243,6 +243,7 @@ def plan_vs_real(
     ),
     threads: Annotated[int | None, typer.Option(min=1, help="Of each server.")] = None,
     requests: Annotated[int, typer.Option(min=2)] = 16,
+    rounds: Annotated[int, typer.Option(min=1, help="Of all methods, in turns.")] = 1,
     prompt_tokens: Annotated[int, typer.Option(min=1)] = 32,
     output_tokens: Annotated[int, typer.Option(min=2)] = 32,
     port_base: Annotated[int, typer.Option(min=1, max=65535)] = 8000,
@@ -284,6 +285,7 @@ def plan_vs_real(
         output_tokens=output_tokens,
         streams=many,
         requests=requests,
+        rounds=rounds,
         seed=seed,
     )
     names = method or ["exact", "speculative"]

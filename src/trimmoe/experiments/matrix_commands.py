@@ -21,6 +21,7 @@ def plan_matrix(
     streams: Annotated[
         list[int] | None, typer.Option(min=1, help="Repeatable; default: 1, 8 and 32.")
     ] = None,
+    rounds: Annotated[int, typer.Option(min=1, help="Of all methods, in turns.")] = 1,
     quantise: str = "int8",
     port_base: Annotated[int, typer.Option(min=1, max=65535)] = 8400,
 ) -> None:
@@ -35,6 +36,7 @@ def plan_matrix(
         clusters=tuple(clusters or experiment.MATRIX),
         methods=tuple(method or experiment.METHODS),
         streams=tuple(streams or (1, 8, 32)),
+        rounds=rounds,
         quantise=quantise,
         port_base=port_base,
     )

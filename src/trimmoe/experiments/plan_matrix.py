@@ -46,6 +46,7 @@ class Matrix:
     clusters: tuple[str, ...] = MATRIX
     methods: tuple[str, ...] = METHODS
     streams: tuple[int, ...] = (1, 8, 32)
+    rounds: int = 1
     quantise: str = "int8"
     port_base: int = 8400
 
@@ -80,7 +81,7 @@ def _one(file: Path, text: Path, asked: Matrix) -> list[Row]:
     streams = [word for count in asked.streams for word in ("--streams", count)]
     _trimmoe(
         "experiment", "plan-vs-real", "--trace", made["trace"], *profile, "--plan", made["plan"],
-        *served, slowed, *methods, *streams, "--json", made["json"],
+        *served, slowed, *methods, *streams, "--rounds", asked.rounds, "--json", made["json"],
     )  # fmt: skip
     return json.loads(made["json"].read_text())["rows"]
 

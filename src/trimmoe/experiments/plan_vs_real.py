@@ -49,6 +49,9 @@ class Asked:
     requests: int
     """Of a run at least."""
     seed: int = 0
+    rounds: int = 1
+    """Runs of each method, in turns there and back, so that a machine that is slower for a while is
+    so for all of them."""
 
 
 def plan_vs_real(
@@ -66,14 +69,20 @@ def plan_vs_real(
     """
     if artifacts.plan.cluster.speeds is None:
         raise UserError("Nothing was measured of these machines; run `trimmoe probe` first.")
-    rows: list[dict[str, Any]] = []
     for name in methods:
         replayed(replace(config.choice, method=name))
-    for name in methods:
+    sent: dict[tuple[str, int], list[Sent]] = {
+        (name, streams): [] for name in methods for streams in asked.streams
+    }
+    for name in turns(methods, asked.rounds):
         say(f"{find_method(name).title} ...")
         measured = _measured(name, config, artifacts, asked)
-        for streams, sent in zip(asked.streams, measured, strict=True):
-            rows.append(_row(name, streams, sent, config, artifacts, trace, asked))
+        for streams, found in zip(asked.streams, measured, strict=True):
+            sent[name, streams] += found
+    rows = [
+        _row(name, streams, found, config, artifacts, trace, asked)
+        for (name, streams), found in sent.items()
+    ]
     return {
         "trimmoe_version": trimmoe.__version__,
         "configuration": {
@@ -81,6 +90,7 @@ def plan_vs_real(
             "requests": asked.requests,
             "prompt_tokens": len(asked.prompts[0]),
             "output_tokens": asked.output_tokens,
+            "rounds": asked.rounds,
         },
         "seed": asked.seed,
         "input_hashes": {
@@ -92,6 +102,12 @@ def plan_vs_real(
         "cluster": artifacts.plan.cluster.name,
         "rows": rows,
     }
+
+
+def turns(methods: Sequence[str], rounds: int) -> list[str]:
+    """So many of each, every other round backwards."""
+    there, back = list(methods), list(reversed(methods))
+    return [name for at in range(rounds) for name in (back if at % 2 else there)]
 
 
 def _measured(
