@@ -33,13 +33,21 @@ from trimmoe.core.errors import UserError
 from trimmoe.core.machines import Work
 from trimmoe.models import draft_head, draft_head_file
 from trimmoe.models.compiled.view import CompiledView
-from trimmoe.models.draft_head import FILE, DraftHead, HeadWeights, expected_tokens
+from trimmoe.models.draft_head import (
+    FILE,
+    Chain,
+    DraftHead,
+    HeadMemory,
+    HeadWeights,
+    Piece,
+    expected_tokens,
+)
 from trimmoe.models.draft_head_file import load_draft_head, open_draft_head, save_draft_head
 from trimmoe.runtime.node.compute import guesses as guesses_module
 from trimmoe.runtime.node.compute.draft_runner import DraftRunner
 from trimmoe.runtime.node.records.readings import Foreseen, Reading
 from trimmoe.runtime.node.records.sequences import Seat, Written
-from trimmoe.runtime.probe import time_work
+from trimmoe.runtime.probe import time_naming, time_work
 from trimmoe.runtime.sampling import Sampling
 
 HIDDEN, VOCABULARY = 64, 96
@@ -101,6 +109,28 @@ def test_it_says_the_same_however_it_was_fed(pieces: Sequence[int], seed: int) -
     ]
     assert drafted[0] == drafted[1]
     assert len(drafted[0]) == 4
+
+
+def test_what_several_sequences_share_changes_nothing(weights: HeadWeights) -> None:
+    """Read and drafted side by side, with texts of different lengths, or each by itself."""
+    head, lengths = compiled(weights), (3, 17, 40, 9)
+
+    def chain(length: int) -> Chain[HeadMemory]:
+        return Chain(memory=head.begin(), position=length, token=TOKENS[length], most=4, likely=0.0)
+
+    alone, together = [chain(length) for length in lengths], [chain(length) for length in lengths]
+    for one, length in zip(alone, lengths, strict=True):
+        head.read(one.memory, 0, STATES.numpy()[:length], TOKENS[:length])
+        head.draft_all([one])
+    head.read_all(
+        [
+            (Piece(memory=one.memory, first=0, states=STATES.numpy()[:length]), TOKENS[:length])
+            for one, length in zip(together, lengths, strict=True)
+        ]
+    )
+    head.draft_all(together)
+    assert [one.drafted for one in together] == [one.drafted for one in alone]
+    assert [one.chance for one in together] == [one.chance for one in alone]
 
 
 def test_it_names_frequent_tokens_only_and_stops_where_it_is_not_sure(
@@ -198,6 +228,17 @@ def test_a_probe_counts_the_tokens_that_a_pass_brings(
         monkeypatch.setattr(view, "draft_head", made)
         taken_s.append(time_work(view)[0, Work.DRAFT, 0])
     assert 0 < 1.5 * taken_s[1] < taken_s[0], "three tokens at once, or one"
+
+
+def test_a_probe_times_what_a_head_takes_to_name_a_token(
+    tiny: Tiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    view = tiny.view
+    assert isinstance(view, CompiledView)
+    assert time_naming(view) == 0.0
+    weights = random_head(view.spec.hidden_size, view.spec.vocab_size)
+    monkeypatch.setattr(view, "draft_head", DraftHead(weights, view.head_rows, view.token_rows))
+    assert 0.0 < time_naming(view) < 1.0
 
 
 class Oracle:

@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from trimmoe.core.ledger import Ledger
 from trimmoe.core.specs import MOST_DRAFTED
 from trimmoe.cost.batching import TOKEN_SHARE
-from trimmoe.cost.crowd import Crowd, along_times_s, crowds
+from trimmoe.cost.crowd import LEAST, Crowd, along_times_s, crowds
 from trimmoe.cost.guessing import guess_times_s, row_times_s, stream_share, window
+from trimmoe.cost.head_law import right_among
 from trimmoe.cost.model import Accounting, CostModel
 from trimmoe.engine.guesses import GuessRules
 from trimmoe.engine.lead import DRAFT_MODEL, HEAD, OWN, Chunks, Lead, Passed, Source
@@ -318,65 +319,67 @@ TIMES = st.floats(1e-3, 1e3)
 
 
 def test_a_draft_that_is_read_along_costs_a_row_of_those_layers() -> None:
-    assert [CROWD.trip_s(drafts) for drafts in (0, 1, 4)] == [10.0, 11.0, 14.0]
+    assert [CROWD.trip_s(rows) for rows in (1, 2, 5)] == [10.0, 11.0, 14.0]
 
 
 def test_a_busy_machine_takes_as_long_as_it_has_rows_of_all_servers_users() -> None:
     """Twenty streams of two servers: batches of ten rows, and of twenty with a draft each."""
     crowd = CROWD.among(10, 20)
-    assert crowd.trip_s(0) == 10.0 + 2.0 * 4.5
+    assert crowd.trip_s() == 10.0 + 2.0 * 4.5
     software_s = [0.5 * (1 + further * (1.0 - TOKEN_SHARE)) for further in (9, 19)]
-    assert CROWD.among(10, 200).trip_s(0) == pytest.approx(20 * (software_s[0] + 5.5))
-    assert CROWD.among(10, 200).trip_s(1) == pytest.approx(20 * (software_s[1] + 10.5))
+    assert CROWD.among(10, 200).trip_s() == pytest.approx(20 * (software_s[0] + 5.5))
+    assert CROWD.among(10, 200).trip_s(2) == pytest.approx(20 * (software_s[1] + 10.5))
 
 
-@given(chance=SHARES, here=st.integers(1, 40), groups=st.integers(1, 10), path_s=TIMES)
-def test_what_is_read_along_never_takes_longer_than_nothing(
-    chance: float, here: int, groups: int, path_s: float
+def test_a_head_takes_its_time_to_name_drafts() -> None:
+    """Where the last layer is, and a batch's for ten streams; nothing where none is named."""
+    crowd = replace(CROWD, naming_s=0.7, naming_there_s=0.07)
+    assert crowd.trip_s() == CROWD.trip_s()
+    assert crowd.trip_s(2, 3) == pytest.approx(CROWD.trip_s(2) + 3 * 0.7)
+    full, among = CROWD.among(10, 200), crowd.among(10, 200)
+    assert among.trip_s(2, 3) == pytest.approx(full.trip_s(2) + 20 * 5.5 * 3 * 0.07)
+    assert crowd.along(0.8)[1] > CROWD.along(0.8)[1]
+    assert replace(CROWD, naming_s=99.0).turn(0.8, np.inf) == (False, CROWD.trip_s())
+
+
+@given(right=SHARES, here=st.integers(1, 40), groups=st.integers(1, 10), path_s=TIMES)
+def test_nobody_waits_longer_for_drafts_than_without_any(
+    right: float, here: int, groups: int, path_s: float
 ) -> None:
     """And the more often drafts are right the sooner the next token comes."""
     crowd = replace(CROWD, path_s=path_s, whole_s=path_s + 3.0).among(here, here * groups)
-    drafts, along_s = crowd.along(chance)
-    assert 0 <= drafts <= MOST_DRAFTED
-    assert along_s <= crowd.trip_s(0)
-    assert crowd.along(min(chance + 0.1, 1.0))[1] <= along_s
-    assert crowd.along(0.0) == (0, crowd.trip_s(0))
-
-
-def test_the_more_streams_the_fewer_drafts_are_worth_their_rows() -> None:
-    found = [CROWD.among(here, 2 * here).along(0.8)[0] for here in (1, 4, 16, 64)]
-    assert found == sorted(found, reverse=True)
-    assert found[0] > found[-1]
-
-
-def test_a_draft_has_to_be_as_likely_as_its_row_is_dear() -> None:
-    """A second of ten at most, which what is read along makes fewer. Where machines are full it is
-    nearly all of a token's time if no row is cheaper than the first."""
-    along_s = CROWD.along(0.8)[1]
-    assert CROWD.least_chance(0.8) == pytest.approx(1.0 / along_s)
-    rows_are_dear = replace(CROWD, batch_share=0.0, software_s=0.0).among(10, 200)
-    assert rows_are_dear.least_chance(0.8) > 0.9
-
-
-@given(chance=SHARES, here=st.integers(1, 40), groups=st.integers(1, 10), path_s=TIMES)
-def test_the_chance_that_drafts_have_to_have_is_one(
-    chance: float, here: int, groups: int, path_s: float
-) -> None:
-    crowd = replace(CROWD, path_s=path_s, whole_s=path_s + 3.0).among(here, here * groups)
-    assert 0.0 <= crowd.least_chance(chance) <= 1.0
+    least, along_s = crowd.along(right)
+    assert least in LEAST
+    along, best_s = crowd.turn(right, np.inf)
+    assert best_s == min(along_s, crowd.trip_s())
+    assert along == (best_s < crowd.trip_s())
+    assert crowd.along(min(right + 0.1, 1.0))[1] <= along_s
+    assert crowd.turn(0.0, np.inf) == (False, crowd.trip_s())
 
 
 def test_the_more_streams_the_surer_a_draft_has_to_be() -> None:
-    found = [CROWD.among(here, 2 * here).least_chance(0.8) for here in (1, 4, 16, 64)]
+    found = [CROWD.among(here, 2 * here).along(0.8)[0] for here in (1, 4, 16, 64)]
     assert found == sorted(found)
     assert found[0] < found[-1]
 
 
+def test_where_every_row_is_as_dear_as_the_first_drafts_are_worth_nothing_or_nearly() -> None:
+    rows_are_dear = replace(CROWD, batch_share=0.0, software_s=0.0).among(10, 200)
+    assert rows_are_dear.along(0.8)[0] == max(LEAST)
+    assert not rows_are_dear.turn(0.5, np.inf)[0]
+
+
 def test_drafts_are_read_along_unless_own_guesses_bring_the_next_token_sooner() -> None:
-    drafts, along_s = CROWD.along(0.8)
-    assert drafts > 0
-    assert CROWD.drafts(0.8, 2.0 * along_s) == CROWD.drafts(0.8, np.inf) == drafts
-    assert CROWD.drafts(0.8, 0.5 * along_s) == 0
+    along_s = CROWD.along(0.8)[1]
+    assert CROWD.turn(0.8, 2.0 * along_s) == CROWD.turn(0.8, np.inf) == (True, along_s)
+    assert CROWD.turn(0.8, 0.5 * along_s) == (False, 0.5 * along_s)
+
+
+def test_guesses_on_a_machine_that_computes_all_the_rest_too_take_it_their_time() -> None:
+    """Forty streams of four servers: four batches of ten, and a second for their guesses each."""
+    apart = CROWD.among(10, 40)
+    shared = replace(apart, guesses_there=True)
+    assert shared.own_s(1.0, 1.0, 0.15, 16) == pytest.approx(apart.own_s(1.0, 1.0, 0.15, 16) + 4.0)
 
 
 def test_own_guesses_take_their_server_its_time_and_are_none_where_none_is_allowed() -> None:
@@ -400,7 +403,8 @@ def test_plans_expect_of_a_stream_by_itself_what_servers_do(
     (crowd,) = crowds(cost, routes, whole_s, 1)
     planned_s = along_times_s(cost, routes, whole_s, 1)
     machine_s = crowd.software_s + crowd.busiest_s * (share + (1 - share) * (1 + MOST_DRAFTED))
-    assert planned_s[0] == pytest.approx(crowd.along(right)[1]) or machine_s > whole_s[0]
+    expected_s = crowd.turn(right, np.inf)[1]
+    assert planned_s[0] == pytest.approx(expected_s) or machine_s > whole_s[0]
     assert planned_s[0] <= whole_s[0]
 
 
@@ -417,6 +421,25 @@ def test_a_stream_takes_the_source_that_is_expected_to_be_sooner() -> None:
     assert lead.choose() == HEAD
     assert lead.window == lead.along > 0
     assert headed(pace_s=9.0, least=np.inf).choose() == HEAD
+
+
+def test_a_stream_guesses_nothing_where_nothing_ahead_brings_its_next_token_sooner() -> None:
+    crowd = replace(CROWD, naming_s=99.0, guesses_there=True).among(10, 200)
+    lead = headed(crowd=crowd)
+    assert lead.choose() == OWN
+    assert (lead.along, lead.least) == (0, np.inf)
+    assert headed(crowd=replace(crowd, whole_s=1e6)).choose() == OWN
+
+
+def test_a_head_is_judged_by_what_it_was_sure_of() -> None:
+    """Of drafts that it says are right nine times in ten as many as the law says change nothing."""
+    lead = headed(pace_s=99.0)
+    lead.choose()
+    lead.likely, before = 0.9, lead.drafts.chance
+    for at in range(400):
+        right = at % 100 < 100 * right_among(0.9, before)
+        lead.after(WHOLE_S, guessed=True, right=right, source=HEAD)
+    assert lead.drafts.chance == pytest.approx(before, abs=0.1)
 
 
 def test_without_a_head_or_anything_known_of_others_it_is_its_own() -> None:
@@ -472,17 +495,20 @@ def test_a_head_drafts_where_own_guesses_would_be_late() -> None:
     assert rules().home.tolist() == [True, False, False]
     assert not rules(hosts=None).home.any()
     assert np.isinf(rules().least_among(1)).all()
-    assert (rules().drafts_along(1, one, few) > 0).all()
-    assert not rules(cost=replace(rules().cost, head_right=0.0)).drafts_along(1, one, few).any()
+    assert (rules().drafts_along(1, one, few).most > 0).all()
+    headless = rules(cost=replace(rules().cost, head_right=0.0))
+    assert not headless.drafts_along(1, one, few).most.any()
     ring = replace(PRESETS["speculative"](), guess_chunks=True)
-    assert not rules(settings=ring).drafts_along(1, one, few).any()
+    assert not rules(settings=ring).drafts_along(1, one, few).most.any()
     exact = PRESETS["exact"]()
-    assert not rules(settings=exact).drafts_along(1, one, few).any()
-    assert (rules().drafts_along(150, many, few) <= rules().drafts_along(1, one, few)).all()
+    assert not rules(settings=exact).drafts_along(1, one, few).most.any()
+    alone, among = rules().drafts_along(1, one, few), rules().drafts_along(150, many, few)
+    assert (among.most <= alone.most).all()
+    assert (among.likely >= alone.likely).all()
 
 
 def test_at_home_a_head_drafts_however_quick_an_own_guess_is() -> None:
     cost = priced(np.ones((3, 3, 2)), guess_s=np.full(3, 1e-6), head_right=0.8)
     speculative = replace(PRESETS["speculative"](), guess_chance=0.15)
     found = rules(cost=cost, settings=speculative).drafts_along(1, np.ones(3, dtype=int), [1.0] * 3)
-    assert found[0] > 0
+    assert found.most[0] > 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -59,6 +60,20 @@ def test_they_are_kept_as_they_are(cluster: ClusterSpec, model: ModelSpec, tmp_p
     kept = load_machines(tmp_path / "machines.trim")
     assert kept.hash == made.hash
     assert kept.server_names == cluster.server_names
+
+
+def test_what_a_draft_head_takes_is_kept_where_there_is_one(
+    cluster: ClusterSpec, model: ModelSpec, tmp_path: Path
+) -> None:
+    without = timed_machines(cluster, model)
+    made = replace(without, head_right=0.8, naming_s=1e-3 * np.arange(1, 4))
+    made.save(tmp_path / "machines.trim")
+    kept = load_machines(tmp_path / "machines.trim")
+    assert (kept.hash, kept.head_right) == (made.hash, 0.8)
+    priced = cost_model(model, kept.applied(cluster, model, Precision.NONE))
+    assert priced.naming_s is not None
+    assert priced.naming_s.tolist() == [1e-3, 2e-3, 3e-3]
+    assert cost_model(model, without.applied(cluster, model, Precision.NONE)).naming_s is None
 
 
 def test_a_token_costs_what_was_measured(cluster: ClusterSpec, model: ModelSpec) -> None:
@@ -122,7 +137,8 @@ def test_others_are_refused_in_a_sentence(cluster: ClusterSpec, model: ModelSpec
 def test_plans_keep_what_was_measured(
     cluster: ClusterSpec, model: ModelSpec, rng: np.random.Generator, tmp_path: Path
 ) -> None:
-    measured = timed_machines(cluster, model, hop_s=1e-3).applied(cluster, model, Precision.NONE)
+    timed = replace(timed_machines(cluster, model, hop_s=1e-3), naming_s=1e-3 * np.arange(1, 4))
+    measured = timed.applied(cluster, model, Precision.NONE)
     plan = random_plan(rng, model, measured)
     plan.save(tmp_path / "plan.trim")
     kept = load_plan(tmp_path / "plan.trim")
@@ -223,6 +239,7 @@ def test_a_server_that_lies_costs_speed_only(tmp_path: Path) -> None:
             free_bytes=1,
             software_s=1e-3,
             work_s=good if at else np.full_like(good, -np.inf),
+            naming_s=(math.nan, 1e-3, 3e-3, 2e-3)[at],
             links=(
                 LinkReport(
                     peer=SERVERS[0], delay_s=-1.0, bandwidth_bytes_per_s=None, jitter_s=None
@@ -236,6 +253,8 @@ def test_a_server_that_lies_costs_speed_only(tmp_path: Path) -> None:
     made = measuring.machines_of(artifacts, config, [*reports[:3], None], reports)
     assert (made.work_s[1:3] == 1e-3).all()
     assert (made.work_s[[0, 3]] == 1e-2).all()
+    assert made.naming_s is not None
+    assert made.naming_s.tolist() == pytest.approx([3e-2, 1e-3, 3e-3, 3e-2])
     applied = made.applied(artifacts.plan.cluster, artifacts.model, Precision.NONE)
     assert (applied.delay_s >= 0).all()
     assert np.isfinite(cost_model(artifacts.model, applied).transfer_s).all()

@@ -181,26 +181,26 @@ async def test_answers_are_the_same_with_drafts_that_are_right_more_often_than_n
     assert not restarts
 
 
-async def test_the_more_streams_the_fewer_tokens_are_offered_to_each(
+async def test_the_more_streams_the_surer_a_token_has_to_be_to_be_offered(
     tiny: Tiny, offered: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As many as the cost model says that they are worth."""
-    found: list[tuple[int, int]] = []
-    drafts_at_home = Crowd.drafts_at_home
+    """As sure as the cost model says that makes it worth its row."""
+    found: list[tuple[int, float]] = []
+    along = Crowd.along
 
-    def seen(crowd: Crowd, right: float) -> int:
-        found.append((crowd.here, drafts_at_home(replace(crowd, batch_share=0.5), right)))
-        return found[-1][1]
+    def seen(crowd: Crowd, right: float) -> tuple[float, float]:
+        told = along(replace(crowd, batch_share=0.5), right)
+        found.append((crowd.here, told[0]))
+        return told
 
-    monkeypatch.setattr(Crowd, "drafts_at_home", seen)
+    monkeypatch.setattr(Crowd, "along", seen)
     profile, plan = at_home(tiny)
     asked = Questions(tiny=tiny, count=5).among(1, new=16)
     async with running(tiny, profile=profile, plan=plan, policy=SPECULATIVE) as cluster:
         give_heads(cluster, [], monkeypatch)
         await answers(cluster, asked)
-    most = {streams: max(k for n, k in found if n == streams) for streams, _ in found}
-    assert most[1] > most[5]
-    assert max(offered) <= most[1]
+    least = {streams: min(each for n, each in found if n == streams) for streams, _ in found}
+    assert least[1] < least[5]
 
 
 @pytest.mark.parametrize("place", ["at home", "comes and goes"])

@@ -20,12 +20,11 @@ from trimmoe.core.errors import UserError
 from trimmoe.core.trace import Trace, load_trace
 from trimmoe.cost.guessing import guess_times_s, window
 from trimmoe.cost.model import Accounting
-from trimmoe.engine.guesses import GuessRules
+from trimmoe.engine.guesses import DraftsAlong, GuessRules
 from trimmoe.engine.lead import Lead
 from trimmoe.experiments.method_engines import make_engine
 from trimmoe.policy.build import make_policy
 from trimmoe.policy.presets import speculative
-from trimmoe.simulator import ahead as ahead_module
 from trimmoe.simulator.ahead import Ahead
 from trimmoe.simulator.arrivals import Requests
 from trimmoe.simulator.feed import TraceFeed
@@ -120,14 +119,23 @@ def test_auto_guesses_while_fewer_answers_are_under_way_than_are_worth_it(
 
 
 def drafted(
-    monkeypatch: pytest.MonkeyPatch, along: int, count: int, *, right: float, sure: float = 1.0
+    monkeypatch: pytest.MonkeyPatch,
+    along: int,
+    count: int,
+    *,
+    right: float,
+    likely: float = 0.0,
+    naming_s: float = 0.0,
 ) -> Sample:
     """One request of `count` tokens on the same route, of whose followers a head drafts `along`."""
     one = foreseen(guessing(stages(OWN_SERVERS, WAY_S), 8, 1.0), [UNSURE] * count)
-    cost = replace(one.engine.cost, head_right=right)
-    monkeypatch.setattr(ahead_module, "SURE", sure)
+    each_s = np.full(one.engine.cost.server_count, naming_s)
+    cost = replace(one.engine.cost, head_right=right, naming_s=each_s)
     servers = one.engine.cost.server_count
-    monkeypatch.setattr(GuessRules, "drafts_along", lambda *_: np.full(servers, along))
+    chosen = DraftsAlong(
+        most=np.full(servers, along), likely=np.full(servers, likely), idle=np.zeros(servers, bool)
+    )
+    monkeypatch.setattr(GuessRules, "drafts_along", lambda *_: chosen)
     one = replace(one, engine=replace(one.engine, cost=cost))
     return answered(one, np.zeros_like(one.trace.confidence), [count])
 
@@ -152,8 +160,19 @@ def test_wrong_drafts_of_a_head_are_withdrawn_and_save_nothing(
     assert sample.withdrawn_layers == 2 * 2 * LAYERS
 
 
+def test_a_head_names_drafts_when_the_last_layer_is_through(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Four behind the last token of each batch, a quarter of a second each."""
+    whole_s = WHOLE_S + 4 * 0.25
+    sample = drafted(monkeypatch, 2, 6, right=1.0, naming_s=0.25)
+    assert finished_s(sample, 0) == pytest.approx([whole_s] * 3 + [2 * whole_s] * 3)
+    sample = drafted(monkeypatch, 2, 2, right=0.0, naming_s=0.25)
+    assert finished_s(sample, 0) == pytest.approx([whole_s, 2 * whole_s])
+
+
 def test_where_a_head_is_not_sure_nothing_follows(monkeypatch: pytest.MonkeyPatch) -> None:
-    sample = drafted(monkeypatch, 2, 3, right=1.0, sure=0.0)
+    sample = drafted(monkeypatch, 2, 3, right=1.0, likely=1.0)
     assert finished_s(sample, 0) == [WHOLE_S, 2 * WHOLE_S, 3 * WHOLE_S]
     assert sample.drafts == 0
 
@@ -393,7 +412,7 @@ def test_where_servers_are_busy_with_others_fewer_guesses_are_followed(
         assert waiting.guess_rules.least_among(streams) == pytest.approx(least)
     feed = TraceFeed(trace=one.trace)
     followed = Ahead(
-        engine=waiting, along=np.zeros(1, dtype=int), feed=feed, seed=0, budget=0.0, confidence=0.9
+        engine=waiting, along=DraftsAlong.none(1), feed=feed, seed=0, budget=0.0, confidence=0.9
     )
     tokens = np.arange(LENGTH)
     for request in range(LENGTH):

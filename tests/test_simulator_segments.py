@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from simulated import LENGTH, World, world
 from trimmoe.core.events import TokensImported
+from trimmoe.engine.guesses import DraftsAlong
 from trimmoe.simulator import ahead, journey
 from trimmoe.simulator.feed import TraceFeed
 from trimmoe.simulator.journey import TRAVELLING, Itinerary, pass_layers
@@ -48,7 +49,7 @@ def test_journeys_are_those_of_one_layer_at_a_time(
     access = rng.integers(0, one.engine.cost.server_count, count)
     tokens = rng.integers(0, one.trace.token_count, count)
     for way in (journey.travel, by_layer):
-        asked["along"] = np.zeros(one.engine.cost.server_count, dtype=np.int64)
+        asked["along"] = DraftsAlong.none(one.engine.cost.server_count)
         states = ahead.Ahead(seed=seed, budget=0.05, confidence=0.9, streams=count, **asked)
         for request, server in enumerate(access.tolist()):
             states.open(request, server)

@@ -86,6 +86,8 @@ class Machines:
     """As in `Speeds`, [M]."""
     head_right: float = 0.0
     """As in `Speeds`."""
+    naming_s: FloatArray | None = None
+    """As in `Speeds`."""
 
     def save(self, path: Path) -> None:
         """Write to `path`, atomically."""
@@ -97,7 +99,9 @@ class Machines:
 
     def _arrays(self) -> dict[str, np.ndarray]:
         found = {name: getattr(self, name) for name in _ARRAYS}
-        return found | ({_HEAD: np.array([self.head_right])} if self.head_right else {})
+        if self.head_right:
+            found[_HEAD] = np.array([self.head_right])
+        return found if self.naming_s is None else found | {_NAMING: self.naming_s}
 
     def law(self) -> tuple[FloatArray, FloatArray]:
         """What a batch of each kind takes: seconds once, and for each row, both [M, W].
@@ -137,6 +141,7 @@ class Machines:
             at_once=self.at_once(),
             batch_share=self.batch_share(),
             head_right=self.head_right,
+            naming_s=self.naming_s,
         )
 
     def applied(self, cluster: ClusterSpec, model: ModelSpec, precision: Precision) -> ClusterSpec:
@@ -175,7 +180,7 @@ _ARRAYS = (
     "batches", "work_s", "low_s", "high_s", "together", "machine", "free_bytes", "delay_s",
     "bandwidth_bytes_per_s", "jitter_s", "software_s", "hop_s", "token_s",
 )  # fmt: skip
-_HEAD = "head_right"
+_HEAD, _NAMING = "head_right", "naming_s"
 
 
 _TIME = replace(amount("M W B"), least=1e-12)
@@ -192,9 +197,10 @@ _FIELDS = {
     "jitter_s": amount("M M", unknown=True),
     **{name: amount("M") for name in ("software_s", "hop_s", "token_s")},
     _HEAD: share("1", optional=True),
+    _NAMING: replace(amount("M"), optional=True),
 }
 """What is in the file."""
-assert _FIELDS.keys() == {*_ARRAYS, _HEAD}
+assert _FIELDS.keys() == {*_ARRAYS, _HEAD, _NAMING}
 
 
 def load_machines(path: Path) -> Machines:

@@ -152,7 +152,7 @@ def _require_header(header: Header, servers: int) -> None:
 
 _SPEEDS = "cluster.speeds."
 """What the names of arrays of what was measured begin with."""
-_TIMED = ("dense_s", "expert_s", "head_s", "draft_s", "hop_s", "token_s", "at_once")
+_TIMED = ("dense_s", "expert_s", "head_s", "draft_s", "hop_s", "token_s", "at_once", "naming_s")
 _FIELDS = {
     "hosts": count("M N E", 1),
     "stand_in_bits": replace(count("M N E", max(STAND_IN_BITS)), optional=True),

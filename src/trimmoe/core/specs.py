@@ -95,6 +95,8 @@ class Speeds:
     """As in `cost.batching`."""
     head_right: float = 0.0
     """Share of the drafts of a draft head that are right; 0 where servers have none."""
+    naming_s: FloatArray | None = None
+    """What a draft head takes to name one token behind one; None where nobody measured it."""
 
     def __post_init__(self) -> None:
         for array in self.arrays().values():
@@ -109,7 +111,8 @@ class Speeds:
         names = (
             "dense_s", "expert_s", "head_s", "draft_s", "hop_s", "token_s", "machine", "at_once",
         )  # fmt: skip
-        return {name: getattr(self, name) for name in names}
+        found = {name: getattr(self, name) for name in names}
+        return found if self.naming_s is None else found | {"naming_s": self.naming_s}
 
     def among(self, servers: IntArray) -> Speeds:
         """Of these servers [n] only, in this order."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from functools import lru_cache
 from typing import TypeVar
 
 import numpy as np
@@ -20,6 +20,7 @@ from trimmoe.cost.guessing import (
     rows_along,
     token_times_s,
 )
+from trimmoe.cost.head_law import named_among, rows_among, tokens_among
 from trimmoe.cost.model import CostModel
 
 T = TypeVar("T", float, FloatArray)
@@ -27,9 +28,12 @@ T = TypeVar("T", float, FloatArray)
 IN_VAIN = 2.0
 """How many times as long as its own time a server's own guess takes it, with those behind wrong
 ones and with prompts that it reads; measured on two and on five servers."""
-SURE = 0.7
-"""Share of cases in which a draft head is sure enough of one more, measured on the embedded model.
-"""
+LEAST = (0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
+"""Chances that a draft and all before it may have to have of being right, as the head gives them,
+to be read along."""
+ROWS, NAMED = tuple(map(rows_among, LEAST)), tuple(map(named_among, LEAST))
+"""Rows that are read along with a token that is known, itself included, and drafts that the head
+names to that end, by `LEAST`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,6 +56,12 @@ class Crowd:
     at_once: float
     """How many servers its machine serves at once."""
     batch_share: float
+    naming_s: float = 0.0
+    """What a draft head takes to name one token behind one, where the last layer is."""
+    naming_there_s: float = 0.0
+    """Of that, what the fullest machine computes."""
+    guesses_there: bool = False
+    """Whether that is where the user's server is."""
     here: int = 1
     """Streams of that server's users."""
     streams: int = 1
@@ -62,31 +72,22 @@ class Crowd:
         here = max(here, 1)
         return replace(self, here=here, streams=max(here, streams))
 
-    def trip_s(self, drafts: float) -> float:
-        """Until the next token can set out where so many drafts are read along with each."""
-        return max(self._alone_s(1 + drafts), self._machine_s(1 + drafts))
+    def trip_s(self, rows: float = 1.0, named: float = 0.0) -> float:
+        """Until the next token can set out where so many rows of each stream are read together, and
+        a head names so many drafts of each."""
+        named = named * self._batch(1)
+        alone_s = self._alone_s(rows) + named * self.naming_s
+        return max(alone_s, self._machine_s(rows) + self._groups * named * self.naming_there_s)
 
-    def along(self, chance: float) -> tuple[int, float]:
-        """How many drafts it pays best to read along, each of them right with `chance` where those
-        before it are and the head is sure of it, and the time from one token to the next by
-        that."""
-        each = enumerate(zip(_ROWS, _expected(chance * SURE), strict=True))
-        least_s, drafts = min((self.trip_s(rows - 1.0) / tokens, k) for k, (rows, tokens) in each)
-        return drafts, least_s
-
-    def least_chance(self, chance: float) -> float:
-        """Chance that a draft and all before it have to have of being right to be worth its row:
-        what a row more of every stream takes, of what a token takes; `chance` as of `along`. Where
-        machines are full that is what it takes them; half as much beyond what it takes its own
-        batch where a server has one stream, since the rows of a batch that small are cheaper than
-        those of larger ones."""
-        drafts, along_s = self.along(chance)
-        rows = _ROWS[drafts]
-        row_s = self._alone_s(rows) - self._alone_s(rows - 1.0)
-        if self._machine_s(rows) > self._alone_s(rows):
-            full_s = self._machine_s(rows) - self._machine_s(rows - 1.0)
-            row_s += (full_s - row_s) * (1.0 - 0.5 / self.here)
-        return min(row_s / along_s, 1.0)
+    def along(self, right: float) -> tuple[float, float]:
+        """How likely a draft and all before it have to be to be worth their rows (of `LEAST`), and
+        the time from one token to the next by that; `right` of a head's first drafts are."""
+        each = zip(LEAST, ROWS, NAMED, tokens_by(right), strict=True)
+        times_s = (
+            (self.trip_s(rows, named) / tokens, least) for least, rows, named, tokens in each
+        )
+        along_s, least = min(times_s)
+        return least, along_s
 
     def among_s(self, guess_s: float) -> float:
         """A guess that takes `guess_s` by itself, in a batch with those of all of its streams, and
@@ -100,20 +101,25 @@ class Crowd:
         if math.isinf(least):
             return math.inf
         batch = self._batch(1)
-        alone_s = interval_s(chance, guess_s, self.trip_s(0), least, most)
+        alone_s = interval_s(chance, guess_s, self.trip_s(), least, most)
         guessing_s = self._groups * guess_s / self.at_once
-        return max(alone_s, self.home_s * batch + guess_s, self._machine_s(1), guessing_s)
+        machine_s = self._machine_s(1)
+        if self.guesses_there:
+            machine_s += guessing_s
+        return max(alone_s, self.home_s * batch + guess_s, machine_s, guessing_s)
 
-    def drafts(self, right: float, own_s: float) -> int:
-        """How many drafts of a head that are `right` so often are read along with each token; none
-        where a server's own guesses bring the next one sooner, in `own_s`."""
-        drafts, along_s = self.along(right)
-        return drafts if along_s < own_s else 0
+    def turn(self, right: float, own_s: float) -> tuple[bool, float]:
+        """Whether drafts of a head that are `right` so often are read along with each token, and
+        the time from one token to the next by what is best: not where a server's own guesses bring
+        it sooner, in `own_s`, or nothing ahead does."""
+        along_s, alone_s = self.along(right)[1], self.trip_s()
+        return along_s < min(own_s, alone_s), min(along_s, own_s, alone_s)
 
     def drafts_at_home(self, right: float) -> int:
-        """The same where all is on the user's server, which would otherwise pass one token at a
-        time: at least as many as in one process."""
-        return max(self.along(right)[0], min(rows_along(self.streams), MOST_DRAFTED))
+        """How many drafts at most are read along where all is on the user's server, which would
+        otherwise pass one token at a time: at least as many as in one process."""
+        least = min(rows_along(self.streams), MOST_DRAFTED)
+        return MOST_DRAFTED if self.along(right)[1] < self.trip_s() else least
 
     def _alone_s(self, rows: float) -> float:
         """What a batch of so many rows of each stream of its server's users takes to full depth and
@@ -137,15 +143,26 @@ class Crowd:
 
 def along_times_s(cost: CostModel, routes: IntArray, whole_s: FloatArray, top_k: int) -> FloatArray:
     """From one token to the next of a stream by itself where as many drafts of a head are read
-    along as pay, with tokens on `routes` [A, N] that take `whole_s` [A] to full depth and back,
-    [A] seconds: see `Crowd.along`."""
+    along as pay, if any do, with tokens on `routes` [A, N] that take `whole_s` [A] to full depth
+    and back, [A] seconds: see `Crowd.along`."""
     layer_s = layer_times_s(cost, top_k) - token_times_s(cost)
     path_s = layer_s[routes, np.arange(cost.layer_count)].sum(axis=1)
-    each_s = [
-        _trip_s(whole_s, path_s, batch_s(1.0, rows, cost.batch_share)) / tokens
-        for rows, tokens in zip(_ROWS, _expected(cost.head_right * SURE), strict=True)
-    ]
+    naming_s, each_s = _naming_s(cost, routes), [whole_s]
+    if cost.head_right:
+        for rows, named, tokens in zip(ROWS, NAMED, tokens_by(cost.head_right), strict=True):
+            batch_times = batch_s(1.0, rows, cost.batch_share)
+            each_s.append((_trip_s(whole_s, path_s, batch_times) + named * naming_s) / tokens)
     return np.min(each_s, axis=0)
+
+
+def tokens_by(right: float) -> tuple[float, ...]:
+    """Tokens that a batch brings, by `LEAST`; `right` of a head's first drafts are."""
+    return _tokens_by(round(right, 2))
+
+
+@lru_cache(maxsize=101)
+def _tokens_by(right: float) -> tuple[float, ...]:
+    return tuple(tokens_among(LEAST, right))
 
 
 def _trip_s(whole_s: T, path_s: T, times: float) -> T:
@@ -154,27 +171,24 @@ def _trip_s(whole_s: T, path_s: T, times: float) -> T:
     return whole_s + path_s * (times - 1.0)
 
 
-def _expected(chance: float) -> tuple[float, ...]:
-    """By how many drafts there are behind a token at most, from none on: how many the token and
-    those are until one is not what it has to be, which each is with `chance`."""
-    return tuple(accumulate(chance**k for k in range(MOST_DRAFTED + 1)))
-
-
-_ROWS = _expected(SURE)
-"""Rows that a token and so many drafts at most are expected to be, by how sure the head is of
-them; tokens come of those that are right as well."""
+def _naming_s(cost: CostModel, routes: IntArray) -> FloatArray:
+    """What a draft head takes for one token where routes [A, N] end, [A]."""
+    zeros = np.zeros(cost.server_count)
+    return (zeros if cost.naming_s is None else cost.naming_s)[routes[:, -1]]
 
 
 def crowds(cost: CostModel, routes: IntArray, whole_s: FloatArray, top_k: int) -> tuple[Crowd, ...]:
     """One stream of each server's users by itself, on its row of `routes` [R, N], whose tokens
     take `whole_s` [R] to full depth and back."""
     servers, layers = np.arange(cost.server_count), np.arange(cost.layer_count)
-    _, at_once = machines_of(cost)
+    machine, at_once = machines_of(cost)
     work_s, layer_s = machine_times_s(cost, routes[servers], top_k), layer_times_s(cost, top_k)
     computed = replace(cost, apart_s=None, dense_s=cost.dense_s - token_times_s(cost))
     computed_s = machine_times_s(computed, routes[servers], top_k)
     fullest = work_s.argmax(axis=1)
     layer_s = (layer_s - token_times_s(cost))[routes[servers], layers]
+    last, naming_s = routes[servers, -1], _naming_s(cost, routes[servers])
+    there_s = np.where(machine[last] == fullest, naming_s / at_once[last], 0.0)
     return tuple(
         Crowd(
             whole_s=float(whole_s[server]),
@@ -184,6 +198,9 @@ def crowds(cost: CostModel, routes: IntArray, whole_s: FloatArray, top_k: int) -
             home_s=float(layer_s[server, routes[server] == server].sum()),
             at_once=float(at_once[server]),
             batch_share=cost.batch_share,
+            naming_s=float(naming_s[server]),
+            naming_there_s=float(there_s[server]),
+            guesses_there=bool(machine[server] == fullest[server]),
         )
         for server in servers.tolist()
     )

@@ -80,6 +80,8 @@ class CostModel:
     """As in `Speeds`, part of `dense_s` of the first layer, [M]; None: nothing, as nominally."""
     head_right: float = 0.0
     """As in `Speeds`."""
+    naming_s: FloatArray | None = None
+    """As in `Speeds`, [M]; None: nothing."""
     batch_share: float = BATCH_SHARE
     """Share of a row's time that a batch needs only once."""
 
@@ -196,6 +198,7 @@ def _measured(nominal: CostModel, model: ModelSpec, speeds: Speeds) -> CostModel
         batch_share=speeds.batch_share,
         token_s=speeds.token_s,
         head_right=speeds.head_right,
+        naming_s=speeds.naming_s,
     )
 
 

@@ -8,7 +8,7 @@ from functools import cached_property
 
 import numpy as np
 
-from trimmoe.core.specs import BoolArray, FloatArray, IntArray
+from trimmoe.core.specs import MOST_DRAFTED, BoolArray, FloatArray, IntArray
 from trimmoe.cost.crowd import Crowd, crowds
 from trimmoe.cost.guessing import (
     at_home,
@@ -16,9 +16,34 @@ from trimmoe.cost.guessing import (
     row_times_s,
     stream_share,
 )
+from trimmoe.cost.head_law import named_among
 from trimmoe.cost.model import CostModel
 from trimmoe.engine.lead import Chunks, Lead
 from trimmoe.policy.settings import PolicySettings
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DraftsAlong:
+    """Drafts of a head that are read along with the tokens of each server's users, [M] each."""
+
+    most: IntArray
+    """With one token."""
+    likely: FloatArray
+    """The chance that one and all before it have to have of being right, as the head has it."""
+
+    idle: BoolArray
+    """Where nothing is guessed either, as nothing ahead brings the next token sooner."""
+
+    @property
+    def named(self) -> FloatArray:
+        """Drafts that a head names to that end, [M]."""
+        return np.where(self.most > 0, [named_among(each) for each in self.likely.tolist()], 0.0)
+
+    @classmethod
+    def none(cls, servers: int) -> DraftsAlong:
+        """Nowhere any."""
+        nothing = np.zeros(servers, dtype=np.int64)
+        return cls(most=nothing, likely=np.zeros(servers), idle=nothing > 0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,22 +88,25 @@ class GuessRules:
         stops = crowded | self._late | (streams >= self.streams)
         return np.where(stops, np.inf, least)
 
-    def drafts_along(self, streams: int, here: IntArray, chances: Sequence[float]) -> IntArray:
-        """Drafts of a head that are read along with each token while so many answers are under
-        way, `here` [M] of each server's users, [M]: none where guesses of the servers' own, right
-        with these `chances`, bring the next token sooner, or there is no head."""
+    def drafts_along(self, streams: int, here: IntArray, chances: Sequence[float]) -> DraftsAlong:
+        """Those of a head while so many answers are under way, `here` [M] of each server's users:
+        none where guesses of the servers' own, right with these `chances`, bring the next token
+        sooner, or there is no head."""
         right, least = self.cost.head_right, self.least_among(streams)
-        found = np.zeros(self.cost.server_count, dtype=np.int64)
+        found = DraftsAlong.none(self.cost.server_count)
         if not (right and self.settings.reads_along):
             return found
         for server, chance in enumerate(chances):
             crowd = self.crowd(server, int(here[server]), streams)
-            if self.home[server]:
-                found[server] = crowd.drafts_at_home(right)
-                continue
             guess_s, most = crowd.among_s(float(self.guess_s[server])), self.settings.guesses
             own_s = crowd.own_s(chance, guess_s, float(least[server]), most)
-            found[server] = crowd.drafts(right, own_s)
+            found.likely[server] = crowd.along(right)[0]
+            if self.home[server]:
+                found.most[server] = crowd.drafts_at_home(right)
+                continue
+            along, best_s = crowd.turn(right, own_s)
+            found.most[server] = MOST_DRAFTED * along
+            found.idle[server] = not along and best_s < own_s
         return found
 
     def crowd(self, server: int, here: int, streams: int) -> Crowd:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from dataclasses import dataclass, field, replace
 
 from trimmoe.core.ledger import Ledger
+from trimmoe.core.specs import MOST_DRAFTED
 from trimmoe.cost.crowd import Crowd
 from trimmoe.cost.guessing import interval_s, window
+from trimmoe.cost.head_law import right_among
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,6 +39,8 @@ OWN, DRAFT_MODEL, HEAD = range(3)
 from what full depth gave, whose drafts are read along with the token that they follow."""
 FIRST_HEAD_CHANCE = 0.75
 """What drafts of a head are taken to be right in a new stream."""
+MOST_CHANCE = 0.99
+"""No source is taken to be right for certain."""
 SWITCHES = 0.9
 """What share of the time from token to token another source has to take to be given the turn."""
 
@@ -61,9 +66,11 @@ class Source:
         back and `least` and `most` bound the window."""
         return interval_s(self.chance, self.guess_s, whole_s, least, most)
 
-    def learn(self, right: bool) -> None:
-        """Word of a guess has come."""
-        self.chance += _LATELY * (right - self.chance)
+    def learn(self, right: bool, expected: float | None = None) -> None:
+        """Word of a guess has come, of whose kind so many were `expected` to be right, by default
+        as many as of all."""
+        told = right - (self.chance if expected is None else expected)
+        self.chance = min(max(self.chance + _LATELY * told, 0.0), MOST_CHANCE)
 
     def rest(self) -> None:
         """Another source has guessed a token."""
@@ -144,11 +151,14 @@ class Lead:
             worth = 1.0 / SWITCHES if self.turn == HEAD else SWITCHES
             if able:
                 own_s = self._crowded_s(self.crowd, best) * worth
-                self.along = self.crowd.drafts(self.drafts.chance, own_s)
+                along, best_s = self.crowd.turn(self.drafts.chance, own_s)
+                self.along = MOST_DRAFTED * along
+                if not along and best_s < own_s:
+                    # Nothing ahead brings the next token sooner.
+                    self.least = math.inf
             else:
                 self.along = self.crowd.drafts_at_home(self.drafts.chance)
-            if self.along:
-                self.likely = self.crowd.least_chance(self.drafts.chance)
+            self.likely = self.crowd.along(self.drafts.chance)[0]
         self.turn = HEAD if self.along else best
         return self.turn
 
@@ -194,7 +204,9 @@ class Lead:
             in_vain = sum(made * guess_s <= done_s for made in range(1, most + 1))
         for at, one in (*enumerate(self.sources), (HEAD, self.drafts)):
             if guessed and at == source:
-                one.learn(right)
+                # Only drafts that the head is sure of are read along.
+                sure = right_among(self.likely, one.chance) if at == HEAD else None
+                one.learn(right, sure)
             elif at != self.turn:
                 one.rest()
         left = (at_s - interval_s for at_s in self._through_s)

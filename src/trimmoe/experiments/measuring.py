@@ -6,6 +6,7 @@ beside all this is what a client's clock says of exact answers beyond what was m
 from __future__ import annotations
 
 import asyncio
+import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -42,6 +43,9 @@ PROMPTS = (
 )
 ANSWER_TOKENS = 32
 _MS = 1e3
+_SEVERAL = np.array(BATCHES) >= 8
+"""Batches of a size that servers have when several compute at once: what one row takes out of the
+caches of a processor that is shared says nothing of them."""
 _ALIKE = 5.0
 """How much it weighs that a message and a token cost the same, against one user's clock. They
 nearly do, and with less weight what a slow server's software takes is put on every token of the
@@ -162,7 +166,7 @@ def machines_of(
     ratio = np.ones(count)
     for at, one in enumerate(together):
         if one is not None and known[at]:
-            longer = float(np.median(one.work_s[1] / work_s[at]))
+            longer = float(np.median((one.work_s[1] / work_s[at])[:, _SEVERAL]))
             ratio[at] = max(longer, 1.0) if np.isfinite(longer) else 1.0
     delay_s, bandwidth, jitter_s = links_of(
         cluster.server_names, [() if one is None else one.links for one in alone]
@@ -201,7 +205,16 @@ def machines_of(
         hop_s=np.zeros(count),
         token_s=np.zeros(count),
         head_right=min((one.head_right for one in alone if one is not None), default=0.0),
+        naming_s=_naming_s(alone),
     )
+
+
+def _naming_s(alone: Sequence[MachineReport | None]) -> FloatArray | None:
+    """Of each server, [M]; None if none has a draft head."""
+    said = np.array([math.nan if one is None else one.naming_s for one in alone])
+    if not (np.isfinite(said) & (said > 0)).any():
+        return None
+    return plausible(said, np.array([one is not None for one in alone]))
 
 
 def links_of(names: Sequence[str], told: Sequence[Sequence[LinkReport]]) -> FloatArray:

@@ -40,6 +40,8 @@ class MachineReport:
     links: tuple[LinkReport, ...]
     head_right: float = 0.0
     """Share of a draft head's drafts that are right, as its file says; 0 where there is none."""
+    naming_s: float = 0.0
+    """What it takes to name one token behind one."""
 
 
 def link_reports(estimates: Iterable[LinkEstimate]) -> tuple[LinkReport, ...]:

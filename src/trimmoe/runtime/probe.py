@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import platform
@@ -18,6 +19,7 @@ from trimmoe.core.machines import BATCHES, Work
 from trimmoe.core.specs import BoolArray, FloatArray
 from trimmoe.models.base import DROPPED, EncoderDecoderView, MoEView, Segment, TokenBatch
 from trimmoe.models.draft_head import USUAL, expected_tokens
+from trimmoe.runtime.head_drafts import HeadDrafts, Wish
 from trimmoe.runtime.home import Own, held_here, home_layers, home_states
 
 FEWEST, MOST = 5, 40
@@ -95,6 +97,25 @@ def time_work(view: MoEView, own: Own | None = None) -> FloatArray:
     own = own or Own.of(view, held_here(view))
     by_rows = [_work_at(_Bench(view, rows), own) for rows in BATCHES]
     return np.stack(by_rows, axis=2)
+
+
+@torch.inference_mode()
+def time_naming(view: MoEView) -> float:
+    """Median time in which a draft head names one token behind one that has come, and reads what
+    that was predicted from, seconds; nothing where there is no head."""
+    if view.draft_head is None:
+        return 0.0
+    bench, drafts = _Bench(view, 1), HeadDrafts(view=view)
+    state, token = bench.states[:1], 0
+    drafts.read(0, 0, state.expand(_CONTEXT, -1), [token] * _CONTEXT)
+    positions = itertools.count(_CONTEXT)
+
+    def named() -> None:
+        position = next(positions)
+        drafts.offer([Wish(slot=0, position=position, token=token, most=1, likely=0.0)])
+        drafts.read(0, position, state, [token])
+
+    return float(np.median(bench.timed(named)))
 
 
 def _work_at(bench: _Bench, own: Own) -> FloatArray:

@@ -29,19 +29,19 @@ from trimmoe.core.events import (
 )
 from trimmoe.core.specs import BoolArray, FloatArray, IntArray
 from trimmoe.core.wave import Wave, join_waves
-from trimmoe.cost.crowd import SURE
 from trimmoe.cost.guessing import window
+from trimmoe.engine.guesses import DraftsAlong
 from trimmoe.engine.prompts import NO_EXIT
 from trimmoe.engine.state import EngineState
 from trimmoe.engine.step import Engine
 from trimmoe.policy.trim import rounded_weight
 from trimmoe.simulator.feed import TraceFeed
+from trimmoe.simulator.head_drafts import HeadDrafts
 from trimmoe.simulator.journey import TRAVELLING, Itinerary, travel
+from trimmoe.simulator.uniform import uniform
 from trimmoe.simulator.world import NONE, RIGHT, UNSURE, WRONG
 
 ENTERING = 0
-_SURE_SEED, _RIGHT_SEED = 7919, 15013
-"""Apart from the draws that exits are audited by."""
 
 
 @dataclass(kw_only=True)
@@ -54,13 +54,13 @@ class Ahead:
     seed: int
     budget: float
     confidence: float
-    along: IntArray
-    """As in `World`, [M]."""
+    along: DraftsAlong
     streams: int | None = None
     """Requests that are always under way; None: those whose accounts are open."""
     settled: list[EngineState] = field(init=False)
     """By access server."""
     ahead: list[EngineState] = field(init=False)
+    _drafts: HeadDrafts = field(init=False)
     _access: dict[int, int] = field(default_factory=dict)
     """Of every open request."""
 
@@ -68,10 +68,16 @@ class Ahead:
         servers = range(self.engine.cost.server_count)
         self.settled = [self.engine.start() for _ in servers]
         self.ahead = list(self.settled)
+        self._drafts = HeadDrafts(
+            seed=self.seed,
+            right=self.engine.cost.head_right,
+            along=self.along,
+        )
 
     def open(self, request: int, access: int) -> None:
         """A request's account; before any of its tokens is decided."""
         self._access[request] = access
+        self._drafts.open(request)
         event = SequenceOpened(
             sequence=request, access=access, budget=self.budget, confidence=self.confidence
         )
@@ -81,6 +87,7 @@ class Ahead:
     def close(self, request: int) -> None:
         """A request is finished."""
         access = self._access.pop(request)
+        self._drafts.close(request)
         for states in (self.settled, self.ahead):
             self._tell(states, access, SequenceClosed(sequence=request))
 
@@ -101,13 +108,13 @@ class Ahead:
         draws = uniform(self.seed, requests, numbers)
         access = np.array([self._access[request] for request in requests.tolist()])
         settings, windows = self.engine.settings, np.zeros(requests.size, dtype=np.int64)
-        guessed, along = windows > 0, self.along[access] > 0
+        guessed, along = windows > 0, self.along.most[access] > 0
         if settings.guesses:
             windows = self._windows[access]
             # Nobody guesses what comes behind nothing, nor what nothing may follow.
             behind = (numbers > 0) | prompted
             guessed = behind & (windows > 0) & self._guesses(before, access)[1]
-            guessed = np.where(along, behind & self._drafts(requests, numbers - 1)[1], guessed)
+            guessed = np.where(along, self._drafts.is_right(requests, numbers - 1), guessed)
         groups = [np.flatnonzero(access == one) for one in np.unique(access)]
         waves = []
         for rows in groups:
@@ -121,12 +128,12 @@ class Ahead:
         journey = journey.reordered(np.argsort(order))
         if settings.guesses:
             made, right = self._guesses(tokens, access)
-            sure, is_right = self._drafts(requests, numbers)
-            made, right = np.where(along, sure, made), np.where(along, is_right, right)
-            journey.guess[:] = np.where(right, RIGHT, np.where(made, WRONG, UNSURE))
+            fates, counts = self._drafts.drafted(requests, numbers, access)
+            own = np.where(right, RIGHT, np.where(made, WRONG, UNSURE))
+            journey.guess[:] = np.where(along, fates, own)
             # Nobody waits for what the last one would predict.
             journey.guess[last | (windows == 0)] = NONE
-            journey.window[:] = windows
+            journey.window[:] = np.where(along, counts, windows)
         self._settle(self.ahead, journey.receipts, learns=False)
         return journey
 
@@ -136,15 +143,8 @@ class Ahead:
         windows = self._windows[access]
         right = self._guesses(tokens, access)[1]
         # Drafts come with the first token.
-        nobody = (windows == 0) | (self.along[access] > 0)
+        nobody = (windows == 0) | (self.along.most[access] > 0)
         return np.where(nobody, NONE, np.where(right, RIGHT, UNSURE)), windows
-
-    def _drafts(self, requests: IntArray, numbers: IntArray) -> tuple[BoolArray, BoolArray]:
-        """Whether a draft head is sure of what follows the `numbers`-th tokens of requests, and
-        right, [n] each: by chance, as traces do not tell."""
-        sure = uniform(self.seed + _SURE_SEED, requests, numbers) < SURE
-        right = uniform(self.seed + _RIGHT_SEED, requests, numbers) < self.engine.cost.head_right
-        return sure, sure & right
 
     def _guesses(self, tokens: IntArray, access: IntArray) -> tuple[BoolArray, BoolArray]:
         """Whether what `tokens` predict is guessed surely enough, and rightly, [n] each."""
@@ -168,8 +168,8 @@ class Ahead:
         pairs = zip(self._chances, least.tolist(), strict=True)
         windows = np.array([window(chance, each, most) for chance, each in pairs])
         # A server's own pass would be full depth itself at home.
-        windows[self.engine.guess_rules.home] = 0
-        return np.where(self.along > 0, self.along, windows)
+        windows[self.engine.guess_rules.home | self.along.idle] = 0
+        return np.where(self.along.most > 0, self.along.most, windows)
 
     def prefill(self, requests: IntArray, access: IntArray, tokens: IntArray) -> Itinerary:
         """Prompt tokens [n], which run exactly, without budget, unless the policy trims them: then
@@ -256,15 +256,3 @@ def _felt(state: EngineState) -> tuple[float, ...]:
         feedback.exit_raise,
         *feedback.user_raises.values(),
     )
-
-
-def uniform(seed: int, requests: IntArray, numbers: IntArray) -> FloatArray:
-    """One number in [0, 1) per token, the same whenever it is asked for (splitmix64), [n]."""
-    key = np.uint64(seed * 0xD1342543DE82EF95 % 2**64)
-    with np.errstate(over="ignore"):
-        mixed = requests.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
-        mixed += numbers.astype(np.uint64) * np.uint64(0xBF58476D1CE4E5B9) + key
-        for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
-            mixed = (mixed ^ (mixed >> np.uint64(shift))) * np.uint64(factor)
-        mixed ^= mixed >> np.uint64(31)
-    return (mixed >> np.uint64(11)).astype(np.float64) * 2.0**-53

@@ -35,11 +35,11 @@ def led(world, rows, asked, state, unit, request):
     asked.hindmost[request], asked.copies[request] = unit, 0
     if rows.guess[unit] == NONE:
         return
-    most = world.along[asked.access[request]]
-    if most == 0:
+    if world.along[asked.access[request]] == 0:
         _guess(asked, state, request, 0)
         return
     # One follows, which comes here itself, or as many copies as are drafted behind a wrong one.
+    most = rows.window[unit]
     while asked.chunk[request] + asked.copies[request] < most and rows.guess[unit] != UNSURE:
         _set_out(rows, asked, state, request)
         if rows.guess[unit] == RIGHT or rows.after[asked.hindmost[request]] == NONE:

@@ -20,6 +20,7 @@ from trimmoe.core.exit_states import ExitState
 from trimmoe.core.specs import BoolArray, ClusterSpec, FloatArray, IntArray
 from trimmoe.core.trace import Trace
 from trimmoe.cost.model import Accounting
+from trimmoe.engine.guesses import DraftsAlong
 from trimmoe.engine.step import Engine
 from trimmoe.policy.base import Policy
 from trimmoe.policy.build import Deployment, make_policy
@@ -128,6 +129,7 @@ class _Run:
         load, cost = settings.load, engine.cost
         self.settings, self.rebuilt = settings, rebuilt
         self.closed = load.concurrency is not None
+        along = _along(engine, trace, cluster, load.concurrency or 1)
         self.world = make_world(
             cost,
             cluster,
@@ -145,7 +147,8 @@ class _Run:
             segments=engine.settled is not None,
             slots=trace.experts.shape[2],
             hosts=engine.hosts if engine.settled is not None else None,
-            along=(along := _along(engine, trace, cluster, load.concurrency or 1)),
+            along=along.most,
+            named=float(cluster.access_share @ along.named),
         )
         self.decider = Ahead(
             along=along,
@@ -360,10 +363,10 @@ class _Run:
         return [receipt for receipt in found if receipt is not None]
 
 
-def _along(engine: Engine, trace: Trace, cluster: ClusterSpec, streams: int) -> IntArray:
-    """Drafts that are read along with each token of so many streams, by access server, [M]."""
+def _along(engine: Engine, trace: Trace, cluster: ClusterSpec, streams: int) -> DraftsAlong:
+    """Of so many streams."""
     if not engine.settings.guesses:
-        return np.zeros(cluster.server_count, dtype=np.int64)
+        return DraftsAlong.none(cluster.server_count)
     chances = TraceFeed(trace=trace).chances(engine.settings, cluster.server_count)
     here = np.ceil(streams * cluster.access_share).astype(np.int64)
     return engine.guess_rules.drafts_along(streams, here, chances)

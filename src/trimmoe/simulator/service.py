@@ -21,6 +21,7 @@ from trimmoe.simulator.world import (
     HOME,
     NONE,
     NOW,
+    RIGHT,
     TICKET,
     TRAIL,
 )
@@ -223,6 +224,7 @@ def _service_s(world, rows, state, server):
     per expert. Guesses take as long in each layer, and pass several; the batch's is the last."""
     kind, layer = state.batch_kind[server], state.batch_layer[server]
     entry, tokens, counts = state.batch_first[server], 0, state.per_expert
+    ends, ending = kind == DENSE and layer + 1 == world.dense_s.shape[1], 0
     dense = is_dense(kind)
     if kind == HOME:
         while entry != NONE:
@@ -238,6 +240,7 @@ def _service_s(world, rows, state, server):
         row = state.entry_unit[entry]
         while row != NONE:
             tokens += 1
+            ending += ends and rows.guess[row] != RIGHT and not rows.trailing[row]
             if not dense:
                 for slot in range(rows.expert.shape[2]):
                     expert = int(rows.expert[row, layer, slot])
@@ -250,6 +253,8 @@ def _service_s(world, rows, state, server):
         if layer == 0:
             token_s = _batch_s(world.token_s[server], tokens, world.token_share)
             takes_s += token_s * warmed(world, state, server)
+        if ending > 0:
+            takes_s += _batch_s(world.naming_s[server], ending, world.batch_share)
         return takes_s
     total = 0.0
     for expert in range(counts.size):

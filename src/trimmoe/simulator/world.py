@@ -102,6 +102,9 @@ class World(NamedTuple):
     along: IntArray
     """Drafts of a head that are read along with each token of a server's users, which guesses
     nothing by itself then, [M]."""
+    naming_s: FloatArray
+    """What a draft head takes behind each token that nothing drafted follows, where layers end,
+    [M]."""
     machine: IntArray
     """Of each server, [M]."""
     at_once: FloatArray
@@ -238,10 +241,12 @@ def make_world(
     slots: int,
     hosts: BoolArray | None = None,
     along: IntArray | None = None,
+    named: float = 0.0,
 ) -> World:
     """The constants of a run; seconds are the cost model's, split at the propagation delay. Tokens
     activate so many `slots`. `hosts` [M, N, E] tell which layers guesses need not pass, `along` [M]
-    how many drafts are read along with tokens, none if nobody says."""
+    how many drafts are read along with tokens, none if nobody says, and `named` how many a head
+    names to that end."""
     layers, servers = cost.layer_count, cost.server_count
     delay_s, speeds = cluster.delay_s, cluster.speeds
     hop_s, token_s, token_share = np.zeros(servers), np.zeros(servers), batch_share
@@ -286,6 +291,7 @@ def make_world(
         segments=segments,
         guess_s=plain(_guesses_s(cost, routes, hosts, slots)),
         along=plain(np.zeros(servers) if along is None else along, np.int64),
+        naming_s=plain(np.zeros(servers) if cost.naming_s is None else cost.naming_s * named),
         machine=plain(machine),
         at_once=plain(at_once),
     )

@@ -6,13 +6,18 @@ from trimmoe.models.base import MoEView
 from trimmoe.runtime.machine_report import MachineReport, link_reports
 from trimmoe.runtime.node.parts import Parts
 from trimmoe.runtime.node.settings import NodeSettings
-from trimmoe.runtime.probe import free_bytes, machine_name, time_software, time_work
+from trimmoe.runtime.probe import free_bytes, machine_name, time_naming, time_software, time_work
 
 
 async def measured(parts: Parts, view: MoEView, settings: NodeSettings) -> MachineReport:
     """Time it now; requests wait for some seconds."""
-    software_s, work_s = await parts.batch_loop.apart(
-        lambda: (time_software(), time_work(view, parts.worker.draft_runner.own))
+    drafts = parts.worker.end_drafts.able
+    software_s, work_s, naming_s = await parts.batch_loop.apart(
+        lambda: (
+            time_software(),
+            time_work(view, parts.worker.draft_runner.own),
+            time_naming(view) if drafts else 0.0,
+        )
     )
     return MachineReport(
         server=parts.transport.name,
@@ -23,7 +28,8 @@ async def measured(parts: Parts, view: MoEView, settings: NodeSettings) -> Machi
         software_s=software_s * settings.slowdown,
         work_s=work_s * settings.slowdown,
         links=link_reports(parts.transport.link_estimates().values()),
-        head_right=_head_right(view) if parts.worker.end_drafts.able else 0.0,
+        head_right=_head_right(view) if drafts else 0.0,
+        naming_s=naming_s * settings.slowdown,
     )
 
 

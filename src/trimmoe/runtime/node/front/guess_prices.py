@@ -65,7 +65,7 @@ class GuessPrices:
         """Whether this server guesses ahead for those who ask it now."""
         route = self.planner.in_force.route_of(self.server)
         crowd = self._crowd(route) if self.drafts_along else None
-        along = crowd is not None and crowd.along(FIRST_HEAD_CHANCE)[0] > 0
+        along = crowd is not None and crowd.turn(FIRST_HEAD_CHANCE, math.inf)[0]
         return along or math.isfinite(self._least_chance(route))
 
     def _least_chance(self, route: Route) -> float:
