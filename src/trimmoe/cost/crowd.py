@@ -82,12 +82,7 @@ class Crowd:
     def along(self, right: float) -> tuple[float, float]:
         """How likely a draft and all before it have to be to be worth their rows (of `LEAST`), and
         the time from one token to the next by that; `right` of a head's first drafts are."""
-        each = zip(LEAST, ROWS, NAMED, tokens_by(right), strict=True)
-        times_s = (
-            (self.trip_s(rows, named) / tokens, least) for least, rows, named, tokens in each
-        )
-        along_s, least = min(times_s)
-        return least, along_s
+        return _along(self, round(right, 2))
 
     def among_s(self, guess_s: float) -> float:
         """A guess that takes `guess_s` by itself, in a batch with those of all of its streams, and
@@ -141,6 +136,15 @@ class Crowd:
         return batch_s(1.0, self.here * rows, self.batch_share)
 
 
+@lru_cache(maxsize=4096)
+def _along(crowd: Crowd, right: float) -> tuple[float, float]:
+    # Asked several times for every token.
+    each = zip(LEAST, ROWS, NAMED, tokens_by(right), strict=True)
+    times_s = ((crowd.trip_s(rows, named) / tokens, least) for least, rows, named, tokens in each)
+    along_s, least = min(times_s)
+    return least, along_s
+
+
 def along_times_s(cost: CostModel, routes: IntArray, whole_s: FloatArray, top_k: int) -> FloatArray:
     """From one token to the next of a stream by itself where as many drafts of a head are read
     along as pay, if any do, with tokens on `routes` [A, N] that take `whole_s` [A] to full depth
@@ -149,19 +153,17 @@ def along_times_s(cost: CostModel, routes: IntArray, whole_s: FloatArray, top_k:
     path_s = layer_s[routes, np.arange(cost.layer_count)].sum(axis=1)
     naming_s, each_s = _naming_s(cost, routes), [whole_s]
     if cost.head_right:
-        for rows, named, tokens in zip(ROWS, NAMED, tokens_by(cost.head_right), strict=True):
+        for rows, named, tokens in zip(
+            ROWS, NAMED, tokens_by(round(cost.head_right, 2)), strict=True
+        ):
             batch_times = batch_s(1.0, rows, cost.batch_share)
             each_s.append((_trip_s(whole_s, path_s, batch_times) + named * naming_s) / tokens)
     return np.min(each_s, axis=0)
 
 
-def tokens_by(right: float) -> tuple[float, ...]:
-    """Tokens that a batch brings, by `LEAST`; `right` of a head's first drafts are."""
-    return _tokens_by(round(right, 2))
-
-
 @lru_cache(maxsize=101)
-def _tokens_by(right: float) -> tuple[float, ...]:
+def tokens_by(right: float) -> tuple[float, ...]:
+    """Tokens that a batch brings, by `LEAST`; `right` (in hundredths) of first drafts are."""
     return tuple(tokens_among(LEAST, right))
 
 
