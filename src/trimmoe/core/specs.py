@@ -94,7 +94,7 @@ class Speeds:
     batch_share: float
     """As in `cost.batching`."""
     head_right: float = 0.0
-    """Share of the drafts of a draft head that are right; 0 where servers have none."""
+    """Share of the first drafts of a draft head that are right; 0 where servers have none."""
     naming_s: FloatArray | None = None
     """What a draft head takes to name one token behind one; None where nobody measured it."""
 

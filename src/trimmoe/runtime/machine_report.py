@@ -39,7 +39,8 @@ class MachineReport:
     """Quantiles 0.1, 0.5 and 0.9, [3, W, B] seconds."""
     links: tuple[LinkReport, ...]
     head_right: float = 0.0
-    """Share of a draft head's drafts that are right, as its file says; 0 where there is none."""
+    """Share of a draft head's first drafts that are right, as its file says; 0 where there is none.
+    """
     naming_s: float = 0.0
     """What it takes to name one token behind one."""
 

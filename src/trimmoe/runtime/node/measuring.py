@@ -34,6 +34,6 @@ async def measured(parts: Parts, view: MoEView, settings: NodeSettings) -> Machi
 
 
 def _head_right(view: MoEView) -> float:
-    """On average over the drafts of a chain, each where those before it were right."""
+    """Of its first drafts, as the head's file says."""
     right = () if view.draft_head is None else view.draft_head.right
-    return sum(right) / len(right) if right else 0.0
+    return right[0] if right else 0.0
