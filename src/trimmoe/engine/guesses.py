@@ -30,7 +30,6 @@ class DraftsAlong:
     """With one token."""
     likely: FloatArray
     """The chance that one and all before it have to have of being right, as the head has it."""
-
     idle: BoolArray
     """Where nothing is guessed either, as nothing ahead brings the next token sooner."""
 
