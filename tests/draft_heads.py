@@ -22,12 +22,17 @@ from trimmoe.models.draft_head import (
 
 
 def random_head(
-    hidden: int, vocabulary: int, *, seed: int = 0, frequent: Sequence[int] | None = None
+    hidden: int,
+    vocabulary: int,
+    *,
+    seed: int = 0,
+    frequent: Sequence[int] | None = None,
+    inner: int = 64,
 ) -> HeadWeights:
     """With weights that keep states of about the size that they have."""
     draws = np.random.default_rng(seed)
     sizes = Sizes(
-        hidden=hidden, heads=4, kv_heads=2, head_size=32, inner=64, rope_theta=1e4, epsilon=1e-5
+        hidden=hidden, heads=4, kv_heads=2, head_size=32, inner=inner, rope_theta=1e4, epsilon=1e-5
     )
     return HeadWeights(
         sizes=sizes,

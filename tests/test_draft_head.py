@@ -71,11 +71,12 @@ def weights() -> HeadWeights:
     return random_head(HIDDEN, VOCABULARY)
 
 
-@pytest.mark.parametrize("length", [2, 7, 40])
+@pytest.mark.parametrize(("length", "inner"), [(2, 64), (7, 64), (40, 64), (9, 40)])
 def test_a_head_says_what_its_weights_say(
-    weights: HeadWeights, length: int, monkeypatch: pytest.MonkeyPatch
+    length: int, inner: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """But for rounding to few bits: what it names is among what they take for most probable."""
+    weights = random_head(HIDDEN, VOCABULARY, inner=inner)
     monkeypatch.setattr(draft_head, "FREQUENT_BITS", 8)
     head, states = compiled(weights), STATES[:length]
     memory = head.begin()

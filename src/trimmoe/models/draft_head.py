@@ -159,7 +159,7 @@ class Frequent:
     """The output head's rows [V', d] for the tokens that a head can name, [V'] ascending."""
 
     def __init__(self, rows: Floats, tokens: IntArray) -> None:
-        self._product, self._tokens = Product(rows, FREQUENT_BITS), tokens
+        self._product, self._tokens = Product(rows, bits=FREQUENT_BITS), tokens
         calls.prepare_draft()
         with one_at_a_time():
             self.best(np.zeros((1, rows.shape[1]), dtype=np.float32))
@@ -286,7 +286,10 @@ class DraftHead(Head[HeadMemory]):
         frequent = Frequent(rows(weights.frequent), weights.frequent)
         super().__init__(embed, frequent, weights.right)
         self.sizes, self._shape = weights.sizes, _shape(weights.sizes)
-        self._products = [Product(weights.matrices[name], BITS) for name in weights.sizes.shapes]
+        self._products = [
+            Product(*_parts(name, weights.matrices[name]), bits=BITS)
+            for name in weights.sizes.shapes
+        ]
         self._matrices = np.stack([each.record for each in self._products])
         self._norms = np.stack([weights.norms[name] for name in NORMS]).astype(np.float32)
         self._turned = np.zeros((2, 0, self.sizes.head_size), dtype=np.float32)
@@ -344,6 +347,11 @@ class DraftHead(Head[HeadMemory]):
         return self._turned[0], self._turned[1]
 
 
+def _parts(name: str, matrix: Floats) -> list[Floats]:
+    """A matrix in parts that begin with a panel each: gates apart from what they multiply."""
+    return np.split(matrix, 2) if name.startswith("up") else [matrix]
+
+
 def _shape(sizes: Sizes) -> calls.Shape:
     """As compiled attention has it, which reads some of it."""
     head = sizes.head_size
@@ -366,11 +374,11 @@ def normed(rows: Floats, weight: Floats, epsilon: float) -> Floats:
 
 
 class Product:
-    """A matrix [J, K] in few bits."""
+    """A matrix [J, K] in few bits, in one part or several below one another."""
 
-    def __init__(self, matrix: Floats, bits: int) -> None:
-        (self._packed,) = placed([pack_bits([matrix], bits)])
-        self.record, self.out = record(self._packed), matrix.shape[0]
+    def __init__(self, *parts: Floats, bits: int) -> None:
+        (self._packed,) = placed([pack_bits(parts, bits)])
+        self.record, self.out = record(self._packed), sum(map(len, parts))
 
     def __call__(self, rows: Floats) -> Floats:
         """Rows [n, K] to [n, J]."""

@@ -121,7 +121,7 @@ class MtpHead(Head[MtpMemory]):
     ) -> None:
         super().__init__(embed, Frequent(rows(frequent), frequent), RIGHT)
         self._layer, self._joining = layer, joining
-        self._join = Product(joining.matrix, BITS)
+        self._join = Product(joining.matrix, bits=BITS)
 
     def begin(self) -> MtpMemory:
         return MtpMemory.of(self._layer)

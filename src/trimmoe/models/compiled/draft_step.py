@@ -18,16 +18,16 @@ from trimmoe.models.compiled.attention import (
     I2,
     ROTARY,
     SHAPE,
-    address,
     attend_rows,
     jit,
     pointer,
     rotate,
     weigh,
+    whole_panels,
     wide,
     write,
 )
-from trimmoe.models.compiled.lane_functions import exp_lanes
+from trimmoe.models.compiled.gating import gated_silu
 from trimmoe.models.compiled.lanes import LANES
 from trimmoe.models.compiled.product import product
 
@@ -114,26 +114,11 @@ def draft(
     made[:, :hidden] += added[:, :hidden]
     for up, down, norm in ((UP_1, DOWN_1, NORM_1), (UP_2, DOWN_2, NORM_2)):
         _norm(shape, made, norms[norm], named, 0)
-        opened = np.empty((count, wide(2 * inner)), dtype=np.float32)
+        opened = np.empty((count, wide(2 * whole_panels(inner))), dtype=np.float32)
         product(matrices[up], named, count, opened, 1, 0)
-        product(matrices[down], _gated(opened, inner), count, added, 1, 0)
+        product(matrices[down], gated_silu(opened, count, inner), count, added, 1, 0)
         made[:, :hidden] += added[:, :hidden]
     _norm(shape, made, norms[LAST_NORM], named, 0)
-
-
-@jit
-def _gated(opened, inner):
-    """SiLU of the first f of each row times the f behind them, [n, wide(f)]."""
-    gated = np.zeros((opened.shape[0], wide(inner)), dtype=np.float32)
-    for r in range(opened.shape[0]):
-        for i in range(inner):
-            gated[r, i] = -opened[r, i]
-        at = address(gated) + r * gated.shape[1] * 4
-        exp_lanes(at, at, (inner + LANES - 1) // LANES)
-        for i in range(inner):
-            gated[r, i] = opened[r, i] / (np.float32(1.0) + gated[r, i]) * opened[r, inner + i]
-        gated[r, inner:] = 0.0
-    return gated
 
 
 @apart(I1, F2, types.int64, I1, types.Array(types.float32, 1, "C"))

@@ -49,9 +49,13 @@ class HoldDown:
     def held(self, lost: frozenset[int]) -> frozenset[int]:
         """Those to leave out besides those that are `lost`."""
         now_s, out = self._now(), lost
+        fresh = [server for server, until_s in self._until_s.items() if now_s < until_s]
+        if not fresh:
+            # Asked with every load report, and hardly ever with anybody to leave out.
+            return frozenset()
         hosted = live_hosts(self._hosts, lost).any(axis=0)
-        for server, until_s in self._until_s.items():
+        for server in fresh:
             without = out | {server}
-            if now_s < until_s and (live_hosts(self._hosts, without).any(axis=0) >= hosted).all():
+            if (live_hosts(self._hosts, without).any(axis=0) >= hosted).all():
                 out = without
         return out - lost
