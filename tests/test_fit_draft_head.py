@@ -66,13 +66,11 @@ def test_the_gradient_of_the_loss_is_that_of_its_formula() -> None:
 
 
 def test_a_head_learns_what_the_model_says(tiny: Tiny, tmp_path: Path) -> None:
-    """In a few seconds, on a model of random weights that ends up in circles."""
+    """In a few steps, on a model of random weights that ends up in circles."""
     taught = open_taught(tiny.folder, CPU)
     draws = np.random.default_rng(0)
     windows = torch.from_numpy(draws.integers(0, 256, (80, 24)))
-    settings = FitSettings(
-        minutes=0.06, prompt=8, going_on=16, sequences=128, batch=16, frequent=200
-    )
+    settings = FitSettings(steps=80, prompt=8, going_on=16, sequences=128, batch=16, frequent=200)
     told: list[float] = []
     head = fit_draft_head(taught, windows, settings, lambda _, done: told.append(done))
     assert told[-1] == 1.0
@@ -128,7 +126,7 @@ def test_the_command_writes_a_head_for_a_model(tiny: Tiny, tmp_path: Path) -> No
         app,
         [
             "draft-head", str(tiny.folder), "--text", str(text), "-o", str(path),
-            "--minutes", "0.01", "--tokens", "4000", "--sequences", "64", "--device", "cpu",
+            "--steps", "3", "--tokens", "4000", "--sequences", "64", "--device", "cpu",
         ],
     )  # fmt: skip
     assert ran.exit_code == 0, ran.output

@@ -38,6 +38,8 @@ class FitSettings:
 
     minutes: float = 10.0
     """Of training; what the model goes on with is made before."""
+    steps: int | None = None
+    """Of training in place of the minutes: the same head however fast the machine is."""
     prompt: int = 48
     going_on: int = 144
     """Tokens of a prompt, and of what the model makes of it: every second one by its most probable
@@ -184,6 +186,7 @@ def _trained(
     rows = taught.rows[frequent]
     mean = {name: value.detach().clone() for name, value in module.state_dict().items()}
     began_s, step, done = time.monotonic(), 0, 0.0
+    limit_s = 60.0 * settings.minutes
     while done < 1.0:
         source = sources[0] if step % _TEXT_EVERY == 0 else sources[1]
         tokens = source[torch.randint(len(source), (settings.batch,), device=source.device)]
@@ -200,7 +203,8 @@ def _trained(
         for name, value in module.state_dict().items():
             mean[name].lerp_(value, 1.0 - kept)
         step += 1
-        done = min((time.monotonic() - began_s) / (60.0 * settings.minutes), 1.0)
+        spent = step / settings.steps if settings.steps else (time.monotonic() - began_s) / limit_s
+        done = min(spent, 1.0)
         tell(f"training, loss {float(loss.detach()):.3f}", done)
     return mean
 

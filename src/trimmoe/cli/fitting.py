@@ -18,6 +18,10 @@ def draft_head(
     text: Texts,
     output: Output,
     minutes: Annotated[float, typer.Option(min=0.01, help="Of training.")] = 10.0,
+    steps: Annotated[
+        int | None,
+        typer.Option(min=1, help="Of training, in place of minutes: the same on every machine."),
+    ] = None,
     tokens: Annotated[int, typer.Option(min=4000, help="Of text to learn from.")] = 2_000_000,
     sequences: Annotated[
         int, typer.Option(min=64, help="Of what the model goes on with, to learn from.")
@@ -40,7 +44,7 @@ def draft_head(
 
     require_folder(output)
     path = resolved(model)
-    settings = FitSettings(minutes=minutes, sequences=sequences, seed=seed)
+    settings = FitSettings(minutes=minutes, steps=steps, sequences=sequences, seed=seed)
     settings = settings.within(model_spec(path).context_length)
     length = settings.prompt + settings.going_on
     windows = token_windows(
