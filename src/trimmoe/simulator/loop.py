@@ -13,7 +13,17 @@ from trimmoe.simulator.heap import inlined, njit, pop, push
 from trimmoe.simulator.layers import ends_here, fan_out, gather, part, size
 from trimmoe.simulator.links import handle, send
 from trimmoe.simulator.references import refer
-from trimmoe.simulator.service import enter, free, is_dense, quick, ready, serve, take, wake
+from trimmoe.simulator.service import (
+    enter,
+    free,
+    goes_on_in_slice,
+    is_dense,
+    quick,
+    ready,
+    serve,
+    take,
+    wake,
+)
 from trimmoe.simulator.turns import (
     drafted,
     follow,
@@ -30,6 +40,7 @@ from trimmoe.simulator.turns import (
 )
 from trimmoe.simulator.world import (
     AREA,
+    CHUNK,
     DENSE,
     DISPATCH,
     DONE,
@@ -240,12 +251,14 @@ def _done(world, rows, asked, state, server):
     state.group_first[:] = NONE
     state.group_vectors[:] = 0
     own, own_last = NONE, NONE
-    passes = kind == OWN and world.segments and state.batch_stays[server]
-    if passes and may_pass(rows, state, entry, layer):
-        pass_on(rows, state, server, entry, layer)
-        serve(world, rows, state, server, entry, DENSE, layer + 1)
+    passes = kind == OWN and state.batch_stays[server] and may_pass(rows, state, entry, layer)
+    chunk = kind == OWN and rows.prompt[state.entry_unit[entry]]
+    if passes and (goes_on_in_slice(state, server) if chunk else world.segments):
+        following = CHUNK if chunk else DENSE
+        pass_on(rows, state, server, entry, following, layer)
+        serve(world, rows, state, server, entry, following, layer + 1)
         return
-    stays = kind == DENSE
+    stays = kind in (DENSE, CHUNK)
     while entry != NONE:
         unit, following = state.entry_unit[entry], state.entry_next[entry]
         ticket = state.entry_ticket[entry]

@@ -9,7 +9,7 @@ ready for the same layer.
 from __future__ import annotations
 
 from trimmoe.cost import batching, warmth
-from trimmoe.cost.batching import PATIENCE
+from trimmoe.cost.batching import PATIENCE, SLICE_S
 from trimmoe.simulator.heap import inlined, njit, push
 from trimmoe.simulator.world import (
     CHUNK,
@@ -177,6 +177,7 @@ def take(world, rows, state, server):
         state.queue_last[server, kind, layer] = NONE
         _taken_off(state, server, side, queue)
     state.served[server, kind, 0] += 1
+    state.taken_s[server] = now
     serve(world, rows, state, server, first, kind, layer)
     # A batch of guesses passes several layers.
     state.served[server, kind, 1] += taken * (1 + state.batch_layer[server] - layer)
@@ -210,6 +211,12 @@ def _crowd(world, state, server):
         if other != server and world.machine[other] == world.machine[server]:
             working += state.serving_until_s[other] > state.clock[NOW]
     return max(1.0, working / world.at_once[server])
+
+
+@inlined
+def goes_on_in_slice(state, server):
+    """Whether a chunk in service may enter its next layer before others have a turn."""
+    return state.clock[NOW] - state.taken_s[server] < SLICE_S
 
 
 @inlined

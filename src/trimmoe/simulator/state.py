@@ -53,6 +53,8 @@ class State(NamedTuple):
     batch_layer: IntArray
     batch_stays: np.ndarray
     """Whether all units in service run here whatever they run in this layer, and stay, bool [M]."""
+    taken_s: FloatArray
+    """When those were taken from their queue, [M]."""
     starting: np.ndarray
     """Whether a start is due at the end of this instant, bool [M]."""
     due: IntArray
@@ -118,6 +120,7 @@ def make_state(servers: int, layers: int, experts: int) -> State:
         batch_kind=np.zeros(servers, dtype=np.int64),
         batch_layer=np.zeros(servers, dtype=np.int64),
         batch_stays=np.zeros(servers, dtype=bool),
+        taken_s=np.zeros(servers),
         starting=np.zeros(servers, dtype=bool),
         due=np.zeros(2 * servers, dtype=np.int64),
         serving_until_s=np.zeros(servers),

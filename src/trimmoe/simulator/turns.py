@@ -114,11 +114,11 @@ def may_pass(rows, state, entry, layer):
 
 
 @inlined
-def pass_on(rows, state, server, entry, layer):
+def pass_on(rows, state, server, entry, kind, layer):
     """The units in service are in the next layer, without waiting for a turn."""
-    state.served[server, DENSE, 0] += 1
+    state.served[server, kind, 0] += 1
     while entry != NONE:
-        state.served[server, DENSE, 1] += 1
+        state.served[server, kind, 1] += 1
         unit = state.entry_unit[entry]
         written(rows, state, unit)
         rows.pending[unit] = 0

@@ -22,6 +22,7 @@ from trimmoe.runtime.node.records.messages import (
     Release,
     Reserve,
     Retain,
+    Running,
     Stranded,
     Tokens,
     Withdraw,
@@ -85,10 +86,17 @@ class Inbox:
             case LoadReport() as message:
                 self.planner.note(sender, message)
                 self.reporter.kv_usage[sender] = message.kv_usage
-                self.reporter.running[sender] = message.running
-                self.front_end.load_changed()
+                self._runs(sender, message.running)
+            case Running(count=count):
+                self._runs(sender, count)
             case message:
                 self.intake.take(sender, message, parcel.tensors, parcel.wave)
+
+    def _runs(self, server: int, answers: int) -> None:
+        """So many are under way to another server's users."""
+        if self.reporter.running.get(server) != answers:
+            self.reporter.running[server] = answers
+            self.front_end.load_changed()
 
     def _asked(self, access: int, sequence: int) -> None:
         if self.admission.keeps(sequence) or self.intake.has_in_hand(sequence, self.recent_s):

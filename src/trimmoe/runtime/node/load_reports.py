@@ -11,7 +11,7 @@ import torch
 from trimmoe.runtime.node.outbox import Outbox
 from trimmoe.runtime.node.parts import Parts
 from trimmoe.runtime.node.peers import Peers
-from trimmoe.runtime.node.records.messages import Parcel
+from trimmoe.runtime.node.records.messages import Message, Parcel, Running
 from trimmoe.runtime.probe import used_bytes
 
 NEWS_S = 0.02
@@ -57,11 +57,15 @@ class LoadReports:
         usage, running = parts.intake.seats.usage, parts.front_end.running
         load = parts.reporter.load_report(usage, lost, parts.worker.loss_weights, running, vitals)
         parts.planner.note(parts.server, load)
-        for server in self.peers.others() - lost:
-            self.outbox.post(Parcel(to=server, message=load))
+        self._post(load)
 
     def _tell(self) -> None:
         self._due = False
         if self.parts.health().ok:
             self.parts.front_end.load_changed()
-            self.send()
+            self._post(Running(self.parts.front_end.running))
+
+    def _post(self, message: Message) -> None:
+        """To all that are to be reached."""
+        for server in self.peers.others() - self.lost():
+            self.outbox.post(Parcel(to=server, message=message))

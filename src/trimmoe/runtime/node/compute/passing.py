@@ -106,7 +106,7 @@ def pass_layers(worker: Worker, layer: int, units: Sequence[Unit], *, alone: boo
         commands = worker.tell(worker.observer.executed(identity, layer, hidden))
         layer += 1
         goes_on = len(commands) == 1 and isinstance(commands[0], Attend)
-        if not goes_on or time.perf_counter() >= until_s or not _may_enter(worker, layer, ordered):
+        if not goes_on or time.perf_counter() >= until_s or not may_enter(worker, layer, ordered):
             worker.obey(commands, identity, rows, hidden, ordered, result)
             return result
 
@@ -160,7 +160,7 @@ def _strand(command: Strand, layer: int, units: Sequence[Unit], result: BatchOut
         result.stranded.append(unit)
 
 
-def _may_enter(worker: Worker, layer: int, units: Sequence[Unit]) -> bool:
+def may_enter(worker: Worker, layer: int, units: Sequence[Unit]) -> bool:
     """Whether units need not wait for anybody to enter a layer here."""
     if not all(
         layer in unit.seat.written and unit.seat.open and not unit.is_void for unit in units

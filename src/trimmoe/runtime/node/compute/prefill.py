@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 
 import numpy as np
@@ -9,9 +10,11 @@ import torch
 from torch import Tensor
 
 from trimmoe.core.specs import BoolArray, IntArray
+from trimmoe.cost.batching import SLICE_S
 from trimmoe.engine.prompts import decided
 from trimmoe.models.base import DROPPED, Routing
 from trimmoe.runtime.node.compute.completion import to_users, token_of
+from trimmoe.runtime.node.compute.passing import may_enter
 from trimmoe.runtime.node.compute.shipping import Cargo, Split, dispatched, onward, room
 from trimmoe.runtime.node.compute.states import entering, states_of
 from trimmoe.runtime.node.compute.worker import Worker
@@ -22,6 +25,23 @@ from trimmoe.runtime.node.records.slots import Slots
 from trimmoe.runtime.node.records.sums import parted
 from trimmoe.runtime.node.records.units import Unit
 from trimmoe.runtime.scores import scored
+
+
+def pass_chunk(worker: Worker, exact_hosts: ExactHosts, layer: int, unit: Unit) -> BatchOutput:
+    """One chunk through a layer and, as long as all of it stays and what comes meanwhile may wait,
+    through the next ones."""
+    until_s = time.perf_counter() + SLICE_S
+    result = pass_layer(worker, exact_hosts, layer, unit)
+    while result.ready and time.perf_counter() < until_s and _goes_on(worker, unit):
+        passed, result = result, pass_layer(worker, exact_hosts, unit.layer, unit)
+        result.written = passed.written + result.written
+        result.parcels = passed.parcels + result.parcels
+    return result
+
+
+def _goes_on(worker: Worker, unit: Unit) -> bool:
+    """Whether a chunk may enter its next layer at once."""
+    return unit.layer < worker.view.spec.layer_count and may_enter(worker, unit.layer, [unit])
 
 
 def pass_layer(worker: Worker, exact_hosts: ExactHosts, layer: int, unit: Unit) -> BatchOutput:

@@ -11,7 +11,7 @@ import torch
 from trimmoe.runtime.node.compute.completion import trailing
 from trimmoe.runtime.node.compute.guesses import guess
 from trimmoe.runtime.node.compute.passing import pass_layers, pass_segment
-from trimmoe.runtime.node.compute.prefill import end_chunk, pass_layer, run_slots
+from trimmoe.runtime.node.compute.prefill import end_chunk, pass_chunk, run_slots
 from trimmoe.runtime.node.compute.states import leaving, states_of
 from trimmoe.runtime.node.compute.worker import Worker
 from trimmoe.runtime.node.records.exact_hosts import ExactHosts
@@ -57,7 +57,7 @@ def _performed(worker: Worker, exact_hosts: ExactHosts, work: Work, began_s: flo
         case Step.TRAIL:
             return trail(worker, layer, items)
         case Step.CHUNK:
-            return pass_layer(worker, exact_hosts, layer, items[0])
+            return pass_chunk(worker, exact_hosts, layer, items[0])
         case Step.CHUNK_END:
             return end_chunk(worker, items[0])
         case Step.GUESS:

@@ -28,6 +28,7 @@ from trimmoe.runtime.node.records.messages import (
     Prompt,
     Propagate,
     Reserve,
+    Running,
     SeenSpec,
     Start,
     Tokens,
@@ -43,6 +44,7 @@ from trimmoe.runtime.node.records.plausible import (
     are_told_after,
     can_draw,
     comes_from,
+    is_count,
     is_share,
 )
 from trimmoe.runtime.node.records.rows import Rows
@@ -134,12 +136,14 @@ def _makes_sense(
             good = are_tokens(message.tokens, vocab_size, positions)
         case Followed():
             good = are_told_after(message.after, vocab_size, positions)
+        case Running(count=count):
+            good = is_count(count)
         case LoadReport():
             counts = {len(message.delay_s), len(message.bandwidth_bytes_per_s)}
             good = counts == {geometry.server_count} and geometry.is_server(*message.unreachable)
             good = good and len(message.loss_weights) <= MOST_WEIGHTS
             good = good and all(is_share(each) for each in message.loss_weights)
-            good = good and is_share(message.kv_usage) and 0 <= message.running < 1 << 31
+            good = good and is_share(message.kv_usage) and is_count(message.running)
             vitals = message.vitals
             good = good and (vitals is None or _are_vitals(geometry, vitals))
         case _:

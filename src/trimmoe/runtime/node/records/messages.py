@@ -353,6 +353,13 @@ class InHand(Message, frozen=True, tag="in_hand"):
     sequence: int
 
 
+class Running(Message, frozen=True, tag="running"):
+    """To each server, as soon as one begins or is over: answers to the sender's users that are
+    under way."""
+
+    count: int
+
+
 class Vitals(msgspec.Struct, frozen=True, array_like=True):
     """What a server says of itself for people to look at; nothing is decided with it."""
 
@@ -403,6 +410,7 @@ MESSAGE_TYPES: tuple[type[msgspec.Struct], ...] = (
     Stranded,
     Ask,
     InHand,
+    Running,
     LoadReport,
 )
 """What a node's transport has to be made for."""

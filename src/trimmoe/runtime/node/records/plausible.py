@@ -46,6 +46,11 @@ def is_share(value: float) -> bool:
     return 0.0 <= value <= 1.0
 
 
+def is_count(value: int) -> bool:
+    """Of something that a server may have."""
+    return 0 <= value < 1 << 31
+
+
 def comes_from(sender: int, message: Message) -> bool:
     """Whether a message that only the access server of a sequence sends is of that server: no
     other one may begin, end or change what its users are answered."""
