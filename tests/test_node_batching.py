@@ -23,6 +23,7 @@ from nodes import (
     world,
 )
 from serving import Tiny
+from trimmoe.cost.batching import SLICE_S
 from trimmoe.policy.presets import PRESETS
 from trimmoe.runtime.node.compute import prefill
 from trimmoe.runtime.node.compute.worker import Worker
@@ -191,8 +192,12 @@ async def test_no_batch_is_larger_than_the_limit(tiny: Tiny) -> None:
     assert max(sizes) == 3
 
 
-async def test_a_long_prompt_does_not_stall_decoding(tiny: Tiny) -> None:
+@pytest.mark.parametrize(("slice_s", "turns"), [(SLICE_S, 14), (0.0, 15 * 3)])
+async def test_a_long_prompt_does_not_stall_decoding(
+    tiny: Tiny, monkeypatch: pytest.MonkeyPatch, slice_s: float, turns: int
+) -> None:
     """While its chunks pass, tokens of others are decoded: never two chunks in a row without."""
+    monkeypatch.setattr(prefill, "SLICE_S", slice_s)
     profile, plan = world(tiny, servers=2, routes=constant_routes(2))
     long = np.random.default_rng(3).integers(0, 256, 240).tolist()
     async with running(tiny, profile=profile, plan=plan, prefill_chunk=16, kv_slots=4) as cluster:
@@ -208,7 +213,7 @@ async def test_a_long_prompt_does_not_stall_decoding(tiny: Tiny) -> None:
     first = steps.index("CHUNK")
     last = len(steps) - 1 - steps[::-1].index("CHUNK")
     between = steps[first:last]
-    assert between.count("CHUNK") >= 14
+    assert between.count("CHUNK") >= turns
     # Decoding goes on all the while, a batch or more for every few of the prompt's.
     assert between.count("ATTEND") > between.count("CHUNK") / 4
 

@@ -57,15 +57,15 @@ class LoadReports:
         usage, running = parts.intake.seats.usage, parts.front_end.running
         load = parts.reporter.load_report(usage, lost, parts.worker.loss_weights, running, vitals)
         parts.planner.note(parts.server, load)
-        self._post(load)
+        self._post(load, lost)
 
     def _tell(self) -> None:
         self._due = False
         if self.parts.health().ok:
             self.parts.front_end.load_changed()
-            self._post(Running(self.parts.front_end.running))
+            self._post(Running(self.parts.front_end.running), self.lost())
 
-    def _post(self, message: Message) -> None:
-        """To all that are to be reached."""
-        for server in self.peers.others() - self.lost():
+    def _post(self, message: Message, lost: frozenset[int]) -> None:
+        """To all others but those that are lost."""
+        for server in self.peers.others() - lost:
             self.outbox.post(Parcel(to=server, message=message))
