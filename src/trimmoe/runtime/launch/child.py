@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
 _WATCH_S = 1.0
 """Between two looks whether there is a supervisor."""
+_LEAST_PRIORITY = 19
 _REPLACED = "TrimMoE was replaced by another version here; start `trimmoe serve` again."
 
 
@@ -110,9 +112,11 @@ class Spare:
 
     def wait(self) -> int | None:
         """The server to become, ready for it; None once there are none any more."""
+        with ThreadPoolExecutor(1) as beside:
+            beside.submit(self._warm).result()
+        # Whoever dies before that is started anew.
         control = Control(self._folder.socket(SPARE), {"become": self.become})
         try:
-            self._warm()
             while not self._told.wait(_WATCH_S):
                 if not self._folder.alive():
                     return None
@@ -130,6 +134,10 @@ class Spare:
         return True
 
     def _warm(self) -> None:
+        if sys.platform == "linux":
+            # There a thread has a priority of its own: servers answer meanwhile, and the server
+            # that this becomes has threads that are as quick as theirs.
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LEAST_PRIORITY)
         from trimmoe.models.load import load_tokenizer
         from trimmoe.runtime.launch.model import model_folder
 
