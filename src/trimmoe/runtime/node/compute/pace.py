@@ -64,6 +64,25 @@ class GuessPace:
 
 
 @dataclass(kw_only=True, slots=True)
+class ChunkPace:
+    """What prompts took this server lately."""
+
+    _row_s: float | None = None
+    """A row of a chunk in a layer; None before the first."""
+
+    def took(self, spent_s: float, rows: int) -> None:
+        """So many rows have passed a layer each."""
+        self._row_s = spent_s / rows
+
+    def layers(self, rows: int, until_s: float) -> int:
+        """How many layers a chunk of so many rows passes until then, at least one."""
+        if self._row_s is None:
+            return 1
+        left_s = until_s - time.perf_counter()
+        return max(round(left_s / (self._row_s * rows)), 1)
+
+
+@dataclass(kw_only=True, slots=True)
 class EmulatedPace(Pace):
     """Returns when the emulated machine would be done."""
 

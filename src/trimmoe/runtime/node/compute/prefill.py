@@ -12,7 +12,7 @@ from torch import Tensor
 from trimmoe.core.specs import BoolArray, IntArray
 from trimmoe.cost.batching import SLICE_S
 from trimmoe.engine.prompts import decided
-from trimmoe.models.base import DROPPED, Routing
+from trimmoe.models.base import DROPPED, EncoderDecoderView, Routing, TokenBatch
 from trimmoe.runtime.node.compute.completion import to_users, token_of
 from trimmoe.runtime.node.compute.passing import may_enter
 from trimmoe.runtime.node.compute.shipping import Cargo, Split, dispatched, onward, room
@@ -31,17 +31,66 @@ def pass_chunk(worker: Worker, exact_hosts: ExactHosts, layer: int, unit: Unit) 
     """One chunk through a layer and, as long as all of it stays and what comes meanwhile may wait,
     through the next ones."""
     until_s = time.perf_counter() + SLICE_S
-    result = pass_layer(worker, exact_hosts, layer, unit)
+    result = _pass_some(worker, exact_hosts, layer, unit, until_s)
     while result.ready and time.perf_counter() < until_s and _goes_on(worker, unit):
-        passed, result = result, pass_layer(worker, exact_hosts, unit.layer, unit)
+        passed, result = result, _pass_some(worker, exact_hosts, unit.layer, unit, until_s)
         result.written = passed.written + result.written
         result.parcels = passed.parcels + result.parcels
+        result.reading = passed.reading + result.reading
     return result
 
 
 def _goes_on(worker: Worker, unit: Unit) -> bool:
     """Whether a chunk may enter its next layer at once."""
     return unit.layer < worker.view.spec.layer_count and may_enter(worker, unit.layer, [unit])
+
+
+def _pass_some(
+    worker: Worker, exact_hosts: ExactHosts, layer: int, unit: Unit, until_s: float
+) -> BatchOutput:
+    """One chunk through the next layers that leave nothing to decide, of one call, as many as are
+    passed until then, or through one layer."""
+    last = _stays_until(worker, layer, unit, worker.chunk_pace.layers(unit.count, until_s))
+    if last == layer:
+        return pass_layer(worker, exact_hosts, layer, unit)
+    view, batch, kept_at = worker.view, worker.batch([unit]), worker.kept_at(unit)
+    began_s, hidden = time.perf_counter(), _entering(worker, layer, unit, batch)
+    here = exact_hosts.stays(worker.server)
+    ran = view.run(layer, last, hidden, batch, worker.cache, here, kept_at)
+    worker.pace.segment(layer, ran.experts)
+    routed = ran.routing is not None
+    result = BatchOutput(written=[(unit, range(layer, ran.layer + routed))])
+    if ran.kept is not None and kept_at:
+        worker.keep(unit, ran.kept, result)
+    if ran.routing is not None:
+        worker.pace.dense(ran.layer, unit.count)
+        unit.layer = ran.layer
+        return _gathered(worker, exact_hosts, ran.layer, unit, ran.hidden, ran.routing, result)
+    worker.chunk_pace.took(time.perf_counter() - began_s, (last - layer) * unit.count)
+    unit.hidden, unit.parts, unit.layer = ran.hidden, (), last
+    result.ready.append(unit)
+    return result
+
+
+def _stays_until(worker: Worker, layer: int, unit: Unit, most: int) -> int:
+    """The first layer from `layer` on, no more than `most` further, behind which a chunk goes
+    elsewhere or has to wait; `layer` itself where each layer is passed by itself."""
+    route, last = unit.seat.route, layer
+    if unit.start < unit.seat.trimmed or isinstance(worker.view, EncoderDecoderView):
+        return layer
+    while last < min(layer + most, len(route)):
+        stays = route[min(last + 1, len(route) - 1)] == worker.server
+        if not stays or (last > layer and not may_enter(worker, last, [unit])):
+            break
+        last += 1
+    return last
+
+
+def _entering(worker: Worker, layer: int, unit: Unit, batch: TokenBatch) -> Tensor:
+    """The states of a chunk about to enter a layer, [n, d]."""
+    if layer == 0:
+        return batch.pack(worker.view.embed(batch.pad([unit.tokens]), batch))
+    return states_of(worker.view, unit, layer - 1)
 
 
 def pass_layer(worker: Worker, exact_hosts: ExactHosts, layer: int, unit: Unit) -> BatchOutput:
@@ -51,18 +100,28 @@ def pass_layer(worker: Worker, exact_hosts: ExactHosts, layer: int, unit: Unit) 
     Stand-ins run for experts without a live host, where the request's budget allows them: a token
     of the prompt is credited what a generated one is, and what it does not spend lapses.
     """
-    view, here = worker.view, worker.server
-    batch = worker.batch([unit])
+    view, batch = worker.view, worker.batch([unit])
     result = BatchOutput(written=[(unit, range(layer, layer + 1))])
-    if layer == 0:
-        hidden = view.embed(batch.pad([unit.tokens]), batch)
-    else:
-        hidden = batch.unpack(states_of(view, unit, layer - 1))
-        if worker.kept_at(unit) == layer:
-            worker.keep(unit, batch.pack(hidden), result)
-    attended = batch.pack(view.attend(layer, hidden, batch, worker.cache))
+    hidden = _entering(worker, layer, unit, batch)
+    if layer and worker.kept_at(unit) == layer:
+        worker.keep(unit, hidden, result)
+    attended = batch.pack(view.attend(layer, batch.unpack(hidden), batch, worker.cache))
     routing = view.route(layer, attended)
     worker.pace.dense(layer, unit.count)
+    return _gathered(worker, exact_hosts, layer, unit, attended, routing, result)
+
+
+def _gathered(
+    worker: Worker,
+    exact_hosts: ExactHosts,
+    layer: int,
+    unit: Unit,
+    attended: Tensor,
+    routing: Routing,
+    result: BatchOutput,
+) -> BatchOutput:
+    """A chunk behind attention and router of a layer: its experts run here or elsewhere."""
+    view, here = worker.view, worker.server
     destination = unit.seat.route[min(layer + 1, len(unit.seat.route) - 1)]
     choose = _decided if unit.start < unit.seat.trimmed else _nearest
     chosen = choose(worker, exact_hosts, layer, unit, attended, routing, destination)

@@ -43,7 +43,7 @@ from trimmoe.runtime.node.compute.completion import completed, trailed
 from trimmoe.runtime.node.compute.draft_runner import DraftRunner
 from trimmoe.runtime.node.compute.end_drafts import EndDrafts
 from trimmoe.runtime.node.compute.execution import run_and_ship
-from trimmoe.runtime.node.compute.pace import GuessPace, Pace
+from trimmoe.runtime.node.compute.pace import ChunkPace, GuessPace, Pace
 from trimmoe.runtime.node.compute.runner import ModelRunner
 from trimmoe.runtime.node.compute.segments import Segments
 from trimmoe.runtime.node.compute.shipping import Cargo, Split
@@ -77,6 +77,7 @@ class Worker(ModelRunner):
     ) -> None:
         super().__init__(view, server=server, slots=slots, pace=pace, verifier=verifier)
         self.guess_pace = GuessPace()
+        self.chunk_pace = ChunkPace()
         self.end_drafts = EndDrafts(view=view, wanted=lambda: self.engine.settings.reads_along)
         self.drafter = drafter
         self.draft_runner = DraftRunner.of(

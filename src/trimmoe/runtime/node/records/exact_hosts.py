@@ -31,6 +31,11 @@ class ExactHosts:
     copy_loss: FloatArray
     """Quality loss of the copy, infinite where there is none, [M, N, B, E]."""
 
+    def stays(self, server: int) -> BoolArray:
+        """Experts that run on a server for tokens that are there before and after their layer,
+        [N, E]."""
+        return (self.server[:, server, server] == server) & ~self.orphans
+
     def stood_in(
         self, layer: int, server: int, experts: IntArray, classes: IntArray, left: FloatArray
     ) -> tuple[IntArray, FloatArray] | None:
