@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from trimmoe.core.ledger import Ledger
 from trimmoe.core.specs import MOST_DRAFTED
-from trimmoe.cost.batching import TOKEN_SHARE
-from trimmoe.cost.crowd import LEAST, Crowd, along_times_s, crowds
+from trimmoe.cost.batching import NAMING_SHARE, TOKEN_SHARE, batch_s
+from trimmoe.cost.crowd import LEAST, WORTH, Crowd, along_times_s, crowds
 from trimmoe.cost.guessing import guess_times_s, row_times_s, stream_share, window
 from trimmoe.cost.head_law import right_among
 from trimmoe.cost.model import Accounting, CostModel
@@ -335,9 +335,11 @@ def test_a_head_takes_its_time_to_name_drafts() -> None:
     """Where the last layer is, and a batch's for ten streams; nothing where none is named."""
     crowd = replace(CROWD, naming_s=0.7, naming_there_s=0.07)
     assert crowd.trip_s() == CROWD.trip_s()
-    assert crowd.trip_s(2, 3) == pytest.approx(CROWD.trip_s(2) + 3 * 0.7)
+    named = (1.0, 1.0, 1.0)
+    assert crowd.trip_s(2, named) == pytest.approx(CROWD.trip_s(2) + 3 * 0.7)
     full, among = CROWD.among(10, 200), crowd.among(10, 200)
-    assert among.trip_s(2, 3) == pytest.approx(full.trip_s(2) + 20 * 5.5 * 3 * 0.07)
+    ten = 1.0 + 9 * (1.0 - NAMING_SHARE)
+    assert among.trip_s(2, named) == pytest.approx(full.trip_s(2) + 20 * ten * 3 * 0.07)
     assert crowd.along(0.8)[1] > CROWD.along(0.8)[1]
     assert replace(CROWD, naming_s=99.0).turn(0.8, np.inf) == (False, CROWD.trip_s())
 
@@ -351,8 +353,9 @@ def test_nobody_waits_longer_for_drafts_than_without_any(
     least, along_s = crowd.along(right)
     assert least in LEAST
     along, best_s = crowd.turn(right, np.inf)
-    assert best_s == min(along_s, crowd.trip_s())
-    assert along == (best_s < crowd.trip_s())
+    assert along == (along_s < WORTH * crowd.trip_s())
+    assert best_s == (along_s if along else crowd.trip_s())
+    assert best_s <= crowd.trip_s()
     assert crowd.along(min(right + 0.1, 1.0))[1] <= along_s
     assert crowd.turn(0.0, np.inf) == (False, crowd.trip_s())
 
@@ -367,6 +370,30 @@ def test_where_every_row_is_as_dear_as_the_first_drafts_are_worth_nothing_or_nea
     rows_are_dear = replace(CROWD, batch_share=0.0, software_s=0.0).among(10, 200)
     assert rows_are_dear.along(0.8)[0] == max(LEAST)
     assert not rows_are_dear.turn(0.5, np.inf)[0]
+
+
+def test_prompts_that_are_read_meanwhile_take_their_time_whatever_is_drafted() -> None:
+    """Two hundred streams: for each token two rows of prompts, in chunks of four, of which one
+    takes (1 + 4) / 2 / 4 of what a row takes by itself. Drafts save less of a token's time then."""
+    crowd = CROWD.among(10, 200)
+    reads = crowd.reading(2.0, 4.0)
+    read_s = 200 * 2 * 2.5 / 4
+    assert reads.trip_s() == pytest.approx(crowd.trip_s() + read_s)
+    assert reads.trip_s(2.0, (), 1.5) == pytest.approx(crowd.trip_s(2.0) + 1.5 * read_s)
+    few = CROWD.among(20, 40)
+    assert few.turn(0.9, np.inf)[0]
+    assert not few.reading(60.0, 4.0).turn(0.9, np.inf)[0]
+    alone = CROWD.reading(2.0, 4.0)
+    assert alone.trip_s() == CROWD.trip_s(), "one stream's machine has time for its prompts"
+    own_s = [each.own_s(1.0, 0.25, 0.15, 16) for each in (CROWD, alone)]
+    assert own_s == pytest.approx([1.5, 1.5 + 2 * 2.5 / 4])
+
+
+def test_there_are_no_more_batches_under_way_than_servers() -> None:
+    """Of whoever has one stream of forty, too, tokens pass with those of others."""
+    few, many = (CROWD.among(here, 40) for here in (1, 10))
+    assert replace(few, servers=4).trip_s() == pytest.approx(many.trip_s())
+    assert few.trip_s() > many.trip_s()
 
 
 def test_drafts_are_read_along_unless_own_guesses_bring_the_next_token_sooner() -> None:
@@ -402,7 +429,9 @@ def test_plans_expect_of_a_stream_by_itself_what_servers_do(
     routes, whole_s = np.zeros((1, 2), dtype=np.int64), np.array([path_s + messages_s + others_s])
     (crowd,) = crowds(cost, routes, whole_s, 1)
     planned_s = along_times_s(cost, routes, whole_s, 1)
-    machine_s = crowd.software_s + crowd.busiest_s * (share + (1 - share) * (1 + MOST_DRAFTED))
+    rows = 1 + MOST_DRAFTED
+    software_s = batch_s(crowd.software_s, rows, TOKEN_SHARE)
+    machine_s = software_s + batch_s(crowd.busiest_s, rows, share)
     expected_s = crowd.turn(right, np.inf)[1]
     assert planned_s[0] == pytest.approx(expected_s) or machine_s > whole_s[0]
     assert planned_s[0] <= whole_s[0]

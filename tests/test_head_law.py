@@ -8,9 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trimmoe.core.specs import MOST_DRAFTED
+from trimmoe.cost.batching import NAMING_SHARE, naming_s
 from trimmoe.cost.head_law import (
     chance_right,
     named_among,
+    named_by_step,
     right_among,
     rows_among,
     tokens_among,
@@ -55,3 +57,17 @@ def test_where_any_draft_will_do_all_are_read() -> None:
     assert rows_among(0.0) == pytest.approx(1.0 + MOST_DRAFTED)
     assert rows_among(1.0) == named_among(1.0) == 1.0
     assert tokens_among([0.0], 1.0) == pytest.approx([1.0 + MOST_DRAFTED], abs=0.05)
+
+
+@given(least=st.sampled_from((0.1, 0.3, 0.6)), chains=st.integers(1, 12))
+@settings(max_examples=15, deadline=None)
+def test_a_head_takes_each_step_once_for_all_chains_that_go_so_far(
+    least: float, chains: int
+) -> None:
+    """And for each of them what a further row takes; chains go on while drafts are likely."""
+    given_s = np.random.default_rng(0).random((20_000, chains, MOST_DRAFTED - 1))
+    goes_on = given_s.cumprod(axis=2) >= least
+    steps = 1 + goes_on.any(axis=1).sum(axis=1)
+    named = chains + goes_on.sum(axis=(1, 2))
+    taken_s = 0.5 * (NAMING_SHARE * steps + (1.0 - NAMING_SHARE) * named).mean()
+    assert naming_s(0.5, named_by_step(least), chains) == pytest.approx(taken_s, rel=0.02)

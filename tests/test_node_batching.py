@@ -155,6 +155,26 @@ def test_slots_wait_from_their_arrival_until_they_are_begun() -> None:
     assert told_at(1.0 + LEAST_S) == pytest.approx(0.25 + 0.5, rel=0.05)
 
 
+def test_a_server_tells_what_prompts_take_it_and_what_its_users_are_shown() -> None:
+    """Of two seconds a quarter, with 30 tokens, and half of the time was work."""
+    counters: Any = SimpleNamespace(sent={})
+    transport: Any = SimpleNamespace(
+        reading_wait_s=lambda: 0.0, link_estimates=dict, counters=counters
+    )
+    now_s = [0.0]
+    reporter = Reporter(transport, ("a", "b"), now=lambda: now_s[0])
+    reporter.worked(0.5, True)
+    reporter.worked(0.5, False)
+    now_s[0] = 2.0
+    vitals = reporter.vitals(queued=0, tokens=30, memory_bytes=0)
+    told = reporter.load_report(0.0, frozenset(), [], 0, vitals)
+    assert (told.busy, told.prompts, told.tokens_per_s) == (0.5, 0.25, 15.0)
+    now_s[0] = 1000.0
+    vitals = reporter.vitals(queued=0, tokens=30, memory_bytes=0)
+    told = reporter.load_report(0.0, frozenset(), [], 0, vitals)
+    assert (told.prompts, told.tokens_per_s) == pytest.approx((0.0, 0.0), abs=1e-6)
+
+
 def test_dropped_items_never_run() -> None:
     ready, _ = scheduler()
     for item in range(4):

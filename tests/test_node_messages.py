@@ -384,6 +384,17 @@ NONSENSE: list[tuple[Message, tuple[torch.Tensor, ...]]] = [
         (LoadReport([None] * 2, [None] * 2, 0.0, 0.0, [], loss_weights=[weight]), ())
         for weight in (-0.1, 1.1, math.nan)
     ),
+    *(
+        (LoadReport([None] * 2, [None] * 2, 0.0, 0.0, [], **wrong), ())
+        for wrong in (
+            {"prompts": -0.1},
+            {"prompts": 1.1},
+            {"prompts": math.nan},
+            {"tokens_per_s": -1.0},
+            {"tokens_per_s": math.inf},
+            {"tokens_per_s": math.nan},
+        )
+    ),
 ]
 
 

@@ -62,6 +62,17 @@ def load_report(**changes: Any) -> LoadReport:
     return LoadReport(**(fields | changes))
 
 
+async def test_prompts_cost_what_they_take_the_fullest_server_for_each_token_of_all() -> None:
+    """Forty per cent of a server's time while servers' users are shown ten tokens a second."""
+    async with planning(basis()) as (planner, _):
+        assert planner.read_s == 0.0
+        planner.note(0, load_report(prompts=0.2))
+        assert planner.read_s == 0.0, "of no token nobody knows what it takes"
+        planner.note(1, load_report(prompts=0.4, tokens_per_s=4.0))
+        planner.note(2, load_report(prompts=0.1, tokens_per_s=6.0))
+        assert planner.read_s == pytest.approx(0.04)
+
+
 @asynccontextmanager
 async def planning(
     basis: Basis, changed_share: float | None = 0.25

@@ -77,6 +77,29 @@ def test_expectations_hold_within_what_is_allowed(
         experiment._row("exact", 1, failed, ServeConfig(), artifacts, None, asked)  # type: ignore[arg-type]
 
 
+def test_the_simulator_plays_the_requests_that_servers_are_asked(
+    artifacts: Artifacts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All of them count, from the first one on, and come from users of the same servers."""
+    played: list[tuple[Any, Any]] = []
+
+    def simulated(*given: Any, requests: Any) -> list[Any]:
+        played.append((given[-1], requests))
+        return [SimpleNamespace(samples=[SimpleNamespace(token_s=np.array([0.5]))])]
+
+    monkeypatch.setattr(experiment, "simulate_methods", simulated)
+    asked = Asked(prompts=((1, 2, 3),), output_tokens=5, streams=(2,), requests=3, seed=7)
+    trace: Any = SimpleNamespace(sequence_count=4, length=20)
+    found = experiment._simulated_ms("exact", 2, ServeConfig(), artifacts, trace, asked)
+    ((settings, requests),) = played
+    assert found.tolist() == [500.0]
+    assert (settings.warm_up_s, settings.load.concurrency) == (0.0, 2)
+    users = experiment.access_servers(artifacts.plan, 6, 7)
+    assert requests.access.tolist() == users.tolist(), "three rounds of two streams"
+    assert set(requests.prompt) == {3}
+    assert set(requests.output) == {5}
+
+
 def test_methods_take_turns_there_and_back() -> None:
     assert experiment.turns(["a", "b", "c"], 1) == ["a", "b", "c"]
     assert experiment.turns(["a", "b"], 3) == ["a", "b", "b", "a", "a", "b"]

@@ -135,7 +135,7 @@ def drafted(
     chosen = DraftsAlong(
         most=np.full(servers, along), likely=np.full(servers, likely), idle=np.zeros(servers, bool)
     )
-    monkeypatch.setattr(GuessRules, "drafts_along", lambda *_: chosen)
+    monkeypatch.setattr(GuessRules, "drafts_along", lambda *_, **__: chosen)
     one = replace(one, engine=replace(one.engine, cost=cost))
     return answered(one, np.zeros_like(one.trace.confidence), [count])
 

@@ -13,18 +13,19 @@ from simulated import World
 from test_simulator_trails import LAYERS, answered, finished_s, stages
 from timed import timed_machines
 from trimmoe.core.machines import Precision
+from trimmoe.cost.batching import TOKEN_SHARE
 from trimmoe.cost.warmth import WARM_S
 from trimmoe.policy.build import make_policy
 from trimmoe.simulator import links, loop
 from trimmoe.simulator.links import handle
-from trimmoe.simulator.service import warmed
+from trimmoe.simulator.service import crowd, warmed
 from trimmoe.simulator.world import DENSE, NOW
 
 HOP_S, WAY_S = 0.5, 0.25
 WHOLE_S = LAYERS + (LAYERS + 1) * (WAY_S + HOP_S)
 """From its user through all layers and back."""
-FURTHER_S = 0.05 * HOP_S
-"""What software takes for a further message that waits for the same batch."""
+FURTHER_S = (1.0 - TOKEN_SHARE) * HOP_S
+"""What software takes for a further token that comes for the same batch, in one message or two."""
 
 
 def with_software(one: World, *, token_s: float = 0.0) -> World:
@@ -75,49 +76,57 @@ def test_it_keeps_servers_busy() -> None:
 
 
 def test_tokens_in_one_batch_wait_for_each_others_messages() -> None:
-    """The second one's message is handled in a twentieth of the time, before the first server and
-    on the way back to both users' server."""
+    """What the second one adds to the first one's messages, on the way to each server and, in a
+    message of its own, back to both users' server."""
     one = with_software(stages([1, 2, 3], WAY_S))
     sample = answered(one, np.zeros_like(one.trace.confidence), [1, 1])
-    assert finished_s(sample, 0) == pytest.approx([WHOLE_S + FURTHER_S])
-    assert finished_s(sample, 1) == pytest.approx([WHOLE_S + 2 * FURTHER_S])
+    assert finished_s(sample, 0) == pytest.approx([WHOLE_S + 3 * FURTHER_S])
+    assert finished_s(sample, 1) == pytest.approx([WHOLE_S + 4 * FURTHER_S])
     assert sample.after.served[1:, DENSE].tolist() == [[1, 2]] * 3
 
 
 def test_what_a_token_takes_beside_its_layers_a_batch_takes_nearly_once() -> None:
-    """Two seconds for one token; for two that begin together a twentieth of that more."""
+    """Two seconds for one token; for two that begin together a share of that more."""
     one = with_software(stages([1, 2, 3], WAY_S), token_s=2.0)
     nothing = np.zeros_like(one.trace.confidence)
     assert finished_s(answered(one, nothing, [1]), 0) == pytest.approx([WHOLE_S + 2.0])
     both = answered(one, nothing, [1, 1])
-    assert finished_s(both, 0) == pytest.approx([WHOLE_S + 2.1 + FURTHER_S])
-    assert finished_s(both, 1) == pytest.approx([WHOLE_S + 2.1 + 2 * FURTHER_S])
+    two_s = 2.0 * (2.0 - TOKEN_SHARE)
+    assert finished_s(both, 0) == pytest.approx([WHOLE_S + two_s + 3 * FURTHER_S])
+    assert finished_s(both, 1) == pytest.approx([WHOLE_S + two_s + 4 * FURTHER_S])
 
 
 @pytest.fixture
 def plainly(monkeypatch: pytest.MonkeyPatch) -> None:
     """What handles messages is not compiled."""
     monkeypatch.setattr(links, "warmed", warmed.py_func)
+    monkeypatch.setattr(links, "crowd", crowd.py_func)
+
+
+def server_alone(**more: object) -> SimpleNamespace:
+    """A world of one server, of whose software a batch takes 95 % only once."""
+    return SimpleNamespace(
+        hop_s=np.array([2.0]), token_share=0.95, machine=np.zeros(1), at_once=np.ones(1), **more
+    )
 
 
 @pytest.mark.usefixtures("plainly")
 def test_messages_are_handled_one_after_another_between_batches() -> None:
-    """A batch runs until 5. The first message after it takes 2 s, the next a twentieth of that,
-    since the same batch follows; the first one of the next batch takes 2 s again."""
-    world = SimpleNamespace(
-        hop_s=np.array([2.0]), token_share=0.95, warm=np.zeros(1), usual=np.ones(1)
-    )
+    """A batch runs until 5. The first message after it takes 2 s, the next a twentieth of that for
+    each of two tokens, since the same batch follows; the first one of the next batch takes 2 s
+    again, and a twentieth for its second token."""
+    world = server_alone(warm=np.zeros(1), usual=np.ones(1))
     state = SimpleNamespace(
         clock=np.array([1.0, 0.0]), serving_until_s=np.array([5.0]), handled_s=np.array([0.0])
     )
     came_s, handled_s = [1.0, 2.0, 8.0], []
-    for now_s in came_s:
+    for now_s, units in zip(came_s, (1, 2, 2), strict=True):
         state.clock[NOW] = now_s
         if now_s == came_s[-1]:
             state.serving_until_s[0] = 9.0
-        handle.py_func(world, state, 0)
+        handle.py_func(world, state, 0, units)
         handled_s.append(float(state.handled_s[0]))
-    assert handled_s == pytest.approx([7.0, 7.1, 11.0])
+    assert handled_s == pytest.approx([7.0, 7.2, 11.1])
 
 
 @pytest.mark.usefixtures("plainly")
@@ -128,13 +137,27 @@ def test_whoever_has_just_worked_finds_its_weights_in_the_cache(
     rested_s: float, times: float
 ) -> None:
     """Half of what software takes after a long wait, which is what it usually takes here."""
-    world = SimpleNamespace(
-        hop_s=np.array([2.0]), token_share=0.95, warm=np.array([0.5]), usual=np.ones(1)
-    )
+    world = server_alone(warm=np.array([0.5]), usual=np.ones(1))
     state = SimpleNamespace(
         clock=np.array([5.0 + rested_s, 0.0]),
         serving_until_s=np.array([5.0]),
         handled_s=np.array([0.0]),
     )
-    handle.py_func(world, state, 0)
+    handle.py_func(world, state, 0, 1)
     assert state.handled_s[0] - state.clock[NOW] == pytest.approx(2.0 * times)
+
+
+@pytest.mark.usefixtures("plainly")
+def test_messages_take_longer_where_others_work_on_the_same_machine() -> None:
+    """Two of three servers of a machine that can do one thing at a time."""
+    world = SimpleNamespace(
+        hop_s=np.full(3, 2.0), token_share=0.95, machine=np.zeros(3), at_once=np.ones(3),
+        warm=np.zeros(3), usual=np.ones(3),
+    )  # fmt: skip
+    state = SimpleNamespace(
+        clock=np.array([1.0, 0.0]),
+        serving_until_s=np.array([0.0, 5.0, 0.5]),
+        handled_s=np.zeros(3),
+    )
+    handle.py_func(world, state, 0, 1)
+    assert state.handled_s[0] == pytest.approx(1.0 + 2.0 * 2)

@@ -12,6 +12,7 @@ import numpy as np
 
 from trimmoe.core.specs import MOST_DRAFTED, FloatArray, IntArray
 from trimmoe.cost.batching import TOKEN_SHARE, batch_s
+from trimmoe.cost.batching import naming_s as steps_s
 from trimmoe.cost.guessing import (
     interval_s,
     layer_times_s,
@@ -20,7 +21,7 @@ from trimmoe.cost.guessing import (
     rows_along,
     token_times_s,
 )
-from trimmoe.cost.head_law import named_among, rows_among, tokens_among
+from trimmoe.cost.head_law import named_by_step, rows_among, tokens_among
 from trimmoe.cost.model import CostModel
 
 T = TypeVar("T", float, FloatArray)
@@ -31,9 +32,12 @@ ones and with prompts that it reads; measured on two and on five servers."""
 LEAST = (0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
 """Chances that a draft and all before it may have to have of being right, as the head gives them,
 to be read along."""
-ROWS, NAMED = tuple(map(rows_among, LEAST)), tuple(map(named_among, LEAST))
-"""Rows that are read along with a token that is known, itself included, and drafts that the head
-names to that end, by `LEAST`."""
+WORTH = 0.9
+"""What share of the time from token to token drafts that are read along have to bring it down to:
+less than that is within what these times are off by, and waits between tokens grow longer."""
+ROWS, NAMED = tuple(map(rows_among, LEAST)), tuple(map(named_by_step, LEAST))
+"""Rows that are read along with a token that is known, itself included, and the chances that the
+head names a first draft to that end, a second one, and so on, by `LEAST`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,18 +70,32 @@ class Crowd:
     """Streams of that server's users."""
     streams: int = 1
     """Streams in the cluster."""
+    servers: float = math.inf
+    """Those whose users there may be, in equal numbers where it is not known."""
+    read_s: float = 0.0
+    """What prompts take the fullest machine for each token that is generated."""
 
     def among(self, here: int, streams: int) -> Crowd:
         """The same with so many of them."""
         here = max(here, 1)
         return replace(self, here=here, streams=max(here, streams))
 
-    def trip_s(self, rows: float = 1.0, named: float = 0.0) -> float:
-        """Until the next token can set out where so many rows of each stream are read together, and
-        a head names so many drafts of each."""
-        named = named * self._batch(1)
-        alone_s = self._alone_s(rows) + named * self.naming_s
-        return max(alone_s, self._machine_s(rows) + self._groups * named * self.naming_there_s)
+    def reading(self, rows: float, chunk: float) -> Crowd:
+        """The same where so many rows of prompts, in chunks of so many, are read for each token
+        that is generated."""
+        each_s = self.busiest_s * batch_s(1.0, chunk, self.batch_share) / chunk
+        return replace(self, read_s=rows * each_s)
+
+    def trip_s(
+        self, rows: float = 1.0, named: tuple[float, ...] = (), tokens: float = 1.0
+    ) -> float:
+        """Until the next token can set out where so many rows of each stream are read together,
+        which bring so many `tokens`, and a head names drafts of each, with these chances so
+        many."""
+        alone_s = self._alone_s(rows) + steps_s(self.naming_s, named, self.here)
+        there_s = self._groups * steps_s(self.naming_there_s, named, self.here)
+        read_s = self.streams * tokens * self.read_s
+        return max(alone_s, self._machine_s(rows) + there_s + read_s)
 
     def along(self, right: float) -> tuple[float, float]:
         """How likely a draft and all before it have to be to be worth their rows (of `LEAST`), and
@@ -98,7 +116,7 @@ class Crowd:
         batch = self._batch(1)
         alone_s = interval_s(chance, guess_s, self.trip_s(), least, most)
         guessing_s = self._groups * guess_s / self.at_once
-        machine_s = self._machine_s(1)
+        machine_s = self._machine_s(1) + self.streams * self.read_s
         if self.guesses_there:
             machine_s += guessing_s
         return max(alone_s, self.home_s * batch + guess_s, machine_s, guessing_s)
@@ -106,9 +124,11 @@ class Crowd:
     def turn(self, right: float, own_s: float) -> tuple[bool, float]:
         """Whether drafts of a head that are `right` so often are read along with each token, and
         the time from one token to the next by what is best: not where a server's own guesses bring
-        it sooner, in `own_s`, or nothing ahead does."""
+        it sooner, in `own_s`, nor where it is hardly sooner than with nothing ahead."""
         along_s, alone_s = self.along(right)[1], self.trip_s()
-        return along_s < min(own_s, alone_s), min(along_s, own_s, alone_s)
+        if along_s < min(own_s, WORTH * alone_s):
+            return True, along_s
+        return False, min(own_s, alone_s)
 
     def drafts_at_home(self, right: float) -> int:
         """How many drafts at most are read along where all is on the user's server, which would
@@ -123,13 +143,14 @@ class Crowd:
 
     def _machine_s(self, rows: float) -> float:
         """What the fullest machine takes for so many rows of each stream in the cluster."""
-        software_s = batch_s(self.software_s, self.here * rows, TOKEN_SHARE)
-        return self._groups * (software_s + self.busiest_s * self._batch(rows))
+        each = self.streams / self._groups * rows
+        software_s = batch_s(self.software_s, each, TOKEN_SHARE)
+        return self._groups * (software_s + batch_s(self.busiest_s, each, self.batch_share))
 
     @property
     def _groups(self) -> float:
-        """Batches under way, one of each server's users."""
-        return self.streams / self.here
+        """Batches under way, one of each server's users: those of whoever has few join others'."""
+        return min(self.streams / self.here, max(self.servers, 1.0))
 
     def _batch(self, rows: float) -> float:
         """What a batch of so many rows of each stream takes over what one row does."""
@@ -140,7 +161,9 @@ class Crowd:
 def _along(crowd: Crowd, right: float) -> tuple[float, float]:
     # Asked several times for every token.
     each = zip(LEAST, ROWS, NAMED, tokens_by(right), strict=True)
-    times_s = ((crowd.trip_s(rows, named) / tokens, least) for least, rows, named, tokens in each)
+    times_s = (
+        (crowd.trip_s(rows, named, tokens) / tokens, least) for least, rows, named, tokens in each
+    )
     along_s, least = min(times_s)
     return least, along_s
 
@@ -151,14 +174,15 @@ def along_times_s(cost: CostModel, routes: IntArray, whole_s: FloatArray, top_k:
     and back, [A] seconds: see `Crowd.along`."""
     layer_s = layer_times_s(cost, top_k) - token_times_s(cost)
     path_s = layer_s[routes, np.arange(cost.layer_count)].sum(axis=1)
-    naming_s, each_s = _naming_s(cost, routes), [whole_s]
+    naming_s, along_s = _naming_s(cost, routes), np.full(whole_s.shape, np.inf)
     if cost.head_right:
         for rows, named, tokens in zip(
             ROWS, NAMED, tokens_by(round(cost.head_right, 2)), strict=True
         ):
             batch_times = batch_s(1.0, rows, cost.batch_share)
-            each_s.append((_trip_s(whole_s, path_s, batch_times) + named * naming_s) / tokens)
-    return np.min(each_s, axis=0)
+            each_s = _trip_s(whole_s, path_s, batch_times) + sum(named) * naming_s
+            along_s = np.minimum(along_s, each_s / tokens)
+    return np.where(along_s < WORTH * whole_s, along_s, whole_s)
 
 
 @lru_cache(maxsize=101)
@@ -203,6 +227,7 @@ def crowds(cost: CostModel, routes: IntArray, whole_s: FloatArray, top_k: int) -
             naming_s=float(naming_s[server]),
             naming_there_s=float(there_s[server]),
             guesses_there=bool(machine[server] == fullest[server]),
+            servers=cost.server_count,
         )
         for server in servers.tolist()
     )

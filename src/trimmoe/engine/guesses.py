@@ -16,7 +16,7 @@ from trimmoe.cost.guessing import (
     row_times_s,
     stream_share,
 )
-from trimmoe.cost.head_law import named_among
+from trimmoe.cost.head_law import named_by_step
 from trimmoe.cost.model import CostModel
 from trimmoe.engine.lead import Chunks, Lead
 from trimmoe.policy.settings import PolicySettings
@@ -35,8 +35,10 @@ class DraftsAlong:
 
     @property
     def named(self) -> FloatArray:
-        """Drafts that a head names to that end, [M]."""
-        return np.where(self.most > 0, [named_among(each) for each in self.likely.tolist()], 0.0)
+        """The chances that a head names a first one to that end, a second one, and so on,
+        [M, MOST_DRAFTED]."""
+        chances = np.array([named_by_step(each) for each in self.likely.tolist()])
+        return np.where(self.most[:, None] > 0, chances, 0.0)
 
     @classmethod
     def none(cls, servers: int) -> DraftsAlong:
@@ -87,16 +89,25 @@ class GuessRules:
         stops = crowded | self._late | (streams >= self.streams)
         return np.where(stops, np.inf, least)
 
-    def drafts_along(self, streams: int, here: IntArray, chances: Sequence[float]) -> DraftsAlong:
+    def drafts_along(
+        self,
+        streams: int,
+        here: IntArray,
+        chances: Sequence[float],
+        *,
+        read: float = 0.0,
+        chunk: float = 1.0,
+    ) -> DraftsAlong:
         """Those of a head while so many answers are under way, `here` [M] of each server's users:
         none where guesses of the servers' own, right with these `chances`, bring the next token
-        sooner, or there is no head."""
+        sooner, or there is no head. So many tokens of prompts are `read` for each one that is
+        generated, in chunks of `chunk`."""
         right, least = self.cost.head_right, self.least_among(streams)
         found = DraftsAlong.none(self.cost.server_count)
         if not (right and self.settings.reads_along):
             return found
         for server, chance in enumerate(chances):
-            crowd = self.crowd(server, int(here[server]), streams)
+            crowd = self.crowd(server, int(here[server]), streams).reading(read, chunk)
             guess_s, most = crowd.among_s(float(self.guess_s[server])), self.settings.guesses
             own_s = crowd.own_s(chance, guess_s, float(least[server]), most)
             found.likely[server] = crowd.along(right)[0]

@@ -28,12 +28,15 @@ from trimmoe.experiments.simulation import simulate_methods
 from trimmoe.runtime.launch.artifacts import Artifacts
 from trimmoe.runtime.launch.config import ServeConfig
 from trimmoe.simulator import settings as simulated
+from trimmoe.simulator.arrivals import Source
 
 MEAN_WITHIN, TAIL_WITHIN = 0.15, 0.25
 """How far expectations may be from the mean and the 99th percentile that are measured."""
 SEEDS = (0, 1, 2)
 _MS = 1e3
 _WARM_TOKENS = 8
+_LONGEST_S = 600.0
+"""That a run takes in the simulator; what is over sooner costs nothing."""
 FEWEST_ROUNDS = 3
 """Requests of each stream at least, so that most of them meet as many others as it says."""
 
@@ -52,6 +55,10 @@ class Asked:
     rounds: int = 1
     """Runs of each method, in turns there and back, so that a machine that is slower for a while is
     so for all of them."""
+
+    def count(self, streams: int) -> int:
+        """Requests of a run with so many streams."""
+        return max(self.requests, FEWEST_ROUNDS * streams)
 
 
 def plan_vs_real(
@@ -122,7 +129,7 @@ async def _loaded(
     urls: Sequence[str], artifacts: Artifacts, asked: Asked, streams: int
 ) -> list[Sent]:
     """Prompts at their users' servers, so many at a time, after one at each that does not count."""
-    count = max(asked.requests, FEWEST_ROUNDS * streams)
+    count = asked.count(streams)
     prompts = [asked.prompts[at % len(asked.prompts)] for at in range(count)]
     users = access_servers(artifacts.plan, count, asked.seed).tolist()
     for url in urls:
@@ -188,21 +195,36 @@ def _simulated_ms(
     name: str, streams: int, config: ServeConfig, artifacts: Artifacts, trace: Trace, asked: Asked
 ) -> np.ndarray:
     """Times of decoded tokens, from one that a user is shown to the next, [n]."""
+    load = simulated.Load(
+        concurrency=streams,
+        prompt_tokens=float(len(asked.prompts[0])),
+        output_tokens=float(asked.output_tokens),
+        fixed_lengths=True,
+    )
     settings = simulated.SimulationSettings(
-        load=simulated.Load(
-            concurrency=streams,
-            prompt_tokens=float(len(asked.prompts[0])),
-            output_tokens=float(asked.output_tokens),
-            fixed_lengths=True,
-        ),
+        load=load,
         budget=config.choice.allowed,
         confidence=config.confidence,
-        warm_up_s=1.0,
-        duration_s=10.0,
+        # All of them count, as they do by the clock: streams begin together.
+        warm_up_s=0.0,
+        duration_s=_LONGEST_S,
         seeds=SEEDS,
     )
+    share = artifacts.plan.cluster.access_share
+    sizes = {"sequences": trace.sequence_count, "length": trace.length}
+    count = asked.count(streams)
+    requests = replace(
+        Source(load, share, **sizes, seed=asked.seed).draw(count),
+        access=access_servers(artifacts.plan, count, asked.seed),
+    )
     (found,) = simulate_methods(
-        artifacts.plan, artifacts.profile, artifacts.model, trace, [name], settings
+        artifacts.plan,
+        artifacts.profile,
+        artifacts.model,
+        trace,
+        [name],
+        settings,
+        requests=requests,
     )
     return np.concatenate([one.token_s for one in found.samples]) * _MS
 

@@ -24,6 +24,7 @@ from trimmoe.policy.base import Policy
 from trimmoe.policy.build import Deployment, action_space, deploy
 from trimmoe.policy.settings import PolicySettings
 from trimmoe.progress import Bars
+from trimmoe.simulator.arrivals import Requests
 from trimmoe.simulator.feed import require_guesses
 from trimmoe.simulator.geometries import GEOMETRIES
 from trimmoe.simulator.measure import Estimate, Sample, estimate, figures
@@ -61,9 +62,11 @@ def simulate_methods(
     settings: SimulationSettings,
     *,
     accounting: Accounting | None = None,
+    requests: Requests | None = None,
     advance: Callable[[float], None] = lambda _: None,
 ) -> list[Simulated]:
-    """Run every method under the same load; `accounting` overrides the methods' own.
+    """Run every method under the same load, or play it the same `requests`; `accounting` overrides
+    the methods' own.
 
     Under `migrate` prompts are left out, as that accounting has none. Raises `UserError` if the
     trace was not recorded with the profile, or does not hold what a method looks at, before any
@@ -97,7 +100,13 @@ def simulate_methods(
                 policy=engine.settings,
                 settings=asked,
                 samples=simulate(
-                    engine, deployment, trace, asked, policy_of=remake, advance=advance
+                    engine,
+                    deployment,
+                    trace,
+                    asked,
+                    policy_of=remake,
+                    requests=requests,
+                    advance=advance,
                 ),
             )
         )

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from trimmoe.simulator.heap import inlined, njit, push
-from trimmoe.simulator.service import enter, warmed
+from trimmoe.simulator.service import crowd, enter, warmed
 from trimmoe.simulator.world import (
     FIRST,
     FREE_MESSAGES,
     IDS,
     LAYER,
     MESSAGE,
+    NONE,
     NOW,
     OWNER,
     ROLE,
@@ -52,11 +53,24 @@ def send(world, state, role, source, target, layer, first, taking, counted, ids,
 
 
 @inlined
-def handle(world, state, server):
-    """A message has come, which its server handles before it begins another batch. What that and
-    the batch's beginning take grows with further messages as batches do with their rows."""
+def units_of(state, message):
+    """How many units a message is of."""
+    entry, count = message[FIRST], 0
+    while entry != NONE:
+        count += 1
+        entry = state.entry_next[entry]
+    return max(count, 1)
+
+
+@inlined
+def handle(world, state, server, units):
+    """A message of so many units has come, which its server handles before it begins another batch.
+    What that and the batch's beginning take grows with further units as batches do with their
+    rows."""
     free_s = max(state.clock[NOW], state.serving_until_s[server])
     first = state.handled_s[server] <= free_s
-    times = warmed(world, state, server) if first else 1.0 - world.token_share
-    takes_s = world.hop_s[server] * times
+    times = units * (1.0 - world.token_share)
+    if first:
+        times += warmed(world, state, server) - (1.0 - world.token_share)
+    takes_s = world.hop_s[server] * times * crowd(world, state, server)
     state.handled_s[server] = max(free_s, state.handled_s[server]) + takes_s

@@ -11,7 +11,7 @@ from __future__ import annotations
 from trimmoe.simulator.guessing import guessing, led, through
 from trimmoe.simulator.heap import inlined, njit, pop, push
 from trimmoe.simulator.layers import ends_here, fan_out, gather, part, size
-from trimmoe.simulator.links import handle, send
+from trimmoe.simulator.links import handle, send, units_of
 from trimmoe.simulator.references import refer
 from trimmoe.simulator.service import (
     enter,
@@ -356,7 +356,7 @@ def _delivered(world, rows, asked, state, at):
     message = state.message[at]
     role, server, owner = message[ROLE], message[TARGET], message[OWNER]
     if world.hop_s[server] > 0 and message[LAYER] != HANDLED:
-        handle(world, state, server)
+        handle(world, state, server, units_of(state, message))
         if role == TOKEN_BACK:
             # No batch of its own waits for it.
             message[LAYER] = HANDLED

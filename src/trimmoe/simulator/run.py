@@ -32,7 +32,7 @@ from trimmoe.simulator.feed import TraceFeed, require_guesses
 from trimmoe.simulator.heap import push
 from trimmoe.simulator.measure import Sample, Snapshot, sample
 from trimmoe.simulator.outages import Outages
-from trimmoe.simulator.settings import Prefill, SimulationSettings
+from trimmoe.simulator.settings import Load, Prefill, SimulationSettings
 from trimmoe.simulator.state import State, make_state, with_room
 from trimmoe.simulator.supply import AHEAD, AHEAD_OF_CHANGE, Supply
 from trimmoe.simulator.tables import RequestTable, RowPool
@@ -129,7 +129,7 @@ class _Run:
         load, cost = settings.load, engine.cost
         self.settings, self.rebuilt = settings, rebuilt
         self.closed = load.concurrency is not None
-        along = _along(engine, trace, cluster, load.concurrency or 1)
+        along = _along(engine, trace, cluster, load)
         self.world = make_world(
             cost,
             cluster,
@@ -148,7 +148,7 @@ class _Run:
             slots=trace.experts.shape[2],
             hosts=engine.hosts if engine.settled is not None else None,
             along=along.most,
-            named=float(cluster.access_share @ along.named),
+            named=cluster.access_share @ along.named,
         )
         self.decider = Ahead(
             along=along,
@@ -363,13 +363,17 @@ class _Run:
         return [receipt for receipt in found if receipt is not None]
 
 
-def _along(engine: Engine, trace: Trace, cluster: ClusterSpec, streams: int) -> DraftsAlong:
-    """Of so many streams."""
+def _along(engine: Engine, trace: Trace, cluster: ClusterSpec, load: Load) -> DraftsAlong:
+    """Of as many streams as a load has under way."""
     if not engine.settings.guesses:
         return DraftsAlong.none(cluster.server_count)
     chances = TraceFeed(trace=trace).chances(engine.settings, cluster.server_count)
+    streams, read = load.concurrency or 1, 0.0
     here = np.ceil(streams * cluster.access_share).astype(np.int64)
-    return engine.guess_rules.drafts_along(streams, here, chances)
+    if load.prefill is not Prefill.EXCLUDED:
+        read = load.prompt_tokens / load.output_tokens
+    chunk = min(load.prompt_tokens, load.prefill_chunk)
+    return engine.guess_rules.drafts_along(streams, here, chances, read=read, chunk=chunk)
 
 
 def _with_log(state: State, size: int) -> State:

@@ -27,6 +27,7 @@ from trimmoe.simulator.world import (
 )
 
 _batch_s = inlined(batching.batch_s)
+_naming_s = inlined(batching.naming_s)
 _times_as_long = inlined(warmth.times_as_long)
 _guess_layers = inlined(batching.guess_layers)
 
@@ -188,7 +189,7 @@ def serve(world, rows, state, server, first, kind, layer):
     """Begin a batch."""
     state.batch_first[server] = first
     state.batch_kind[server], state.batch_layer[server] = kind, layer
-    service_s = _service_s(world, rows, state, server) * _crowd(world, state, server)
+    service_s = _service_s(world, rows, state, server) * crowd(world, state, server)
     service_s += max(state.handled_s[server] - state.clock[NOW], 0.0)
     state.busy_s[server] += service_s
     state.serving_until_s[server] = state.clock[NOW] + service_s
@@ -204,8 +205,8 @@ def warmed(world, state, server):
 
 
 @njit
-def _crowd(world, state, server):
-    """How many times as long a batch takes beside those that are served on the same machine."""
+def crowd(world, state, server):
+    """How many times as long a server's work takes beside what is served on the same machine."""
     working = 1
     for other in range(world.machine.size):
         if other != server and world.machine[other] == world.machine[server]:
@@ -261,7 +262,7 @@ def _service_s(world, rows, state, server):
             token_s = _batch_s(world.token_s[server], tokens, world.token_share)
             takes_s += token_s * warmed(world, state, server)
         if ending > 0:
-            takes_s += _batch_s(world.naming_s[server], ending, world.batch_share)
+            takes_s += _naming_s(world.naming_s[server], world.named, ending)
         return takes_s
     total = 0.0
     for expert in range(counts.size):

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from trimmoe.core.specs import BoolArray, ClusterSpec, FloatArray, IntArray
+from trimmoe.core.specs import MOST_DRAFTED, BoolArray, ClusterSpec, FloatArray, IntArray
 from trimmoe.cost.batching import TOKEN_SHARE
 from trimmoe.cost.guessing import guess_times_s, own_guess_times_s
 from trimmoe.cost.kernels import plain
@@ -77,7 +77,7 @@ class World(NamedTuple):
     """What is left of the two between tokens of one stream, over what they are after a long wait,
     [M]."""
     token_share: float
-    """Of `token_s`, what a batch takes only once."""
+    """Of `hop_s` and `token_s`, what a batch takes only once."""
     max_batch: int
     link_queues: bool
     closed: bool
@@ -103,8 +103,10 @@ class World(NamedTuple):
     """Drafts of a head that are read along with each token of a server's users, which guesses
     nothing by itself then, [M]."""
     naming_s: FloatArray
-    """What a draft head takes behind each token that nothing drafted follows, where layers end,
-    [M]."""
+    """What a draft head takes to name a token behind one that nothing drafted follows, where layers
+    end, [M]."""
+    named: FloatArray
+    """The chances that it names a first one, a second one, and so on, [MOST_DRAFTED]."""
     machine: IntArray
     """Of each server, [M]."""
     at_once: FloatArray
@@ -241,12 +243,12 @@ def make_world(
     slots: int,
     hosts: BoolArray | None = None,
     along: IntArray | None = None,
-    named: float = 0.0,
+    named: FloatArray | None = None,
 ) -> World:
     """The constants of a run; seconds are the cost model's, split at the propagation delay. Tokens
     activate so many `slots`. `hosts` [M, N, E] tell which layers guesses need not pass, `along` [M]
-    how many drafts are read along with tokens, none if nobody says, and `named` how many a head
-    names to that end."""
+    how many drafts are read along with tokens, none if nobody says, and `named` with what chance
+    a head names a first one to that end, a second one, and so on."""
     layers, servers = cost.layer_count, cost.server_count
     delay_s, speeds = cluster.delay_s, cluster.speeds
     hop_s, token_s, token_share = np.zeros(servers), np.zeros(servers), batch_share
@@ -291,7 +293,8 @@ def make_world(
         segments=segments,
         guess_s=plain(_guesses_s(cost, routes, hosts, slots)),
         along=plain(np.zeros(servers) if along is None else along, np.int64),
-        naming_s=plain(np.zeros(servers) if cost.naming_s is None else cost.naming_s * named),
+        naming_s=plain(np.zeros(servers) if cost.naming_s is None else cost.naming_s),
+        named=plain(np.zeros(MOST_DRAFTED) if named is None else named),
         machine=plain(machine),
         at_once=plain(at_once),
     )

@@ -19,7 +19,7 @@ from trimmoe.runtime.wire.base import Frame
 from trimmoe.runtime.wire.codec import MalformedFrame, checked_decode
 from trimmoe.runtime.wire.version import Version
 
-WIRE_VERSION = Version(2, 4)
+WIRE_VERSION = Version(2, 5)
 """What this software speaks."""
 # 2.1 brought `trimmed` of `Reserve`, 2.2 what results are verified by (`checks`, `checked`) and
 # `disputed` of `Lost`, 2.3 `wants` of `Rows` and `Prompt` and `follows` of `Token`; since 2.4 what

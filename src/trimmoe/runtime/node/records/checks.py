@@ -45,6 +45,7 @@ from trimmoe.runtime.node.records.plausible import (
     can_draw,
     comes_from,
     is_count,
+    is_rate,
     is_share,
 )
 from trimmoe.runtime.node.records.rows import Rows
@@ -144,6 +145,7 @@ def _makes_sense(
             good = good and len(message.loss_weights) <= MOST_WEIGHTS
             good = good and all(is_share(each) for each in message.loss_weights)
             good = good and is_share(message.kv_usage) and is_count(message.running)
+            good = good and is_share(message.prompts) and is_rate(message.tokens_per_s)
             vitals = message.vitals
             good = good and (vitals is None or _are_vitals(geometry, vitals))
         case _:

@@ -389,6 +389,10 @@ class LoadReport(Message, frozen=True, tag="weather"):
     running: int = 0
     """Answers to its users that are under way."""
     vitals: Vitals | None = None
+    prompts: float = 0.0
+    """Share of the time that it computed for prompts."""
+    tokens_per_s: float = 0.0
+    """That its users were shown."""
 
 
 MESSAGE_TYPES: tuple[type[msgspec.Struct], ...] = (

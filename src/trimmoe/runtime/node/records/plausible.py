@@ -30,6 +30,7 @@ from trimmoe.runtime.node.records.messages import (
 _MOST_SLOTS = 1 << 20
 """That a token's layers have together."""
 _LEAST_BUDGET = 1e-9
+_MOST_RATE = 1e6
 _MOST_SUM = 1e6
 """Of seconds and of losses."""
 MOST_WEIGHTS = 256
@@ -44,6 +45,11 @@ def all_below(values: Iterable[int], bound: int, least: int = 0) -> bool:
 def is_share(value: float) -> bool:
     """Of one; not for what is no number."""
     return 0.0 <= value <= 1.0
+
+
+def is_rate(value: float) -> bool:
+    """Of something that a server may do, by the second."""
+    return 0.0 <= value <= _MOST_RATE
 
 
 def is_count(value: int) -> bool:

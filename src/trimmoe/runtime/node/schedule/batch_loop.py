@@ -46,8 +46,8 @@ class LoopContext:
     exact_hosts: Callable[[], ExactHosts]
     post: Callable[[Parcel], None]
     guessed: Callable[[Sequence[Reading]], None]
-    worked: Callable[[float], None]
-    """Told how long was worked, seconds."""
+    worked: Callable[[float, bool], None]
+    """Told how long was worked, seconds, and whether at a prompt."""
 
 
 class BatchLoop:
@@ -194,7 +194,7 @@ class BatchLoop:
             self._took_s[work.step] = took_s / len(work.items)
             if work.step is not Step.GUESS:
                 # Guesses make way: they are no reason to make fewer.
-                context.worked(took_s)
+                context.worked(took_s, work.step in _LONG)
             self._count(work)
             intake.worked(work)
         intake.absorb(result)

@@ -31,6 +31,8 @@ from trimmoe.runtime.node.watch.deployments import (
 Made = TypeVar("Made")
 MOST_ROUTES = 1024
 """Beyond the plan's: one for each server's users, in any state that the cluster has been in."""
+_FEWEST_TOKENS_PER_S = 1.0
+"""That say what prompts take for each of them."""
 BUSY_SHARE = 0.05
 """Of the time, what following mere measurements may take. Value tables take the processor that
 tokens are computed with: unbounded, following the load would cause the load that is followed."""
@@ -128,6 +130,16 @@ class Planner:
     def load_of(self, server: int) -> LoadReport | None:
         """What a server said last; None if it has said nothing since it was lost."""
         return self._loads.get(server)
+
+    @property
+    def read_s(self) -> float:
+        """What prompts take the server which they take most, for each token that is generated;
+        nothing where none was lately."""
+        loads = self._loads.values()
+        tokens_per_s = sum(load.tokens_per_s for load in loads)
+        if tokens_per_s < _FEWEST_TOKENS_PER_S:
+            return 0.0
+        return max(load.prompts for load in loads) / tokens_per_s
 
     @property
     def _others(self) -> frozenset[float]:

@@ -12,6 +12,8 @@ from trimmoe.runtime.wire.estimates import RunningAverage
 WAITING_HALF_LIFE_S = 5.0
 BUSY_HALF_LIFE_S = 1.5
 """Short: what guesses cost others shows at once."""
+PROMPTS_HALF_LIFE_S = 5.0
+"""Longer: prompts come in bursts, and what is generated has to make room for those to come."""
 LEAST_S = 0.1
 """In less time a server's load is not measured: how busy it was then says nothing."""
 
@@ -31,16 +33,21 @@ class Reporter:
         self._transport, self._names, self._now = transport, names, now
         self._waits = _Waits(average=RunningAverage(half_life_s=WAITING_HALF_LIFE_S))
         self._busy = RunningAverage(half_life_s=BUSY_HALF_LIFE_S)
-        self._worked_s, self._told_s = 0.0, now()
+        self._prompts = RunningAverage(half_life_s=PROMPTS_HALF_LIFE_S)
+        self._shown = RunningAverage(half_life_s=PROMPTS_HALF_LIFE_S)
+        self._tokens = 0
+        """That users had been shown by then."""
+        self._worked_s, self._read_s, self._told_s = 0.0, 0.0, now()
         self._since_s = self._told_s
         self.kv_usage: dict[int, float] = {}
         """Of the other servers."""
         self.running: dict[int, int] = {}
         """Answers under way to the users of the other servers."""
 
-    def worked(self, seconds: float) -> None:
-        """The worker was busy for so long."""
+    def worked(self, seconds: float, reads: bool) -> None:
+        """The worker was busy for so long, with a prompt or with what is generated."""
         self._worked_s += seconds
+        self._read_s += seconds * reads
 
     def waited(self, waited_s: float) -> None:
         """Slots of generated tokens waited so long after they were read before they were begun."""
@@ -68,8 +75,13 @@ class Reporter:
                 # ever.
                 self._waits.average.add(0.0, now_s)
             self._waits.since_last = 0
-            self._busy.add(min(self._worked_s / (now_s - self._told_s), 1.0), now_s)
-            self._worked_s, self._told_s = 0.0, now_s
+            since_s = now_s - self._told_s
+            self._busy.add(min(self._worked_s / since_s, 1.0), now_s)
+            self._prompts.add(min(self._read_s / since_s, 1.0), now_s)
+            if vitals is not None:
+                self._shown.add((vitals.tokens - self._tokens) / since_s, now_s)
+                self._tokens = vitals.tokens
+            self._worked_s, self._read_s, self._told_s = 0.0, 0.0, now_s
         links = self._transport.link_estimates()
         estimates = [links.get(name) for name in self._names]
         return LoadReport(
@@ -84,6 +96,8 @@ class Reporter:
             loss_weights=loss_weights,
             running=running,
             vitals=vitals,
+            prompts=self._prompts.mean or 0.0,
+            tokens_per_s=self._shown.mean or 0.0,
         )
 
     def vitals(self, *, queued: int, tokens: int, memory_bytes: int) -> Vitals:
