@@ -377,16 +377,16 @@ def test_prompts_that_are_read_meanwhile_take_their_time_whatever_is_drafted() -
     takes (1 + 4) / 2 / 4 of what a row takes by itself. Drafts save less of a token's time then."""
     crowd = CROWD.among(10, 200)
     reads = crowd.reading(2.0, 4.0)
-    read_s = 200 * 2 * 2.5 / 4
+    read_s = 199 * 2 * 2.5 / 4
     assert reads.trip_s() == pytest.approx(crowd.trip_s() + read_s)
     assert reads.trip_s(2.0, (), 1.5) == pytest.approx(crowd.trip_s(2.0) + 1.5 * read_s)
     few = CROWD.among(20, 40)
     assert few.turn(0.9, np.inf)[0]
     assert not few.reading(60.0, 4.0).turn(0.9, np.inf)[0]
-    alone = CROWD.reading(2.0, 4.0)
-    assert alone.trip_s() == CROWD.trip_s(), "one stream's machine has time for its prompts"
-    own_s = [each.own_s(1.0, 0.25, 0.15, 16) for each in (CROWD, alone)]
-    assert own_s == pytest.approx([1.5, 1.5 + 2 * 2.5 / 4])
+    alone, two = CROWD.reading(20.0, 4.0), CROWD.among(1, 2).reading(20.0, 4.0)
+    assert alone.trip_s() == CROWD.trip_s(), "a stream by itself has read its prompt"
+    own_s = [each.own_s(1.0, 0.25, 0.15, 16) for each in (CROWD, alone, two)]
+    assert own_s == pytest.approx([1.5, 1.5, 2 * 1.5 + 20 * 2.5 / 4])
 
 
 def test_there_are_no_more_batches_under_way_than_servers() -> None:

@@ -6,10 +6,10 @@ from collections.abc import Iterable
 
 BATCH_SHARE = 0.9
 """Share of a single row's time that a batch needs only once, unless measured otherwise."""
-TOKEN_SHARE = 0.88
+TOKEN_SHARE = 0.9
 """Share of what software takes for a message, and for a token beside its layers, that a batch takes
-only once: waking up, and the interpreter's way around a batch. What a further row takes was timed
-on four servers with 32 streams."""
+only once: waking up, and the interpreter's way around a batch. Chosen so
+that four servers with 8 and 32 streams take in the simulator what they took by a clock."""
 NAMING_SHARE = 0.6
 """The same of what a draft head takes to name one token more behind each of several."""
 

@@ -71,7 +71,7 @@ class Crowd:
     streams: int = 1
     """Streams in the cluster."""
     servers: float = math.inf
-    """Those whose users there may be, in equal numbers where it is not known."""
+    """In the cluster: no more batches than that are under way."""
     read_s: float = 0.0
     """What prompts take the fullest machine for each token that is generated."""
 
@@ -94,8 +94,7 @@ class Crowd:
         many."""
         alone_s = self._alone_s(rows) + steps_s(self.naming_s, named, self.here)
         there_s = self._groups * steps_s(self.naming_there_s, named, self.here)
-        read_s = self.streams * tokens * self.read_s
-        return max(alone_s, self._machine_s(rows) + there_s + read_s)
+        return max(alone_s, self._machine_s(rows) + there_s + tokens * self._read_s)
 
     def along(self, right: float) -> tuple[float, float]:
         """How likely a draft and all before it have to be to be worth their rows (of `LEAST`), and
@@ -116,7 +115,7 @@ class Crowd:
         batch = self._batch(1)
         alone_s = interval_s(chance, guess_s, self.trip_s(), least, most)
         guessing_s = self._groups * guess_s / self.at_once
-        machine_s = self._machine_s(1) + self.streams * self.read_s
+        machine_s = self._machine_s(1) + self._read_s
         if self.guesses_there:
             machine_s += guessing_s
         return max(alone_s, self.home_s * batch + guess_s, machine_s, guessing_s)
@@ -146,6 +145,12 @@ class Crowd:
         each = self.streams / self._groups * rows
         software_s = batch_s(self.software_s, each, TOKEN_SHARE)
         return self._groups * (software_s + batch_s(self.busiest_s, each, self.batch_share))
+
+    @property
+    def _read_s(self) -> float:
+        """What others' prompts take the fullest machine while each stream gets a token; its own is
+        read before it gets any."""
+        return (self.streams - 1) * self.read_s
 
     @property
     def _groups(self) -> float:
