@@ -385,15 +385,12 @@ NONSENSE: list[tuple[Message, tuple[torch.Tensor, ...]]] = [
         for weight in (-0.1, 1.1, math.nan)
     ),
     *(
-        (LoadReport([None] * 2, [None] * 2, 0.0, 0.0, [], **wrong), ())
-        for wrong in (
-            {"prompts": -0.1},
-            {"prompts": 1.1},
-            {"prompts": math.nan},
-            {"tokens_per_s": -1.0},
-            {"tokens_per_s": math.inf},
-            {"tokens_per_s": math.nan},
-        )
+        (LoadReport([None] * 2, [None] * 2, 0.0, 0.0, [], prompts=share), ())
+        for share in (-0.1, 1.1, math.nan)
+    ),
+    *(
+        (LoadReport([None] * 2, [None] * 2, 0.0, 0.0, [], tokens_per_s=rate), ())
+        for rate in (-1.0, math.inf, math.nan)
     ),
 ]
 
