@@ -8,10 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trimmoe.core.specs import MOST_DRAFTED
-from trimmoe.cost.batching import NAMING_SHARE, naming_s
+from trimmoe.cost.batching import NAMING_SHARE, chains_s
 from trimmoe.cost.head_law import (
     chance_right,
-    named_among,
     named_by_step,
     right_among,
     rows_among,
@@ -49,13 +48,13 @@ def test_rows_names_and_tokens_are_those_of_chains_that_are_drawn(right: float) 
     rows, tokens = 1 + likely.sum(axis=2).mean(axis=1), 1 + kept.sum(axis=2).mean(axis=1)
     named = 1 + likely[:, :, :-1].sum(axis=2).mean(axis=1)
     assert [rows_among(each) for each in least] == pytest.approx(rows, abs=0.03)
-    assert [named_among(each) for each in least] == pytest.approx(named, abs=0.03)
+    assert [sum(named_by_step(each)) for each in least] == pytest.approx(named, abs=0.03)
     assert tokens_among(least, right) == pytest.approx(tokens, abs=0.03)
 
 
 def test_where_any_draft_will_do_all_are_read() -> None:
     assert rows_among(0.0) == pytest.approx(1.0 + MOST_DRAFTED)
-    assert rows_among(1.0) == named_among(1.0) == 1.0
+    assert rows_among(1.0) == sum(named_by_step(1.0)) == 1.0
     assert tokens_among([0.0], 1.0) == pytest.approx([1.0 + MOST_DRAFTED], abs=0.05)
 
 
@@ -70,4 +69,4 @@ def test_a_head_takes_each_step_once_for_all_chains_that_go_so_far(
     steps = 1 + goes_on.any(axis=1).sum(axis=1)
     named = chains + goes_on.sum(axis=(1, 2))
     taken_s = 0.5 * (NAMING_SHARE * steps + (1.0 - NAMING_SHARE) * named).mean()
-    assert naming_s(0.5, named_by_step(least), chains) == pytest.approx(taken_s, rel=0.02)
+    assert chains_s(0.5, named_by_step(least), chains) == pytest.approx(taken_s, rel=0.02)

@@ -31,7 +31,7 @@ def batch_s(one_s: float, rows: float, share: float) -> float:
     return one_s * (share + (1.0 - share) * rows)
 
 
-def naming_s(one_s: float, named: Iterable[float], chains: float) -> float:
+def chains_s(one_s: float, named: Iterable[float], chains: float) -> float:
     """Seconds that a draft head takes for so many chains of drafts together, step by step, each of
     which goes as far as a step with the chance that `named` gives; one step of one chain takes
     `one_s`. Plain arithmetic likewise."""

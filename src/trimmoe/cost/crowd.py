@@ -11,8 +11,7 @@ from typing import TypeVar
 import numpy as np
 
 from trimmoe.core.specs import MOST_DRAFTED, FloatArray, IntArray
-from trimmoe.cost.batching import TOKEN_SHARE, batch_s
-from trimmoe.cost.batching import naming_s as steps_s
+from trimmoe.cost.batching import TOKEN_SHARE, batch_s, chains_s
 from trimmoe.cost.guessing import (
     interval_s,
     layer_times_s,
@@ -75,10 +74,10 @@ class Crowd:
     read_s: float = 0.0
     """What prompts take the fullest machine for each token that is generated."""
 
-    def among(self, here: int, streams: int) -> Crowd:
-        """The same with so many of them."""
+    def among(self, here: int, streams: int, read_s: float = 0.0) -> Crowd:
+        """The same with so many of them, and prompts that take so long."""
         here = max(here, 1)
-        return replace(self, here=here, streams=max(here, streams))
+        return replace(self, here=here, streams=max(here, streams), read_s=read_s)
 
     def reading(self, rows: float, chunk: float) -> Crowd:
         """The same where so many rows of prompts, in chunks of so many, are read for each token
@@ -92,8 +91,8 @@ class Crowd:
         """Until the next token can set out where so many rows of each stream are read together,
         which bring so many `tokens`, and a head names drafts of each, with these chances so
         many."""
-        alone_s = self._alone_s(rows) + steps_s(self.naming_s, named, self.here)
-        there_s = self._groups * steps_s(self.naming_there_s, named, self.here)
+        alone_s = self._alone_s(rows) + chains_s(self.naming_s, named, self.here)
+        there_s = self._groups * chains_s(self.naming_there_s, named, self.here)
         return max(alone_s, self._machine_s(rows) + there_s + tokens * self._read_s)
 
     def along(self, right: float) -> tuple[float, float]:
@@ -155,7 +154,7 @@ class Crowd:
     @property
     def _groups(self) -> float:
         """Batches under way, one of each server's users: those of whoever has few join others'."""
-        return min(self.streams / self.here, max(self.servers, 1.0))
+        return min(self.streams / self.here, self.servers)
 
     def _batch(self, rows: float) -> float:
         """What a batch of so many rows of each stream takes over what one row does."""

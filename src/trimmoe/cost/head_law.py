@@ -40,13 +40,9 @@ def rows_among(least: float) -> float:
     return 1.0 + sum(_likely(least, count) for count in range(1, MOST_DRAFTED + 1))
 
 
-def named_among(least: float) -> float:
-    """Drafts that a head names to that end: with the one that is not likely enough any more."""
-    return sum(named_by_step(least))
-
-
 def named_by_step(least: float) -> tuple[float, ...]:
-    """The chance that it names a first one, a second one, and so on."""
+    """The chance that a head names a first draft to that end, a second one, and so on: with the one
+    that is not likely enough any more."""
     return (1.0, *(_likely(least, count) for count in range(1, MOST_DRAFTED)))
 
 

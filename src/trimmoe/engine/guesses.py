@@ -119,10 +119,10 @@ class GuessRules:
             found.idle[server] = not along and best_s < own_s
         return found
 
-    def crowd(self, server: int, here: int, streams: int) -> Crowd:
+    def crowd(self, server: int, here: int, streams: int, read_s: float = 0.0) -> Crowd:
         """What tokens of a server's users take while so many answers are under way, `here` of them
-        theirs."""
-        return self._crowds[server].among(here, streams)
+        theirs, and prompts take `read_s` for each token."""
+        return self._crowds[server].among(here, streams, read_s)
 
     @cached_property
     def _crowds(self) -> tuple[Crowd, ...]:

@@ -27,7 +27,7 @@ from trimmoe.simulator.world import (
 )
 
 _batch_s = inlined(batching.batch_s)
-_naming_s = inlined(batching.naming_s)
+_chains_s = inlined(batching.chains_s)
 _times_as_long = inlined(warmth.times_as_long)
 _guess_layers = inlined(batching.guess_layers)
 
@@ -262,7 +262,7 @@ def _service_s(world, rows, state, server):
             token_s = _batch_s(world.token_s[server], tokens, world.token_share)
             takes_s += token_s * warmed(world, state, server)
         if ending > 0:
-            takes_s += _naming_s(world.naming_s[server], world.named, ending)
+            takes_s += _chains_s(world.naming_s[server], world.named, ending)
         return takes_s
     total = 0.0
     for expert in range(counts.size):

@@ -60,7 +60,7 @@ def _pass_some(
     worker.pace.segment(layer, ran.experts)
     routed = ran.routing is not None
     result = BatchOutput(written=[(unit, range(layer, ran.layer + routed))])
-    if ran.kept is not None and kept_at:
+    if ran.kept is not None:
         worker.keep(unit, ran.kept, result)
     if ran.routing is not None:
         worker.pace.dense(ran.layer, unit.count)
@@ -75,15 +75,21 @@ def _pass_some(
 def _stays_until(worker: Worker, layer: int, unit: Unit, most: int) -> int:
     """The first layer from `layer` on, no more than `most` further, behind which a chunk goes
     elsewhere or has to wait; `layer` itself where each layer is passed by itself."""
-    route, last = unit.seat.route, layer
+    last, end = layer, min(layer + most, worker.view.spec.layer_count)
     if unit.start < unit.seat.trimmed or isinstance(worker.view, EncoderDecoderView):
         return layer
-    while last < min(layer + most, len(route)):
-        stays = route[min(last + 1, len(route) - 1)] == worker.server
+    while last < end:
+        stays = _destination(unit, last) == worker.server
         if not stays or (last > layer and not may_enter(worker, last, [unit])):
             break
         last += 1
     return last
+
+
+def _destination(unit: Unit, layer: int) -> int:
+    """Where a unit is behind a layer."""
+    route = unit.seat.route
+    return route[min(layer + 1, len(route) - 1)]
 
 
 def _entering(worker: Worker, layer: int, unit: Unit, batch: TokenBatch) -> Tensor:
@@ -122,7 +128,7 @@ def _gathered(
 ) -> BatchOutput:
     """A chunk behind attention and router of a layer: its experts run here or elsewhere."""
     view, here = worker.view, worker.server
-    destination = unit.seat.route[min(layer + 1, len(unit.seat.route) - 1)]
+    destination = _destination(unit, layer)
     choose = _decided if unit.start < unit.seat.trimmed else _nearest
     chosen = choose(worker, exact_hosts, layer, unit, attended, routing, destination)
     if chosen is None:

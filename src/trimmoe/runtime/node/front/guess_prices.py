@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from trimmoe.cost.guessing import draft_times_s, guess_times_s
@@ -80,7 +80,7 @@ class GuessPrices:
         if tuple(rules.routes[self.server].tolist()) != route:
             return None
         here, read_s = self.here(), round(self.planner.read_s, 4)
-        return replace(rules.crowd(self.server, here, here + self.elsewhere()), read_s=read_s)
+        return rules.crowd(self.server, here, here + self.elsewhere(), read_s)
 
     def _guess_s(self) -> tuple[float, ...]:
         """What a guess takes, by source: the draft model's too as the cost model has it, unless
