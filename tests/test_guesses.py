@@ -21,6 +21,7 @@ from trimmoe.cost.model import Accounting, CostModel
 from trimmoe.engine.guesses import GuessRules
 from trimmoe.engine.lead import DRAFT_MODEL, HEAD, OWN, Chunks, Lead, Passed, Source
 from trimmoe.policy.presets import PRESETS
+from trimmoe.runtime.node.compute.pace import GuessPace
 
 WHOLE_S, GUESS_S = 10.0, 1.0
 RIGHT, WRONG, NONE = (True, True), (True, False), (False, False)
@@ -400,6 +401,8 @@ def test_drafts_are_read_along_unless_own_guesses_bring_the_next_token_sooner() 
     along_s = CROWD.along(0.8)[1]
     assert CROWD.turn(0.8, 2.0 * along_s) == CROWD.turn(0.8, np.inf) == (True, along_s)
     assert CROWD.turn(0.8, 0.5 * along_s) == (False, 0.5 * along_s)
+    hardly_s = (1 + WORTH) / 2 * along_s
+    assert CROWD.turn(0.8, hardly_s) == (True, along_s), "that is not worth its machine's time"
 
 
 def test_guesses_on_a_machine_that_computes_all_the_rest_too_take_it_their_time() -> None:
@@ -484,6 +487,30 @@ def test_whoever_has_the_turn_keeps_it_where_it_makes_hardly_a_difference() -> N
     for before, kept in ((OWN, OWN), (HEAD, HEAD)):
         lead.turn = before
         assert lead.choose() == kept
+
+
+def test_streams_that_pass_in_one_batch_have_one_source_by_what_is_right_of_all_of_them() -> None:
+    """One whose last drafts were wrong goes on with the others, and the other way round."""
+    lead, good, bad = (headed(pace_s=9.0) for _ in range(3))
+    bad.drafts.chance = 0.0
+    assert bad.choose() == OWN
+    assert bad.choose([good, bad, *(headed() for _ in range(9))]) == HEAD
+    others = [headed() for _ in range(9)]
+    for other in others:
+        other.drafts.chance = 0.0
+    assert lead.choose() == HEAD
+    assert lead.choose([lead, *others]) == OWN
+
+
+def test_what_is_guessed_for_several_streams_says_what_one_takes_by_itself() -> None:
+    """Four streams' guesses take a batch half as long again as one stream's."""
+    alone, together = GuessPace(batch_share=5 / 6), GuessPace(batch_share=5 / 6)
+    for _ in range(100):
+        alone.took(1.0, 1, 1)
+        together.took(1.5, 4, 4)
+    assert alone.token_s == together.token_s == pytest.approx(1.0)
+    alone.took(50.0, 0, 4)
+    assert alone.token_s == pytest.approx(1.8, abs=0.1), "what is read counts, if nothing is made"
 
 
 def test_drafts_that_are_right_follow_one_another_at_once() -> None:

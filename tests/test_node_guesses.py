@@ -247,6 +247,13 @@ async def test_what_is_guessed_is_read_at_once_and_sets_out_with_what_is_guessed
         return seen
 
     monkeypatch.setattr(DraftRunner, "known", counted)
+    foresee, streams = Worker.foresee, []
+
+    def foreseen(worker: Worker, seats: Sequence[Seat], *rows: Any) -> Any:
+        streams.append(len({seat.sequence for seat in seats}))
+        return foresee(worker, seats, *rows)
+
+    monkeypatch.setattr(Worker, "foresee", foreseen)
     made = []
     for policy in (PRESETS["exact"](), guessing(6)):
         found.clear()
@@ -259,6 +266,7 @@ async def test_what_is_guessed_is_read_at_once_and_sets_out_with_what_is_guessed
     used = [(count, seen) for count, seen in found if seen is not None]
     assert used
     assert max(count for count, _ in used) > 1, "several set out together"
+    assert max(streams) > 1, "and of several streams they pass that layer as one batch"
     assert all(seen.hidden.shape[0] == count for count, seen in used)
 
 

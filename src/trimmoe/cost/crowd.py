@@ -32,8 +32,9 @@ LEAST = (0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
 """Chances that a draft and all before it may have to have of being right, as the head gives them,
 to be read along."""
 WORTH = 0.9
-"""What share of the time from token to token drafts that are read along have to bring it down to:
-less than that is within what these times are off by, and waits between tokens grow longer."""
+"""What share of the time from token to token drafts that are read along have to bring it down to,
+and a server's own guesses what is left by these: less than that is within what these times are off
+by, and whatever takes machines more work makes waits between tokens longer."""
 ROWS, NAMED = tuple(map(rows_among, LEAST)), tuple(map(named_by_step, LEAST))
 """Rows that are read along with a token that is known, itself included, and the chances that the
 head names a first draft to that end, a second one, and so on, by `LEAST`."""
@@ -100,10 +101,10 @@ class Crowd:
         the time from one token to the next by that; `right` of a head's first drafts are."""
         return _along(self, round(right, 2))
 
-    def among_s(self, guess_s: float) -> float:
+    def among_s(self, guess_s: float, in_vain: float = IN_VAIN) -> float:
         """A guess that takes `guess_s` by itself, in a batch with those of all of its streams, and
-        with what is guessed in vain."""
-        return guess_s * self._batch(1) * IN_VAIN
+        so many times as long with what is guessed in vain."""
+        return guess_s * self._batch(1) * in_vain
 
     def own_s(self, chance: float, guess_s: float, least: float, most: int) -> float:
         """From one token to the next where the user's server guesses by itself, one token of each
@@ -122,9 +123,9 @@ class Crowd:
     def turn(self, right: float, own_s: float) -> tuple[bool, float]:
         """Whether drafts of a head that are `right` so often are read along with each token, and
         the time from one token to the next by what is best: not where a server's own guesses bring
-        it sooner, in `own_s`, nor where it is hardly sooner than with nothing ahead."""
+        it clearly sooner, in `own_s`, nor where it is hardly sooner than with nothing ahead."""
         along_s, alone_s = self.along(right)[1], self.trip_s()
-        if along_s < min(own_s, WORTH * alone_s):
+        if along_s < min(own_s / WORTH, WORTH * alone_s):
             return True, along_s
         return False, min(own_s, alone_s)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from trimmoe.core.ledger import Ledger
@@ -99,8 +100,8 @@ class Lead:
     crowd: Crowd | None = None
     """What its tokens take beside others; None where nobody says."""
     pace_s: float | None = None
-    """What a guess of the own pass took this server lately, all its streams together; None where
-    that was not measured."""
+    """What a guess of the own pass took this server lately for one stream by itself, what was made
+    in vain counted in; None where that was not measured."""
     along: int = 0
     """Drafts of a head that are read along with each token at most, where it is the head's turn."""
     likely: float = 0.0
@@ -140,34 +141,44 @@ class Lead:
             return 1
         return min(1 + int(HELD_SHARE * self.whole_s / guess_s), MOST_TOGETHER)
 
-    def choose(self) -> int:
+    def choose(self, beside: Sequence[Lead] = ()) -> int:
         """Give the turn to the source with which tokens are expected to follow one another soonest,
-        by what its guesses take and how often they were right lately."""
+        by what its guesses take and how often they were right lately: of the streams `beside` it
+        too, those of the same server's users, as tokens of all of them pass in one batch."""
         able = [at for at, source in enumerate(self.sources) if source.able]
         best = min(able, key=self._interval_s, default=OWN)
         self.along = 0
         if self.drafts.able and self.crowd is not None:
+            right = self._right(HEAD, beside)
             # Whoever has the turn keeps it where it makes hardly a difference.
             worth = 1.0 / SWITCHES if self.turn == HEAD else SWITCHES
             if able:
-                own_s = self._crowded_s(self.crowd, best) * worth
-                along, best_s = self.crowd.turn(self.drafts.chance, own_s)
+                own_s = self._crowded_s(self.crowd, best, self._right(best, beside)) * worth
+                along, best_s = self.crowd.turn(right, own_s)
                 self.along = MOST_DRAFTED * along
                 if not along and best_s < own_s:
                     # Nothing ahead brings the next token sooner.
                     self.least = math.inf
             else:
-                self.along = self.crowd.drafts_at_home(self.drafts.chance)
+                self.along = self.crowd.drafts_at_home(right)
             self.likely = self.crowd.along(self.drafts.chance)[0]
         self.turn = HEAD if self.along else best
         return self.turn
 
-    def _crowded_s(self, crowd: Crowd, at: int) -> float:
-        """From one token to the next by a source of this server's own."""
-        source, guess_s = self.sources[at], crowd.among_s(self.sources[at].guess_s)
+    def _right(self, at: int, beside: Sequence[Lead]) -> float:
+        """How often guesses of a source are right, on average over this stream and those beside
+        it."""
+        others = [one.source(at) for one in beside if one is not self]
+        chances = [self.source(at).chance, *(one.chance for one in others if one.able)]
+        return sum(chances) / len(chances)
+
+    def _crowded_s(self, crowd: Crowd, at: int, chance: float) -> float:
+        """From one token to the next by a source of this server's own, with such a chance of being
+        right."""
+        guess_s = crowd.among_s(self.sources[at].guess_s)
         if at == OWN and self.pace_s is not None:
-            guess_s = self.pace_s * crowd.here
-        return crowd.own_s(source.chance, guess_s, self.least, self.guesses)
+            guess_s = crowd.among_s(self.pace_s, 1.0)
+        return crowd.own_s(chance, guess_s, self.least, self.guesses)
 
     def pays(self, chance: float) -> bool:
         """Whether tokens are expected to follow one another no later by guesses that take no time

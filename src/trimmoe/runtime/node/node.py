@@ -195,6 +195,7 @@ class Node:
             slowdown=settings.slowdown,
             here=lambda: self.front_end.running,
             elsewhere=lambda: sum(self.reporter.running.values()),
+            leads=lambda: self.front_end.leads,
         )
         self.admission = Admission(self.planner, seats, self.outbox.post)
         self.front_end = FrontEnd(

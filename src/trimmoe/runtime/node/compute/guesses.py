@@ -119,7 +119,8 @@ def _offer(worker: Worker, one: Reading) -> None:
     if first and one.offered:
         assert one.seat is not None
         assert one.hidden is not None
-        one.offers = worker.foresee(one.seat, one.position, one.offered, first)
+        positions = range(one.position, one.rows.stop)
+        (one.offers,) = worker.foresee([one.seat], [positions], [one.offered], first)
         one.hidden = torch.cat([one.hidden, *(each.hidden for each in one.offers)])
 
 
@@ -172,7 +173,7 @@ def _guessed_behind(
     )
     for one, its, scores in each:
         _verify(worker, one, its, scores)
-    return [one for one in going if _goes_on(worker, one, alone=len(going) == 1)]
+    return _going_on(worker, going)
 
 
 def _verify(worker: Worker, one: Reading, states: Tensor, logits: Tensor) -> None:
@@ -201,23 +202,35 @@ def _guess_next(one: Reading, scores: Tensor) -> None:
     one.made += (pick(chosen_from, one.sampling, position),)
 
 
-def _goes_on(worker: Worker, one: Reading, *, alone: bool) -> bool:
-    """Whether what a reading guessed last is taken through the layers that the sequence itself
-    passes here first, which it then is; and through all others with what is at hand later on."""
-    first = worker.reads_from(one.route)
+def _going_on(worker: Worker, readings: Sequence[Reading]) -> list[Reading]:
+    """Take what readings guessed last through the layers that their sequences themselves pass here
+    first; those of them that are to go through all others with what is at hand."""
+    likely = [one for one in readings if _is_ahead(worker, one)]
+    now_s = time.perf_counter()
+    going = [one for one in likely if len(one.made) <= one.more and now_s < one.made_s + AHEAD_S]
+    if len(readings) == 1 and going:
+        going[0].offered = _offered(worker, going[0])
+    for first in {worker.reads_from(one.route) for one in likely}:
+        _foresee(worker, [one for one in likely if worker.reads_from(one.route) == first], first)
+    return going
+
+
+def _is_ahead(worker: Worker, one: Reading) -> bool:
+    """Whether what a reading guessed last may pass its sequence's first layers here by now."""
     unlikely = one.confidence[-1] < worker.engine.settings.guess_confidence
-    if not first or not one.more or one.void or unlikely or not one.is_next:
-        return False
-    assert one.seat is not None
-    runner, position = worker.draft_runner, one.position + len(one.made) - 1
-    goes_on = len(one.made) <= one.more and time.perf_counter() < one.made_s + AHEAD_S
-    if goes_on and alone:
-        one.offered = _offered(worker, one)
-    seen = worker.foresee(one.seat, position, one.passing, first)
-    # That it sets out is certain, of what is offered it is not.
-    runner.foresees(one.sequence, position, seen[:1])
-    one.offers, one.hidden = seen[1:], torch.cat([each.hidden for each in seen])
-    return goes_on
+    behind = one.more and one.is_next and not one.void
+    return bool(worker.reads_from(one.route) and behind and not unlikely)
+
+
+def _foresee(worker: Worker, readings: Sequence[Reading], first: int) -> None:
+    """Several pass the layers before `first` in one batch."""
+    seats = [one.seat for one in readings if one.seat is not None]
+    tokens, positions = [one.passing for one in readings], [one.rows for one in readings]
+    for one, seen in zip(readings, worker.foresee(seats, positions, tokens, first), strict=True):
+        # That it sets out is certain, of what is offered it is not.
+        position = one.position + len(one.made) - 1
+        worker.draft_runner.foresees(one.sequence, position, seen[:1])
+        one.offers, one.hidden = seen[1:], torch.cat([each.hidden for each in seen])
 
 
 def _alike(worker: Worker, made: Sequence[Reading]) -> list[Reading]:

@@ -19,7 +19,7 @@ from trimmoe.models.base import DROPPED
 
 _LATELY = 0.99
 """Share of what came before that counts with every batch."""
-_FEWEST = 8.0
+_FEWEST = 32.0
 """Guesses of late that say what one takes."""
 
 
@@ -49,17 +49,21 @@ class Pace:
 class GuessPace:
     """What this server's own guesses took it lately, whatever is read for them counted in."""
 
+    batch_share: float
+    """As in `cost.batching`."""
     _spent_s: float = 0.0
     _made: float = 0.0
+    """As many guesses of a stream by itself would have been made with that work."""
 
-    def took(self, spent_s: float, made: int) -> None:
-        """A batch of readings is over, of which so many guesses came."""
+    def took(self, spent_s: float, made: int, streams: int) -> None:
+        """A batch of readings of so many streams is over, of which so many guesses came."""
         self._spent_s = self._spent_s * _LATELY + spent_s
-        self._made = self._made * _LATELY + made
+        alone = batch_s(1.0, streams, self.batch_share) / streams if made else 0.0
+        self._made = self._made * _LATELY + made * alone
 
     @property
     def token_s(self) -> float | None:
-        """Seconds of work for a guess; None where there were too few to tell."""
+        """Seconds for a guess of one stream by itself; None where there were too few to tell."""
         return self._spent_s / self._made if self._made >= _FEWEST else None
 
 

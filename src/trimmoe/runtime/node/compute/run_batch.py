@@ -64,7 +64,7 @@ def _performed(worker: Worker, exact_hosts: ExactHosts, work: Work, began_s: flo
             result = guess(worker, layer, items)
             if not any(one.by_draft_model for one in items):
                 made = sum(len(one.made) for one in result.guessed)
-                worker.guess_pace.took(time.perf_counter() - began_s, made)
+                worker.guess_pace.took(time.perf_counter() - began_s, made, len(items))
             return result
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import islice
 
 import numpy as np
 import torch
@@ -76,7 +77,7 @@ class Worker(ModelRunner):
         drafter: Drafter | None = None,
     ) -> None:
         super().__init__(view, server=server, slots=slots, pace=pace, verifier=verifier)
-        self.guess_pace = GuessPace()
+        self.guess_pace = GuessPace(batch_share=engine.cost.batch_share)
         self.chunk_pace = ChunkPace()
         self.end_drafts = EndDrafts(view=view, wanted=lambda: self.engine.settings.reads_along)
         self.drafter = drafter
@@ -183,21 +184,26 @@ class Worker(ModelRunner):
                 result.reading.append(reading)
 
     def foresee(
-        self, seat: Seat, position: int, tokens: Sequence[int], first: int
-    ) -> tuple[Foreseen, ...]:
-        """Take tokens that were guessed, one upon another, through the layers before `first`, all
-        of whose experts are here, as they will pass them when they set out. Nothing of their
-        sequence may have come to their positions yet."""
-        view, positions = self.view, range(position, position + len(tokens))
-        batch = view.batch(self.cache, (seat.slot,), [positions])
-        hidden = batch.pack(view.embed(batch.pad([tokens]), batch))
+        self,
+        seats: Sequence[Seat],
+        positions: Sequence[range],
+        tokens: Sequence[Sequence[int]],
+        first: int,
+    ) -> list[tuple[Foreseen, ...]]:
+        """Take what was guessed of each sequence, one token upon another at these positions,
+        through the layers before `first`, all of whose experts are here, as they will pass them
+        when they set out. Nothing of the sequences may have come to these positions yet."""
+        view, slots = self.view, tuple(seat.slot for seat in seats)
+        batch = view.batch(self.cache, slots, positions)
+        hidden = batch.pack(view.embed(batch.pad(tokens), batch))
         ran = view.run(0, first, hidden, batch, self.cache, self.segments.settled(first))
         assert ran.routing is None, "an expert of these layers is elsewhere"
-        rows = (slice(at, at + 1) for at in range(len(tokens)))
-        return tuple(
-            Foreseen(token=token, hidden=ran.hidden[row], experts=ran.experts[row])
-            for token, row in zip(tokens, rows, strict=True)
+        rows = enumerate(token for its in tokens for token in its)
+        each = (
+            Foreseen(token=token, hidden=ran.hidden[at : at + 1], experts=ran.experts[at : at + 1])
+            for at, token in rows
         )
+        return [tuple(islice(each, len(its))) for its in tokens]
 
     def close(self, sequence: int) -> None:
         """Close an account if there is one."""

@@ -16,6 +16,7 @@ import math
 from dataclasses import replace
 from functools import partial
 
+from trimmoe.engine.lead import Lead
 from trimmoe.runtime.node.front.answers import Answers
 from trimmoe.runtime.node.front.jobs import NO_EXPERT, Attempt, FrontEndContext, Job
 from trimmoe.runtime.node.front.memory import Memory
@@ -201,6 +202,12 @@ class FrontEnd:
     def running(self) -> int:
         """Answers under way."""
         return len(self._jobs) - self.waiting
+
+    @property
+    def leads(self) -> list[Lead]:
+        """Of the streams that are guessed ahead."""
+        attempts = (job.attempt for job in self._jobs)
+        return [one.lead for one in attempts if one is not None and one.lead is not None]
 
     @property
     def waiting(self) -> int:

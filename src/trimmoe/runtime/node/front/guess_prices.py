@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -32,6 +32,8 @@ class GuessPrices:
     """Answers under way to this server's users."""
     elsewhere: Callable[[], int]
     """Those to others'."""
+    leads: Callable[[], Sequence[Lead]]
+    """Of this server's users' streams."""
 
     @property
     def drafts_along(self) -> bool:
@@ -59,7 +61,7 @@ class GuessPrices:
         lead.least, lead.crowd = self._least_chance(route), self._crowd(route)
         took_s = self.worker.guess_pace.token_s
         lead.pace_s = None if took_s is None else took_s * self.slowdown
-        return lead.choose()
+        return lead.choose(self.leads())
 
     def guesses_now(self) -> bool:
         """Whether this server guesses ahead for those who ask it now."""
