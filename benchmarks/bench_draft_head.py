@@ -11,9 +11,7 @@ timed: the same inputs give the same figures.
 from __future__ import annotations
 
 import argparse
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -32,18 +30,6 @@ from trimmoe.progress import track
 _PROMPT, _ANSWER = 32, 45
 """Tokens of a prompt and of its answer."""
 _LIKELY = (0.0, 0.1, 0.25, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
-
-
-@dataclass(kw_only=True, slots=True)
-class _Told(Chain[Any]):
-    """One that names as many as there may be, and keeps its chance after each."""
-
-    chances: list[float] = field(default_factory=list)
-
-    def append(self, token: int, chance: float) -> bool:
-        goes_on = Chain.append(self, token, chance)
-        self.chances.append(self.chance)
-        return goes_on
 
 
 @torch.inference_mode()
@@ -85,7 +71,7 @@ def _drafted(view: MoEView, head: AnyHead, prompt: list[int]) -> tuple[FloatArra
     for at in range(len(prompt), len(tokens) - MOST_DRAFTED):
         head.read(memory, start, states[start:at], tokens[start:at])
         start = at
-        chain = _Told(memory=memory, position=at, token=tokens[at], most=MOST_DRAFTED, likely=0.0)
+        chain = Chain(memory=memory, position=at, token=tokens[at], most=MOST_DRAFTED, likely=0.0)
         head.draft_all([chain])
         follow = np.array(tokens[at + 1 : at + 1 + MOST_DRAFTED])
         chances.append(chain.chances)

@@ -131,7 +131,7 @@ def test_what_several_sequences_share_changes_nothing(weights: HeadWeights) -> N
     )
     head.draft_all(together)
     assert [one.drafted for one in together] == [one.drafted for one in alone]
-    assert [one.chance for one in together] == [one.chance for one in alone]
+    assert [one.chances for one in together] == [one.chances for one in alone]
 
 
 def test_it_names_frequent_tokens_only_and_stops_where_it_is_not_sure(

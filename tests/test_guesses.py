@@ -483,7 +483,7 @@ def test_without_a_head_or_anything_known_of_others_it_is_its_own() -> None:
 def test_whoever_has_the_turn_keeps_it_where_it_makes_hardly_a_difference() -> None:
     lead = headed()
     along_s = CROWD.along(lead.drafts.chance)[1]
-    lead.pace_s = along_s - CROWD.home_s
+    lead.pace_s = 0.98 * (along_s - CROWD.home_s)
     for before, kept in ((OWN, OWN), (HEAD, HEAD)):
         lead.turn = before
         assert lead.choose() == kept
@@ -509,8 +509,6 @@ def test_what_is_guessed_for_several_streams_says_what_one_takes_by_itself() -> 
         alone.took(1.0, 1, 1)
         together.took(1.5, 4, 4)
     assert alone.token_s == together.token_s == pytest.approx(1.0)
-    alone.took(50.0, 0, 4)
-    assert alone.token_s == pytest.approx(1.8, abs=0.1), "what is read counts, if nothing is made"
 
 
 def test_drafts_that_are_right_follow_one_another_at_once() -> None:

@@ -6,24 +6,31 @@ import json
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from draft_heads import random_head
 from tiny import EXPERTS, LAYERS, TOP_K, write_tiny_checkpoint
 from trimmoe import cli
 from trimmoe.calibrate.run import calibrate
 from trimmoe.calibrate.settings import CalibrationSettings
 from trimmoe.calibrate.text import token_windows
-from trimmoe.calibrate.trace import TraceSettings, record_trace
+from trimmoe.calibrate.trace import TraceSettings, record_trace, trace_windows
+from trimmoe.calibrate.windows import Windows
 from trimmoe.core.errors import UserError
 from trimmoe.core.events import Executed, Routed
 from trimmoe.core.plan import Plan
 from trimmoe.core.profile import Profile
+from trimmoe.core.specs import MOST_DRAFTED
 from trimmoe.core.trace import Trace, load_trace
 from trimmoe.experiments.method_engines import make_engine
 from trimmoe.models.base import MoEView
+from trimmoe.models.compiled.view import CompiledView
+from trimmoe.models.draft_head import Chain, DraftHead
+from trimmoe.models.exact import full_depth, greedy
 from trimmoe.models.load import load_tokenizer, open_model
 from trimmoe.placement.make import default, make_plan
 from trimmoe.policy.presets import exact, speculative
@@ -165,6 +172,62 @@ def test_a_trace_knows_what_each_server_of_a_plan_would_guess(made: Made, trace:
     arrays = {name: getattr(guessed, name) for name in trace.columns}
     for name, before in ((name, getattr(trace, name)) for name in trace.columns):
         np.testing.assert_array_equal(arrays[name], before)
+
+
+def test_a_trace_of_answers_is_one_of_what_transformers_generates(made: Made) -> None:
+    from transformers import AutoModelForCausalLM
+
+    settings = TraceSettings(tokens=3 * LENGTH, length=LENGTH, answers=8, seed=1)
+    trace = record_trace(made.view, made.tokenizer, made.texts, made.profile, settings)
+    ids = token_windows(made.texts, made.tokenizer, tokens=3 * LENGTH, window=LENGTH, seed=1)
+    prompts = torch.from_numpy(ids[:3, :-8])
+    folder = made.folder / "model"
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    said = model.generate(prompts, max_new_tokens=8, min_new_tokens=8, do_sample=False)
+    told = trace_windows(made.view, made.profile, Windows(ids=said.numpy()), trace.header)
+    np.testing.assert_array_equal(trace.experts, told.experts)
+    assert trace.answered.reshape(3, LENGTH)[:, -8:].all()
+    assert trace.answered.sum() == 3 * 8
+    long = replace(settings, answers=LENGTH)
+    with pytest.raises(UserError, match="longer sequences"):
+        record_trace(made.view, made.tokenizer, made.texts, made.profile, long)
+
+
+def test_a_trace_knows_what_a_draft_head_names(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As it names it for each sequence by itself, and right as far as full depth says the same."""
+    view = made.view
+    assert isinstance(view, CompiledView)
+    head = DraftHead(
+        random_head(view.spec.hidden_size, view.spec.vocab_size), view.head_rows, view.token_rows
+    )
+    settings = TraceSettings(tokens=3 * LENGTH, length=LENGTH, answers=8, seed=1)
+    plain = record_trace(view, made.tokenizer, made.texts, made.profile, settings)
+    assert plain.drafted_chance is plain.drafted_wrong is None
+    monkeypatch.setattr(view, "draft_head", head)
+    trace = record_trace(view, made.tokenizer, made.texts, made.profile, settings)
+    assert trace.drafted_chance is not None
+    assert trace.drafted_wrong is not None
+    ids = token_windows(made.texts, made.tokenizer, tokens=3 * LENGTH, window=LENGTH, seed=1)
+    tokens = ids[1, :-8].tolist()
+    tokens += greedy(view, [tokens], 8)[0]
+    cache = view.new_cache(slots=1)
+    batch = view.batch(cache, [cache.alloc()], [range(LENGTH)])
+    whole = full_depth(view, view.embed(batch.pad([tokens]), batch), batch, cache)
+    states, follows = view.normed_last(whole).numpy(), view.logits(whole).argmax(-1).tolist()
+    for at in (1, 5, LENGTH - 8, LENGTH - 1):
+        memory = head.begin()
+        head.read(memory, 0, states[:at], tokens[:at])
+        chain = Chain(memory=memory, position=at, token=tokens[at], most=MOST_DRAFTED, likely=0.0)
+        head.draft_all([chain])
+        named, row = min(MOST_DRAFTED, LENGTH - at), LENGTH + at
+        np.testing.assert_allclose(
+            trace.drafted_chance[row, :named], chain.chances[:named], rtol=0.01, atol=1e-4
+        )
+        same = [chain.drafted[: more + 1] == follows[at : at + more + 1] for more in range(named)]
+        assert (~trace.drafted_wrong[row, :named]).tolist() == same
+        assert trace.drafted_wrong[row, named:].all()
+        assert not trace.drafted_chance[row, named:].any()
+    assert not trace.drafted_chance[::LENGTH].any(), "nothing is known before the first token"
 
 
 def test_recording_again_gives_the_same_trace(made: Made, trace: Trace) -> None:

@@ -12,7 +12,9 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
+from trimmoe.calibrate.drafted import head_drafts
 from trimmoe.calibrate.head import greedy
 from trimmoe.calibrate.record import Advance
 from trimmoe.calibrate.sweep import Sweep
@@ -23,6 +25,7 @@ from trimmoe.core.errors import UserError
 from trimmoe.core.profile import Profile
 from trimmoe.core.specs import BoolArray, FloatArray, IntArray
 from trimmoe.core.trace import Trace, trace_header
+from trimmoe.models import exact
 from trimmoe.models.base import EncoderDecoderView, MoEView
 from trimmoe.runtime.home import ROWS_AT_ONCE, Guess, Own, home_pass, owns
 from trimmoe.runtime.observe import Observer
@@ -39,6 +42,9 @@ class TraceSettings:
     tokens: int = 4096
     length: int = 128
     """Tokens of each sequence."""
+    answers: int = 0
+    """Of these, at its end, that are not of the text: what the model answers to those before, the
+    likeliest token each time."""
     seed: int = 0
     """Draws the passages."""
 
@@ -56,7 +62,8 @@ def record_trace(
 ) -> Trace:
     """Run texts at full depth and keep what policies look at; the same inputs give the same trace.
     With `hosts` [M, N, E], who holds which experts, and the bits of their copies of others, as a
-    plan has them, also what each server would guess by itself.
+    plan has them, also what each server would guess by itself; of a view with a draft head also
+    what that names.
 
     The view must have been opened with all experts and its hash, and the profile be of its model.
     Raises `UserError` if it is not, or if the text is too short. Of a model with an encoder the
@@ -68,6 +75,11 @@ def record_trace(
     if settings.tokens < 1 or settings.length < 2:
         raise UserError("A trace needs at least 1 token in sequences of at least 2.")
     length = min(settings.length, spec.context_length)
+    if settings.answers and (settings.answers >= length or isinstance(view, EncoderDecoderView)):
+        raise UserError(
+            f"Answers of {settings.answers} tokens need longer sequences than {length}, of a model "
+            "without an encoder."
+        )
     windows = _windows(view, tokenizer, texts, settings, length)
     header = _header_of(settings, length, texts, profile)
     return trace_windows(
@@ -88,12 +100,24 @@ def _windows(
     )
     ids = ids[: -(-settings.tokens // length)]
     if two == 1:
-        return Windows(ids=ids)
+        return Windows(ids=_answered(view, ids, settings.answers))
     targets = ids[:, length:].copy()
     targets[:, 1:] = targets[:, :-1].copy()
     assert isinstance(view, EncoderDecoderView)
     targets[:, 0] = view.start_token
     return Windows(ids=targets, sources=ids[:, :length])
+
+
+def _answered(view: MoEView, ids: IntArray, answers: int) -> IntArray:
+    """Windows [W, length] whose last tokens are what the model answers to those before."""
+    if not answers:
+        return ids
+    ids = ids.copy()
+    prompts, most_rows = ids[:, :-answers], max(ROWS_AT_ONCE // ids.shape[1], 1)
+    for first in range(0, len(ids), most_rows):
+        some = slice(first, first + most_rows)
+        ids[some, -answers:] = exact.greedy(view, prompts[some].tolist(), answers)
+    return ids
 
 
 def _header_of(
@@ -103,6 +127,7 @@ def _header_of(
         settings={
             "tokens": settings.tokens,
             "length": length,
+            "answers": settings.answers,
             "model": profile.header.settings.get("model"),
         },
         input_hashes={
@@ -129,6 +154,7 @@ def trace_windows(
     server of `hosts` [M, N, E], with its copies of other experts."""
     trace, observer = _blank(view, windows, header), Observer(profile, view.device)
     sweep, predicted = Sweep(view, windows), np.zeros(trace.confidence.shape, dtype=np.int64)
+    ends: list[Tensor] = []
     for visit in sweep.visits():
         layer, span, attended = visit.layer, visit.span, visit.attended
         routing = view.route(layer, attended, groups=visit.groups)
@@ -142,8 +168,13 @@ def trace_windows(
         trace.exit_at[span, layer] = executed.exit_at
         last = sweep.tail(visit, after) if visit.is_last else after
         predicted[span, layer] = greedy(view, last)
+        if visit.is_last and view.draft_head is not None:
+            ends.append(last)
         advance(len(after))
     trace = replace(trace, wrong=predicted != predicted[:, -1:])
+    if ends:
+        chances, wrong = head_drafts(view, windows, torch.cat(ends), predicted[:, -1])
+        trace = replace(trace, drafted_chance=chances.astype(np.float16), drafted_wrong=wrong)
     if hosts is None or isinstance(view, EncoderDecoderView):
         return trace
     servers = owns(view, profile, hosts, stand_in_bits)

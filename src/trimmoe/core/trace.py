@@ -62,6 +62,11 @@ class Trace:
     where nobody knows."""
     home_confidence: NDArray[np.float16] | None = None
     """Probability that it gives its guess, of the same shape."""
+    drafted_wrong: BoolArray | None = None
+    """Whether any of what a draft head names behind a token, one upon another up to each of a chain
+    of D, is not what full depth predicts, [T, D]; None where nobody knows."""
+    drafted_chance: NDArray[np.float16] | None = None
+    """The chance that the head gives all of these of being right, of the same shape."""
 
     @property
     def token_count(self) -> int:
@@ -74,6 +79,13 @@ class Trace:
     @property
     def layer_count(self) -> int:
         return self.experts.shape[1]
+
+    @property
+    def answered(self) -> BoolArray:
+        """The tokens that are the model's answers to what is before them, [T]: all of them in a
+        trace of text only."""
+        prompt = (self.length - int(self.header.settings.get("answers", 0))) % self.length
+        return np.arange(self.token_count) % self.length >= prompt
 
     @property
     def hash(self) -> str:
@@ -153,6 +165,8 @@ _FIELDS = {
     "wrong": replace(count("T N", 1), optional=True),
     "home_wrong": replace(count("T S", 1), optional=True),
     "home_confidence": share("T S", optional=True),
+    "drafted_wrong": replace(count("T D", 1), optional=True),
+    "drafted_chance": share("T D", optional=True),
 }
 """What is in the file; S is the number of servers, or 1."""
 

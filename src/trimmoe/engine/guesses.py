@@ -18,7 +18,7 @@ from trimmoe.cost.guessing import (
 )
 from trimmoe.cost.head_law import named_by_step
 from trimmoe.cost.model import CostModel
-from trimmoe.engine.lead import Chunks, Lead
+from trimmoe.engine.lead import SWITCHES, Chunks, Lead
 from trimmoe.policy.settings import PolicySettings
 
 
@@ -94,22 +94,28 @@ class GuessRules:
         streams: int,
         here: IntArray,
         chances: Sequence[float],
+        first_right: float | None = None,
         *,
         read: float = 0.0,
         chunk: float = 1.0,
     ) -> DraftsAlong:
         """Those of a head while so many answers are under way, `here` [M] of each server's users:
         none where guesses of the servers' own, right with these `chances`, bring the next token
-        sooner, or there is no head. So many tokens of prompts are `read` for each one that is
-        generated, in chunks of `chunk`."""
+        sooner, or there is no head. `first_right` of a head's first drafts are, None: as many as
+        its file says. So many tokens of prompts are `read` for each one that is generated, in
+        chunks of `chunk`."""
         right, least = self.cost.head_right, self.least_among(streams)
         found = DraftsAlong.none(self.cost.server_count)
         if not (right and self.settings.reads_along):
             return found
+        if first_right is not None:
+            right = first_right
+        # Of several that begin together prompts leave no time for guesses: drafts have the turn.
+        worth = SWITCHES if streams == 1 else 1.0 / SWITCHES
         for server, chance in enumerate(chances):
             crowd = self.crowd(server, int(here[server]), streams).reading(read, chunk)
             guess_s, most = crowd.among_s(float(self.guess_s[server])), self.settings.guesses
-            own_s = crowd.own_s(chance, guess_s, float(least[server]), most)
+            own_s = crowd.own_s(chance, guess_s, float(least[server]), most) * worth
             found.likely[server] = crowd.along(right)[0]
             if self.home[server]:
                 found.most[server] = crowd.drafts_at_home(right)

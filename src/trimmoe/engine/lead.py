@@ -100,8 +100,8 @@ class Lead:
     crowd: Crowd | None = None
     """What its tokens take beside others; None where nobody says."""
     pace_s: float | None = None
-    """What a guess of the own pass took this server lately for one stream by itself, what was made
-    in vain counted in; None where that was not measured."""
+    """What a guess of the own pass took this server lately for one stream by itself, what was
+    withdrawn meanwhile counted in; None where that was not measured."""
     along: int = 0
     """Drafts of a head that are read along with each token at most, where it is the head's turn."""
     likely: float = 0.0
@@ -177,7 +177,7 @@ class Lead:
         right."""
         guess_s = crowd.among_s(self.sources[at].guess_s)
         if at == OWN and self.pace_s is not None:
-            guess_s = crowd.among_s(self.pace_s, 1.0)
+            guess_s = crowd.among_s(self.pace_s, in_vain=1.0)
         return crowd.own_s(chance, guess_s, self.least, self.guesses)
 
     def pays(self, chance: float) -> bool:

@@ -30,8 +30,9 @@ AUTO, AUTO_WITHIN = "auto", 0.05
 """What chooses by itself, and how much slower than the best single choice it may be."""
 SLOWED = "uneven"
 """Clusters whose point is that machines differ."""
-_RECORDED = "1000"
-"""Tokens that the simulator plays."""
+_RECORDED, _LENGTH, _ANSWERS = 2048, 64, 32
+"""Tokens that the simulator plays, of a prompt and its answer, and of the answer: as many as
+`plan-vs-real` asks for."""
 
 Row = Mapping[str, Any]
 
@@ -75,7 +76,7 @@ def _one(file: Path, text: Path, asked: Matrix) -> list[Row]:
     _trimmoe("plan", asked.profile, file, "-o", made["plan"], *measured, *searched)
     _trimmoe(
         "record", "embedded", "--text", text, *profile, "--plan", made["plan"],
-        "-o", made["trace"], "--tokens", _RECORDED, "--length", 100,
+        "-o", made["trace"], "--tokens", _RECORDED, "--length", _LENGTH, "--answers", _ANSWERS,
     )  # fmt: skip
     methods = [word for name in asked.methods for word in ("--method", name)]
     streams = [word for count in asked.streams for word in ("--streams", count)]

@@ -216,6 +216,8 @@ def _simulated_ms(
     requests = replace(
         Source(load, share, **sizes, seed=asked.seed).draw(count),
         access=access_servers(artifacts.plan, count, asked.seed),
+        # Where answers were recorded they are behind what was asked.
+        offset=np.zeros(count, dtype=np.int64),
     )
     (found,) = simulate_methods(
         artifacts.plan,

@@ -39,6 +39,12 @@ def record(
     ] = None,
     tokens: Annotated[int, typer.Option(min=1, help="Tokens to record.")] = 4096,
     length: Annotated[int, typer.Option(min=2, help="Tokens of each sequence.")] = 128,
+    answers: Annotated[
+        int,
+        typer.Option(
+            min=0, help="Of these, the last ones that are the model's answer to those before."
+        ),
+    ] = 0,
     seed: int = 0,
     dtype: Annotated[Literal["auto", "float32", "bfloat16"], typer.Option()] = "auto",
     device: Annotated[str, typer.Option(help="Where the model runs.")] = "cpu",
@@ -51,6 +57,7 @@ def record(
     from trimmoe.experiments.method_engines import require_fitting
     from trimmoe.experiments.opening import open_view, profile_path, resolved
     from trimmoe.experiments.recording import record_with_bar
+    from trimmoe.models.draft_head_file import open_draft_head
     from trimmoe.models.load import load_tokenizer
 
     _require_folder(output)
@@ -58,7 +65,8 @@ def record(
     texts = read_texts(text)
     path = resolved(model)
     view = open_view(path, dtype, device)
-    settings = TraceSettings(tokens=tokens, length=length, seed=seed)
+    open_draft_head(view, Path(path))
+    settings = TraceSettings(tokens=tokens, length=length, answers=answers, seed=seed)
     placed = None if plan is None else load_plan(plan)
     if placed is not None:
         require_fitting(calibrated, placed, view.spec)

@@ -124,7 +124,8 @@ class Chain(Generic[M]):
     likely: float
     """What chance all of them have to have of being right."""
     drafted: list[int] = field(default_factory=list)
-    chance: float = 1.0
+    chances: list[float] = field(default_factory=list)
+    """That all of them up to each have of being right, as the head has it."""
 
     @property
     def last(self) -> int:
@@ -133,10 +134,12 @@ class Chain(Generic[M]):
     def append(self, token: int, chance: float) -> bool:
         """Take a token that is right with this chance where those before it are, unless that makes
         it too unlikely."""
-        self.chance *= chance
-        if self.chance < self.likely:
+        if self.chances:
+            chance *= self.chances[-1]
+        if chance < self.likely:
             return False
         self.drafted.append(token)
+        self.chances.append(chance)
         return True
 
 

@@ -36,7 +36,7 @@ from trimmoe.engine.state import EngineState
 from trimmoe.engine.step import Engine
 from trimmoe.policy.trim import rounded_weight
 from trimmoe.simulator.feed import TraceFeed
-from trimmoe.simulator.head_drafts import HeadDrafts
+from trimmoe.simulator.head_drafts import HeadDrafts, head_drafts
 from trimmoe.simulator.journey import TRAVELLING, Itinerary, travel
 from trimmoe.simulator.uniform import uniform
 from trimmoe.simulator.world import NONE, RIGHT, UNSURE, WRONG
@@ -68,10 +68,9 @@ class Ahead:
         servers = range(self.engine.cost.server_count)
         self.settled = [self.engine.start() for _ in servers]
         self.ahead = list(self.settled)
-        self._drafts = HeadDrafts(
-            seed=self.seed,
-            right=self.engine.cost.head_right,
-            along=self.along,
+        first_right = self.engine.cost.head_right
+        self._drafts = head_drafts(
+            self.feed.trace, self.along, seed=self.seed, first_right=first_right
         )
 
     def open(self, request: int, access: int) -> None:
@@ -128,7 +127,7 @@ class Ahead:
         journey = journey.reordered(np.argsort(order))
         if settings.guesses:
             made, right = self._guesses(tokens, access)
-            fates, counts = self._drafts.drafted(requests, numbers, access)
+            fates, counts = self._drafts.drafted(requests, numbers, access, tokens)
             own = np.where(right, RIGHT, np.where(made, WRONG, UNSURE))
             journey.guess[:] = np.where(along, fates, own)
             # Nobody waits for what the last one would predict.

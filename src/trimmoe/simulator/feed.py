@@ -97,6 +97,13 @@ class TraceFeed:
         found = (sure & ~wrong).sum(0) / np.maximum(sure.sum(0), 1)
         return np.broadcast_to(found, servers).tolist()
 
+    @property
+    def first_right(self) -> float | None:
+        """How often the first draft of a head is right behind what the model answers; None where
+        that was not recorded."""
+        wrong = self.trace.drafted_wrong
+        return None if wrong is None else 1.0 - float(wrong[self.trace.answered, 0].mean())
+
 
 def require_guesses(settings: PolicySettings, server_count: int, trace: Trace) -> None:
     """Raise `UserError` if servers are to guess and what they would is not known."""

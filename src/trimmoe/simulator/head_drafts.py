@@ -1,12 +1,17 @@
-"""What a draft head names behind tokens, by chance: traces do not tell."""
+"""What a draft head names behind the tokens of a simulation, and whether that is right: as it was
+recorded where it was, else by the law of `cost.head_law`."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
-from trimmoe.core.specs import MOST_DRAFTED, FloatArray, IntArray
+from trimmoe.core.specs import MOST_DRAFTED, BoolArray, FloatArray, IntArray
+from trimmoe.core.trace import Trace
 from trimmoe.cost.head_law import chance_right
 from trimmoe.engine.guesses import DraftsAlong
 from trimmoe.simulator.uniform import uniform
@@ -18,19 +23,35 @@ _BEHIND = 1_000_003
 """Apart from the numbers of tokens: draws of what is drafted behind a draft."""
 
 
+class Draft(NamedTuple):
+    """A right one, and all before it."""
+
+    ahead: int
+    """How many there are of them."""
+    chance: float
+    """That the head gives all of them."""
+    behind: int
+    """The token of the trace that they follow."""
+
+
+class Named(NamedTuple):
+    """What the head names behind a token and the drafts that have followed it."""
+
+    chances: FloatArray
+    """That it gives all of a chain up to each one more, [at most `MOST_DRAFTED`]."""
+    right: bool
+    """Whether the first of these is."""
+
+
 @dataclass(kw_only=True, slots=True)
-class HeadDrafts:
+class HeadDrafts(ABC):
     """Drafts are read along up to the last one that is, with all before it, likely enough to be
     right; those behind a token that is known, one after the other until one is wrong, are its
     chain."""
 
-    seed: int
-    right: float
-    """Share of first drafts that are."""
     along: DraftsAlong
-    _chains: dict[int, dict[int, tuple[int, float]]] = field(default_factory=dict)
-    """By request and number of a token, where the draft behind it is right, how many drafts of its
-    chain there are by then, and the chance that the head gives them."""
+    _chains: dict[int, dict[int, Draft]] = field(default_factory=dict)
+    """By request and number of a token, the draft behind it where that is right."""
 
     def open(self, request: int) -> None:
         """Before any of its tokens is decided."""
@@ -46,31 +67,73 @@ class HeadDrafts:
         return [number in self._chains[request] for request, number in pairs]
 
     def drafted(
-        self, requests: IntArray, numbers: IntArray, access: IntArray
+        self, requests: IntArray, numbers: IntArray, access: IntArray, tokens: IntArray
     ) -> tuple[IntArray, IntArray]:
-        """What becomes of the draft behind the `numbers`-th token of each request, and how many of
-        its chain set out with that, wrong ones included, [n] each."""
-        given = self._given(requests, numbers)
-        right = uniform(self.seed + _RIGHT_SEED, requests, numbers) < chance_right(
-            given[:, 0], self.right
-        )
+        """What becomes of the draft behind the `numbers`-th token of each request, one of `tokens`
+        of the trace, and how many of its chain set out with that, wrong ones included, [n] each."""
         fates, counts = np.full(requests.size, UNSURE), np.zeros(requests.size, dtype=np.int64)
-        rows = zip(requests.tolist(), numbers.tolist(), access.tolist(), strict=True)
-        for row, (request, number, server) in enumerate(rows):
-            chain = self._chains[request]
-            ahead, chance = chain.get(number - 1, (0, 1.0))
-            likely = chance * np.cumprod(given[row]) >= self.along.likely[server]
-            sure = min(int(likely.sum()), int(self.along.most[server]) - ahead)
-            counts[row] = ahead + max(sure, 0)
-            if sure > 0:
-                fates[row] = RIGHT if right[row] else WRONG
-            if fates[row] == RIGHT:
-                chain[number] = ahead + 1, chance * float(given[row, 0])
+        asked = list(zip(requests.tolist(), numbers.tolist(), tokens.tolist(), strict=True))
+        before = [
+            self._chains[request].get(number - 1, Draft(0, 1.0, token))
+            for request, number, token in asked
+        ]
+        named = self._named(requests, numbers, before)
+        rows = zip(asked, before, named, access.tolist(), strict=True)
+        for row, ((request, number, _), draft, its, server) in enumerate(rows):
+            likely = int((its.chances >= self.along.likely[server]).sum())
+            sure = min(likely, int(self.along.most[server]) - draft.ahead)
+            counts[row] = draft.ahead + max(sure, 0)
+            if sure <= 0:
+                continue
+            fates[row] = RIGHT if its.right else WRONG
+            if its.right:
+                chance = float(its.chances[0])
+                self._chains[request][number] = Draft(draft.ahead + 1, chance, draft.behind)
         return fates, counts
 
-    def _given(self, requests: IntArray, numbers: IntArray) -> FloatArray:
-        """The chances that the head gives to the draft behind a token, and to each one behind that,
-        [n, MOST_DRAFTED]."""
+    @abstractmethod
+    def _named(self, requests: IntArray, numbers: IntArray, before: Sequence[Draft]) -> list[Named]:
+        """Behind the `numbers`-th tokens of requests and the drafts that are there already, [n]."""
+
+
+@dataclass(kw_only=True, slots=True)
+class RecordedDrafts(HeadDrafts):
+    """As a trace has it."""
+
+    chances: FloatArray
+    """[T, D]."""
+    wrong: BoolArray
+    """[T, D]."""
+
+    def _named(self, requests: IntArray, numbers: IntArray, before: Sequence[Draft]) -> list[Named]:
+        return [self._behind(one) for one in before]
+
+    def _behind(self, one: Draft) -> Named:
+        left = self.chances[one.behind, one.ahead :]
+        return Named(left, bool(left.size and not self.wrong[one.behind, one.ahead]))
+
+
+@dataclass(kw_only=True, slots=True)
+class DrawnDrafts(HeadDrafts):
+    """As the law has it."""
+
+    seed: int
+    first_right: float
+    """Share of first drafts that are."""
+
+    def _named(self, requests: IntArray, numbers: IntArray, before: Sequence[Draft]) -> list[Named]:
         behind = [numbers + _BEHIND * more for more in range(MOST_DRAFTED)]
         draws = [uniform(self.seed + _GIVEN_SEED, requests, each) for each in behind]
-        return np.stack(draws, axis=1)
+        given = np.stack(draws, axis=1)
+        chance = chance_right(given[:, 0], self.first_right)
+        right = uniform(self.seed + _RIGHT_SEED, requests, numbers) < chance
+        rows = zip(before, given, right.tolist(), strict=True)
+        return [Named(one.chance * np.cumprod(its), hit) for one, its, hit in rows]
+
+
+def head_drafts(trace: Trace, along: DraftsAlong, *, seed: int, first_right: float) -> HeadDrafts:
+    """Those of a run: recorded ones if the trace has them."""
+    if trace.drafted_chance is None or trace.drafted_wrong is None:
+        return DrawnDrafts(along=along, seed=seed, first_right=first_right)
+    chances = trace.drafted_chance.astype(np.float64)
+    return RecordedDrafts(along=along, chances=chances, wrong=trace.drafted_wrong)

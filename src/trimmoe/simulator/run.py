@@ -367,13 +367,16 @@ def _along(engine: Engine, trace: Trace, cluster: ClusterSpec, load: Load) -> Dr
     """Of as many streams as a load has under way."""
     if not engine.settings.guesses:
         return DraftsAlong.none(cluster.server_count)
-    chances = TraceFeed(trace=trace).chances(engine.settings, cluster.server_count)
+    feed = TraceFeed(trace=trace)
+    chances = feed.chances(engine.settings, cluster.server_count)
     streams, read = load.concurrency or 1, 0.0
     here = np.ceil(streams * cluster.access_share).astype(np.int64)
     if load.prefill is not Prefill.EXCLUDED:
         read = load.prompt_tokens / load.output_tokens
     chunk = min(load.prompt_tokens, load.prefill_chunk)
-    return engine.guess_rules.drafts_along(streams, here, chances, read=read, chunk=chunk)
+    return engine.guess_rules.drafts_along(
+        streams, here, chances, feed.first_right, read=read, chunk=chunk
+    )
 
 
 def _with_log(state: State, size: int) -> State:

@@ -19,7 +19,7 @@ from trimmoe.models.base import DROPPED
 
 _LATELY = 0.99
 """Share of what came before that counts with every batch."""
-_FEWEST = 32.0
+_FEWEST = 8.0
 """Guesses of late that say what one takes."""
 
 
@@ -47,7 +47,7 @@ class Pace:
 
 @dataclass(kw_only=True, slots=True)
 class GuessPace:
-    """What this server's own guesses took it lately, whatever is read for them counted in."""
+    """What this server's own guesses took it lately, those that were withdrawn counted in."""
 
     batch_share: float
     """As in `cost.batching`."""
@@ -56,7 +56,8 @@ class GuessPace:
     """As many guesses of a stream by itself would have been made with that work."""
 
     def took(self, spent_s: float, made: int, streams: int) -> None:
-        """A batch of readings of so many streams is over, of which so many guesses came."""
+        """A batch of readings of so many streams is over, of which so many guesses came. What reads
+        a prompt says nothing of what a guess takes, and is not told here."""
         self._spent_s = self._spent_s * _LATELY + spent_s
         alone = batch_s(1.0, streams, self.batch_share) / streams if made else 0.0
         self._made = self._made * _LATELY + made * alone

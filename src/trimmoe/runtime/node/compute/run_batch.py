@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import torch
 
+from trimmoe.engine.lead import MOST_TOGETHER
 from trimmoe.runtime.node.compute.completion import trailing
 from trimmoe.runtime.node.compute.guesses import guess
 from trimmoe.runtime.node.compute.passing import pass_layers, pass_segment
@@ -61,8 +62,9 @@ def _performed(worker: Worker, exact_hosts: ExactHosts, work: Work, began_s: flo
         case Step.CHUNK_END:
             return end_chunk(worker, items[0])
         case Step.GUESS:
+            goes_on = all(len(one.tokens) <= MOST_TOGETHER for one in items)
             result = guess(worker, layer, items)
-            if not any(one.by_draft_model for one in items):
+            if goes_on and not any(one.by_draft_model for one in items):
                 made = sum(len(one.made) for one in result.guessed)
                 worker.guess_pace.took(time.perf_counter() - began_s, made, len(items))
             return result
