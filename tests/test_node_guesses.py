@@ -247,13 +247,13 @@ async def test_what_is_guessed_is_read_at_once_and_sets_out_with_what_is_guessed
         return seen
 
     monkeypatch.setattr(DraftRunner, "known", counted)
-    foresee, streams = Worker.foresee, []
+    foreseen, streams = guesses_module.foreseen, []
 
-    def foreseen(worker: Worker, seats: Sequence[Seat], *rows: Any) -> Any:
+    def watched(worker: Worker, seats: Sequence[Seat], *rows: Any) -> Any:
         streams.append(len({seat.sequence for seat in seats}))
-        return foresee(worker, seats, *rows)
+        return foreseen(worker, seats, *rows)
 
-    monkeypatch.setattr(Worker, "foresee", foreseen)
+    monkeypatch.setattr(guesses_module, "foreseen", watched)
     made = []
     for policy in (PRESETS["exact"](), guessing(6)):
         found.clear()

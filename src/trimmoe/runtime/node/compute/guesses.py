@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from itertools import islice
 
 import numpy as np
 import torch
@@ -20,7 +21,8 @@ from trimmoe.models.base import TokenBatch
 from trimmoe.runtime.home import home_layers
 from trimmoe.runtime.node.compute.worker import Worker
 from trimmoe.runtime.node.records.output import BatchOutput
-from trimmoe.runtime.node.records.readings import Reading
+from trimmoe.runtime.node.records.readings import Foreseen, Reading
+from trimmoe.runtime.node.records.sequences import Seat
 from trimmoe.runtime.processors import shaped
 from trimmoe.runtime.sampling import pick
 
@@ -120,7 +122,7 @@ def _offer(worker: Worker, one: Reading) -> None:
         assert one.seat is not None
         assert one.hidden is not None
         positions = range(one.position, one.rows.stop)
-        (one.offers,) = worker.foresee([one.seat], [positions], [one.offered], first)
+        (one.offers,) = foreseen(worker, [one.seat], [positions], [one.offered], first)
         one.hidden = torch.cat([one.hidden, *(each.hidden for each in one.offers)])
 
 
@@ -226,11 +228,35 @@ def _foresee(worker: Worker, readings: Sequence[Reading], first: int) -> None:
     """Several pass the layers before `first` in one batch."""
     seats = [one.seat for one in readings if one.seat is not None]
     tokens, positions = [one.passing for one in readings], [one.rows for one in readings]
-    for one, seen in zip(readings, worker.foresee(seats, positions, tokens, first), strict=True):
+    found = foreseen(worker, seats, positions, tokens, first)
+    for one, seen in zip(readings, found, strict=True):
         # That it sets out is certain, of what is offered it is not.
         position = one.position + len(one.made) - 1
         worker.draft_runner.foresees(one.sequence, position, seen[:1])
         one.offers, one.hidden = seen[1:], torch.cat([each.hidden for each in seen])
+
+
+def foreseen(
+    worker: Worker,
+    seats: Sequence[Seat],
+    positions: Sequence[range],
+    tokens: Sequence[Sequence[int]],
+    first: int,
+) -> list[tuple[Foreseen, ...]]:
+    """What the layers before `first`, all of whose experts are here, make of what was guessed of
+    each sequence, one token upon another at these positions, as they will when it sets out. Nothing
+    of the sequences may have come to these positions yet."""
+    view, slots = worker.view, tuple(seat.slot for seat in seats)
+    batch = view.batch(worker.cache, slots, positions)
+    hidden = batch.pack(view.embed(batch.pad(tokens), batch))
+    ran = view.run(0, first, hidden, batch, worker.cache, worker.segments.settled(first))
+    assert ran.routing is None, "an expert of these layers is elsewhere"
+    rows = enumerate(token for its in tokens for token in its)
+    each = (
+        Foreseen(token=token, hidden=ran.hidden[at : at + 1], experts=ran.experts[at : at + 1])
+        for at, token in rows
+    )
+    return [tuple(islice(each, len(its))) for its in tokens]
 
 
 def _alike(worker: Worker, made: Sequence[Reading]) -> list[Reading]:

@@ -1,28 +1,25 @@
-"""Work for which the engine keeps no books: prompts, and experts for others."""
+"""Prompts, chunk by chunk; the engine keeps no books of them."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
-import torch
 from torch import Tensor
 
-from trimmoe.core.specs import BoolArray, IntArray
+from trimmoe.core.specs import IntArray
 from trimmoe.cost.batching import SLICE_S
 from trimmoe.engine.prompts import decided
-from trimmoe.models.base import DROPPED, EncoderDecoderView, Routing, TokenBatch
+from trimmoe.models.base import EncoderDecoderView, Routing, TokenBatch
 from trimmoe.runtime.node.compute.completion import to_users, token_of
 from trimmoe.runtime.node.compute.passing import may_enter
 from trimmoe.runtime.node.compute.shipping import Cargo, Split, dispatched, onward, room
-from trimmoe.runtime.node.compute.states import entering, states_of
+from trimmoe.runtime.node.compute.states import states_of
 from trimmoe.runtime.node.compute.worker import Worker
 from trimmoe.runtime.node.records.exact_hosts import ExactHosts
-from trimmoe.runtime.node.records.messages import ChargeSpec, Parcel, Partial
+from trimmoe.runtime.node.records.messages import ChargeSpec
 from trimmoe.runtime.node.records.output import BatchOutput
-from trimmoe.runtime.node.records.slots import Slots
-from trimmoe.runtime.node.records.sums import parted
 from trimmoe.runtime.node.records.units import Unit
 from trimmoe.runtime.scores import scored
 
@@ -58,14 +55,15 @@ def _pass_some(
     here = exact_hosts.stays(worker.server)
     ran = view.run(layer, last, hidden, batch, worker.cache, here, kept_at)
     worker.pace.segment(layer, ran.experts)
-    routed = ran.routing is not None
-    result = BatchOutput(written=[(unit, range(layer, ran.layer + routed))])
+    written = range(layer, ran.layer + (ran.routing is not None))
+    result = BatchOutput(written=[(unit, written)])
     if ran.kept is not None:
         worker.keep(unit, ran.kept, result)
     if ran.routing is not None:
         worker.pace.dense(ran.layer, unit.count)
         unit.layer = ran.layer
-        return _gathered(worker, exact_hosts, ran.layer, unit, ran.hidden, ran.routing, result)
+        routed = _Routed(layer=ran.layer, unit=unit, attended=ran.hidden, routing=ran.routing)
+        return _gathered(worker, exact_hosts, routed, result)
     worker.chunk_pace.took(time.perf_counter() - began_s, (last - layer) * unit.count)
     unit.hidden, unit.parts, unit.layer = ran.hidden, (), last
     result.ready.append(unit)
@@ -84,6 +82,22 @@ def _stays_until(worker: Worker, layer: int, unit: Unit, most: int) -> int:
             break
         last += 1
     return last
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Routed:
+    """A chunk behind attention and router of a layer."""
+
+    layer: int
+    unit: Unit
+    attended: Tensor
+    """[n, d]."""
+    routing: Routing
+
+    @property
+    def destination(self) -> int:
+        """Where it is behind the layer."""
+        return _destination(self.unit, self.layer)
 
 
 def _destination(unit: Unit, layer: int) -> int:
@@ -114,23 +128,17 @@ def pass_layer(worker: Worker, exact_hosts: ExactHosts, layer: int, unit: Unit) 
     attended = batch.pack(view.attend(layer, batch.unpack(hidden), batch, worker.cache))
     routing = view.route(layer, attended)
     worker.pace.dense(layer, unit.count)
-    return _gathered(worker, exact_hosts, layer, unit, attended, routing, result)
+    routed = _Routed(layer=layer, unit=unit, attended=attended, routing=routing)
+    return _gathered(worker, exact_hosts, routed, result)
 
 
 def _gathered(
-    worker: Worker,
-    exact_hosts: ExactHosts,
-    layer: int,
-    unit: Unit,
-    attended: Tensor,
-    routing: Routing,
-    result: BatchOutput,
+    worker: Worker, exact_hosts: ExactHosts, routed: _Routed, result: BatchOutput
 ) -> BatchOutput:
-    """A chunk behind attention and router of a layer: its experts run here or elsewhere."""
-    view, here = worker.view, worker.server
-    destination = _destination(unit, layer)
+    """Its experts run here or elsewhere."""
+    view, here, unit, layer = worker.view, worker.server, routed.unit, routed.layer
     choose = _decided if unit.start < unit.seat.trimmed else _nearest
-    chosen = choose(worker, exact_hosts, layer, unit, attended, routing, destination)
+    chosen = choose(worker, exact_hosts, routed)
     if chosen is None:
         result.stranded.append(unit)
         return result
@@ -138,10 +146,11 @@ def _gathered(
     split = Split.of(
         experts,
         server,
-        np.full(unit.count, destination),
+        np.full(unit.count, routed.destination),
         here=here,
         server_count=exact_hosts.server.shape[1],
     )
+    attended, gates, normed = routed.attended, routed.routing.gates, routed.routing.normed
     cargo = Cargo(
         layer=layer,
         units=[unit],
@@ -149,7 +158,7 @@ def _gathered(
         offset=np.arange(unit.count),
         attended=attended,
         output=room(view, attended),
-        gates=routing.gates,
+        gates=gates,
     )
     rows, leaves = np.arange(unit.count), bool(split.leaves.any())
     if leaves:
@@ -157,7 +166,7 @@ def _gathered(
         worker.emit(dispatched(cargo, split, rows), result)
     at = split.at(here)
     give = view.gathered_part if leaves else view.gathered
-    output = give(layer, attended, at, routing.gates, normed=routing.normed)
+    output = give(layer, attended, at, gates, normed=normed)
     worker.pace.experts(layer, at)
     if leaves:
         cargo.output[:] = output
@@ -169,19 +178,13 @@ def _gathered(
 
 
 def _nearest(
-    worker: Worker,
-    exact_hosts: ExactHosts,
-    layer: int,
-    unit: Unit,
-    attended: Tensor,
-    routing: Routing,
-    destination: int,
+    worker: Worker, exact_hosts: ExactHosts, routed: _Routed
 ) -> tuple[IntArray, IntArray] | None:
     """What runs for the rows of a chunk, [n, k], and on which servers: all that is activated, or
     stand-ins for what nobody holds; None if there are none within the budget."""
-    experts = routing.experts.cpu().numpy()
+    layer, unit, experts = routed.layer, routed.unit, routed.routing.experts.cpu().numpy()
     if exact_hosts.orphans[layer][experts].any():
-        classes = worker.observer.steadiness(layer, attended)
+        classes = worker.observer.steadiness(layer, routed.attended)
         spent = np.zeros(unit.count) if unit.spent is None else unit.spent
         left = unit.seat.budget - spent
         found = exact_hosts.stood_in(layer, worker.server, experts, classes, left)
@@ -189,19 +192,12 @@ def _nearest(
             return None
         experts, loss = found
         unit.spent = spent + loss
-    return experts, exact_hosts.hosts(layer, worker.server, destination, experts)
+    return experts, exact_hosts.hosts(layer, worker.server, routed.destination, experts)
 
 
-def _decided(
-    worker: Worker,
-    exact_hosts: ExactHosts,
-    layer: int,
-    unit: Unit,
-    attended: Tensor,
-    routing: Routing,
-    destination: int,
-) -> tuple[IntArray, IntArray] | None:
+def _decided(worker: Worker, _: ExactHosts, routed: _Routed) -> tuple[IntArray, IntArray] | None:
     """The same as the policy has it; rows that are none of the prompt's spend nothing."""
+    unit, layer = routed.unit, routed.layer
     seat, spent = unit.seat, np.zeros(unit.count) if unit.spent is None else unit.spent
     inside = np.array(unit.positions) < seat.trimmed
     decision = decided(
@@ -211,7 +207,7 @@ def _decided(
         route=worker.route_rows[seat.route],
         access=seat.access,
         server=worker.server,
-        routed=worker.observer.routed(0, layer, attended, routing),
+        routed=worker.observer.routed(0, layer, routed.attended, routed.routing),
         allowance=np.where(inside, np.maximum(seat.budget - spent, 0.0), 0.0),
     )
     if not np.isfinite(decision.delay_s).all():
@@ -247,54 +243,3 @@ def end_chunk(worker: Worker, unit: Unit) -> BatchOutput:
     if first is not None:
         result.parcels = to_users([unit], [first])
     return result
-
-
-def run_slots(worker: Worker, layer: int, items: Sequence[Slots]) -> BatchOutput:
-    """Experts that live here for rows from anywhere; partial sums to where they gather."""
-    view = worker.view
-    width = view.widths.attended
-    hidden = entering(view, torch.cat([one.hidden[:, :width].to(view.dtype) for one in items]))
-    experts = torch.cat([item.experts.cpu() for item in items]).long()
-    gates = entering(view, torch.cat([item.gates.cpu() for item in items]), torch.float32)
-    sums = view.experts(layer, hidden, experts.to(view.device), gates)
-    worker.pace.experts(layer, experts.numpy())
-    result, at = BatchOutput(), 0
-    for item in items:
-        its = slice(at, at + item.rows.total)
-        part, several = sums[its], np.count_nonzero(experts[its].numpy() >= 0, axis=1) > 1
-        if item.raw:
-            none = np.full(tuple(experts[its].shape), DROPPED)
-            begun = view.gathered_part(layer, hidden[its], none, gates[its]).clone()
-            begun[:, -view.widths.part :] += part
-            part = begun
-        at += item.rows.total
-        result.parcels += _returned(layer, item, part, several | item.raw, view.dtype)
-    return result
-
-
-def _returned(
-    layer: int, item: Slots, part: Tensor, wide: BoolArray, dtype: torch.dtype
-) -> list[Parcel]:
-    """One message to each destination of the item's units; `wide` rows [n] as in `Partial`."""
-    rows, pieces = item.rows, [where for _, where in item.rows.split()]
-    parcels = []
-    for destination in dict.fromkeys(item.destinations):
-        units = [u for u, to in enumerate(item.destinations) if to == destination]
-        kept = [row for u in units for row in range(pieces[u].start, pieces[u].stop)]
-        whole = len(kept) == rows.total
-        its = slice(None) if whole else np.array(kept)
-        narrow, sums = parted(part[its], wide[its], dtype)
-        message = Partial(
-            layer=layer,
-            rows=rows.chosen(
-                units,
-                [rows.counts[u] for u in units],
-                [rows.offsets[row] for row in kept] if rows.offsets else [],
-            ),
-            decoding=item.decoding,
-            raw=item.raw,
-            wide=np.flatnonzero(wide[its]).tolist(),
-            checks=item.checks,
-        )
-        parcels.append(Parcel(to=destination, message=message, tensors=(narrow, *sums)))
-    return parcels

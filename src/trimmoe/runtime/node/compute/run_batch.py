@@ -12,7 +12,8 @@ from trimmoe.engine.lead import MOST_TOGETHER
 from trimmoe.runtime.node.compute.completion import trailing
 from trimmoe.runtime.node.compute.guesses import guess
 from trimmoe.runtime.node.compute.passing import pass_layers, pass_segment
-from trimmoe.runtime.node.compute.prefill import end_chunk, pass_chunk, run_slots
+from trimmoe.runtime.node.compute.prefill import end_chunk, pass_chunk
+from trimmoe.runtime.node.compute.slots import run_slots
 from trimmoe.runtime.node.compute.states import leaving, states_of
 from trimmoe.runtime.node.compute.worker import Worker
 from trimmoe.runtime.node.records.exact_hosts import ExactHosts

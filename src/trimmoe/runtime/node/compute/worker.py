@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import islice
 
 import numpy as np
 import torch
@@ -52,9 +51,7 @@ from trimmoe.runtime.node.compute.states import entering, states_of
 from trimmoe.runtime.node.compute.verifying import Verifier
 from trimmoe.runtime.node.records.messages import Parcel, Start
 from trimmoe.runtime.node.records.output import Arrival, BatchOutput, LogEntry
-from trimmoe.runtime.node.records.readings import Foreseen
 from trimmoe.runtime.node.records.rows import Rows
-from trimmoe.runtime.node.records.sequences import Seat
 from trimmoe.runtime.node.records.units import Unit, boarded, told_unless_zero
 from trimmoe.runtime.observe import Observer
 
@@ -182,28 +179,6 @@ class Worker(ModelRunner):
             reading = self.draft_runner.keep(unit.seat.sequence, unit.start, states)
             if reading is not None:
                 result.reading.append(reading)
-
-    def foresee(
-        self,
-        seats: Sequence[Seat],
-        positions: Sequence[range],
-        tokens: Sequence[Sequence[int]],
-        first: int,
-    ) -> list[tuple[Foreseen, ...]]:
-        """Take what was guessed of each sequence, one token upon another at these positions,
-        through the layers before `first`, all of whose experts are here, as they will pass them
-        when they set out. Nothing of the sequences may have come to these positions yet."""
-        view, slots = self.view, tuple(seat.slot for seat in seats)
-        batch = view.batch(self.cache, slots, positions)
-        hidden = batch.pack(view.embed(batch.pad(tokens), batch))
-        ran = view.run(0, first, hidden, batch, self.cache, self.segments.settled(first))
-        assert ran.routing is None, "an expert of these layers is elsewhere"
-        rows = enumerate(token for its in tokens for token in its)
-        each = (
-            Foreseen(token=token, hidden=ran.hidden[at : at + 1], experts=ran.experts[at : at + 1])
-            for at, token in rows
-        )
-        return [tuple(islice(each, len(its))) for its in tokens]
 
     def close(self, sequence: int) -> None:
         """Close an account if there is one."""
