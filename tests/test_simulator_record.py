@@ -205,6 +205,10 @@ def test_a_trace_knows_what_a_draft_head_names(made: Made, monkeypatch: pytest.M
     assert plain.drafted_chance is plain.drafted_wrong is None
     monkeypatch.setattr(view, "draft_head", head)
     trace = record_trace(view, made.tokenizer, made.texts, made.profile, settings)
+    text = record_trace(
+        view, made.tokenizer, made.texts, made.profile, replace(settings, answers=0)
+    )
+    assert text.drafted_chance is text.drafted_wrong is None, "nobody answers here"
     assert trace.drafted_chance is not None
     assert trace.drafted_wrong is not None
     ids = token_windows(made.texts, made.tokenizer, tokens=3 * LENGTH, window=LENGTH, seed=1)

@@ -62,7 +62,7 @@ def record_trace(
 ) -> Trace:
     """Run texts at full depth and keep what policies look at; the same inputs give the same trace.
     With `hosts` [M, N, E], who holds which experts, and the bits of their copies of others, as a
-    plan has them, also what each server would guess by itself; of a view with a draft head also
+    plan has them, also what each server would guess by itself; with answers and a draft head also
     what that names.
 
     The view must have been opened with all experts and its hash, and the profile be of its model.
@@ -154,6 +154,8 @@ def trace_windows(
     server of `hosts` [M, N, E], with its copies of other experts."""
     trace, observer = _blank(view, windows, header), Observer(profile, view.device)
     sweep, predicted = Sweep(view, windows), np.zeros(trace.confidence.shape, dtype=np.int64)
+    # Behind a text that it did not write a model guesses less well than servers do.
+    drafts = bool(header.settings.get("answers")) and view.draft_head is not None
     ends: list[Tensor] = []
     for visit in sweep.visits():
         layer, span, attended = visit.layer, visit.span, visit.attended
@@ -168,7 +170,7 @@ def trace_windows(
         trace.exit_at[span, layer] = executed.exit_at
         last = sweep.tail(visit, after) if visit.is_last else after
         predicted[span, layer] = greedy(view, last)
-        if visit.is_last and view.draft_head is not None:
+        if visit.is_last and drafts:
             ends.append(last)
         advance(len(after))
     trace = replace(trace, wrong=predicted != predicted[:, -1:])

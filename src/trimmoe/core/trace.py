@@ -64,7 +64,7 @@ class Trace:
     """Probability that it gives its guess, of the same shape."""
     drafted_wrong: BoolArray | None = None
     """Whether any of what a draft head names behind a token, one upon another up to each of a chain
-    of D, is not what full depth predicts, [T, D]; None where nobody knows."""
+    of D, is not what full depth predicts, [T, D]; None where nobody knows, as without answers."""
     drafted_chance: NDArray[np.float16] | None = None
     """The chance that the head gives all of these of being right, of the same shape."""
 
