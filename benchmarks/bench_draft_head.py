@@ -16,12 +16,13 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from trimmoe.calibrate.drafted import head_drafts
 from trimmoe.calibrate.text import read_texts, token_windows
+from trimmoe.calibrate.windows import Windows
 from trimmoe.core.precision import Precision
 from trimmoe.core.specs import MOST_DRAFTED, BoolArray, FloatArray
 from trimmoe.experiments.opening import resolved
 from trimmoe.models.base import MoEView
-from trimmoe.models.draft_head import AnyHead, Chain
 from trimmoe.models.draft_head_file import open_draft_head
 from trimmoe.models.exact import full_depth, greedy
 from trimmoe.models.load import load_tokenizer, open_model
@@ -44,8 +45,7 @@ def main() -> None:
     path = resolved(options.model)
     view = open_model(path, dtype=torch.float32, quantise=options.quantise)
     open_draft_head(view, Path(path), options.draft_head)
-    head = view.draft_head
-    if head is None:
+    if view.draft_head is None:
         parser.error(f"{options.model} has no draft head; make one with `trimmoe draft-head`.")
     windows = token_windows(
         read_texts(options.text),
@@ -54,29 +54,22 @@ def main() -> None:
         window=_PROMPT,
         seed=0,
     )
-    made = [_drafted(view, head, prompt) for prompt in track(windows.tolist(), "Drafting")]
+    made = [_drafted(view, prompt) for prompt in track(windows.tolist(), "Drafting")]
     chances, right = (np.concatenate(parts) for parts in zip(*made, strict=True))
     _tell(chances, right)
 
 
-def _drafted(view: MoEView, head: AnyHead, prompt: list[int]) -> tuple[FloatArray, BoolArray]:
+def _drafted(view: MoEView, prompt: list[int]) -> tuple[FloatArray, BoolArray]:
     """By the tokens of an answer, chances that a head gives all that it drafts to be right, up to
     each of a chain, and whether they are, [n, `MOST_DRAFTED`] each."""
     tokens = prompt + greedy(view, [prompt], _ANSWER)[0]
     cache = view.new_cache(slots=1)
     batch = view.batch(cache, [cache.alloc()], [range(len(tokens))])
     whole = full_depth(view, view.embed(batch.pad([tokens]), batch), batch, cache)
-    states, memory = view.normed_last(whole).numpy(), head.begin()
-    chances, right, start = [], [], 0
-    for at in range(len(prompt), len(tokens) - MOST_DRAFTED):
-        head.read(memory, start, states[start:at], tokens[start:at])
-        start = at
-        chain = Chain(memory=memory, position=at, token=tokens[at], most=MOST_DRAFTED, likely=0.0)
-        head.draft_all([chain])
-        follow = np.array(tokens[at + 1 : at + 1 + MOST_DRAFTED])
-        chances.append(chain.chances)
-        right.append(np.cumprod(np.array(chain.drafted) == follow))
-    return np.array(chances), np.array(right, dtype=bool)
+    windows, follows = Windows(ids=np.array([tokens])), view.logits(whole).argmax(-1).numpy()
+    chances, wrong = head_drafts(view, windows, whole, follows)
+    whole_chains = slice(len(prompt), len(tokens) - MOST_DRAFTED)
+    return chances[whole_chains], ~wrong[whole_chains]
 
 
 def _tell(chances: FloatArray, right: BoolArray) -> None:

@@ -113,10 +113,8 @@ def _answered(view: MoEView, ids: IntArray, answers: int) -> IntArray:
     if not answers:
         return ids
     ids = ids.copy()
-    prompts, most_rows = ids[:, :-answers], max(ROWS_AT_ONCE // ids.shape[1], 1)
-    for first in range(0, len(ids), most_rows):
-        some = slice(first, first + most_rows)
-        ids[some, -answers:] = exact.greedy(view, prompts[some].tolist(), answers)
+    for some in batches([ids.shape[1]] * len(ids), most_rows=ROWS_AT_ONCE):
+        ids[some, -answers:] = exact.greedy(view, ids[some, :-answers].tolist(), answers)
     return ids
 
 

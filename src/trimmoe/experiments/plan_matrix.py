@@ -30,9 +30,10 @@ AUTO, AUTO_WITHIN = "auto", 0.05
 """What chooses by itself, and how much slower than the best single choice it may be."""
 SLOWED = "uneven"
 """Clusters whose point is that machines differ."""
-_RECORDED, _LENGTH, _ANSWERS = 2048, 64, 32
-"""Tokens that the simulator plays, of a prompt and its answer, and of the answer: as many as
-`plan-vs-real` asks for."""
+_PROMPT, _ANSWER = 32, 32
+"""Tokens of each request and of its answer."""
+_RECORDED = 2048
+"""Tokens that the simulator plays."""
 
 Row = Mapping[str, Any]
 
@@ -76,13 +77,15 @@ def _one(file: Path, text: Path, asked: Matrix) -> list[Row]:
     _trimmoe("plan", asked.profile, file, "-o", made["plan"], *measured, *searched)
     _trimmoe(
         "record", "embedded", "--text", text, *profile, "--plan", made["plan"],
-        "-o", made["trace"], "--tokens", _RECORDED, "--length", _LENGTH, "--answers", _ANSWERS,
+        "-o", made["trace"], "--tokens", _RECORDED, "--length", _PROMPT + _ANSWER,
+        "--answers", _ANSWER,
     )  # fmt: skip
     methods = [word for name in asked.methods for word in ("--method", name)]
     streams = [word for count in asked.streams for word in ("--streams", count)]
     _trimmoe(
         "experiment", "plan-vs-real", "--trace", made["trace"], *profile, "--plan", made["plan"],
         *served, slowed, *methods, *streams, "--rounds", asked.rounds, "--json", made["json"],
+        "--prompt-tokens", _PROMPT, "--output-tokens", _ANSWER,
     )  # fmt: skip
     return json.loads(made["json"].read_text())["rows"]
 

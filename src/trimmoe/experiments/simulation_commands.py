@@ -65,7 +65,8 @@ def record(
     texts = read_texts(text)
     path = resolved(model)
     view = open_view(path, dtype, device)
-    open_draft_head(view, Path(path))
+    if answers:
+        open_draft_head(view, Path(path))
     settings = TraceSettings(tokens=tokens, length=length, answers=answers, seed=seed)
     placed = None if plan is None else load_plan(plan)
     if placed is not None:

@@ -59,7 +59,7 @@ class GuessPace:
         """A batch of readings of so many streams is over, of which so many guesses came. What reads
         a prompt says nothing of what a guess takes, and is not told here."""
         self._spent_s = self._spent_s * _LATELY + spent_s
-        alone = batch_s(1.0, streams, self.batch_share) / streams if made else 0.0
+        alone = batch_s(1.0, streams, self.batch_share) / streams
         self._made = self._made * _LATELY + made * alone
 
     @property
