@@ -310,6 +310,15 @@ def test_guesses_wait_for_those_upon_them_for_a_quarter_of_a_tokens_way(
     assert Lead(guesses=16, guess_s=guess_s, whole_s=whole_s).together == together
 
 
+@pytest.mark.parametrize(
+    ("whole_s", "guess_s", "far"), [(0.081, 0.01, True), (0.079, 0.01, False), (0.1, 0.0, False)]
+)
+def test_full_depth_is_far_if_a_token_takes_eight_guesses_time_there_and_back(
+    whole_s: float, guess_s: float, far: bool
+) -> None:
+    assert Lead(guesses=16, guess_s=guess_s, whole_s=whole_s).is_far is far
+
+
 CROWD = Crowd(
     whole_s=10.0, path_s=2.0, busiest_s=1.0, software_s=0.5, home_s=1.0, at_once=1.0,
     batch_share=0.5,

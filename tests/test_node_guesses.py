@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+from draft_heads import Oracle
 from nodes import (
     UnevenNetwork,
     answers,
@@ -38,9 +39,10 @@ from trimmoe.models.compiled.view import CompiledView
 from trimmoe.policy.presets import PRESETS, ring
 from trimmoe.policy.settings import PolicySettings
 from trimmoe.runtime.node.compute import guesses as guesses_module
-from trimmoe.runtime.node.compute.draft_runner import DraftRunner
+from trimmoe.runtime.node.compute.draft_runner import DraftRunner, Prepared
 from trimmoe.runtime.node.compute.worker import Worker
 from trimmoe.runtime.node.front.drafts import Pending
+from trimmoe.runtime.node.front.guess_prices import GuessPrices
 from trimmoe.runtime.node.front.jobs import Attempt
 from trimmoe.runtime.node.records.messages import Token
 from trimmoe.runtime.node.records.output import Arrival, BatchOutput
@@ -270,6 +272,55 @@ async def test_what_is_guessed_is_read_at_once_and_sets_out_with_what_is_guessed
     assert all(seen.hidden.shape[0] == count for count, seen in used)
 
 
+@pytest.mark.parametrize("temperature", [0.0, 0.8], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("ahead_s", [0.0, 60.0], ids=["short readings", "long readings"])
+async def test_what_a_head_names_is_made_ready_for_the_next_reading_where_full_depth_is_far(
+    tiny: Tiny, monkeypatch: pytest.MonkeyPatch, temperature: float, ahead_s: float
+) -> None:
+    """It passes the first layers with the last guess, and not once more. The head is wrong now and
+    then, so that some of it is withdrawn; answers are those of exact execution."""
+    monkeypatch.setattr(guesses_module, "AHEAD_S", ahead_s)
+    monkeypatch.setattr(Lead, "is_far", True)
+    monkeypatch.setattr(GuessPrices, "drafts_along", False)
+    profile, plan = world(tiny, servers=3, routes=[[0, 0, 1, 2]] * 3)
+    hosts = plan.hosts.copy()
+    hosts[0, 0] = True
+    plan = replace(plan, hosts=hosts)
+    sampling = Sampling(temperature=temperature, seed=3, stream=0)
+    asked = [(0, request(words(9, seed=seed), 40, sampling=sampling)) for seed in range(4)]
+    take, taken = DraftRunner.take_prepared, []
+
+    def counted(runner: DraftRunner, *which: int) -> Prepared | None:
+        taken.append(found := take(runner, *which))
+        return found
+
+    monkeypatch.setattr(DraftRunner, "take_prepared", counted)
+    made: list[list[list[int]]] = []
+    for policy in (PRESETS["exact"](), guessing(6)):
+        network = UnevenNetwork(5)
+        async with running(
+            tiny, profile=profile, plan=plan, policy=policy, network=network
+        ) as cluster:
+            view = cluster.nodes[0].worker.draft_runner.view
+            assert isinstance(view, CompiledView)
+            oracle = Oracle(view, wrong_every=4)
+            if made:
+                texts = zip(asked, made[0], strict=True)
+                oracle.texts = [[*one.prompt_ids, *answer] for (_, one), answer in texts]
+            monkeypatch.setattr(view, "draft_head", oracle)
+            # One stream after another, as several are not offered anything.
+            each = [await answers(cluster, [one]) for one in asked]
+            made.append([tokens_of(events) for (events,) in each])
+            await cluster.all_free()
+            said = cluster.nodes[0].front_end.speculation.guessing
+            assert not cluster.nodes[0].worker.draft_runner.prepared
+        monkeypatch.setattr(view, "draft_head", None)
+    assert made[0] == made[1]
+    assert 0 < said.right < said.made
+    used = sum(len(one.offered) for one in taken if one is not None)
+    assert ahead_s or used > 10, "long ones are through with all that there is room for"
+
+
 def test_nothing_is_known_behind_another_token_than_was_foreseen(tiny: Tiny) -> None:
     runner = DraftRunner.of(tiny.view, 2, None)
     state = torch.zeros(1, tiny.view.spec.hidden_size)
@@ -294,6 +345,46 @@ def test_nothing_is_known_behind_another_token_than_was_foreseen(tiny: Tiny) -> 
     runner.forget(7, 5)
     assert runner.known([unit(4, 10)]) is not None
     assert runner.known([unit(5, 11)]) is None, "it was withdrawn"
+
+
+def test_nothing_is_ready_behind_another_token_than_it_was_made_ready_for(tiny: Tiny) -> None:
+    """As that token's keys and values are those that it attends to, nor behind another one before
+    it, nor after anything was withdrawn; and it is taken once."""
+    runner = DraftRunner.of(tiny.view, 2, None)
+    state = torch.zeros(1, tiny.view.spec.hidden_size)
+    experts = np.zeros((1, 1, tiny.view.spec.top_k), dtype=np.int64)
+    ready = Prepared(
+        position=6,
+        token=12,
+        offered=(13,),
+        offers=(Foreseen(token=13, hidden=state, experts=experts),),
+    )
+
+    def foresees() -> None:
+        runner.prepared[7] = ready
+        each = (Foreseen(token=token, hidden=state, experts=experts) for token in (10, 11, 12))
+        runner.foreseen[7] = dict(enumerate(each, 4))
+
+    def passes(start: int, token: int) -> None:
+        runner.known([Unit(seat=Seat(sequence=7, **SEAT), layer=0, start=start, tokens=(token,))])
+
+    foresees()
+    for start, token in enumerate((10, 11, 12), 4):
+        passes(start, token)
+    assert runner.take_prepared(7, 6, 12) is ready
+    assert runner.take_prepared(7, 6, 12) is None
+    foresees()
+    assert runner.take_prepared(7, 6, 99) is None
+    foresees()
+    assert runner.take_prepared(7, 5, 12) is None
+    foresees()
+    passes(4, 10)
+    passes(5, 99)
+    passes(6, 12)
+    assert runner.take_prepared(7, 6, 12) is None
+    foresees()
+    runner.forget(7, 7)
+    assert runner.take_prepared(7, 6, 12) is None
 
 
 class SlowNetwork(UnevenNetwork):

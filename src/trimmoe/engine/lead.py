@@ -51,6 +51,12 @@ MOST_TOGETHER, HELD_SHARE = 4, 0.25
 first waits for the others for no more than this share of what a token takes to full depth."""
 
 
+FAR = 8.0
+"""Guesses of a server in the time that a token takes to full depth and back from which on that is
+far: it is never waited for but by a window that is full, so that this may be twice as wide, and
+whatever makes more of the guesses in the end may take a moment longer."""
+
+
 @dataclass(kw_only=True, slots=True)
 class Source:
     """Something that guesses what a stream goes on with."""
@@ -131,6 +137,12 @@ class Lead:
     def source(self, at: int) -> Source:
         """By its number."""
         return self.drafts if at == HEAD else self.sources[at]
+
+    @property
+    def is_far(self) -> bool:
+        """Whether full depth is, by the last token's time."""
+        guess_s = self.source(self.turn).guess_s
+        return 0.0 < FAR * guess_s <= self.whole_s
 
     @property
     def together(self) -> int:

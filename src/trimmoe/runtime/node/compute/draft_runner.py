@@ -24,6 +24,17 @@ from trimmoe.runtime.node.records.readings import Foreseen, Reading
 from trimmoe.runtime.node.records.units import Unit
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Prepared:
+    """What a draft head takes to follow the token at a position, which has passed the first layers
+    behind that."""
+
+    position: int
+    token: int
+    offered: tuple[int, ...]
+    offers: tuple[Foreseen, ...]
+
+
 @dataclass(kw_only=True, slots=True)
 class DraftRunner:
     """Sequences that this server reads by itself."""
@@ -38,6 +49,9 @@ class DraftRunner:
     """Readings whose states are still to come, by sequence."""
     foreseen: dict[int, dict[int, Foreseen]] = field(default_factory=dict)
     """By sequence and position, of tokens that were guessed and read at once."""
+    prepared: dict[int, Prepared] = field(default_factory=dict)
+    """What the next reading of a sequence may take along, until anything passes the first layers in
+    its place or in that of what it follows."""
     memories: dict[int, Memory] = field(default_factory=dict)
     """What the view's draft head has read, by sequence."""
     _cache: KVCache | None = None
@@ -106,6 +120,9 @@ class DraftRunner:
         """What was foreseen of units that are about to enter the first layer, if all of them were;
         it is not kept any longer, nor is what was foreseen behind other tokens than these."""
         found = [self._taken(unit) for unit in units]
+        for unit, one in zip(units, found, strict=True):
+            if one is None:
+                self.prepared.pop(unit.seat.sequence, None)
         ones = [one for one in found if one is not None]
         if len(ones) < len(units) or len({one.layers for one in ones}) > 1:
             return None
@@ -129,6 +146,12 @@ class DraftRunner:
         """Tokens from a position on have passed the first layers, before they have set out."""
         self.foreseen.setdefault(sequence, {}).update(enumerate(ones, position))
 
+    def take_prepared(self, sequence: int, position: int, token: int) -> Prepared | None:
+        """What was made ready to follow the token at a position; it is not kept any longer."""
+        one = self.prepared.pop(sequence, None)
+        fits = one is not None and (one.position, one.token) == (position, token)
+        return one if fits else None
+
     def offer(self, sequence: int, position: int, token: int, most: int) -> tuple[int, ...]:
         """What the draft head takes to follow a token at a position, so many at most."""
         head, memory = self.view.draft_head, self.memories.get(sequence)
@@ -146,6 +169,7 @@ class DraftRunner:
 
     def forget(self, sequence: int, start: int = 0) -> None:
         """Tokens from a position on were withdrawn."""
+        self.prepared.pop(sequence, None)
         early = self.foreseen.get(sequence, {})
         self.foreseen[sequence] = {at: one for at, one in early.items() if at < start}
         store = self.states.get(sequence, {})
@@ -156,6 +180,7 @@ class DraftRunner:
         """A sequence of so many tokens is over, of which so many were read here."""
         self.waiting.pop(sequence, None)
         self.foreseen.pop(sequence, None)
+        self.prepared.pop(sequence, None)
         self.states[sequence] = self._states(sequence, read, length)
         self._retained[sequence] = None
 
@@ -193,6 +218,7 @@ class DraftRunner:
         """Give its place back if it has one."""
         self.states.pop(sequence, None)
         self.foreseen.pop(sequence, None)
+        self.prepared.pop(sequence, None)
         self.waiting.pop(sequence, None)
         self._retained.pop(sequence, None)
         self.memories.pop(sequence, None)

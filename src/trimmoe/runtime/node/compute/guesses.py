@@ -19,6 +19,7 @@ from trimmoe.core.specs import MOST_DRAFTED
 from trimmoe.cost.batching import LAYERS_AT_ONCE, SLICE_S
 from trimmoe.models.base import TokenBatch
 from trimmoe.runtime.home import home_layers
+from trimmoe.runtime.node.compute.draft_runner import Prepared
 from trimmoe.runtime.node.compute.worker import Worker
 from trimmoe.runtime.node.records.output import BatchOutput
 from trimmoe.runtime.node.records.readings import Foreseen, Reading
@@ -117,6 +118,11 @@ def _offer(worker: Worker, one: Reading) -> None:
     begins = one.layer == first and not one.offered and len(one.tokens) == 1
     if not begins or not one.more or (first and not one.is_next):
         return
+    ready = worker.draft_runner.take_prepared(one.sequence, one.rows[-1], one.passing[-1])
+    if first and ready is not None and one.hidden is not None:
+        one.offered, one.offers = ready.offered[: one.more], ready.offers[: one.more]
+        one.hidden = torch.cat([one.hidden, *(each.hidden for each in one.offers)])
+        return
     one.offered = _offered(worker, one)
     if first and one.offered:
         assert one.seat is not None
@@ -126,9 +132,10 @@ def _offer(worker: Worker, one: Reading) -> None:
         one.hidden = torch.cat([one.hidden, *(each.hidden for each in one.offers)])
 
 
-def _offered(worker: Worker, one: Reading) -> tuple[int, ...]:
-    """What a draft head takes to follow the last of a reading's rows."""
-    most = min(one.more - len(one.made), MOST_DRAFTED)
+def _offered(worker: Worker, one: Reading, *, goes_on: bool = True) -> tuple[int, ...]:
+    """What a draft head takes to follow the last of a reading's rows; as much as it can where that
+    is for the next reading."""
+    most = min(one.more - len(one.made), MOST_DRAFTED) if goes_on else MOST_DRAFTED
     return worker.draft_runner.offer(one.sequence, one.rows[-1], one.passing[-1], most)
 
 
@@ -210,11 +217,28 @@ def _going_on(worker: Worker, readings: Sequence[Reading]) -> list[Reading]:
     likely = [one for one in readings if _is_ahead(worker, one)]
     now_s = time.perf_counter()
     going = [one for one in likely if len(one.made) <= one.more and now_s < one.made_s + AHEAD_S]
-    if len(readings) == 1 and going:
-        going[0].offered = _offered(worker, going[0])
+    if len(readings) == 1:
+        for one in likely if readings[0].prepares else going:
+            one.offered = _offered(worker, one, goes_on=one in going)
     for first in {worker.reads_from(one.route) for one in likely}:
         _foresee(worker, [one for one in likely if worker.reads_from(one.route) == first], first)
+    for one in likely:
+        if one not in going:
+            _prepare(worker, one)
     return going
+
+
+def _prepare(worker: Worker, one: Reading) -> None:
+    """What passed the first layers behind the last guess of a reading that ends is kept for the
+    next one."""
+    if one.offers:
+        worker.draft_runner.prepared[one.sequence] = Prepared(
+            position=one.position + len(one.made) - 1,
+            token=one.made[-1],
+            offered=one.offered,
+            offers=one.offers,
+        )
+    one.offered, one.offers = (), ()
 
 
 def _is_ahead(worker: Worker, one: Reading) -> bool:
@@ -247,6 +271,8 @@ def foreseen(
     each sequence, one token upon another at these positions, as they will when it sets out. Nothing
     of the sequences may have come to these positions yet."""
     view, slots = worker.view, tuple(seat.slot for seat in seats)
+    for seat in seats:
+        worker.draft_runner.prepared.pop(seat.sequence, None)
     batch = view.batch(worker.cache, slots, positions)
     hidden = batch.pack(view.embed(batch.pad(tokens), batch))
     ran = view.run(0, first, hidden, batch, worker.cache, worker.segments.settled(first))

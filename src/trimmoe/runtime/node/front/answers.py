@@ -68,6 +68,11 @@ class Answers:
                     self._speculation.follow_head(job, attempt, attempt.lead, token)
             elif token.epoch == attempt.epoch and token.position > attempt.position:
                 attempt.early[token.position] = token
+        # When all of it is known, lest what is guessed next is as little as there was room for at
+        # the first of these tokens.
+        for job, attempt in {id(job): (job, attempt) for job, attempt, _ in known}.values():
+            if job.attempt is attempt:
+                self._speculation.guess(job, attempt)
 
     def followed(self, sender: int, after: list[After]) -> None:
         """Word of tokens after their exits; what they cost is told with the next one that is
@@ -125,7 +130,6 @@ class Answers:
                 self._speculation.feed_in_turn(attempt)
         if job.attempt is not attempt:
             return
-        self._speculation.guess(job, attempt)
         if (following := attempt.early.pop(attempt.position, None)) is not None:
             self._advance(job, attempt, following)
 

@@ -61,7 +61,11 @@ class GuessPrices:
         lead.least, lead.crowd = self._least_chance(route), self._crowd(route)
         took_s = self.worker.guess_pace.token_s
         lead.pace_s = None if took_s is None else took_s * self.slowdown
-        return lead.choose(self.leads())
+        turn, settings = lead.choose(self.leads()), self.planner.settings
+        # A chunk is as long as it is, however far full depth.
+        twice = lead.is_far and not settings.guess_chunks
+        lead.guesses = settings.guesses * (2 if twice else 1)
+        return turn
 
     def guesses_now(self) -> bool:
         """Whether this server guesses ahead for those who ask it now."""

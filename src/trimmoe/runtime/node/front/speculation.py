@@ -150,6 +150,7 @@ class Speculation:
             sampling=request.sampling,
             seen=attempt.seen,
             more=self._more(job, attempt, start + len(tokens)),
+            prepares=lead.is_far,
         )
         context.guess(attempt.reading)
         attempt.goes_on_from(source, start + len(tokens))

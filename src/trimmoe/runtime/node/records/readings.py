@@ -40,6 +40,9 @@ class Reading:
     """Their states, [n, d], and those of what is offered; None before the first layer."""
     more: int = 0
     """How many of what is guessed may be read as well, one after another."""
+    prepares: bool = False
+    """Whether what a draft head takes to follow the last guess is made ready for the next reading,
+    since full depth is far and nobody waits for what is guessed."""
     made: tuple[int, ...] = ()
     """What is guessed so far, each upon the one before."""
     confidence: tuple[float, ...] = ()
