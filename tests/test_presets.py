@@ -89,6 +89,7 @@ def test_results_name_every_option_once() -> None:
         ("lossless", "exact", {"draft_confidence", "levers", "horizon"}),
         ("speculative", "exact", {"guesses"}),
         ("auto", "speculative", {"guess_below"}),
+        ("relaxed", "speculative", {"relaxed", "budget"}),
     ],
 )
 def test_presets_that_differ_from_another_only_in_some_settings(
@@ -134,7 +135,7 @@ def test_a_ring_drafts_four_tokens_at_a_time_however_improbable() -> None:
 
 def test_tokens_are_withdrawn_where_some_set_out_on_drafts_or_guesses() -> None:
     assert {name for name, made in PRESETS.items() if made().withdraws} == {
-        "trimmoe", "lossless", "speculative", "auto", "guessing",
+        "trimmoe", "lossless", "speculative", "relaxed", "auto", "guessing",
     }  # fmt: skip
 
 

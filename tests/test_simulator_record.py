@@ -160,6 +160,8 @@ def test_a_trace_knows_what_each_server_of_a_plan_would_guess(made: Made, trace:
     assert guessed.home_wrong.shape == (5 * LENGTH, len(hosts))
     assert guessed.home_wrong[:, 0].mean() < 0.02  # Rounding decides between equals.
     assert guessed.home_wrong[:, 1].mean() > 0.1
+    assert guessed.home_near is not None
+    assert not (guessed.home_near & ~guessed.home_wrong).any(), "what is right is not nearly right"
     ids = token_windows(made.texts, made.tokenizer, tokens=5 * LENGTH, window=LENGTH, seed=1)
     engine = make_engine(made.plan, made.profile, made.view.spec, speculative())
     guesser = Guesser(made.view, replace(engine, hosts=hosts), slots=1)

@@ -72,6 +72,7 @@ def answered(
     *,
     seed: int = 0,
     prompt: int = 0,
+    budget: float = 0.0,
 ) -> Sample:
     """Requests for so many tokens each behind so long prompts, which begin together, with these
     confidences [T, N]."""
@@ -87,7 +88,7 @@ def answered(
     )
     wanted = SimulationSettings(
         load=Load(concurrency=count, prefill=Prefill.CHUNKED if prompt else Prefill.EXCLUDED),
-        budget=0.0,
+        budget=budget,
         confidence=0.5,
         warm_up_s=0.0,
         duration_s=200.0,

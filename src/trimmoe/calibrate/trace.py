@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from trimmoe.calibrate.drafted import head_drafts
-from trimmoe.calibrate.head import greedy
+from trimmoe.calibrate.head import greedy, nearly
 from trimmoe.calibrate.record import Advance
 from trimmoe.calibrate.sweep import Sweep
 from trimmoe.calibrate.text import text_hash, token_windows
@@ -27,6 +27,7 @@ from trimmoe.core.specs import BoolArray, FloatArray, IntArray
 from trimmoe.core.trace import Trace, trace_header
 from trimmoe.models import exact
 from trimmoe.models.base import EncoderDecoderView, MoEView
+from trimmoe.policy.relaxed import NOBODY
 from trimmoe.runtime.home import ROWS_AT_ONCE, Guess, Own, home_pass, owns
 from trimmoe.runtime.observe import Observer
 from trimmoe.runtime.texts import batches
@@ -155,6 +156,7 @@ def trace_windows(
     # Behind a text that it did not write a model guesses less well than servers do.
     drafts = bool(header.settings.get("answers")) and view.draft_head is not None
     ends: list[Tensor] = []
+    second = np.full(trace.token_count, NOBODY)
     for visit in sweep.visits():
         layer, span, attended = visit.layer, visit.span, visit.attended
         routing = view.route(layer, attended, groups=visit.groups)
@@ -170,6 +172,8 @@ def trace_windows(
         predicted[span, layer] = greedy(view, last)
         if visit.is_last and drafts:
             ends.append(last)
+        if visit.is_last and hosts is not None:
+            second[span] = nearly(view, last)
         advance(len(after))
     trace = replace(trace, wrong=predicted != predicted[:, -1:])
     if ends:
@@ -179,9 +183,11 @@ def trace_windows(
         return trace
     servers = owns(view, profile, hosts, stand_in_bits)
     columns = [_at_home(view, windows, own, advance) for own in servers]
+    made = np.stack([tokens for tokens, _ in columns], axis=1)
     return replace(
         trace,
-        home_wrong=np.stack([tokens for tokens, _ in columns], axis=1) != predicted[:, -1:],
+        home_wrong=made != predicted[:, -1:],
+        home_near=made == second[:, None],
         home_confidence=np.stack([sure for _, sure in columns], axis=1).astype(np.float16),
     )
 

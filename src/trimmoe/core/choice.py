@@ -8,7 +8,7 @@ from typing import Any
 from trimmoe.core.precision import Precision
 
 DEFAULT_BUDGET = 0.02
-"""Flip rate a token may lose under a policy that trims, where nobody says."""
+"""Flip rate a token may lose under a policy that spends any, where nobody says."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,7 +27,7 @@ class Choice:
     """A name of `methods`: which policy, and on whose placement."""
     budget: float | None = None
     """Flip rate that a generated token may lose on average; None: under `auto` none, so that the
-    answer is the exact model's, and 0.02 under another method that trims."""
+    answer is the exact model's, and 0.02 under another method that spends any."""
     confidence: float = 0.9
     """What an exit that is final needs; above 1 nothing exits."""
     quantise: Precision = Precision.NONE

@@ -62,6 +62,8 @@ class Trace:
     where nobody knows."""
     home_confidence: NDArray[np.float16] | None = None
     """Probability that it gives its guess, of the same shape."""
+    home_near: BoolArray | None = None
+    """Whether full depth nearly agrees with that, see `policy.relaxed`, of the same shape."""
     drafted_wrong: BoolArray | None = None
     """Whether any of what a draft head names behind a token, one upon another up to each of a chain
     of D, is not what full depth predicts, [T, D]; None where nobody knows, as without answers."""
@@ -165,6 +167,7 @@ _FIELDS = {
     "wrong": replace(count("T N", 1), optional=True),
     "home_wrong": replace(count("T S", 1), optional=True),
     "home_confidence": share("T S", optional=True),
+    "home_near": replace(count("T S", 1), optional=True),
     "drafted_wrong": replace(count("T D", 1), optional=True),
     "drafted_chance": share("T D", optional=True),
 }

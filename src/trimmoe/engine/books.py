@@ -15,6 +15,7 @@ from trimmoe.core.wave import NOT_PROBED, Wave
 from trimmoe.cost.model import Accounting, CostModel, add_layer_messages
 from trimmoe.cost.nearest import Nearest, pass_layers
 from trimmoe.policy.base import Decision
+from trimmoe.policy.relaxed import FLIP
 
 
 def entered(cost: CostModel, wave: Wave, experts: IntArray, decision: Decision) -> Wave:
@@ -185,6 +186,11 @@ def checked(command: Trailed, agrees: Sequence[bool]) -> tuple[Ledger, ...]:
     return tuple(
         after if right else replace(miss, messages=2 * miss.messages) for after, miss, right in told
     )
+
+
+def flipped(ledger: Ledger) -> Ledger:
+    """The ledger of a token that predicts what is not kept, but a guess in its place."""
+    return replace(ledger, loss=ledger.loss + FLIP)
 
 
 def receipts(cost: CostModel, wave: Wave) -> tuple[Receipt, ...]:

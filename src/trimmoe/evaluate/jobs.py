@@ -144,14 +144,16 @@ def run_jobs(
     else:
 
         def admitted(index: int) -> tuple[int, int | None]:
+            job, policy = jobs[index], driver.engine.settings
+            plain = not isinstance(job, Generated) or job.sampling.is_plain
             logits = driver.open(
                 index,
-                jobs[index].prompt,
+                job.prompt,
                 access=int(access[index]),
-                budget=budget,
+                budget=policy.allowed(budget, plain=plain),
                 confidence=confidence,
             )
-            return index, jobs[index].next_token(logits, None)
+            return index, job.next_token(logits, None)
 
         finished = _finished(driver, jobs, admitted, at_once)
     for _ in track(range(len(jobs)), label):

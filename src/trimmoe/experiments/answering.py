@@ -46,7 +46,7 @@ def answer(
         driver,
         ids,
         access=access,
-        budget=policy.budget,
+        budget=policy.allowed(policy.budget, plain=sampling.is_plain),
         confidence=policy.confidence,
         max_new_tokens=max_new_tokens,
         stop=stop_tokens(tokenizer),

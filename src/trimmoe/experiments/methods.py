@@ -35,6 +35,7 @@ from trimmoe.policy.presets import (
     lossless,
     paper,
     paper_substitute_only,
+    relaxed,
     ring,
     speculative,
     substitute_only,
@@ -68,7 +69,7 @@ class Method:
     @property
     def budgeted(self) -> bool:
         """Whether it does something else within another budget."""
-        return self.matched or not self.settings().levers.lossless
+        return self.matched or self.settings().spends
 
     def titled(self, budget: float) -> str:
         """Its title with the budget that it has, if any."""
@@ -176,6 +177,7 @@ METHODS = {
     "trimmoe": Method(title="TrimMoE", settings=trimmoe),
     "lossless": Method(title="lossless (drafts)", settings=lossless),
     "speculative": Method(title="speculative", settings=speculative),
+    "relaxed": Method(title="speculative, relaxed", settings=relaxed),
     "ring": Method(title="ring, chunks of 4", settings=ring, seed="pipeline", copies=True),
     "ring-8": Method(
         title="ring, chunks of 8",
@@ -229,7 +231,7 @@ def configured(method: Method, *, budget: float, confidence: float) -> PolicySet
     settings = method.settings()
     if method.matched:
         return replace(settings, budget=budget)
-    if settings.levers.lossless:
+    if not settings.spends:
         return settings  # Of an exact method, or of one that knows no budget.
     exit_risk = None if settings.readings.exit_risk is None else budget / 2
     return settings.but(budget=budget, confidence=confidence, exit_risk=exit_risk)

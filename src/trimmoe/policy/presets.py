@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from trimmoe.core.choice import DEFAULT_BUDGET
 from trimmoe.core.profile import DRAFT_CONFIDENCE
 from trimmoe.cost.actions import Levers
 from trimmoe.cost.guessing import GUESSES
@@ -72,6 +73,11 @@ def auto() -> PolicySettings:
 def auto_trimming() -> PolicySettings:
     """`guessing`, with guesses as `auto` makes them."""
     return replace(guessing(), name="auto", guess_below=GUESS_BELOW)
+
+
+def relaxed() -> PolicySettings:
+    """`speculative`, but that guesses that are nearly right are kept, within the budget."""
+    return replace(speculative(), name="relaxed", relaxed=True, budget=DEFAULT_BUDGET)
 
 
 def trimming() -> PolicySettings:
@@ -144,6 +150,7 @@ PRESETS = {
     "guessing": guessing,
     "lossless": lossless,
     "speculative": speculative,
+    "relaxed": relaxed,
     "final-exits": final_exits,
     "substitute-only": substitute_only,
     "exact": exact,

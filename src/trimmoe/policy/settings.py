@@ -54,6 +54,9 @@ class PolicySettings:
     guess_chunks: bool = False
     """Whether guesses are made `guesses` at a time and verified in one pass, as other systems do:
     the next ones are made when word of all of them has come."""
+    relaxed: bool = False
+    """Whether a guess that full depth nearly agrees with is kept where the budget has a token left,
+    see `policy.relaxed`."""
     guess_below: float | None = None
     """Nothing is guessed where a machine on a token's route is at work for so large a share of what
     it can do, or where a guess takes no less than a token at full depth; None: guesses are made
@@ -73,6 +76,16 @@ class PolicySettings:
             assert self.accounting is not Accounting.MIGRATE, "where the check costs nothing"
         if self.guesses:
             assert not self.levers.exit, "one kind of early prediction at a time"
+
+    @property
+    def spends(self) -> bool:
+        """Whether there is anything that a budget may be spent on."""
+        return self.relaxed or not self.levers.lossless
+
+    def allowed(self, budget: float, *, plain: bool) -> float:
+        """What a request with such a `budget` may spend, that takes the model's most probable
+        tokens if it is `plain`: nothing says what is nearly right where tokens are drawn."""
+        return budget if plain or not self.relaxed else 0.0
 
     @property
     def reads_along(self) -> bool:

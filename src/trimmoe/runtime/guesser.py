@@ -18,6 +18,7 @@ from trimmoe.cost.guessing import draft_times_s
 from trimmoe.engine.lead import Chunks, Lead
 from trimmoe.engine.step import Engine
 from trimmoe.models.base import EncoderDecoderView, MoEView
+from trimmoe.policy.relaxed import keeps
 from trimmoe.runtime.drafter import Drafter
 from trimmoe.runtime.home import ROWS_AT_ONCE, Guess, guessed, home_states, owns
 from trimmoe.runtime.texts import batches
@@ -113,6 +114,12 @@ class Guesser:
     def asked(self, sequence: int, guesses: Guesses) -> Guess:
         """What the source guesses whose turn it is in a sequence."""
         return guesses[self._streams[sequence].lead.turn]
+
+    def keeps(self, sequence: int, guesses: Guesses, second: int, credit: float) -> bool:
+        """Whether what is guessed of a sequence is kept in place of what full depth predicts, whose
+        runner-up is `second`, by a request that has so much `credit`."""
+        guess = self.asked(sequence, guesses)
+        return self.is_sure(guess) and keeps(credit, guess.token, second)
 
     def is_sure(self, guess: Guess) -> bool:
         """Whether it is probable enough for something to set out on it."""

@@ -11,6 +11,7 @@ message to anybody. Its keys and values are not those of full depth, so it has a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -24,6 +25,7 @@ from trimmoe.models.base import DROPPED, MoEView, Routing, TokenBatch
 from trimmoe.models.cache import KVCache
 from trimmoe.models.compiled.copies import AtHand, Maps
 from trimmoe.models.compiled.view import CompiledView
+from trimmoe.policy.relaxed import NEAR, NOBODY, RANKED
 
 ROWS_AT_ONCE = 4096
 """Tokens that pass the layers together."""
@@ -37,6 +39,13 @@ class Guess(NamedTuple):
     token: int
     confidence: float
     """Its probability."""
+
+
+def runners_up(logits: Tensor) -> Tensor:
+    """`policy.relaxed.runner_up` by logits [n, V], int64 [n]."""
+    best = logits.float().topk(RANKED)
+    near = best.values[:, 1] >= best.values[:, 0] + math.log(NEAR)
+    return torch.where(near, best.indices[:, 1], NOBODY)
 
 
 def held_here(view: MoEView) -> Tensor:

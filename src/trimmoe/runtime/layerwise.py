@@ -44,6 +44,7 @@ from trimmoe.core.events import (
 )
 from trimmoe.core.specs import FloatArray
 from trimmoe.core.wave import Wave, join_waves
+from trimmoe.engine.books import flipped
 from trimmoe.engine.state import EngineState
 from trimmoe.models.base import EncoderDecoderView
 from trimmoe.runtime.execution import Running
@@ -278,7 +279,9 @@ class Layerwise:
             drafts = self._engine.settings.drafts
             shown = int((recording.at_end if drafts else recording.prediction)[row])
             if self.driver.guesser is not None:
-                at_home = self._at_home(text, step)
+                at_home, second = self._at_home(text, step), int(recording.second[row])
+                if self.driver.keeps(text, at_home, second):
+                    shown, ledger = second, flipped(ledger)
                 ledger = self.driver.guesser.booked(text, at_home, shown, ledger)
             done.append(
                 Scored(

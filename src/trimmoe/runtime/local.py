@@ -23,8 +23,10 @@ from trimmoe.core.events import (
     Event,
     Execute,
     Probe,
+    Receipt,
     SequenceClosed,
     SequenceOpened,
+    Settled,
     Strand,
     TokensArrived,
     Trailed,
@@ -33,16 +35,18 @@ from trimmoe.core.exit_states import ExitState
 from trimmoe.core.ledger import Ledger
 from trimmoe.core.profile import Profile
 from trimmoe.core.specs import FloatArray
-from trimmoe.engine.books import checked
+from trimmoe.engine.books import checked, flipped
 from trimmoe.engine.state import EngineState
 from trimmoe.engine.step import Engine
 from trimmoe.models.base import EncoderDecoderView, MoEView
 from trimmoe.models.draft import DraftModel
 from trimmoe.models.exact import full_depth
+from trimmoe.policy.relaxed import FLIP, NOBODY
 from trimmoe.runtime.copies import able
 from trimmoe.runtime.drafter import Drafter
 from trimmoe.runtime.execution import Execution, Running
-from trimmoe.runtime.guesser import Guesser
+from trimmoe.runtime.guesser import Guesser, Guesses
+from trimmoe.runtime.home import runners_up
 from trimmoe.runtime.places import Places
 from trimmoe.runtime.prefixes import is_exact
 from trimmoe.runtime.reading import read_trimmed
@@ -266,7 +270,33 @@ class LocalDriver:
         for one in done:
             exact = is_exact(one.ledger, exits=drafts)
             self._places.fed(one.sequence, tokens[one.sequence], exact=exact)
-        return done if self.guesser is None else _guessed(self.guesser, tokens, done)
+        return done if self.guesser is None else self._guessed(self.guesser, tokens, done)
+
+    def _guessed(
+        self, guesser: Guesser, tokens: dict[int, int], done: list[Decoded]
+    ) -> list[Decoded]:
+        """What was decoded of `tokens`, in the books of streams whose servers guess it."""
+        guesses = guesser.guess({sequence: [token] for sequence, token in tokens.items()})
+        told = []
+        for one in done:
+            (made,), prediction = guesses[one.sequence], int(one.logits.argmax())
+            second = int(runners_up(one.logits[None])) if self.engine.settings.relaxed else NOBODY
+            if self.keeps(one.sequence, made, second):
+                one, prediction = _flipped(one, prediction, second), second
+            ledger = guesser.booked(one.sequence, made, prediction, one.ledger)
+            told.append(replace(one, ledger=ledger))
+        return told
+
+    def keeps(self, sequence: int, guesses: Guesses, second: int) -> bool:
+        """Whether what is guessed is kept in place of what full depth predicts, whose runner-up is
+        `second`; then it is charged to the account."""
+        assert self.guesser is not None
+        credit = self.state.accounts[sequence].balance
+        if not self.guesser.keeps(sequence, guesses, second, credit):
+            return False
+        flip = Receipt(sequence=sequence, budget=0.0, loss=FLIP, delay_s=0.0, exit_confidence=None)
+        self._tell(Settled(receipts=(flip,)))
+        return True
 
     def _tell(self, event: Event) -> tuple[Command, ...]:
         self.state, commands = self.engine.step(self.state, event)
@@ -325,12 +355,8 @@ class LocalDriver:
         return [bool(step.probes[row].argmax() == each.argmax()) for row, each in logits.items()]
 
 
-def _guessed(guesser: Guesser, tokens: dict[int, int], done: list[Decoded]) -> list[Decoded]:
-    """What was decoded of `tokens`, in the books of streams whose servers guess it."""
-    guesses = guesser.guess({sequence: [token] for sequence, token in tokens.items()})
-    told = []
-    for one in done:
-        (made,), prediction = guesses[one.sequence], int(one.logits.argmax())
-        ledger = guesser.booked(one.sequence, made, prediction, one.ledger)
-        told.append(replace(one, ledger=ledger))
-    return told
+def _flipped(done: Decoded, prediction: int, kept: int) -> Decoded:
+    """The same with a guess in place of full depth's prediction: their logits change places."""
+    logits = done.logits.clone()
+    logits[[prediction, kept]] = done.logits[[kept, prediction]]
+    return replace(done, logits=logits, ledger=flipped(done.ledger))

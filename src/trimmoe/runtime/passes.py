@@ -19,6 +19,7 @@ from trimmoe.core.specs import FloatArray, IntArray
 from trimmoe.core.wave import Wave
 from trimmoe.engine.step import Engine
 from trimmoe.runtime.execution import Execution, Running
+from trimmoe.runtime.home import runners_up
 from trimmoe.runtime.recorded import WAVE, Books, Recording, books_of, follow_up
 
 _HEAD_ROWS = 256
@@ -67,6 +68,8 @@ class Pass:
             case Complete():
                 states = self._execution.complete(command, self._running)
                 self.recording.complete(command, *self._predicted(states, command.rows))
+                if self._engine.settings.relaxed:
+                    self.recording.second[command.rows] = self._seconds(states)
                 self.books.update(books_of(command, self.recording.probed, self.recording))
             case Trailed():
                 states = self._execution.trailed(command, self._running)
@@ -75,6 +78,11 @@ class Pass:
             case _:
                 raise AssertionError("one process holds every expert, and nothing leaves it")
         return []
+
+    def _seconds(self, states: Tensor) -> IntArray:
+        """What is nearly as probable as the most probable token, [rows]."""
+        logits = map(self._execution.view.logits, states.split(_HEAD_ROWS))
+        return torch.cat([runners_up(each) for each in logits]).numpy(force=True)
 
     def _predicted(self, states: Tensor, rows: IntArray) -> tuple[IntArray, FloatArray]:
         """The most probable token and the log probability of the one that follows, [rows] each."""

@@ -123,7 +123,7 @@ class PolicyPicture:
     """D-bar of requests that ask for none."""
     confidence: float
     trims: bool
-    """Whether it leaves out or replaces anything where the budget allows it."""
+    """Whether it leaves out, replaces or lets pass anything where the budget allows it."""
     guesses: int
     """Tokens that may be guessed ahead."""
     guessing: bool
@@ -165,7 +165,7 @@ def policy_picture(settings: PolicySettings, *, guessing: bool, **counts: int) -
         name=settings.name,
         budget=settings.budget,
         confidence=settings.confidence,
-        trims=levers.substitute or levers.drop_slots or levers.skip or final,
+        trims=levers.substitute or levers.drop_slots or levers.skip or final or settings.relaxed,
         guesses=settings.guesses,
         guessing=guessing,
         **counts,

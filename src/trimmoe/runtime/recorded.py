@@ -30,6 +30,7 @@ from trimmoe.core.specs import BoolArray, FloatArray, IntArray
 from trimmoe.core.wave import NOT_PROBED, Wave
 from trimmoe.engine.books import checked, receipts
 from trimmoe.engine.step import Engine
+from trimmoe.policy.relaxed import NOBODY
 
 WAVE = 0
 
@@ -64,6 +65,8 @@ class Recording:
     """Most probable next token, [n]."""
     at_end: IntArray
     """The same after all layers passed, [n]."""
+    second: IntArray
+    """The `policy.relaxed.runner_up` of its prediction, where guesses may be kept, [n]."""
     logprob: FloatArray
     """Of the token that really follows, [n]; after a draft as full depth has it."""
 
@@ -86,6 +89,7 @@ class Recording:
             at_probe=np.zeros(count, dtype=np.int64),
             prediction=np.zeros(count, dtype=np.int64),
             at_end=np.zeros(count, dtype=np.int64),
+            second=np.full(count, NOBODY),
             logprob=np.zeros(count),
         )
 

@@ -48,6 +48,11 @@ class Sampling:
         assert self.min_tokens >= 0
 
     @property
+    def is_plain(self) -> bool:
+        """Whether the model's most probable token is taken, whatever it is."""
+        return self.temperature == 0 and not self.logit_bias and not self.looks_back
+
+    @property
     def looks_back(self) -> bool:
         """Whether a server needs the tokens before."""
         return (

@@ -269,6 +269,7 @@ def quality(
     if request.exact:
         return 0.0, NEVER_EXIT
     budget = settings.budget if request.quality_budget is None else request.quality_budget
+    budget = settings.allowed(budget, plain=request.sampling.is_plain)
     confidence = settings.confidence if request.confidence is None else request.confidence
     if copied and budget < settings.budget:
         budget *= budget / settings.budget

@@ -30,10 +30,12 @@ from trimmoe.core.events import (
 from trimmoe.core.specs import BoolArray, FloatArray, IntArray
 from trimmoe.core.wave import Wave, join_waves
 from trimmoe.cost.guessing import window
+from trimmoe.engine.books import flipped
 from trimmoe.engine.guesses import DraftsAlong
 from trimmoe.engine.prompts import NO_EXIT
 from trimmoe.engine.state import EngineState
 from trimmoe.engine.step import Engine
+from trimmoe.policy.relaxed import FLIP
 from trimmoe.policy.trim import rounded_weight
 from trimmoe.simulator.feed import TraceFeed
 from trimmoe.simulator.head_drafts import HeadDrafts, head_drafts
@@ -63,6 +65,8 @@ class Ahead:
     _drafts: HeadDrafts = field(init=False)
     _access: dict[int, int] = field(default_factory=dict)
     """Of every open request."""
+    _kept: dict[int, set[int]] = field(default_factory=dict)
+    """Numbers of those tokens of which a guess of what they predict is kept, by request."""
 
     def __post_init__(self) -> None:
         servers = range(self.engine.cost.server_count)
@@ -75,7 +79,7 @@ class Ahead:
 
     def open(self, request: int, access: int) -> None:
         """A request's account; before any of its tokens is decided."""
-        self._access[request] = access
+        self._access[request], self._kept[request] = access, set()
         self._drafts.open(request)
         event = SequenceOpened(
             sequence=request, access=access, budget=self.budget, confidence=self.confidence
@@ -87,6 +91,7 @@ class Ahead:
         """A request is finished."""
         access = self._access.pop(request)
         self._drafts.close(request)
+        del self._kept[request]
         for states in (self.settled, self.ahead):
             self._tell(states, access, SequenceClosed(sequence=request))
 
@@ -112,7 +117,9 @@ class Ahead:
             windows = self._windows[access]
             # Nobody guesses what comes behind nothing, nor what nothing may follow.
             behind = (numbers > 0) | prompted
-            guessed = behind & (windows > 0) & self._guesses(before, access)[1]
+            pairs = zip(requests.tolist(), numbers.tolist(), strict=True)
+            kept = np.array([number - 1 in self._kept[request] for request, number in pairs])
+            guessed = behind & (windows > 0) & (self._guesses(before, access)[1] | kept)
             guessed = np.where(along, self._drafts.is_right(requests, numbers - 1), guessed)
         groups = [np.flatnonzero(access == one) for one in np.unique(access)]
         waves = []
@@ -127,6 +134,9 @@ class Ahead:
         journey = journey.reordered(np.argsort(order))
         if settings.guesses:
             made, right = self._guesses(tokens, access)
+            if settings.relaxed:
+                asks = made & ~right & ~along & ~last & (windows > 0)
+                right = right | self._keep(journey, numbers, asks & self.feed.near(tokens, access))
             fates, counts = self._drafts.drafted(requests, numbers, access, tokens)
             own = np.where(right, RIGHT, np.where(made, WRONG, UNSURE))
             journey.guess[:] = np.where(along, fates, own)
@@ -135,6 +145,20 @@ class Ahead:
             journey.window[:] = np.where(along, counts, windows)
         self._settle(self.ahead, journey.receipts, learns=False)
         return journey
+
+    def _keep(self, journey: Itinerary, numbers: IntArray, near: BoolArray) -> BoolArray:
+        """Of tokens [n], these of their requests, whose guesses full depth nearly agrees with,
+        which are kept, [n]: those whose requests have the credit. It is spent."""
+        kept = np.zeros(near.size, dtype=bool)
+        for row, receipt in enumerate(journey.receipts):
+            account = self.ahead[self._access[receipt.sequence]].accounts[receipt.sequence]
+            credit = account.balance + receipt.budget - receipt.loss
+            kept[row] = near[row] and credit >= FLIP
+            if kept[row]:
+                self._kept[receipt.sequence].add(int(numbers[row]))
+                journey.receipts[row] = replace(receipt, loss=receipt.loss + FLIP)
+                journey.ledgers[row] = flipped(journey.ledgers[row])
+        return kept
 
     def guessed_behind(self, access: IntArray, tokens: IntArray) -> tuple[IntArray, IntArray]:
         """What becomes of the guesses of what prompts' last `tokens` predict, and how many guesses

@@ -88,6 +88,14 @@ class TraceFeed:
         guessed = (confidence[tokens, column] >= settings.guess_confidence) & np.isfinite(least)
         return guessed, guessed & ~wrong[tokens, column]
 
+    def near(self, tokens: IntArray, access: IntArray) -> BoolArray:
+        """Whether full depth nearly agrees with what is guessed of `tokens`, [n], as far as it was
+        recorded."""
+        near = self.trace.home_near
+        if near is None:
+            return np.zeros(tokens.size, dtype=bool)
+        return near[tokens, access if near.shape[1] > 1 else 0]
+
     def chances(self, settings: PolicySettings, servers: int) -> list[float]:
         """How often guesses that are followed are right, by server, of so many."""
         wrong, confidence = self.trace.home_wrong, self.trace.home_confidence

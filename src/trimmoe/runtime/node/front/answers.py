@@ -10,15 +10,21 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+import msgspec
+
 from trimmoe.core.events import SequenceOpened
 from trimmoe.core.ledger import Ledger
+from trimmoe.engine.books import flipped
+from trimmoe.engine.lead import HEAD
 from trimmoe.policy.readings import BudgetRule
+from trimmoe.policy.relaxed import RANKED, keeps, runner_up
 from trimmoe.runtime.node.front.jobs import Attempt, FrontEndContext, Job
 from trimmoe.runtime.node.front.memory import Memory
 from trimmoe.runtime.node.front.speculation import Speculation, ended
 from trimmoe.runtime.node.records.messages import After, Parcel, Token, Withdraw
 from trimmoe.runtime.node.records.packing import unpack_charge, unpack_ledger, unpack_receipt
 from trimmoe.runtime.node.records.samplings import unpack_scores
+from trimmoe.runtime.sampling_params import Sampling
 from trimmoe.runtime.service import TokenEvent, quality
 
 
@@ -104,6 +110,10 @@ class Answers:
                 token.charge, self.quality_of(job)[0], **self._context.ledger_shape
             )
         guess = attempt.pending.token_at(token.position)
+        if guess is not None and ledger is not None and token.charge is None:
+            kept = self._keeps(job, attempt, guess, token, job.credit + ledger.budget - ledger.loss)
+            if kept:
+                token, ledger = _kept(token, guess), flipped(ledger)
         stream = attempt.chunks or attempt.lead
         if stream is not None and ledger is not None and token.charge is None:
             right = guess is not None and guess.token == token.token
@@ -132,6 +142,20 @@ class Answers:
             return
         if (following := attempt.early.pop(attempt.position, None)) is not None:
             self._advance(job, attempt, following)
+
+    def _keeps(self, job: Job, attempt: Attempt, guess: Token, token: Token, credit: float) -> bool:
+        """Whether a guess is shown in place of the token that full depth has predicted."""
+        if not self._context.planner.settings.relaxed or guess.token == token.token:
+            return False
+        pending, position = attempt.pending, token.position
+        # A draft head goes on from what full depth has predicted, and an answer's end is its end.
+        able = pending.unconfirmed == position and pending.source_at(position) != HEAD
+        second = runner_up(token.top)
+        if not able or ended(job, token) is not None or not keeps(credit, guess.token, second):
+            return False
+        if attempt.lead is not None:
+            attempt.lead.drafts.able = False
+        return True
 
     def _checked(self, job: Job, attempt: Attempt, token: Token, ledger: Ledger | None) -> None:
         """Full depth has predicted a token of which there was a draft."""
@@ -186,12 +210,13 @@ class Answers:
                 if job.after is not None:
                     ledger, job.after = ledger + job.after, None
             scores = () if job.tokens else token.scores
+            asked = job.request.sampling.logprobs
             job.tokens.append(token.token)
             reason = ended(job, token)
             event = TokenEvent(
                 token=token.token,
-                logprob=token.logprob,
-                top_logprobs=tuple((each, value) for each, value in token.top),
+                logprob=None if asked is None else token.logprob,
+                top_logprobs=tuple((each, value) for each, value in token.top[: asked or 0]),
                 prompt=unpack_scores(scores),
                 ledger=ledger,
                 ahead=entry.ahead,
@@ -219,7 +244,20 @@ class Answers:
             balance=max(job.credit, 0.0) if bucket else 0.0,
         )
 
+    def sampling_of(self, job: Job) -> Sampling:
+        """How its tokens are drawn, with the probabilities that are needed to keep a guess."""
+        sampling = job.request.sampling
+        if not self._context.planner.settings.relaxed or self.quality_of(job)[0] <= 0:
+            return sampling
+        return replace(sampling, logprobs=max(sampling.logprobs or 0, RANKED))
+
     def quality_of(self, job: Job) -> tuple[float, float]:
         planner = self._context.planner
         copied = planner.in_force.engine.copied_bits is not None
         return quality(job.request, planner.settings, planner.profile, copied=copied)
+
+
+def _kept(token: Token, guess: Token) -> Token:
+    """What full depth has predicted, with the guess that is kept in its place."""
+    logprob = dict(token.top)[guess.token]
+    return msgspec.structs.replace(token, token=guess.token, logprob=logprob)

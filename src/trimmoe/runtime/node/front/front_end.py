@@ -307,7 +307,7 @@ class FrontEnd:
         reserve = Reserve(
             sequence=attempt.sequence,
             route=list(attempt.route),
-            sampling=pack_sampling(job.request.sampling),
+            sampling=pack_sampling(self.answers.sampling_of(job)),
             budget=budget,
             waits=waits,
             seen=pack_seen(job.request, job.tokens, wanted=self._context.prices.drafts_along),
