@@ -33,6 +33,8 @@ from nodes import (
 from questions import Questions
 from serving import Tiny
 from trimmoe.core.events import SegmentRan, TokensImported
+from trimmoe.core.plan import Plan
+from trimmoe.core.profile import Profile
 from trimmoe.engine.lead import Lead
 from trimmoe.experiments.method_engines import make_engine
 from trimmoe.models.compiled.view import CompiledView
@@ -230,16 +232,21 @@ async def test_tokens_of_an_answer_pass_layers_together_where_a_view_says_that_t
     assert (together["speculative"] > 0) == (together["guessing"] > 0) == chains
 
 
+def begins_whole(tiny: Tiny) -> tuple[Profile, Plan]:
+    """Everybody's tokens begin on the first server, which has all of the first layer."""
+    profile, plan = world(tiny, servers=3, routes=[[0, 0, 1, 2]] * 3)
+    hosts = plan.hosts.copy()
+    hosts[0, 0] = True
+    return profile, replace(plan, hosts=hosts)
+
+
 @pytest.mark.parametrize("temperature", [0.0, 0.8], ids=["greedy", "sampled"])
 async def test_what_is_guessed_is_read_at_once_and_sets_out_with_what_is_guessed_upon_it(
     tiny: Tiny, monkeypatch: pytest.MonkeyPatch, temperature: float
 ) -> None:
     """Where users' servers have the first layer whole: it is not passed a second time."""
     monkeypatch.setattr(guesses_module, "AHEAD_S", 60.0)
-    profile, plan = world(tiny, servers=3, routes=[[0, 0, 1, 2]] * 3)
-    hosts = plan.hosts.copy()
-    hosts[0, 0] = True
-    plan = replace(plan, hosts=hosts)
+    profile, plan = begins_whole(tiny)
     sampling = Sampling(temperature=temperature, seed=3, stream=0)
     asked = [(0, request(words(9, seed=seed), 40, sampling=sampling)) for seed in range(3)]
     known, found = DraftRunner.known, []
@@ -282,10 +289,7 @@ async def test_what_a_head_names_is_made_ready_for_the_next_reading_where_full_d
     monkeypatch.setattr(guesses_module, "AHEAD_S", ahead_s)
     monkeypatch.setattr(Lead, "is_far", True)
     monkeypatch.setattr(GuessPrices, "drafts_along", False)
-    profile, plan = world(tiny, servers=3, routes=[[0, 0, 1, 2]] * 3)
-    hosts = plan.hosts.copy()
-    hosts[0, 0] = True
-    plan = replace(plan, hosts=hosts)
+    profile, plan = begins_whole(tiny)
     sampling = Sampling(temperature=temperature, seed=3, stream=0)
     asked = [(0, request(words(9, seed=seed), 40, sampling=sampling)) for seed in range(4)]
     take, taken = DraftRunner.take_prepared, []
