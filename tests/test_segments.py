@@ -39,7 +39,7 @@ from trimmoe.policy.settings import PolicySettings
 from trimmoe.runtime.counters import ExpertCounter
 from trimmoe.runtime.node.compute.segments import Segments
 
-DECIDES_NOTHING = ["auto", "exact", "speculative"]
+DECIDES_NOTHING = ["auto", "exact", "speculative", "relaxed"]
 SETTLES = [*DECIDES_NOTHING, "trimming", "guessing"]
 """Leave those layers settled whose activated experts all run where the token is."""
 

@@ -114,6 +114,9 @@ class Answers:
             kept = self._keeps(job, attempt, guess, token, job.credit + ledger.budget - ledger.loss)
             if kept:
                 token, ledger = _kept(token, guess), flipped(ledger)
+                if attempt.lead is not None:
+                    # It has lost the thread.
+                    attempt.lead.drafts.able = False
         stream = attempt.chunks or attempt.lead
         if stream is not None and ledger is not None and token.charge is None:
             right = guess is not None and guess.token == token.token
@@ -148,14 +151,10 @@ class Answers:
         if not self._context.planner.settings.relaxed or guess.token == token.token:
             return False
         pending, position = attempt.pending, token.position
-        # A draft head goes on from what full depth has predicted, and an answer's end is its end.
+        # An answer's end is its end, and a draft head goes on from what full depth has predicted.
         able = pending.unconfirmed == position and pending.source_at(position) != HEAD
         second = runner_up(token.top)
-        if not able or ended(job, token) is not None or not keeps(credit, guess.token, second):
-            return False
-        if attempt.lead is not None:
-            attempt.lead.drafts.able = False
-        return True
+        return able and ended(job, token) is None and keeps(credit, guess.token, second)
 
     def _checked(self, job: Job, attempt: Attempt, token: Token, ledger: Ledger | None) -> None:
         """Full depth has predicted a token of which there was a draft."""
