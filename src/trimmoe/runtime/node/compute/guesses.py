@@ -119,16 +119,16 @@ def _offer(worker: Worker, one: Reading) -> None:
     if not begins or not one.more or (first and not one.is_next):
         return
     ready = worker.draft_runner.take_prepared(one.sequence, one.rows[-1], one.passing[-1])
-    if first and ready is not None and one.hidden is not None:
+    if first and ready is not None:
         one.offered, one.offers = ready.offered[: one.more], ready.offers[: one.more]
-        one.hidden = torch.cat([one.hidden, *(each.hidden for each in one.offers)])
-        return
-    one.offered = _offered(worker, one)
+    else:
+        one.offered = _offered(worker, one)
     if first and one.offered:
         assert one.seat is not None
         assert one.hidden is not None
-        positions = range(one.position, one.rows.stop)
-        (one.offers,) = foreseen(worker, [one.seat], [positions], [one.offered], first)
+        if not one.offers:
+            positions = range(one.position, one.rows.stop)
+            (one.offers,) = foreseen(worker, [one.seat], [positions], [one.offered], first)
         one.hidden = torch.cat([one.hidden, *(each.hidden for each in one.offers)])
 
 
