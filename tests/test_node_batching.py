@@ -23,7 +23,7 @@ from nodes import (
     world,
 )
 from serving import Tiny
-from trimmoe.cost.batching import SLICE_S
+from trimmoe.cost.batching import SLICE_S, prompt_turn_s
 from trimmoe.policy.presets import PRESETS
 from trimmoe.runtime.node.compute import prefill
 from trimmoe.runtime.node.compute.worker import Worker
@@ -100,6 +100,42 @@ def test_prompts_keep_their_order() -> None:
     ready.put(Step.CHUNK, 0, "third")
     order = [work.items for _ in range(3) if (work := ready.next()) is not None]
     assert order == [["first"], ["second"], ["third"]]
+
+
+def test_prompts_are_read_one_after_the_other() -> None:
+    """What has come furthest goes on, unless something was passed over for too long."""
+    ready, _ = scheduler()
+    ready.put(Step.CHUNK, 0, "behind")
+    ready.put(Step.CHUNK, 1, "ahead")
+    order = []
+    for layer in range(2, 10):
+        work = ready.next()
+        assert work is not None
+        order.append(work.items)
+        ready.put(Step.CHUNK, layer, "ahead")
+    assert order == [["ahead"]] * 8
+    while (work := ready.next()) is not None and work.items == ["ahead"]:
+        ready.put(Step.CHUNK, 9, "ahead")
+        order.append(work.items)
+    assert work is not None
+    assert (work.items, len(order)) == (["behind"], PATIENCE)
+
+
+@pytest.mark.parametrize(
+    ("token_turn_s", "prompt_turn"), [(0.0, SLICE_S), (SLICE_S / 2, SLICE_S), (0.03, 0.03)]
+)
+def test_prompts_have_as_much_time_as_tokens(token_turn_s: float, prompt_turn: float) -> None:
+    assert prompt_turn_s(token_turn_s) == prompt_turn
+
+
+async def test_a_server_knows_how_long_tokens_took_in_their_last_turn(tiny: Tiny) -> None:
+    profile, plan = world(tiny, servers=2, routes=constant_routes(2))
+    async with running(tiny, profile=profile, plan=plan) as cluster:
+        assert [node.worker.token_turn_s for node in cluster.nodes.values()] == [0.0, 0.0]
+        await answers(cluster, [(0, request(PROMPTS[0], 8))])
+        took_s, idle_s = (node.worker.token_turn_s for node in cluster.nodes.values())
+    assert took_s > 0.0
+    assert idle_s == 0.0
 
 
 def test_prompts_and_tokens_take_turns() -> None:
@@ -217,7 +253,7 @@ async def test_a_long_prompt_does_not_stall_decoding(
     tiny: Tiny, monkeypatch: pytest.MonkeyPatch, slice_s: float, turns: int
 ) -> None:
     """While its chunks pass, tokens of others are decoded: never two chunks in a row without."""
-    monkeypatch.setattr(prefill, "SLICE_S", slice_s)
+    monkeypatch.setattr(prefill, "prompt_turn_s", lambda token_turn_s: slice_s)
     profile, plan = world(tiny, servers=2, routes=constant_routes(2))
     long = np.random.default_rng(3).integers(0, 256, 240).tolist()
     async with running(tiny, profile=profile, plan=plan, prefill_chunk=16, kv_slots=4) as cluster:
@@ -243,7 +279,7 @@ async def test_a_chunk_passes_layers_at_once_for_as_long_as_others_may_wait(
     tiny: Tiny, monkeypatch: pytest.MonkeyPatch, slice_s: float, batches: int
 ) -> None:
     """All of them here where there is time, else one after another in turns."""
-    monkeypatch.setattr(prefill, "SLICE_S", slice_s)
+    monkeypatch.setattr(prefill, "prompt_turn_s", lambda token_turn_s: slice_s)
     profile, plan = world(tiny, servers=2, routes=constant_routes(2), density=1.0)
     prompt = PROMPTS[0]
     async with running(tiny, profile=profile, plan=plan) as cluster:

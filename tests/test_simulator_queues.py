@@ -25,9 +25,9 @@ from trimmoe.simulator.world import DENSE, HEAP_SIZE
 SERVICE_S = 0.01
 
 
-def one_queue() -> World:
-    """One server, one layer, one expert; attention takes no time, the expert a fixed one."""
-    one = world("exact", layers=1, experts=1, top_k=1, servers=1)
+def one_queue(layers: int = 1) -> World:
+    """One server, one expert a layer; attention takes no time, the expert a fixed one."""
+    one = world("exact", layers=layers, experts=1, top_k=1, servers=1)
     cost = one.engine.cost
     cost = replace(
         cost,
@@ -194,6 +194,13 @@ def test_prompts_of_one_servers_users_get_their_places_one_after_another() -> No
     load = Load(concurrency=3, prompt_tokens=2, output_tokens=1, fixed_lengths=True)
     log = two_stages(way_s).run(load, duration_s=0.1).all_units
     np.testing.assert_allclose(np.sort(log.began_s)[:3], 2 * way_s * np.arange(1, 4))
+
+
+def test_prompts_that_come_together_are_read_one_after_the_other() -> None:
+    """On one server the first one's token is there when it has passed all layers by itself."""
+    load = Load(concurrency=3, prompt_tokens=8, output_tokens=1, fixed_lengths=True)
+    sample = one_queue(layers=4).run(load, duration_s=0.5, batch_share=1.0)
+    np.testing.assert_allclose(sample.first_token_s[:3], 4 * SERVICE_S * np.arange(1, 4))
 
 
 def test_others_tokens_go_on_between_the_chunks_of_a_long_prompt() -> None:

@@ -42,6 +42,13 @@ def chains_s(one_s: float, named: Iterable[float], chains: float) -> float:
     return one_s * times
 
 
+def prompt_turn_s(token_turn_s: float) -> float:
+    """Seconds until tokens have their turn again, whose last one took so long: prompts have as much
+    time, so that what waits for its first token soon shares the batches of all others. Plain
+    arithmetic likewise."""
+    return max(SLICE_S, token_turn_s)
+
+
 def guess_layers(layer_s: float, left: int) -> int:
     """Layers of those `left` that a guess passes in one turn, each of which takes `layer_s`; plain
     arithmetic likewise."""

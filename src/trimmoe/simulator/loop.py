@@ -251,14 +251,16 @@ def _done(world, rows, asked, state, server):
     state.group_first[:] = NONE
     state.group_vectors[:] = 0
     own, own_last = NONE, NONE
+    chunk = kind == CHUNK or (kind == OWN and rows.prompt[state.entry_unit[entry]])
     if kind == OWN and state.batch_stays[server]:
-        chunk = rows.prompt[state.entry_unit[entry]]
         passes = goes_on_in_slice(state, server) if chunk else world.segments
         if passes and may_pass(rows, state, entry, layer):
             dense = CHUNK if chunk else DENSE
             pass_on(rows, state, server, entry, dense, layer)
             serve(world, rows, state, server, entry, dense, layer + 1)
             return
+    if not chunk and kind in (DENSE, OWN):
+        state.token_turn_s[server] = state.clock[NOW] - state.taken_s[server]
     stays = kind in (DENSE, CHUNK)
     while entry != NONE:
         unit, following = state.entry_unit[entry], state.entry_next[entry]

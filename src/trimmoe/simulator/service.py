@@ -1,7 +1,7 @@
 """The compiled event loop, part one: queues of servers and the batches they take.
 
 A server works as `runtime.node.scheduler` has it: quick steps first, then tokens and prompts in
-turns. Of prompts what has waited longest comes first, of tokens other servers' slots, then the
+turns. Of prompts what has come furthest comes first, of tokens other servers' slots, then the
 lowest layer, then guesses, unless something has been passed over for too long; with all that is
 ready for the same layer.
 """
@@ -9,7 +9,7 @@ ready for the same layer.
 from __future__ import annotations
 
 from trimmoe.cost import batching, warmth
-from trimmoe.cost.batching import PATIENCE, SLICE_S
+from trimmoe.cost.batching import PATIENCE
 from trimmoe.simulator.heap import inlined, njit, push
 from trimmoe.simulator.world import (
     CHUNK,
@@ -30,6 +30,7 @@ _batch_s = inlined(batching.batch_s)
 _chains_s = inlined(batching.chains_s)
 _times_as_long = inlined(warmth.times_as_long)
 _guess_layers = inlined(batching.guess_layers)
+_prompt_turn_s = inlined(batching.prompt_turn_s)
 
 
 @inlined
@@ -115,8 +116,10 @@ def _rank(state, server, queue):
     kind, layer = queue // layers, queue % layers
     first = state.queue_first[server, kind, layer]
     ticket = state.entry_ticket[first]
-    if kind >= CHUNK or state.begun[server] - state.entry_begun[first] >= PATIENCE:
+    if state.begun[server] - state.entry_begun[first] >= PATIENCE:
         return 0, 0, ticket
+    if kind >= CHUNK:
+        return 1, -layer, ticket
     if kind == HOME:
         return 3, layer, ticket
     return 1 if kind == EXPERTS else 2, layer, ticket
@@ -217,7 +220,8 @@ def crowd(world, state, server):
 @inlined
 def goes_on_in_slice(state, server):
     """Whether a chunk in service may enter its next layer before others have a turn."""
-    return state.clock[NOW] - state.taken_s[server] < SLICE_S
+    until_s = state.taken_s[server] + _prompt_turn_s(state.token_turn_s[server])
+    return state.clock[NOW] < until_s
 
 
 @inlined

@@ -55,6 +55,8 @@ class State(NamedTuple):
     """Whether all units in service run here whatever they run in this layer, and stay, bool [M]."""
     taken_s: FloatArray
     """When those were taken from their queue, [M]."""
+    token_turn_s: FloatArray
+    """What tokens took in their last turn, [M]."""
     starting: np.ndarray
     """Whether a start is due at the end of this instant, bool [M]."""
     due: IntArray
@@ -121,6 +123,7 @@ def make_state(servers: int, layers: int, experts: int) -> State:
         batch_layer=np.zeros(servers, dtype=np.int64),
         batch_stays=np.zeros(servers, dtype=bool),
         taken_s=np.zeros(servers),
+        token_turn_s=np.zeros(servers),
         starting=np.zeros(servers, dtype=bool),
         due=np.zeros(2 * servers, dtype=np.int64),
         serving_until_s=np.zeros(servers),

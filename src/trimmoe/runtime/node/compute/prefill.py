@@ -9,7 +9,7 @@ import numpy as np
 from torch import Tensor
 
 from trimmoe.core.specs import IntArray
-from trimmoe.cost.batching import SLICE_S
+from trimmoe.cost.batching import prompt_turn_s
 from trimmoe.engine.prompts import decided
 from trimmoe.models.base import EncoderDecoderView, Routing, TokenBatch
 from trimmoe.runtime.node.compute.completion import to_users, token_of
@@ -27,7 +27,7 @@ from trimmoe.runtime.scores import scored
 def pass_chunk(worker: Worker, exact_hosts: ExactHosts, layer: int, unit: Unit) -> BatchOutput:
     """One chunk through a layer and, as long as all of it stays and what comes meanwhile may wait,
     through the next ones."""
-    until_s = time.perf_counter() + SLICE_S
+    until_s = time.perf_counter() + prompt_turn_s(worker.token_turn_s)
     result = _pass_some(worker, exact_hosts, layer, unit, until_s)
     while result.ready and time.perf_counter() < until_s and _goes_on(worker, unit):
         passed, result = result, _pass_some(worker, exact_hosts, unit.layer, unit, until_s)

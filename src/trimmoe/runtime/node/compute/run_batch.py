@@ -48,8 +48,11 @@ def _performed(worker: Worker, exact_hosts: ExactHosts, work: Work, began_s: flo
             return worker.arrive(items)
         case Step.ATTEND:
             if worker.segments.in_force:
-                return pass_segment(worker, layer, items)
-            return pass_layers(worker, layer, items, alone=work.alone)
+                result = pass_segment(worker, layer, items)
+            else:
+                result = pass_layers(worker, layer, items, alone=work.alone)
+            worker.token_turn_s = time.perf_counter() - began_s
+            return result
         case Step.FINISH:
             return worker.finish(layer, items)
         case Step.SLOTS | Step.CHUNK_SLOTS:

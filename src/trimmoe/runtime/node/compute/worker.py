@@ -76,6 +76,8 @@ class Worker(ModelRunner):
         super().__init__(view, server=server, slots=slots, pace=pace, verifier=verifier)
         self.guess_pace = GuessPace(batch_share=engine.cost.batch_share)
         self.chunk_pace = ChunkPace()
+        self.token_turn_s = 0.0
+        """What tokens took in their last turn."""
         self.end_drafts = EndDrafts(view=view, wanted=lambda: self.engine.settings.reads_along)
         self.drafter = drafter
         self.draft_runner = DraftRunner.of(

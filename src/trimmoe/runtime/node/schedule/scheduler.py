@@ -2,7 +2,8 @@
 
 Quick steps, of which others' work follows, come before all else. Steps of generated tokens and
 steps of prompts take turns, so that neither starves: between two chunks of a long prompt everybody
-else's tokens move on. Of prompts the step whose first item has waited longest comes first.
+else's tokens move on. Of prompts what has come furthest comes first: one after the other is read,
+and tokens of the first one join others' batches while the last one still waits.
 
 Of generated tokens, slots come before a server's own layers: other servers wait for them, and they
 are short. Then the lowest layer comes first, so that tokens catch up with those ahead of them and
@@ -96,8 +97,10 @@ class Scheduler:
     def _rank(self, key: tuple[Step, int]) -> tuple[int, int, int]:
         """What comes first is least."""
         (step, layer), first = key, self._queues[key][0]
-        if step in _QUICK or step in _PROMPTS or self._overdue(key):
+        if step in _QUICK or self._overdue(key):
             return (0, 0, first.ticket)
+        if step in _PROMPTS:
+            return (1, -layer, first.ticket)
         return (_CLASS.get(step, 2), layer, first.ticket)
 
     def any(self, like: Callable[[Any], bool]) -> bool:
