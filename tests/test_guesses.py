@@ -15,7 +15,7 @@ from trimmoe.core.ledger import Ledger
 from trimmoe.core.specs import MOST_DRAFTED
 from trimmoe.cost.batching import NAMING_SHARE, TOKEN_SHARE, batch_s
 from trimmoe.cost.crowd import LEAST, WORTH, Crowd, along_times_s, crowds
-from trimmoe.cost.guessing import guess_times_s, row_times_s, stream_share, window
+from trimmoe.cost.guessing import ROWS, guess_times_s, row_times_s, stream_share, window
 from trimmoe.cost.head_law import right_among
 from trimmoe.cost.model import Accounting, CostModel
 from trimmoe.engine.guesses import GuessRules
@@ -404,6 +404,27 @@ def test_there_are_no_more_batches_under_way_than_servers() -> None:
     few, many = (CROWD.among(here, 40) for here in (1, 10))
     assert replace(few, servers=4).trip_s() == pytest.approx(many.trip_s())
     assert few.trip_s() > many.trip_s()
+
+
+@pytest.mark.parametrize("streams", [1, 2, 4, 8, 9, 32, 1000])
+def test_at_home_drafts_are_read_along_where_they_are_worth_it_or_few_streams_are_under_way(
+    streams: int,
+) -> None:
+    few = max(min(ROWS // streams - 1, MOST_DRAFTED), 0)
+    cheap = replace(CROWD, batch_share=1.0, software_s=0.0).among(streams, streams)
+    assert cheap.along(1.0)[1] < WORTH * cheap.trip_s()
+    assert cheap.drafts_at_home(1.0) == MOST_DRAFTED
+    # Rows that cost what they bring, but for one part in a hundred.
+    hardly = replace(cheap, whole_s=1.0, path_s=0.99, busiest_s=0.5, batch_share=0.0)
+    assert hardly.along(1.0)[1] > WORTH * hardly.trip_s()
+    assert hardly.drafts_at_home(1.0) == few
+
+
+def test_of_many_streams_at_home_none_has_drafts_read_along_that_cost_more() -> None:
+    lead = headed(crowd=replace(CROWD, naming_s=99.0).among(32, 32))
+    lead.sources[OWN].able = False
+    lead.choose()
+    assert (lead.turn, lead.along) == (OWN, 0)
 
 
 def test_drafts_are_read_along_unless_own_guesses_bring_the_next_token_sooner() -> None:

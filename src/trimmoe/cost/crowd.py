@@ -131,9 +131,10 @@ class Crowd:
 
     def drafts_at_home(self, right: float) -> int:
         """How many drafts at most are read along where all is on the user's server, which would
-        otherwise pass one token at a time: at least as many as in one process."""
+        otherwise pass one token at a time: at least as many as in one process, more where they are
+        worth it."""
         least = min(rows_along(self.streams), MOST_DRAFTED)
-        return MOST_DRAFTED if self.along(right)[1] < self.trip_s() else least
+        return MOST_DRAFTED if self.along(right)[1] < WORTH * self.trip_s() else least
 
     def _alone_s(self, rows: float) -> float:
         """What a batch of so many rows of each stream of its server's users takes to full depth and

@@ -24,7 +24,7 @@ would take is not made up for by what of them is right."""
 
 def rows_along(streams: int) -> int:
     """How many drafts are read along with each token of so many streams in one process."""
-    return ROWS // max(streams, 1) - 1
+    return max(ROWS // max(streams, 1) - 1, 0)
 
 
 def window(chance: float, least: float, most: int) -> int:
