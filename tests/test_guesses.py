@@ -12,10 +12,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trimmoe.core.ledger import Ledger
-from trimmoe.core.specs import MOST_DRAFTED
-from trimmoe.cost.batching import NAMING_SHARE, TOKEN_SHARE, batch_s
+from trimmoe.core.specs import BATCHES, MOST_DRAFTED, straight_times
+from trimmoe.cost.batching import NAMING_SHARE, TOKEN_SHARE, batch_s, shared_s
 from trimmoe.cost.crowd import LEAST, WORTH, Crowd, along_times_s, crowds
-from trimmoe.cost.guessing import ROWS, guess_times_s, row_times_s, stream_share, window
+from trimmoe.cost.guessing import (
+    ROWS,
+    guess_times_s,
+    row_times_s,
+    stream_share,
+    token_batch_times,
+    window,
+)
 from trimmoe.cost.head_law import right_among
 from trimmoe.cost.model import Accounting, CostModel
 from trimmoe.engine.guesses import GuessRules
@@ -24,6 +31,8 @@ from trimmoe.policy.presets import PRESETS
 from trimmoe.runtime.node.compute.pace import GuessPace
 
 WHOLE_S, GUESS_S = 10.0, 1.0
+SHARES = st.floats(0.0, 1.0)
+TIMES = st.floats(1e-3, 1e3)
 RIGHT, WRONG, NONE = (True, True), (True, False), (False, False)
 TEN_APART = np.array([[0.0, 10.0], [10.0, 0.0]])
 """Two servers, seconds."""
@@ -265,6 +274,31 @@ def test_a_stream_takes_its_share_of_the_fullest_machine() -> None:
     assert cost.occupancy.tolist() == pytest.approx([0.3, 1.0, 1.0])
 
 
+def test_tokens_of_a_batch_read_experts_of_their_own() -> None:
+    """Where rows are free two tokens use three of four experts, of which each uses two."""
+    cost = priced(np.ones((1, 1, 4)), batch_times=straight_times(1.0))
+    assert token_batch_times(cost, 2) == pytest.approx([2.0 * (1 - 0.5**n) for n in BATCHES])
+    half = replace(cost, dense_s=np.full((1, 1), 2.0))
+    assert token_batch_times(half, 2)[1] == pytest.approx((1.0 + 1.5) / 2)
+
+
+@given(share=SHARES, experts=st.integers(1, 64), dense_s=TIMES, data=st.data())
+def test_a_batch_of_tokens_takes_no_less_than_through_the_same_weights_nor_more_than_one_by_one(
+    share: float, experts: int, dense_s: float, data: st.DataObject
+) -> None:
+    top_k = data.draw(st.integers(1, experts))
+    given = {"dense_s": np.full((2, 3), dense_s), "batch_times": straight_times(share)}
+    times = token_batch_times(priced(np.ones((2, 3, experts)), **given), top_k)
+    assert times[0] == pytest.approx(1.0)
+    for rows, least, taken in zip(BATCHES, straight_times(share), times, strict=True):
+        assert least <= taken * (1 + 1e-9) <= rows * (1 + 2e-9)
+    if top_k == experts:
+        assert times == pytest.approx(straight_times(share))
+    assert (
+        token_batch_times(priced(np.zeros((1, 1, 2))), 1) == priced(np.zeros((1, 1, 2))).batch_times
+    )
+
+
 def test_one_more_row_takes_a_tenth_of_the_layers_and_its_vectors_way() -> None:
     """Three layers of 1 s; from server 0 to 1 a vector takes 12 s, of which 10 go by without it."""
     cost = priced(
@@ -321,11 +355,9 @@ def test_full_depth_is_far_if_a_token_takes_eight_guesses_time_there_and_back(
 
 CROWD = Crowd(
     whole_s=10.0, path_s=2.0, busiest_s=1.0, software_s=0.5, home_s=1.0, at_once=1.0,
-    batch_share=0.5,
+    batch_times=straight_times(0.5),
 )  # fmt: skip
 """Ten seconds of which two are computed; half of a row's time is a batch's."""
-SHARES = st.floats(0.0, 1.0)
-TIMES = st.floats(1e-3, 1e3)
 
 
 def test_a_draft_that_is_read_along_costs_a_row_of_those_layers() -> None:
@@ -377,7 +409,7 @@ def test_the_more_streams_the_surer_a_draft_has_to_be() -> None:
 
 
 def test_where_every_row_is_as_dear_as_the_first_drafts_are_worth_nothing_or_nearly() -> None:
-    rows_are_dear = replace(CROWD, batch_share=0.0, software_s=0.0).among(10, 200)
+    rows_are_dear = replace(CROWD, batch_times=straight_times(0.0), software_s=0.0).among(10, 200)
     assert rows_are_dear.along(0.8)[0] == max(LEAST)
     assert not rows_are_dear.turn(0.5, np.inf)[0]
 
@@ -411,11 +443,13 @@ def test_at_home_drafts_are_read_along_where_they_are_worth_it_or_few_streams_ar
     streams: int,
 ) -> None:
     few = max(min(ROWS // streams - 1, MOST_DRAFTED), 0)
-    cheap = replace(CROWD, batch_share=1.0, software_s=0.0).among(streams, streams)
+    cheap = replace(CROWD, batch_times=straight_times(1.0), software_s=0.0).among(streams, streams)
     assert cheap.along(1.0)[1] < WORTH * cheap.trip_s()
     assert cheap.drafts_at_home(1.0) == MOST_DRAFTED
     # Rows that cost what they bring, but for one part in a hundred.
-    hardly = replace(cheap, whole_s=1.0, path_s=0.99, busiest_s=0.5, batch_share=0.0)
+    hardly = replace(
+        cheap, whole_s=1.0, path_s=0.99, busiest_s=0.5, batch_times=straight_times(0.0)
+    )
     assert hardly.along(1.0)[1] > WORTH * hardly.trip_s()
     assert hardly.drafts_at_home(1.0) == few
 
@@ -458,13 +492,19 @@ def test_plans_expect_of_a_stream_by_itself_what_servers_do(
     layers_s = np.full((1, 2, 1), path_s / 2)
     token_s = np.array([messages_s])
     dense_s = np.array([[messages_s, 0.0]])
-    cost = priced(layers_s, dense_s=dense_s, token_s=token_s, batch_share=share, head_right=right)
+    cost = priced(
+        layers_s,
+        dense_s=dense_s,
+        token_s=token_s,
+        batch_times=straight_times(share),
+        head_right=right,
+    )
     routes, whole_s = np.zeros((1, 2), dtype=np.int64), np.array([path_s + messages_s + others_s])
     (crowd,) = crowds(cost, routes, whole_s, 1)
     planned_s = along_times_s(cost, routes, whole_s, 1)
     rows = 1 + MOST_DRAFTED
-    software_s = batch_s(crowd.software_s, rows, TOKEN_SHARE)
-    machine_s = software_s + batch_s(crowd.busiest_s, rows, share)
+    software_s = shared_s(crowd.software_s, rows, TOKEN_SHARE)
+    machine_s = software_s + batch_s(crowd.busiest_s, rows, straight_times(share))
     expected_s = crowd.turn(right, np.inf)[1]
     assert planned_s[0] == pytest.approx(expected_s) or machine_s > whole_s[0]
     assert planned_s[0] <= whole_s[0]
@@ -534,7 +574,10 @@ def test_streams_that_pass_in_one_batch_have_one_source_by_what_is_right_of_all_
 
 def test_what_is_guessed_for_several_streams_says_what_one_takes_by_itself() -> None:
     """Four streams' guesses take a batch half as long again as one stream's."""
-    alone, together = GuessPace(batch_share=5 / 6), GuessPace(batch_share=5 / 6)
+    alone, together = (
+        GuessPace(batch_times=straight_times(5 / 6)),
+        GuessPace(batch_times=straight_times(5 / 6)),
+    )
     for _ in range(100):
         alone.took(1.0, 1, 1)
         together.took(1.5, 4, 4)

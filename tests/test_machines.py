@@ -27,7 +27,7 @@ from trimmoe.core.machines import (
 )
 from trimmoe.core.plan import load_plan
 from trimmoe.core.precision import Precision
-from trimmoe.core.specs import ClusterSpec, ModelSpec
+from trimmoe.core.specs import ClusterSpec, ModelSpec, straight_times
 from trimmoe.cost.guessing import guess_times_s
 from trimmoe.cost.model import Accounting, cost_model
 from trimmoe.experiments import measuring
@@ -105,12 +105,21 @@ def test_the_letter_knows_flops_only(cluster: ClusterSpec, model: ModelSpec) -> 
     assert cost.guess_s is None
 
 
-def test_batches_follow_a_line(cluster: ClusterSpec, model: ModelSpec) -> None:
+def test_a_batch_takes_what_layers_took_with_as_many_rows(
+    cluster: ClusterSpec, model: ModelSpec
+) -> None:
+    """Over all servers, and no less than a smaller one."""
     measured = timed_machines(cluster, model)
-    once_s, row_s = measured.law()
-    assert np.allclose(once_s[:, Work.DENSE], [0.75e-3, 1.5e-3, 2.25e-3])
-    assert np.allclose(row_s[:, Work.HEAD], [0.75e-3, 1.5e-3, 2.25e-3])
-    assert measured.batch_share() == pytest.approx(0.75)
+    assert measured.batch_times() == pytest.approx(straight_times(0.75))
+    work_s = measured.work_s.copy()
+    work_s[0, Work.DENSE, 1] += 1e-3
+    work_s[:, Work.HEAD] *= 2.0
+    layers_s = work_s[:, [Work.DENSE, Work.EXPERT]].sum(axis=(0, 1))
+    times = replace(measured, work_s=work_s).batch_times()
+    assert times == pytest.approx(layers_s / layers_s[0])
+    work_s[:, :, 1] *= 100.0
+    times = replace(measured, work_s=work_s).batch_times()
+    assert times[1] == times[2] == times[3] > times[0] == 1.0
 
 
 def test_links_are_what_was_measured_unless_that_is_what_was_said(
@@ -145,7 +154,8 @@ def test_plans_keep_what_was_measured(
     assert kept.hash == plan.hash
     assert kept.cluster.speeds is not None
     assert measured.speeds is not None
-    assert kept.cluster.speeds.batch_share == 0.75
+    assert kept.cluster.speeds.batch_times == measured.speeds.batch_times
+    assert kept.cluster.speeds.batch_times == pytest.approx(straight_times(0.75))
     for name, array in measured.speeds.arrays().items():
         assert np.array_equal(kept.cluster.speeds.arrays()[name], array)
 

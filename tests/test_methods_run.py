@@ -23,7 +23,7 @@ from trimmoe import cli
 from trimmoe.core.errors import UserError
 from trimmoe.core.plan import Plan, plan_header
 from trimmoe.core.profile import Profile
-from trimmoe.core.specs import ModelSpec, Speeds
+from trimmoe.core.specs import ModelSpec, Speeds, straight_times
 from trimmoe.core.trace import load_trace, trace_header
 from trimmoe.engine.step import Engine
 from trimmoe.experiments import preparation, serve_cluster, serve_local, simulation
@@ -284,7 +284,7 @@ def nothing_measured(servers: int) -> Speeds:
     ones = np.ones(servers)
     return Speeds(
         dense_s=ones, expert_s=ones, head_s=ones, draft_s=ones, hop_s=ones, token_s=ones,
-        machine=np.arange(servers), at_once=ones, batch_share=0.5,
+        machine=np.arange(servers), at_once=ones, batch_times=straight_times(0.5),
     )  # fmt: skip
 
 

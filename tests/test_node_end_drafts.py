@@ -29,6 +29,7 @@ from questions import Questions
 from serving import Tiny
 from trimmoe.core.plan import Plan
 from trimmoe.core.profile import Profile
+from trimmoe.core.specs import straight_times
 from trimmoe.cost.crowd import Crowd
 from trimmoe.models.compiled.view import CompiledView
 from trimmoe.policy.presets import PRESETS
@@ -189,7 +190,7 @@ async def test_the_more_streams_the_surer_a_token_has_to_be_to_be_offered(
     along = Crowd.along
 
     def seen(crowd: Crowd, right: float) -> tuple[float, float]:
-        told = along(replace(crowd, batch_share=0.5), right)
+        told = along(replace(crowd, batch_times=straight_times(0.5)), right)
         found.append((crowd.here, told[0]))
         return told
 

@@ -11,7 +11,7 @@ import pytest
 
 from launching import written_artifacts
 from trimmoe.core.errors import UserError
-from trimmoe.core.specs import Speeds
+from trimmoe.core.specs import Speeds, straight_times
 from trimmoe.experiments import plan_vs_real as experiment
 from trimmoe.experiments.plan_matrix import choices, choices_table, goals_table, held
 from trimmoe.experiments.plan_vs_real import Asked, plan_vs_real_table, ranks_alike
@@ -122,7 +122,9 @@ def test_what_all_rounds_measured_counts(
     asked = Asked(prompts=((1, 2),), output_tokens=5, streams=(1,), requests=2, rounds=2)
     trace: Any = SimpleNamespace(hash="")
     plan, ones = artifacts.plan, np.ones(artifacts.plan.cluster.server_count)
-    speeds = Speeds(**dict.fromkeys(_EACH, ones), machine=np.arange(ones.size), batch_share=0.5)
+    speeds = Speeds(
+        **dict.fromkeys(_EACH, ones), machine=np.arange(ones.size), batch_times=straight_times(0.5)
+    )
     timed = replace(artifacts, plan=replace(plan, cluster=replace(plan.cluster, speeds=speeds)))
     found = experiment.plan_vs_real(
         ["speculative", "auto"],
@@ -170,7 +172,7 @@ def artifacts(tmp_path_factory: pytest.TempPathFactory) -> Artifacts:
 def test_speeds_are_of_as_many_servers_as_there_are() -> None:
     ones = np.ones(3)
     given: dict[str, Any] = dict.fromkeys(_EACH, ones)
-    given |= {"machine": np.arange(3), "batch_share": 0.5}
+    given |= {"machine": np.arange(3), "batch_times": straight_times(0.5)}
     Speeds(**given)
     changes: list[dict[str, Any]] = [
         {"hop_s": np.ones(2)}, {"head_s": ones * np.nan}, {"head_right": 1.5}

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from simulated import World, drained, slowed, unchanging, world
 from trimmoe.core.exit_states import ExitState
 from trimmoe.core.ledger import Kind
+from trimmoe.core.specs import straight_times
 from trimmoe.experiments.method_engines import make_engine
 from trimmoe.policy.build import deploy
 from trimmoe.simulator.arrivals import Requests
@@ -247,7 +248,7 @@ def test_nobody_refers_to_a_trail_that_has_ended() -> None:
         one.engine.cost,
         one.deployment.plan.cluster,
         one.engine.routes,
-        batch_share=1.0,
+        batch_times=straight_times(1.0),
         max_batch=None,
         link_queues=False,
         closed=True,

@@ -20,12 +20,18 @@ from trimmoe.core.artifact import (
 from trimmoe.core.contents import amount, count, require_contents, share
 from trimmoe.core.errors import UserError
 from trimmoe.core.precision import Precision
-from trimmoe.core.specs import BoolArray, ClusterSpec, FloatArray, IntArray, ModelSpec, Speeds
+from trimmoe.core.specs import (
+    BATCHES,
+    BoolArray,
+    ClusterSpec,
+    FloatArray,
+    IntArray,
+    ModelSpec,
+    Speeds,
+)
 
 MACHINES_KIND = "machines"
 MACHINES_FORMAT = 1
-BATCHES = (1, 2, 4, 8, 32, 128)
-"""Rows that work is timed with."""
 SLOWEST_FACTOR = 10.0
 """What no server can have measured is taken at so many times the slowest of the others."""
 
@@ -103,21 +109,11 @@ class Machines:
             found[_HEAD] = np.array([self.head_right])
         return found if self.naming_s is None else found | {_NAMING: self.naming_s}
 
-    def law(self) -> tuple[FloatArray, FloatArray]:
-        """What a batch of each kind takes: seconds once, and for each row, both [M, W].
-
-        The line of least squares of what was measured, by relative error, neither part negative.
-        """
-        shape = self.work_s.shape[:2]
-        once_s, row_s = np.zeros(shape), np.zeros(shape)
-        for at in np.ndindex(shape):
-            once_s[at], row_s[at] = _line(self.batches, self.work_s[at])
-        return once_s, row_s
-
-    def batch_share(self) -> float:
-        """Share of a row's time in layers that a batch needs only once, over all servers."""
-        once_s, row_s = (part[:, [Work.DENSE, Work.EXPERT]].sum() for part in self.law())
-        return float(once_s / (once_s + row_s))
+    def batch_times(self) -> tuple[float, ...]:
+        """As in `Speeds`: of what layers take, over all servers."""
+        taken_s = self.work_s[:, [Work.DENSE, Work.EXPERT]].sum(axis=(0, 1))
+        at_s = np.interp(BATCHES, self.batches, taken_s)
+        return tuple(np.maximum.accumulate(at_s / at_s[0]).tolist())
 
     def at_once(self) -> FloatArray:
         """Servers of the machine of each that may work at once without holding one another up: as
@@ -139,7 +135,7 @@ class Machines:
             token_s=self.token_s,
             machine=self.machine,
             at_once=self.at_once(),
-            batch_share=self.batch_share(),
+            batch_times=self.batch_times(),
             head_right=self.head_right,
             naming_s=self.naming_s,
         )
@@ -254,13 +250,3 @@ def plausible(measured: FloatArray, known: BoolArray) -> FloatArray:
         raise UserError("No server could be measured; look into their logs and try again.")
     slowest = np.where(good, measured, 0.0).max(axis=0)
     return np.where(good, measured, SLOWEST_FACTOR * slowest)
-
-
-def _line(rows: IntArray, seconds: FloatArray) -> tuple[float, float]:
-    """Intercept and slope, neither negative, of least relative error."""
-    # Every server imports this module, and only a planner fits lines.
-    from scipy.optimize import nnls
-
-    terms = np.stack([1.0 / seconds, rows / seconds], axis=1)
-    (once_s, row_s), _ = nnls(terms, np.ones(rows.size))
-    return float(once_s), float(row_s)

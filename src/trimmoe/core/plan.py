@@ -19,7 +19,7 @@ from trimmoe.core.artifact import (
 )
 from trimmoe.core.contents import Kept, amount, count, require_contents, share
 from trimmoe.core.profile import Profile
-from trimmoe.core.specs import DEVICE, BoolArray, ClusterSpec, IntArray, Speeds
+from trimmoe.core.specs import DEVICE, BoolArray, ClusterSpec, IntArray, Speeds, straight_times
 from trimmoe.core.stand_ins import RUNGS
 
 PLAN_KIND = "plan"
@@ -153,6 +153,8 @@ def _require_header(header: Header, servers: int) -> None:
 _SPEEDS = "cluster.speeds."
 """What the names of arrays of what was measured begin with."""
 _TIMED = ("dense_s", "expert_s", "head_s", "draft_s", "hop_s", "token_s", "at_once", "naming_s")
+_TIMES, _SHARE = "batch_times", "batch_share"
+"""What batches take; earlier versions wrote what share of a row's time one needs only once."""
 _FIELDS = {
     "hosts": count("M N E", 1),
     "stand_in_bits": replace(count("M N E", max(STAND_IN_BITS)), optional=True),
@@ -165,7 +167,8 @@ _FIELDS = {
     "cluster.delay_s": amount("M M"),
     **{f"{_SPEEDS}{name}": replace(amount("M"), optional=True) for name in _TIMED},
     f"{_SPEEDS}machine": replace(count("M"), optional=True),
-    **{f"{_SPEEDS}{name}": share("1", optional=True) for name in ("batch_share", "head_right")},
+    **{f"{_SPEEDS}{name}": share("1", optional=True) for name in (_SHARE, "head_right")},
+    f"{_SPEEDS}{_TIMES}": replace(amount("B"), optional=True),
 }
 """What is in the file: M servers, N MoE layers of E experts."""
 
@@ -175,10 +178,10 @@ def _measured(cluster: ClusterSpec) -> dict[str, np.ndarray]:
     speeds = cluster.speeds
     if speeds is None:
         return {}
-    shares = {"batch_share": np.array([speeds.batch_share])}
+    of_all = {_TIMES: np.array(speeds.batch_times)}
     if speeds.head_right:
-        shares["head_right"] = np.array([speeds.head_right])
-    return {**speeds.arrays(), **shares}
+        of_all["head_right"] = np.array([speeds.head_right])
+    return {**speeds.arrays(), **of_all}
 
 
 def _speeds(arrays: dict[str, np.ndarray]) -> Speeds | None:
@@ -189,10 +192,9 @@ def _speeds(arrays: dict[str, np.ndarray]) -> Speeds | None:
     }
     if not found:
         return None
-    share, right = (
-        float(found.pop(name, np.zeros(1))[0]) for name in ("batch_share", "head_right")
-    )
-    return Speeds(**found, batch_share=share, head_right=right)
+    share, right = (float(found.pop(name, np.zeros(1))[0]) for name in (_SHARE, "head_right"))
+    times = tuple(found.pop(_TIMES, np.array(straight_times(share))).tolist())
+    return Speeds(**found, batch_times=times, head_right=right)
 
 
 def plan_header(

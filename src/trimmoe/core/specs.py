@@ -17,6 +17,8 @@ IntArray = NDArray[np.int64]
 BoolArray = NDArray[np.bool_]
 
 
+BATCHES = (1, 2, 4, 8, 32, 128)
+"""Rows that work is timed with."""
 MOST_DRAFTED = 4
 """Tokens that a draft head names behind a known one at most, one upon another."""
 DEVICE = r"auto|cpu|mps|cuda(:\d+)?"
@@ -71,6 +73,12 @@ class ModelSpec:
         return int(self.expert_bytes.sum())
 
 
+def straight_times(share: float) -> tuple[float, ...]:
+    """As in `Speeds` where a batch needs a `share` of a row's time only once: with 1 rows are free,
+    with 0 nothing is won by batching."""
+    return tuple(share + (1.0 - share) * rows for rows in BATCHES)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Speeds:
     """What servers were measured to take for one token of one model, seconds, each [M]."""
@@ -91,8 +99,8 @@ class Speeds:
     """Number of the machine that each server runs on."""
     at_once: FloatArray
     """Servers of that machine that may compute at once without holding one another up."""
-    batch_share: float
-    """As in `cost.batching`."""
+    batch_times: tuple[float, ...]
+    """How many times as long as one row a batch of as many as `BATCHES` says takes, over all."""
     head_right: float = 0.0
     """Share of the first drafts of a draft head that are right; 0 where servers have none."""
     naming_s: FloatArray | None = None
@@ -103,11 +111,11 @@ class Speeds:
             assert array.shape == self.dense_s.shape
             assert np.isfinite(array).all()
             assert (array >= 0).all()
-        assert 0.0 <= self.batch_share <= 1.0
+        assert len(self.batch_times) == len(BATCHES)
         assert 0.0 <= self.head_right <= 1.0
 
     def arrays(self) -> dict[str, FloatArray | IntArray]:
-        """All but the two shares, by name."""
+        """All but what is the same for all servers, by name."""
         names = (
             "dense_s", "expert_s", "head_s", "draft_s", "hop_s", "token_s", "machine", "at_once",
         )  # fmt: skip

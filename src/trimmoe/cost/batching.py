@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+
+from trimmoe.core.specs import BATCHES
 
 BATCH_SHARE = 0.9
-"""Share of a single row's time that a batch needs only once, unless measured otherwise."""
+"""Share of a single row's time that a batch needs only once, where nothing was measured."""
+_FEW = 3
+"""Of `BATCHES`, the most rows that are a few."""
 TOKEN_SHARE = 0.9
 """Share of what software takes for a message, and for a token beside its layers, that a batch takes
 only once: waking up, and the interpreter's way around a batch. Chosen so
@@ -22,12 +26,28 @@ LAYERS_AT_ONCE = 4
 """That a guess passes between two looks at the clock."""
 
 
-def batch_s(one_s: float, rows: float, share: float) -> float:
-    """Seconds of `rows` >= 1 rows through the same weights, where one takes `one_s`.
+def batch_s(one_s: float, rows: float, times: Sequence[float]) -> float:
+    """Seconds of `rows` >= 1 rows through the same weights, where one takes `one_s` and as many as
+    `BATCHES` says so many `times` as long.
 
-    A `share` of it is spent once per batch: 1 makes rows free, 0 gives nothing for batching. Plain
-    arithmetic, so that compiled loops can take it in as it is.
+    Straight between and beyond these. Plain arithmetic, so that compiled loops can take it in as it
+    is.
     """
+    last = 1
+    while last + 1 < len(BATCHES) and rows > BATCHES[last]:
+        last += 1
+    slope = (times[last] - times[last - 1]) / (BATCHES[last] - BATCHES[last - 1])
+    return one_s * (times[last] + slope * (rows - BATCHES[last]))
+
+
+def row_share(times: Sequence[float]) -> float:
+    """What one more row takes over what the first one does, in batches of a few."""
+    return (times[_FEW] - times[0]) / (BATCHES[_FEW] - BATCHES[0])
+
+
+def shared_s(one_s: float, rows: float, share: float) -> float:
+    """Seconds that software takes for `rows` >= 1 rows, where one takes `one_s`, of which it needs
+    a `share` only once. Plain arithmetic likewise."""
     return one_s * (share + (1.0 - share) * rows)
 
 

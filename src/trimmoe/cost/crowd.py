@@ -11,13 +11,14 @@ from typing import TypeVar
 import numpy as np
 
 from trimmoe.core.specs import MOST_DRAFTED, FloatArray, IntArray
-from trimmoe.cost.batching import TOKEN_SHARE, batch_s, chains_s
+from trimmoe.cost.batching import TOKEN_SHARE, batch_s, chains_s, shared_s
 from trimmoe.cost.guessing import (
     interval_s,
     layer_times_s,
     machine_times_s,
     machines_of,
     rows_along,
+    token_batch_times,
     token_times_s,
 )
 from trimmoe.cost.head_law import named_by_step, rows_among, tokens_among
@@ -59,7 +60,8 @@ class Crowd:
     """What the user's server does for one."""
     at_once: float
     """How many servers its machine serves at once."""
-    batch_share: float
+    batch_times: tuple[float, ...]
+    """See `token_batch_times`."""
     naming_s: float = 0.0
     """What a draft head takes to name one token behind one, where the last layer is."""
     naming_there_s: float = 0.0
@@ -83,7 +85,7 @@ class Crowd:
     def reading(self, rows: float, chunk: float) -> Crowd:
         """The same where so many rows of prompts, in chunks of so many, are read for each token
         that is generated."""
-        each_s = self.busiest_s * batch_s(1.0, chunk, self.batch_share) / chunk
+        each_s = self.busiest_s * batch_s(1.0, chunk, self.batch_times) / chunk
         return replace(self, read_s=rows * each_s)
 
     def trip_s(
@@ -144,8 +146,8 @@ class Crowd:
     def _machine_s(self, rows: float) -> float:
         """What the fullest machine takes for so many rows of each stream in the cluster."""
         each = self.streams / self._groups * rows
-        software_s = batch_s(self.software_s, each, TOKEN_SHARE)
-        return self._groups * (software_s + batch_s(self.busiest_s, each, self.batch_share))
+        software_s = shared_s(self.software_s, each, TOKEN_SHARE)
+        return self._groups * (software_s + batch_s(self.busiest_s, each, self.batch_times))
 
     @property
     def _read_s(self) -> float:
@@ -160,7 +162,7 @@ class Crowd:
 
     def _batch(self, rows: float) -> float:
         """What a batch of so many rows of each stream takes over what one row does."""
-        return batch_s(1.0, self.here * rows, self.batch_share)
+        return batch_s(1.0, self.here * rows, self.batch_times)
 
 
 @lru_cache(maxsize=4096)
@@ -181,11 +183,12 @@ def along_times_s(cost: CostModel, routes: IntArray, whole_s: FloatArray, top_k:
     layer_s = layer_times_s(cost, top_k) - token_times_s(cost)
     path_s = layer_s[routes, np.arange(cost.layer_count)].sum(axis=1)
     naming_s, along_s = _naming_s(cost, routes), np.full(whole_s.shape, np.inf)
+    together = token_batch_times(cost, top_k)
     if cost.head_right:
         for rows, named, tokens in zip(
             ROWS, NAMED, tokens_by(round(cost.head_right, 2)), strict=True
         ):
-            batch_times = batch_s(1.0, rows, cost.batch_share)
+            batch_times = batch_s(1.0, rows, together)
             each_s = _trip_s(whole_s, path_s, batch_times) + sum(named) * naming_s
             along_s = np.minimum(along_s, each_s / tokens)
     return np.where(along_s < WORTH * whole_s, along_s, whole_s)
@@ -220,6 +223,7 @@ def crowds(cost: CostModel, routes: IntArray, whole_s: FloatArray, top_k: int) -
     fullest = work_s.argmax(axis=1)
     layer_s = (layer_s - token_times_s(cost))[routes[servers], layers]
     last, naming_s = routes[servers, -1], _naming_s(cost, routes[servers])
+    together = token_batch_times(cost, top_k)
     there_s = np.where(machine[last] == fullest, naming_s / at_once[last], 0.0)
     return tuple(
         Crowd(
@@ -229,7 +233,7 @@ def crowds(cost: CostModel, routes: IntArray, whole_s: FloatArray, top_k: int) -
             software_s=float((work_s - computed_s)[server, fullest[server]]),
             home_s=float(layer_s[server, routes[server] == server].sum()),
             at_once=float(at_once[server]),
-            batch_share=cost.batch_share,
+            batch_times=together,
             naming_s=float(naming_s[server]),
             naming_there_s=float(there_s[server]),
             guesses_there=bool(machine[server] == fullest[server]),

@@ -9,7 +9,8 @@ import math
 
 import numpy as np
 
-from trimmoe.core.specs import BoolArray, FloatArray, IntArray
+from trimmoe.core.specs import BATCHES, BoolArray, FloatArray, IntArray
+from trimmoe.cost.batching import batch_s, row_share
 from trimmoe.cost.model import CostModel
 
 GUESSES, GUESS_CHANCE = 16, 0.15
@@ -50,7 +51,7 @@ def row_times_s(cost: CostModel, routes: IntArray, top_k: int) -> FloatArray:
     of the layers, and of sending what is behind them to the next server, [M] seconds."""
     layers = np.arange(cost.layer_count)
     vector_s = np.maximum(cost.transfer_s - cost.token_transfer_s, 0.0)
-    layer_s = layer_times_s(cost, top_k) * (1.0 - cost.batch_share)
+    layer_s = layer_times_s(cost, top_k) * row_share(cost.batch_times)
     ways = routes[: cost.server_count]
     sent_s = vector_s[ways[:, :-1], ways[:, 1:]].sum(axis=1)
     return sent_s + layer_s[ways, layers].sum(axis=1)
@@ -151,6 +152,24 @@ def token_times_s(cost: CostModel) -> FloatArray:
     if cost.token_s is not None:
         taken_s[:, 0] = cost.token_s
     return taken_s
+
+
+def token_batch_times(cost: CostModel, top_k: int) -> tuple[float, ...]:
+    """How many times as long as for one token whole layers take for as many as `BATCHES` says.
+
+    Each activates experts of its own, so that a batch reads more of them than a token does; as if
+    all were as likely, and of one token independent of another's.
+    """
+    computed_s = float((cost.dense_s - token_times_s(cost)).sum())
+    count, expert_s = cost.expert_s.shape[2], top_k * float(cost.expert_s.mean(axis=2).sum())
+    if computed_s + expert_s <= 0.0:
+        return cost.batch_times
+    found = list[float]()
+    for rows, times in zip(BATCHES, cost.batch_times, strict=True):
+        used = count * (1.0 - (1.0 - top_k / count) ** rows) / top_k
+        experts_s = expert_s * used * batch_s(1.0, rows / used, cost.batch_times)
+        found.append((computed_s * times + experts_s) / (computed_s + expert_s))
+    return tuple(found)
 
 
 def layer_times_s(cost: CostModel, top_k: int) -> FloatArray:

@@ -25,7 +25,7 @@ from functools import cached_property
 import numpy as np
 
 from trimmoe.core.precision import bits_in_groups
-from trimmoe.core.specs import ClusterSpec, FloatArray, IntArray, ModelSpec, Speeds
+from trimmoe.core.specs import ClusterSpec, FloatArray, IntArray, ModelSpec, Speeds, straight_times
 from trimmoe.core.stand_ins import RUNGS
 from trimmoe.cost import kernels
 from trimmoe.cost.batching import BATCH_SHARE
@@ -82,8 +82,8 @@ class CostModel:
     """As in `Speeds`."""
     naming_s: FloatArray | None = None
     """As in `Speeds`, [M]; None: nothing."""
-    batch_share: float = BATCH_SHARE
-    """Share of a row's time that a batch needs only once."""
+    batch_times: tuple[float, ...] = straight_times(BATCH_SHARE)
+    """As in `Speeds`."""
 
     @property
     def server_count(self) -> int:
@@ -195,7 +195,7 @@ def _measured(nominal: CostModel, model: ModelSpec, speeds: Speeds) -> CostModel
         apart_s=speeds.hop_s,
         machine=speeds.machine,
         at_once=speeds.at_once,
-        batch_share=speeds.batch_share,
+        batch_times=speeds.batch_times,
         token_s=speeds.token_s,
         head_right=speeds.head_right,
         naming_s=speeds.naming_s,

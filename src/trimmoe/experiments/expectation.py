@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from trimmoe.core.specs import ClusterSpec, FloatArray, ModelSpec, Speeds
+from trimmoe.core.specs import ClusterSpec, FloatArray, ModelSpec, Speeds, straight_times
 from trimmoe.placement.make import PlanSettings, make_plan
 from trimmoe.simulator.generate import Parameters
 from trimmoe.simulator.generated_profile import generate_profile
@@ -84,5 +84,5 @@ def read_speeds(cluster: ClusterSpec, model: ModelSpec, bytes_per_parameter: flo
         token_s=0.0 * each,
         machine=np.arange(cluster.server_count),
         at_once=each,
-        batch_share=0.0,
+        batch_times=straight_times(0.0),
     )

@@ -134,7 +134,7 @@ class _Run:
             cost,
             cluster,
             engine.routes,
-            batch_share=settings.batch_share_on(cluster),
+            batch_times=settings.batch_times_on(cluster),
             max_batch=settings.max_batch,
             link_queues=settings.link_queues,
             closed=self.closed,

@@ -27,6 +27,7 @@ from trimmoe.simulator.world import (
 )
 
 _batch_s = inlined(batching.batch_s)
+_shared_s = inlined(batching.shared_s)
 _chains_s = inlined(batching.chains_s)
 _times_as_long = inlined(warmth.times_as_long)
 _guess_layers = inlined(batching.guess_layers)
@@ -242,7 +243,7 @@ def _service_s(world, rows, state, server):
         while entry != NONE:
             tokens, entry = tokens + 1, state.entry_next[entry]
         layers = world.dense_s.shape[1]
-        layer_s = _batch_s(world.guess_s[server] / layers, tokens, world.batch_share)
+        layer_s = _batch_s(world.guess_s[server] / layers, tokens, world.token_batch_times)
         passed = _guess_layers(layer_s, layers - layer)
         state.batch_layer[server] = layer + passed - 1
         return passed * layer_s
@@ -261,9 +262,9 @@ def _service_s(world, rows, state, server):
             row = rows.sibling[row]
         entry = state.entry_next[entry]
     if dense:
-        takes_s = _batch_s(world.dense_s[server, layer], tokens, world.batch_share)
+        takes_s = _batch_s(world.dense_s[server, layer], tokens, world.batch_times)
         if layer == 0:
-            token_s = _batch_s(world.token_s[server], tokens, world.token_share)
+            token_s = _shared_s(world.token_s[server], tokens, world.token_share)
             takes_s += token_s * warmed(world, state, server)
         if ending > 0:
             takes_s += _chains_s(world.naming_s[server], world.named, ending)
@@ -272,5 +273,5 @@ def _service_s(world, rows, state, server):
     for expert in range(counts.size):
         if counts[expert] > 0:
             each_s = world.expert_s[server, layer, expert]
-            total += _batch_s(each_s, counts[expert], world.batch_share)
+            total += _batch_s(each_s, counts[expert], world.batch_times)
     return total

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from trimmoe.core.errors import UserError
-from trimmoe.core.specs import ClusterSpec
+from trimmoe.core.specs import ClusterSpec, straight_times
 from trimmoe.cost.batching import BATCH_SHARE
 
 
@@ -110,11 +110,11 @@ class SimulationSettings:
         if self.budget < 0:
             raise UserError("The budget must be at least 0.")
 
-    def batch_share_on(self, cluster: ClusterSpec) -> float:
-        """`batch_share`, or what is known of the cluster's machines."""
-        if self.batch_share is not None:
-            return self.batch_share
-        return BATCH_SHARE if cluster.speeds is None else cluster.speeds.batch_share
+    def batch_times_on(self, cluster: ClusterSpec) -> tuple[float, ...]:
+        """By `batch_share`, or what is known of the cluster's machines; see `Speeds`."""
+        if self.batch_share is None and cluster.speeds is not None:
+            return cluster.speeds.batch_times
+        return straight_times(BATCH_SHARE if self.batch_share is None else self.batch_share)
 
     @property
     def end_s(self) -> float:

@@ -9,6 +9,7 @@ that set out on guesses, and for what sets out on a wrong draft or guess, which 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -16,7 +17,7 @@ from numpy.typing import NDArray
 
 from trimmoe.core.specs import MOST_DRAFTED, BoolArray, ClusterSpec, FloatArray, IntArray
 from trimmoe.cost.batching import TOKEN_SHARE
-from trimmoe.cost.guessing import guess_times_s, own_guess_times_s
+from trimmoe.cost.guessing import guess_times_s, own_guess_times_s, token_batch_times
 from trimmoe.cost.kernels import plain
 from trimmoe.cost.model import Accounting, CostModel
 from trimmoe.cost.warmth import rests_s, times_as_long, warm_shares
@@ -70,7 +71,10 @@ class World(NamedTuple):
     """Of a prompt from each server: a place is asked for on every server of its route, [M]."""
     later: np.ndarray
     """Whether a route has a layer from l on at a server, bool [R', N+1, M]."""
-    batch_share: float
+    batch_times: FloatArray
+    """As in `Speeds`, [B]."""
+    token_batch_times: FloatArray
+    """As in `cost.guessing`, [B]."""
     warm: FloatArray
     """Share of `hop_s` and `token_s` that is due to caches, see `cost.warmth`, [M]."""
     usual: FloatArray
@@ -229,7 +233,7 @@ def make_world(
     cluster: ClusterSpec,
     routes: IntArray,
     *,
-    batch_share: float,
+    batch_times: tuple[float, ...],
     max_batch: int | None,
     link_queues: bool,
     closed: bool,
@@ -251,12 +255,12 @@ def make_world(
     a head names a first one to that end, a second one, and so on."""
     layers, servers = cost.layer_count, cost.server_count
     delay_s, speeds = cluster.delay_s, cluster.speeds
-    hop_s, token_s, token_share = np.zeros(servers), np.zeros(servers), batch_share
+    hop_s, token_s = np.zeros(servers), np.zeros(servers)
     machine, at_once = np.arange(servers), np.full(servers, np.inf)
     if speeds is not None:
         hop_s = speeds.hop_s
         if cost.accounting is not Accounting.MIGRATE:
-            token_s, token_share = speeds.token_s, TOKEN_SHARE
+            token_s = speeds.token_s
         delay_s = delay_s + hop_s * ~np.eye(servers, dtype=bool)
         machine, at_once = speeds.machine.astype(np.int64), speeds.at_once
     warm, rest_s = warm_shares(cost), rests_s(cost, routes, slots)
@@ -276,8 +280,9 @@ def make_world(
         id_s=np.maximum(cost.token_transfer_s - delay_s, 0.0),
         seat_s=_round_trips(delay_s, routes),
         later=later,
-        batch_share=batch_share,
-        token_share=token_share,
+        batch_times=plain(batch_times),
+        token_batch_times=plain(token_batch_times(replace(cost, batch_times=batch_times), slots)),
+        token_share=TOKEN_SHARE,
         warm=plain(warm),
         usual=plain([times_as_long(*each) for each in zip(warm, rest_s, strict=True)]),
         max_batch=max_batch or np.iinfo(np.int64).max,

@@ -7,13 +7,13 @@ first and waits for the rest. Where this one is too slow for a step, it catches 
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from trimmoe.core.specs import FloatArray, IntArray
+from trimmoe.core.specs import FloatArray, IntArray, straight_times
 from trimmoe.cost.batching import batch_s
-from trimmoe.cost.guessing import draft_times_s, guess_times_s
+from trimmoe.cost.guessing import draft_times_s, guess_times_s, token_batch_times
 from trimmoe.cost.model import CostModel
 from trimmoe.models.base import DROPPED
 
@@ -49,8 +49,8 @@ class Pace:
 class GuessPace:
     """What this server's own guesses took it lately, those that were withdrawn counted in."""
 
-    batch_share: float
-    """As in `cost.batching`."""
+    batch_times: tuple[float, ...]
+    """See `token_batch_times`."""
     _spent_s: float = 0.0
     _made: float = 0.0
     """As many guesses of a stream by itself would have been made with that work."""
@@ -59,7 +59,7 @@ class GuessPace:
         """A batch of readings of so many streams is over, of which so many guesses came. What reads
         a prompt says nothing of what a guess takes, and is not told here."""
         self._spent_s = self._spent_s * _LATELY + spent_s
-        alone = batch_s(1.0, streams, self.batch_share) / streams
+        alone = batch_s(1.0, streams, self.batch_times) / streams
         self._made = self._made * _LATELY + made * alone
 
     @property
@@ -97,8 +97,10 @@ class EmulatedPace(Pace):
     """Of one row in all that may run in a slot, [N, F * E]."""
     guess_s: float
     """Of one row that is read by itself, in a layer."""
-    batch_share: float
-    """As in `cost.batching`."""
+    batch_times: tuple[float, ...]
+    """As in `Speeds`."""
+    guess_times: tuple[float, ...]
+    """The same of guesses, see `token_batch_times`."""
     draft_s: float = 0.0
     """Of one row in the draft model."""
     _due_s: float = field(default=0.0)
@@ -109,25 +111,27 @@ class EmulatedPace(Pace):
     ) -> EmulatedPace:
         """The pace of one server of the cost model's cluster; `draft_size` as in
         `cost.guessing.draft_times_s`."""
+        times = straight_times(batch_share)
         return EmulatedPace(
             draft_s=float(draft_times_s(cost, top_k, draft_size)[server]),
             dense_s=cost.dense_s[server],
             expert_s=cost.form_s[server],
             guess_s=float(guess_times_s(cost, top_k)[server]) / cost.layer_count,
-            batch_share=batch_share,
+            batch_times=times,
+            guess_times=token_batch_times(replace(cost, batch_times=times), top_k),
         )
 
     def begin(self) -> None:
         self._due_s = time.perf_counter()
 
     def dense(self, layer: int, rows: int) -> None:
-        self._spend(batch_s(float(self.dense_s[layer]), rows, self.batch_share))
+        self._spend(batch_s(float(self.dense_s[layer]), rows, self.batch_times))
 
     def experts(self, layer: int, experts: IntArray) -> None:
         used, rows = np.unique(experts[experts != DROPPED], return_counts=True)
         each_s = self.expert_s[layer, used].tolist()
         pairs = zip(each_s, rows.tolist(), strict=True)
-        self._spend(sum(batch_s(one_s, count, self.batch_share) for one_s, count in pairs))
+        self._spend(sum(batch_s(one_s, count, self.batch_times) for one_s, count in pairs))
 
     def segment(self, first: int, experts: IntArray) -> None:
         for at in range(experts.shape[1]):
@@ -135,10 +139,10 @@ class EmulatedPace(Pace):
             self.experts(first + at, experts[:, at])
 
     def draft(self, rows: int) -> None:
-        self._spend(batch_s(self.draft_s, rows, self.batch_share))
+        self._spend(batch_s(self.draft_s, rows, self.batch_times))
 
     def guess(self, rows: int) -> None:
-        self._spend(batch_s(self.guess_s, rows, self.batch_share))
+        self._spend(batch_s(self.guess_s, rows, self.guess_times))
 
     def _spend(self, seconds: float) -> None:
         self._due_s += seconds

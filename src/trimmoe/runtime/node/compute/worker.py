@@ -35,6 +35,7 @@ from trimmoe.core.events import (
 from trimmoe.core.profile import Profile
 from trimmoe.core.specs import IntArray
 from trimmoe.core.wave import Wave
+from trimmoe.cost.guessing import token_batch_times
 from trimmoe.engine.step import Engine
 from trimmoe.models.base import MoEView, Routing, TokenBatch
 from trimmoe.runtime.counters import ExpertCounter
@@ -74,7 +75,7 @@ class Worker(ModelRunner):
         drafter: Drafter | None = None,
     ) -> None:
         super().__init__(view, server=server, slots=slots, pace=pace, verifier=verifier)
-        self.guess_pace = GuessPace(batch_share=engine.cost.batch_share)
+        self.guess_pace = GuessPace(batch_times=token_batch_times(engine.cost, view.spec.top_k))
         self.chunk_pace = ChunkPace()
         self.token_turn_s = 0.0
         """What tokens took in their last turn."""
