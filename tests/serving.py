@@ -27,7 +27,8 @@ from trimmoe.models.base import MoEView
 from trimmoe.models.load import load_tokenizer, open_model
 from trimmoe.policy.presets import trimmoe
 from trimmoe.policy.settings import PolicySettings
-from trimmoe.runtime.decoder import ExactDecoder, PlannedDecoder
+from trimmoe.runtime.decoder import PlannedDecoder
+from trimmoe.runtime.exact_decoder import ExactDecoder
 from trimmoe.runtime.http import HttpServer
 from trimmoe.runtime.local import Decoded
 from trimmoe.runtime.local_service import LocalService

@@ -18,7 +18,7 @@ from serving import EOS, MODEL, SERVERS, SteppedDecoder, Tiny, eventually, serve
 from tiny import LAYERS
 from trimmoe.api.settings import ApiSettings
 from trimmoe.policy.presets import trimmoe
-from trimmoe.runtime.decoder import ExactDecoder
+from trimmoe.runtime.exact_decoder import ExactDecoder
 from trimmoe.runtime.local import Decoded
 from trimmoe.runtime.local_service import LocalService
 

@@ -22,7 +22,7 @@ from trimmoe.core.exit_states import ExitState
 from trimmoe.models.exact import exact_logits
 from trimmoe.policy.presets import final_exits, trimmoe
 from trimmoe.runtime.counters import ExpertCounter, ExpertUse
-from trimmoe.runtime.decoder import ExactDecoder
+from trimmoe.runtime.exact_decoder import ExactDecoder
 from trimmoe.runtime.local_service import LocalService
 from trimmoe.runtime.sampling import Sampling
 from trimmoe.runtime.service import (

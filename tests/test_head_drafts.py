@@ -17,7 +17,7 @@ from test_api_service import read, running
 from trimmoe.models.compiled.view import CompiledView
 from trimmoe.models.draft_head import DraftHead, HeadMemory, Piece
 from trimmoe.runtime import head_drafts
-from trimmoe.runtime.decoder import ExactDecoder
+from trimmoe.runtime.exact_decoder import ExactDecoder
 from trimmoe.runtime.head_drafts import HeadDrafts, Wish
 from trimmoe.runtime.sampling import Sampling
 from trimmoe.runtime.service import GenerationRequest, TokenEvent

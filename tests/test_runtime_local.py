@@ -28,7 +28,8 @@ from trimmoe.models.load import open_model
 from trimmoe.policy.base import Decision, Observation, Policy
 from trimmoe.policy.presets import PRESETS
 from trimmoe.policy.settings import PolicySettings
-from trimmoe.runtime.decoder import Decoder, ExactDecoder, PlannedDecoder
+from trimmoe.runtime.decoder import Decoder, PlannedDecoder
+from trimmoe.runtime.exact_decoder import ExactDecoder
 from trimmoe.runtime.local import Decoded, LocalDriver
 from trimmoe.runtime.service import GenerationRequest
 

@@ -14,7 +14,17 @@ from rich.console import Console
 from rich.markup import escape
 
 import trimmoe
-from trimmoe.cli import chat, failing, fitting, measure, models, prepare, samples, serving
+from trimmoe.cli import (
+    chat,
+    failing,
+    fitting,
+    measure,
+    models,
+    prepare,
+    samples,
+    serving,
+    serving_here,
+)
 from trimmoe.core.errors import UserError
 from trimmoe.experiments.commands import app as experiments
 from trimmoe.experiments.serve_commands import app as bench
@@ -47,7 +57,7 @@ COMMANDS = (
     serving.serve,
     chat.chat,
     chat.demo,
-    serving.serve_local,
+    serving_here.serve_local,
     serving.stop,
     failing.gateway,
     failing.chaos,

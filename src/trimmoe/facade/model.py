@@ -29,7 +29,7 @@ from trimmoe.models.base import MoEView
 from trimmoe.models.load import load_tokenizer
 from trimmoe.policy.presets import exact
 from trimmoe.policy.settings import PolicySettings
-from trimmoe.runtime.decoder import AloneDriver
+from trimmoe.runtime.exact_decoder import AloneDriver
 from trimmoe.runtime.generate import Driver, check_prompt
 from trimmoe.runtime.launch.config import serve_config
 from trimmoe.runtime.local import LocalDriver

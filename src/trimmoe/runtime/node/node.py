@@ -17,10 +17,8 @@ from functools import partial
 
 from trimmoe.core.plan import Plan
 from trimmoe.core.profile import Profile
-from trimmoe.core.specs import BoolArray
 from trimmoe.models.base import EncoderDecoderView, MoEView
 from trimmoe.models.draft import DraftModel
-from trimmoe.placement.live import live_hosts
 from trimmoe.policy.build import PolicyMaker
 from trimmoe.policy.settings import PolicySettings
 from trimmoe.runtime.copies import able_policy
@@ -29,14 +27,13 @@ from trimmoe.runtime.guides import guides_of
 from trimmoe.runtime.machine_report import MachineReport
 from trimmoe.runtime.node.compute.completion import withdrawn
 from trimmoe.runtime.node.compute.encoding import attaching, encoder_of
-from trimmoe.runtime.node.compute.pace import EmulatedPace, Pace
-from trimmoe.runtime.node.compute.verifying import Verifier
-from trimmoe.runtime.node.compute.worker import Worker
+from trimmoe.runtime.node.engines import make_worker, swap_engine
 from trimmoe.runtime.node.front.admission import Admission
 from trimmoe.runtime.node.front.front_end import FrontEnd, FrontEndContext
 from trimmoe.runtime.node.front.guess_prices import GuessPrices
 from trimmoe.runtime.node.front.jobs import Begun
 from trimmoe.runtime.node.inbox import Inbox
+from trimmoe.runtime.node.liveness import Liveness
 from trimmoe.runtime.node.load_reports import LoadReports
 from trimmoe.runtime.node.measuring import measured
 from trimmoe.runtime.node.outbox import Outbox
@@ -64,19 +61,12 @@ from trimmoe.runtime.node.schedule.scheduler import Scheduler
 from trimmoe.runtime.node.settings import NodeSettings
 from trimmoe.runtime.node.stats import NodeSnapshot, service_stats, snapshot
 from trimmoe.runtime.node.watch.deployments import Basis, Built
-from trimmoe.runtime.node.watch.hold_down import HoldDown
 from trimmoe.runtime.node.watch.jury import Jury
 from trimmoe.runtime.node.watch.planner import Planner
 from trimmoe.runtime.node.watch.reports import Reporter
 from trimmoe.runtime.picture import layout_of
 from trimmoe.runtime.service import Health, InferenceService, ServedModel
-from trimmoe.runtime.wire.base import (
-    PeerChange,
-    PeerDown,
-    Received,
-    Transport,
-    TransportClosed,
-)
+from trimmoe.runtime.wire.base import Received, Transport, TransportClosed
 
 _log = logging.getLogger(__name__)
 
@@ -116,7 +106,13 @@ class Node:
         """As planned."""
         self.layout = layout_of(view.spec, plan)
         self._peers = Peers(transport, plan.cluster.server_names, settings.server)
-        self._hold_down = HoldDown(plan.hosts, time.monotonic)
+        self._liveness = Liveness(
+            self._peers,
+            plan.hosts,
+            left_out=lambda: self.jury.left_out,
+            serves=lambda: self.health().ok,
+            changed=self._lost_changed,
+        )
         view.use_threads(settings.threads)
         self.batch_loop = BatchLoop(
             threads=settings.threads,
@@ -137,8 +133,8 @@ class Node:
             plan.hosts,
             rounding=rounding_of(view.dtype),
             server=settings.server,
-            lost=self._lost,
-            leave_out=self._leave_out,
+            lost=self._liveness.lost,
+            leave_out=self._liveness.leave_out,
             undecided=self._undecided,
         )
         self._failure = "The server is starting."
@@ -161,8 +157,8 @@ class Node:
             delay_s=settings.gather_news_s,
             changed_share=settings.changed_share if settings.measures else None,
         )
-        self.planner.want_lost(self._lost())
-        self._transport.on_peer_change(self._peer_changed)
+        self.planner.want_lost(self._liveness.lost())
+        self._transport.on_peer_change(self._liveness.peer_changed)
         await self.planner.build_first()
         self.reporter = Reporter(self._transport, self._peers.names, loop.time)
         seats = Seats(
@@ -218,7 +214,7 @@ class Node:
             parts=self.parts,
             peers=self._peers,
             outbox=self.outbox,
-            lost=self._lost,
+            lost=self._liveness.lost,
             device=self._view.device,
             every_s=settings.report_every_s,
         )
@@ -340,37 +336,18 @@ class Node:
 
     def _apply(self, built: Built) -> None:
         """Another engine; the first one comes with the worker."""
-        if not hasattr(self, "worker"):
-            self.worker = Worker(
-                self._view,
-                self._basis.profile,
-                built.engine,
-                server=self.settings.server,
-                slots=self.settings.kv_slots,
-                seed=self.settings.seed,
-                pace=self._pace(),
-                log_events=self.settings.log_events,
-                drafter=self._drafter,
-                verifier=Verifier(
-                    self.settings.verify_share, self._hosts(built), self._peers.verifying()
-                ),
-            )
+        basis = self._basis
+        if hasattr(self, "worker"):
+            self.batch_loop.control(lambda: swap_engine(self.worker, basis, built))
         else:
-            self.batch_loop.control(lambda: self._swap(built))
-
-    def _swap(self, built: Built) -> None:
-        self.worker.swap(built.engine)
-        self.worker.verifier.hosts = self._hosts(built)
-
-    def _hosts(self, built: Built) -> BoolArray:
-        return live_hosts(self._basis.plan.hosts, built.conditions.lost)
-
-    def _pace(self) -> Pace:
-        share = self.settings.batch_share
-        if share is None:
-            return Pace()
-        planned, top_k = self._basis.planned.cost, self._view.spec.top_k
-        return EmulatedPace.of(planned, self.settings.server, share, top_k, self._draft_size)
+            self.worker = make_worker(
+                self._view,
+                basis,
+                built,
+                self.settings,
+                verifying=self._peers.verifying(),
+                drafter=self._drafter,
+            )
 
     def _withdrawn(self, units: Sequence[Unit]) -> None:
         for parcel in withdrawn(units, self._view.spec.hidden_bytes):
@@ -401,11 +378,6 @@ class Node:
     def _guess(self, reading: Reading) -> None:
         self.intake.read_on([reading])
         self.batch_loop.wake()
-
-    @property
-    def _draft_size(self) -> float:
-        """Of the draft model, as in `draft_times_s`."""
-        return 0.0 if self._drafter is None else self._drafter.size(self._view.spec)
 
     def _task_ended(self, task: asyncio.Task[None]) -> None:
         """A loop that ends by an error takes the whole server out of service."""
@@ -445,42 +417,18 @@ class Node:
 
     # Peers.
 
-    def _lost(self) -> frozenset[int]:
-        lost = self._peers.down() | self.jury.left_out
-        return lost | self._hold_down.held(lost)
-
-    def _leave_out(self, server: int) -> None:
-        """A server gave wrong results: it is as if it were lost."""
-
-        def leave() -> None:
-            self.planner.want_lost(self._lost())
-            self.inbox.peer_down(server)
+    def _lost_changed(self, server: int | None) -> None:
+        """Others count as lost than before; a server may be that just now."""
+        self.planner.want_lost(self._liveness.lost())
+        if hasattr(self, "worker"):
+            # Whole, so that the worker sees the one or the other.
+            self.worker.verifier.knows = self._peers.verifying()
+        if hasattr(self, "_reports"):
+            if server is not None:
+                self.inbox.peer_down(server)
             self._reports.send()
-
-        # Not at once: whoever found out is in the middle of something.
-        asyncio.get_running_loop().call_soon(leave)
 
     def _undecided(self, unit: Unit) -> None:
         name = unit.name
         loop, tell = asyncio.get_running_loop(), self.outbox.tell_lost
         loop.call_soon(partial(tell, name.sequence, name.start, disputed=True))
-
-    def _peer_changed(self, change: PeerChange) -> None:
-        server = self._peers.index[change.peer]
-        if isinstance(change, PeerDown):
-            self._hold_down.went(server)
-        elif hold_s := self._hold_down.came(server):
-            asyncio.get_running_loop().call_later(hold_s, self._held_no_longer)
-        self.planner.want_lost(self._lost())
-        if hasattr(self, "worker"):
-            # Whole, so that the worker sees the one or the other.
-            self.worker.verifier.knows = self._peers.verifying()
-        if hasattr(self, "_reports"):
-            if isinstance(change, PeerDown):
-                self.inbox.peer_down(server)
-            self._reports.send()
-
-    def _held_no_longer(self) -> None:
-        if self.health().ok:
-            self.planner.want_lost(self._lost())
-            self._reports.send()
