@@ -8,7 +8,7 @@ from trimmoe.core.choice import DEFAULT_BUDGET, Choice
 from trimmoe.core.errors import UserError
 from trimmoe.core.precision import Precision
 from trimmoe.experiments.methods import chosen, named, replayed, served
-from trimmoe.policy.presets import auto, auto_trimming, final_exits
+from trimmoe.policy.presets import auto, auto_within, final_exits
 from trimmoe.runtime.launch.config import ServeConfig
 
 
@@ -31,9 +31,9 @@ def test_what_is_chosen_reaches_the_policy() -> None:
     assert named(choice)[1] == chosen(choice)[1] == served(choice) == replayed(choice) == wanted
 
 
-def test_auto_trims_where_a_budget_is_given() -> None:
+def test_auto_spends_a_budget_where_one_is_given() -> None:
     assert chosen(Choice())[1] == auto()
-    assert chosen(Choice(budget=0.1))[1] == auto_trimming().but(budget=0.1, exit_risk=0.05)
+    assert chosen(Choice(budget=0.1))[1] == auto_within().but(budget=0.1, exit_risk=0.05)
     assert named(Choice(budget=0.1))[1] == auto()
 
 

@@ -34,7 +34,7 @@ from trimmoe.models.load import open_model
 from trimmoe.policy.base import Policy
 from trimmoe.policy.baselines import LocalPrior, MaskedGating, MixtureOfDepths
 from trimmoe.policy.build import deploy
-from trimmoe.policy.presets import auto_trimming
+from trimmoe.policy.presets import auto_within
 from trimmoe.policy.trim import TrimPolicy
 from trimmoe.runtime.launch.artifacts import Artifacts
 from trimmoe.runtime.launch.config import ServeConfig
@@ -167,7 +167,7 @@ def assert_is_own(name: str, engine: Engine, world: World, *, spends: bool = Fal
     method = METHODS[name]
     if spends and name == "auto":
         # A budget is given, so that it may be spent.
-        method = replace(method, settings=auto_trimming)
+        method = replace(method, settings=auto_within)
     wanted = configured(method, budget=BUDGET, confidence=CONFIDENCE)
     plan = plan_for(method, world.plan, world.profile, world.model)
     assert type(engine.policy) is OWN.get(name, TrimPolicy)
@@ -214,7 +214,7 @@ def test_serve_runs_the_policies_it_offers_and_refuses_all_other_methods(
         method = METHODS[name]
         if name == "auto":
             # A budget is given, so that it may be spent.
-            method = replace(method, settings=auto_trimming)
+            method = replace(method, settings=auto_within)
         assert seen.pop().policy == configured(method, budget=BUDGET, confidence=CONFIDENCE)
         assert (method.policy, method.seed, method.home) == (None, None, False)
     for name in METHODS.keys() - set(serve_cluster.POLICIES):

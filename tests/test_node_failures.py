@@ -19,7 +19,7 @@ from trimmoe.core.plan import Plan
 from trimmoe.core.profile import Profile
 from trimmoe.cost.actions import Levers
 from trimmoe.models.exact import greedy
-from trimmoe.policy.presets import PRESETS
+from trimmoe.policy.presets import PRESETS, auto_within
 from trimmoe.policy.settings import PolicySettings
 from trimmoe.runtime.sampling import Sampling
 from trimmoe.runtime.service import TokenEvent, TokenStream, Unavailable
@@ -240,6 +240,16 @@ async def test_an_expert_without_a_live_host_is_substituted_within_the_budget(ti
     policy = replace(PRESETS["substitute-only"](), budget=0.2)
     events, fresh = await bereaved(tiny, profile, plan, policy, Kind.LOCAL_SUBSTITUTE)
     assert (len(events), len(fresh)) == (60, 20)
+
+
+async def test_auto_with_a_budget_trims_while_an_expert_has_no_host(tiny: Tiny) -> None:
+    """And only then: before nothing is charged but guesses that are kept, each a whole token."""
+    profile, plan = orphaning(tiny, loss=0.01)
+    policy = replace(auto_within(), budget=0.2)
+    events, fresh = await bereaved(tiny, profile, plan, policy, Kind.LOCAL_SUBSTITUTE)
+    assert (len(events), len(fresh)) == (60, 20)
+    first = [event.ledger.loss for event in events[:4] if event.ledger is not None]
+    assert set(first) <= {0.0, 1.0}
 
 
 @copies

@@ -23,7 +23,7 @@ from test_simulator_guesses import RIGHT, UNSURE, WRONG, foreseen
 from test_simulator_guesses import guessing as world_that_guesses
 from test_simulator_trails import answered, finished_s, stages
 from trimmoe.models.exact import exact_logits
-from trimmoe.policy.presets import relaxed, speculative
+from trimmoe.policy.presets import auto, auto_within, relaxed, speculative, trimming
 from trimmoe.policy.relaxed import NOBODY, keeps, runner_up
 from trimmoe.policy.settings import PolicySettings
 from trimmoe.runtime.home import runners_up
@@ -109,6 +109,28 @@ async def test_servers_keep_what_is_nearly_right_and_charge_each_flip_and_nothin
         assert [ledger.loss for ledger in ledgers_of(events)] == flips[1:]
         assert not flips[0], "nothing was credited before it"
     assert all(event.logprob is None and not event.top_logprobs for each in made for event in each)
+
+
+async def test_what_is_kept_and_what_is_trimmed_come_out_of_one_account(
+    tiny: Tiny, questions: Questions
+) -> None:
+    """As where an expert has no host: no answer spends more than its budget at any token."""
+    made = await served(tiny, questions, policy=replace(BOLD, levers=trimming().levers))
+    assert spent_within(BUDGET, made) > 0
+    losses = [ledger.loss for events in made for ledger in ledgers_of(events)]
+    assert any(0.0 < loss < 1.0 for loss in losses), "trimmed"
+    assert any(loss >= 1.0 for loss in losses), "kept"
+
+
+def test_levers_are_used_in_need_while_an_expert_has_no_host() -> None:
+    everywhere = np.ones((2, 1, 3), dtype=bool)
+    somewhere, nowhere = everywhere.copy(), everywhere.copy()
+    somewhere[0, 0, 1] = False
+    nowhere[:, 0, 1] = False
+    policy = auto_within()
+    assert policy.for_hosts(everywhere) == policy.for_hosts(somewhere) == policy
+    assert policy.for_hosts(nowhere) == replace(policy, levers=trimming().levers)
+    assert auto().for_hosts(nowhere) == auto()
 
 
 async def test_who_asks_for_probabilities_is_told_those_of_what_is_kept(

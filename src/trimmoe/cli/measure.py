@@ -38,7 +38,7 @@ def generate(
     model: ModelOption = "embedded",
     method: Annotated[
         str,
-        typer.Option(help="As in `trimmoe compare`; `auto` trims only with --budget."),
+        typer.Option(help="As in `trimmoe compare`; `auto` changes tokens only with --budget."),
     ] = "auto",
     budget: GivenBudget = None,
     confidence: Confidence = 0.9,

@@ -193,6 +193,11 @@ def flipped(ledger: Ledger) -> Ledger:
     return replace(ledger, loss=ledger.loss + FLIP)
 
 
+def flip(sequence: int) -> Receipt:
+    """What such a guess leaves to the account of its sequence beside its token's own receipt."""
+    return Receipt(sequence=sequence, budget=0.0, loss=FLIP, delay_s=0.0, exit_confidence=None)
+
+
 def receipts(cost: CostModel, wave: Wave) -> tuple[Receipt, ...]:
     """What the tokens of a closed wave tell the accounts of their sequences, wherever those are."""
     exited = wave.layer < cost.layer_count

@@ -28,7 +28,7 @@ from trimmoe.policy.build import (
 )
 from trimmoe.policy.presets import (
     auto,
-    auto_trimming,
+    auto_within,
     exact,
     final_exits,
     guessing,
@@ -244,11 +244,11 @@ def named(choice: Choice) -> tuple[Method, PolicySettings]:
 
 
 def chosen(choice: Choice) -> tuple[Method, PolicySettings]:
-    """`named`, but that `auto` trims where a budget is given, and is lossless without one."""
+    """`named`, but that `auto` spends a budget where one is given, and is lossless without."""
     method, policy = named(choice)
     if choice.method != "auto" or choice.budget is None:
         return method, policy
-    method = replace(method, settings=auto_trimming)
+    method = replace(method, settings=auto_within)
     return method, configured(method, budget=choice.budget, confidence=choice.confidence)
 
 

@@ -70,9 +70,10 @@ def auto() -> PolicySettings:
     return replace(speculative(), name="auto", guess_below=GUESS_BELOW)
 
 
-def auto_trimming() -> PolicySettings:
-    """`guessing`, with guesses as `auto` makes them."""
-    return replace(guessing(), name="auto", guess_below=GUESS_BELOW)
+def auto_within() -> PolicySettings:
+    """`auto` where there is a budget: `relaxed`, with guesses as `auto` makes them; and `trimming`
+    while an expert has no host."""
+    return replace(relaxed(), name="auto", guess_below=GUESS_BELOW, in_need=trimming().levers)
 
 
 def relaxed() -> PolicySettings:

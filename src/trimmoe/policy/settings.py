@@ -7,6 +7,7 @@ from typing import Any
 
 from trimmoe.core.choice import DEFAULT_BUDGET
 from trimmoe.core.exit_states import ExitState
+from trimmoe.core.specs import BoolArray
 from trimmoe.cost.actions import Levers
 from trimmoe.cost.guessing import GUESS_CHANCE
 from trimmoe.cost.model import Accounting
@@ -57,6 +58,9 @@ class PolicySettings:
     relaxed: bool = False
     """Whether a guess that full depth nearly agrees with is kept where the budget has a token left,
     see `policy.relaxed`."""
+    in_need: Levers | None = None
+    """Approximations that are used while nobody there has an expert, in place of `levers`, so that
+    requests with a budget go on; None: no others."""
     guess_below: float | None = None
     """Nothing is guessed where a machine on a token's route is at work for so large a share of what
     it can do, or where a guess takes no less than a token at full depth; None: guesses are made
@@ -76,6 +80,12 @@ class PolicySettings:
             assert self.accounting is not Accounting.MIGRATE, "where the check costs nothing"
         if self.guesses:
             assert not self.levers.exit, "one kind of early prediction at a time"
+
+    def for_hosts(self, hosts: BoolArray) -> PolicySettings:
+        """What decides where experts have these hosts [M, N, E]."""
+        if self.in_need is None or hosts.any(axis=0).all():
+            return self
+        return replace(self, levers=self.in_need)
 
     @property
     def spends(self) -> bool:

@@ -24,9 +24,14 @@ def able_policy(
     view: MoEView, profile: Profile, plan: Plan, policy: PolicySettings, server: int
 ) -> PolicySettings:
     """The same for the view of one server."""
-    bits = plan.stand_in_bits
-    if bits is None or not policy.levers.stand_in or not profile.rungs:
+    bits, in_need = plan.stand_in_bits, policy.in_need
+    runs = policy.levers.stand_in or (in_need is not None and in_need.stand_in)
+    if bits is None or not runs or not profile.rungs:
         return policy
     if view.have_copies(bits[server]):
         return policy
-    return replace(policy, levers=replace(policy.levers, stand_in=False))
+    return replace(
+        policy,
+        levers=replace(policy.levers, stand_in=False),
+        in_need=None if in_need is None else replace(in_need, stand_in=False),
+    )

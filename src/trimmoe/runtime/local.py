@@ -23,7 +23,6 @@ from trimmoe.core.events import (
     Event,
     Execute,
     Probe,
-    Receipt,
     SequenceClosed,
     SequenceOpened,
     Settled,
@@ -35,13 +34,13 @@ from trimmoe.core.exit_states import ExitState
 from trimmoe.core.ledger import Ledger
 from trimmoe.core.profile import Profile
 from trimmoe.core.specs import FloatArray
-from trimmoe.engine.books import checked, flipped
+from trimmoe.engine.books import checked, flip, flipped
 from trimmoe.engine.state import EngineState
 from trimmoe.engine.step import Engine
 from trimmoe.models.base import EncoderDecoderView, MoEView
 from trimmoe.models.draft import DraftModel
 from trimmoe.models.exact import full_depth
-from trimmoe.policy.relaxed import FLIP, NOBODY
+from trimmoe.policy.relaxed import NOBODY
 from trimmoe.runtime.copies import able
 from trimmoe.runtime.drafter import Drafter
 from trimmoe.runtime.execution import Execution, Running
@@ -294,8 +293,7 @@ class LocalDriver:
         credit = self.state.accounts[sequence].balance
         if not self.guesser.keeps(sequence, guesses, second, credit):
             return False
-        flip = Receipt(sequence=sequence, budget=0.0, loss=FLIP, delay_s=0.0, exit_confidence=None)
-        self._tell(Settled(receipts=(flip,)))
+        self._tell(Settled(receipts=(flip(sequence),)))
         return True
 
     def _tell(self, event: Event) -> tuple[Command, ...]:

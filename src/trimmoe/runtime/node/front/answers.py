@@ -14,7 +14,7 @@ import msgspec
 
 from trimmoe.core.events import SequenceOpened
 from trimmoe.core.ledger import Ledger
-from trimmoe.engine.books import flipped
+from trimmoe.engine.books import flip, flipped
 from trimmoe.engine.lead import HEAD
 from trimmoe.policy.readings import BudgetRule
 from trimmoe.policy.relaxed import RANKED, keeps, runner_up
@@ -114,6 +114,7 @@ class Answers:
             kept = self._keeps(job, attempt, guess, token, job.credit + ledger.budget - ledger.loss)
             if kept:
                 token, ledger = _kept(token, guess), flipped(ledger)
+                self._charge_flip(attempt.sequence)
                 if attempt.lead is not None:
                     # It has lost the thread.
                     attempt.lead.drafts.able = False
@@ -155,6 +156,11 @@ class Answers:
         able = pending.unconfirmed == position and pending.source_at(position) != HEAD
         second = runner_up(token.top)
         return able and ended(job, token) is None and keeps(credit, guess.token, second)
+
+    def _charge_flip(self, sequence: int) -> None:
+        """Its account knows of it before anything else of the sequence sets out."""
+        receipts = (flip(sequence),)
+        self._context.control(lambda: self._context.settle(receipts, []))
 
     def _checked(self, job: Job, attempt: Attempt, token: Token, ledger: Ledger | None) -> None:
         """Full depth has predicted a token of which there was a draft."""

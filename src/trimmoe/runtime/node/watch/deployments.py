@@ -154,6 +154,7 @@ def build(basis: Basis, conditions: Conditions, extra: tuple[Route, ...]) -> Bui
     """
     cost = measured_cost(basis, conditions)
     hosts = live_hosts(basis.plan.hosts, conditions.lost)
+    maker, settings = basis.maker, basis.settings.for_hosts(hosts)
     found = detours(basis, conditions)
     planned = basis.planned.routes
     rows = [tuple(route) for route in planned.tolist()]
@@ -164,19 +165,18 @@ def build(basis: Basis, conditions: Conditions, extra: tuple[Route, ...]) -> Bui
         reference_s=basis.planned.reference_s,
         plan=replace(basis.plan, hosts=hosts),
     )
-    standard = make_policy(deployment, basis.profile, basis.settings)
+    standard = make_policy(deployment, basis.profile, settings)
     space = standard.lookahead.space
     _ = space.menu  # Made here rather than at the first decision.
     if standard.tables is not None:
         # What lies ahead is not infinitely dear because some expert has no host just now.
         standard.tables.space = replace(space, hosts=covered(hosts, conditions.lost))
-    maker, settings = basis.maker, basis.settings
     own = None if maker is None else maker(space, deployment, basis.profile, settings)
     return Built(
         engine=Engine(
             hosts=basis.plan.hosts,
             policy=standard if own is None else own,
-            settings=basis.settings,
+            settings=settings,
             profile=basis.profile,
             cost=cost,
             routes=deployment.routes,
