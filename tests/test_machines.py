@@ -94,6 +94,7 @@ def test_a_token_costs_what_was_measured(cluster: ClusterSpec, model: ModelSpec)
     assert cost.links.apart_s.tolist() == [2e-3] * 3
     assert nominal.links.apart_s.tolist() == [0.0] * 3
     assert guess_times_s(cost, model.top_k) == pytest.approx([0.02, 0.04, 0.06])
+    assert cost.guess_ends_s == pytest.approx([3e-3, 6e-3, 9e-3]), "the output head"
 
 
 def test_the_letter_knows_flops_only(cluster: ClusterSpec, model: ModelSpec) -> None:

@@ -24,6 +24,7 @@ from nodes import (
 )
 from serving import Tiny
 from trimmoe.cost.batching import SLICE_S, prompt_turn_s
+from trimmoe.cost.guessing import visits
 from trimmoe.policy.presets import PRESETS
 from trimmoe.runtime.node.compute import prefill
 from trimmoe.runtime.node.compute.worker import Worker
@@ -122,10 +123,18 @@ def test_prompts_are_read_one_after_the_other() -> None:
 
 
 @pytest.mark.parametrize(
-    ("token_turn_s", "prompt_turn"), [(0.0, SLICE_S), (SLICE_S / 2, SLICE_S), (0.03, 0.03)]
+    ("token_turn_s", "visits", "prompt_turn"),
+    [(0.0, 1.0, SLICE_S), (SLICE_S / 2, 1.0, SLICE_S), (0.03, 1.0, 0.03), (0.03, 3.0, 0.01)],
 )
-def test_prompts_have_as_much_time_as_tokens(token_turn_s: float, prompt_turn: float) -> None:
-    assert prompt_turn_s(token_turn_s) == prompt_turn
+def test_prompts_have_as_much_time_as_tokens_over_all_servers_that_these_come_to(
+    token_turn_s: float, visits: float, prompt_turn: float
+) -> None:
+    assert prompt_turn_s(token_turn_s, visits) == pytest.approx(prompt_turn)
+
+
+def test_a_token_comes_to_a_server_for_every_stretch_of_layers() -> None:
+    assert visits(np.array([[0, 0, 1, 1], [0, 1, 0, 2]])) == 3.0
+    assert visits(np.array([[1, 1, 1, 1]])) == 1.0
 
 
 async def test_a_server_knows_how_long_tokens_took_in_their_last_turn(tiny: Tiny) -> None:
@@ -253,7 +262,7 @@ async def test_a_long_prompt_does_not_stall_decoding(
     tiny: Tiny, monkeypatch: pytest.MonkeyPatch, slice_s: float, turns: int
 ) -> None:
     """While its chunks pass, tokens of others are decoded: never two chunks in a row without."""
-    monkeypatch.setattr(prefill, "prompt_turn_s", lambda token_turn_s: slice_s)
+    monkeypatch.setattr(prefill, "prompt_turn_s", lambda *_: slice_s)
     profile, plan = world(tiny, servers=2, routes=constant_routes(2))
     long = np.random.default_rng(3).integers(0, 256, 240).tolist()
     async with running(tiny, profile=profile, plan=plan, prefill_chunk=16, kv_slots=4) as cluster:
@@ -279,7 +288,7 @@ async def test_a_chunk_passes_layers_at_once_for_as_long_as_others_may_wait(
     tiny: Tiny, monkeypatch: pytest.MonkeyPatch, slice_s: float, batches: int
 ) -> None:
     """All of them here where there is time, else one after another in turns."""
-    monkeypatch.setattr(prefill, "prompt_turn_s", lambda token_turn_s: slice_s)
+    monkeypatch.setattr(prefill, "prompt_turn_s", lambda *_: slice_s)
     profile, plan = world(tiny, servers=2, routes=constant_routes(2), density=1.0)
     prompt = PROMPTS[0]
     async with running(tiny, profile=profile, plan=plan) as cluster:

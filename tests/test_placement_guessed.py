@@ -126,6 +126,9 @@ def test_guesses_begin_where_the_token_itself_has_not_been_on_its_users_server()
     shared, alone = (paces_s(cost, routes, access, each, PROFILE.top_k) for each in guesses_s)
     assert shared[0] < alone[0]
     assert shared[1] == alone[1]
+    timed = replace(cost, guess_s=np.array([6.0, 6.0]), guess_ends_s=np.array([3.0, 1.0]))
+    ends_too = own_guess_times_s(timed, routes, access, hosts, PROFILE.top_k)
+    assert ends_too == pytest.approx([3.0 + 3.0 * 4 / 6, 6.0]), "the output head is no layer"
 
 
 @given(

@@ -21,6 +21,8 @@ BATCHES = (1, 2, 4, 8, 32, 128)
 """Rows that work is timed with."""
 MOST_DRAFTED = 4
 """Tokens that a draft head names behind a known one at most, one upon another."""
+USUAL_DRAFTED = 2
+"""Tokens that it names on average."""
 DEVICE = r"auto|cpu|mps|cuda(:\d+)?"
 """Names of what a server may compute on."""
 

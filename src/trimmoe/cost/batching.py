@@ -62,11 +62,11 @@ def chains_s(one_s: float, named: Iterable[float], chains: float) -> float:
     return one_s * times
 
 
-def prompt_turn_s(token_turn_s: float) -> float:
+def prompt_turn_s(token_turn_s: float, visits: float) -> float:
     """Seconds until tokens have their turn again, whose last one took so long: prompts have as much
-    time, so that what waits for its first token soon shares the batches of all others. Plain
-    arithmetic likewise."""
-    return max(SLICE_S, token_turn_s)
+    time, so that what waits for its first token soon shares the batches of all others; less where a
+    token may have to wait for them at each of so many `visits`. Plain arithmetic likewise."""
+    return max(SLICE_S, token_turn_s / visits)
 
 
 def guess_layers(layer_s: float, left: int) -> int:

@@ -89,9 +89,11 @@ def own_guess_times_s(
     cost: CostModel, routes: IntArray, access: IntArray, hosts: BoolArray, top_k: int
 ) -> FloatArray:
     """What it takes servers to guess a token of their users, from its `first_layers` on, [A]
-    seconds; arguments as there."""
+    seconds; arguments as there. What is no layer's is done wherever it begins."""
     left = 1 - first_layers(routes, access, hosts) / cost.layer_count
-    return guess_times_s(cost, top_k)[access] * left
+    whole_s = guess_times_s(cost, top_k)[access]
+    ends_s = np.zeros(access.size) if cost.guess_ends_s is None else cost.guess_ends_s[access]
+    return ends_s + (whole_s - ends_s) * left
 
 
 def paces_s(
@@ -122,6 +124,11 @@ def machine_times_s(cost: CostModel, routes: IntArray, top_k: int) -> FloatArray
         for route, each_s in zip(routes, taken_s, strict=True)
     ]
     return np.stack(work_s) / able
+
+
+def visits(routes: IntArray) -> float:
+    """How many servers a token comes to, one after another, on average over `routes` [R, N]."""
+    return 1.0 + float((np.diff(routes, axis=1) != 0).sum(axis=1).mean())
 
 
 def machines_of(cost: CostModel) -> tuple[IntArray, FloatArray]:

@@ -25,10 +25,18 @@ from functools import cached_property
 import numpy as np
 
 from trimmoe.core.precision import bits_in_groups
-from trimmoe.core.specs import ClusterSpec, FloatArray, IntArray, ModelSpec, Speeds, straight_times
+from trimmoe.core.specs import (
+    USUAL_DRAFTED,
+    ClusterSpec,
+    FloatArray,
+    IntArray,
+    ModelSpec,
+    Speeds,
+    straight_times,
+)
 from trimmoe.core.stand_ins import RUNGS
 from trimmoe.cost import kernels
-from trimmoe.cost.batching import BATCH_SHARE
+from trimmoe.cost.batching import BATCH_SHARE, batch_s
 
 TOKEN_ID_BYTES = 8
 """A sampled token on its way to the access server, or from it to the first layer's server."""
@@ -67,6 +75,8 @@ class CostModel:
     """Share of the time that each server computes, [M]; None where nobody has measured it."""
     guess_s: FloatArray | None = None
     """Time of a server's own guess of a token, [M]; None: as the layers' say."""
+    guess_ends_s: FloatArray | None = None
+    """Of that, what is no layer's: the output head, and naming drafts, [M]; None: nothing."""
     machine: IntArray | None = None
     """Number of each server's machine, [M]; None: each has one to itself."""
     at_once: FloatArray | None = None
@@ -192,6 +202,7 @@ def _measured(nominal: CostModel, model: ModelSpec, speeds: Speeds) -> CostModel
         expert_s=np.multiply.outer(speeds.expert_s, model.expert_flops / model.expert_flops.mean()),
         dense_s=dense_s,
         guess_s=speeds.draft_s,
+        guess_ends_s=_guess_ends_s(speeds),
         apart_s=speeds.hop_s,
         machine=speeds.machine,
         at_once=speeds.at_once,
@@ -200,6 +211,16 @@ def _measured(nominal: CostModel, model: ModelSpec, speeds: Speeds) -> CostModel
         head_right=speeds.head_right,
         naming_s=speeds.naming_s,
     )
+
+
+def _guess_ends_s(speeds: Speeds) -> FloatArray:
+    """As in `CostModel`. A draft head's names are read along with the token before, so that a pass
+    brings as many tokens as are right."""
+    drafted = 0 if speeds.naming_s is None or not speeds.head_right else USUAL_DRAFTED
+    naming_s = 0.0 if speeds.naming_s is None else drafted * speeds.naming_s
+    read_s = batch_s(1.0, 1 + drafted, speeds.batch_times) * speeds.head_s + naming_s
+    tokens = sum(speeds.head_right**behind for behind in range(1 + drafted))
+    return np.minimum(read_s / tokens, speeds.draft_s)
 
 
 def host_delay_s(cost: CostModel, layer: int, source: int, destination: int) -> FloatArray:

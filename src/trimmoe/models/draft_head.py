@@ -33,8 +33,6 @@ BITS, FREQUENT_BITS = 8, 4
 """In which the head's matrices are held, and the output head's rows for frequent tokens."""
 LIKELY = 0.25
 """How likely all that it drafts has to be right for one token more to be worth a row."""
-USUAL = 2
-"""Tokens that it drafts on average."""
 _KEPT = 64
 """States of a sequence that are kept, in case the token behind one is exchanged."""
 

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from trimmoe.core.machines import BATCHES, Work
-from trimmoe.core.specs import BoolArray, FloatArray
+from trimmoe.core.specs import USUAL_DRAFTED, BoolArray, FloatArray
 from trimmoe.models.base import DROPPED, EncoderDecoderView, MoEView, Segment, TokenBatch
-from trimmoe.models.draft_head import USUAL, expected_tokens
+from trimmoe.models.draft_head import expected_tokens
 from trimmoe.runtime.head_drafts import HeadDrafts, Wish
 from trimmoe.runtime.home import Own, held_here, home_layers, home_states
 
@@ -164,17 +164,17 @@ class _Bench:
         head = self.view.draft_head
         if head is None or self.rows > 1:
             return self.timed(lambda: self._passed(own, self._tokens, self._batch))
-        memory, position = head.begin(), self._batch.positions[0][0] - USUAL
+        memory, position = head.begin(), self._batch.positions[0][0] - USUAL_DRAFTED
         states = self.view.normed_last(self.states).expand(position, -1).numpy()
         head.read(memory, 0, states, [0] * position)
-        slots, positions = self._batch.slots, [range(position, position + 1 + USUAL)]
+        slots, positions = self._batch.slots, [range(position, position + 1 + USUAL_DRAFTED)]
         batch = self.view.batch(self._cache, slots, positions)
 
         def offered() -> None:
-            drafted = head.draft(memory, position, 0, USUAL, likely=0.0)
+            drafted = head.draft(memory, position, 0, USUAL_DRAFTED, likely=0.0)
             self._passed(own, [[0, *drafted]], batch)
 
-        return self.timed(offered) / expected_tokens(head.right, USUAL)
+        return self.timed(offered) / expected_tokens(head.right, USUAL_DRAFTED)
 
     def _passed(self, own: Own, tokens: Sequence[Sequence[int]], batch: TokenBatch) -> Tensor:
         """All layers with these experts, and the head."""

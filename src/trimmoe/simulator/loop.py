@@ -253,7 +253,7 @@ def _done(world, rows, asked, state, server):
     own, own_last = NONE, NONE
     chunk = kind == CHUNK or (kind == OWN and rows.prompt[state.entry_unit[entry]])
     if kind == OWN and state.batch_stays[server]:
-        passes = goes_on_in_slice(state, server) if chunk else world.segments
+        passes = goes_on_in_slice(world, state, server) if chunk else world.segments
         if passes and may_pass(rows, state, entry, layer):
             dense = CHUNK if chunk else DENSE
             pass_on(rows, state, server, entry, dense, layer)

@@ -219,9 +219,9 @@ def crowd(world, state, server):
 
 
 @inlined
-def goes_on_in_slice(state, server):
+def goes_on_in_slice(world, state, server):
     """Whether a chunk in service may enter its next layer before others have a turn."""
-    until_s = state.taken_s[server] + _prompt_turn_s(state.token_turn_s[server])
+    until_s = state.taken_s[server] + _prompt_turn_s(state.token_turn_s[server], world.visits)
     return state.clock[NOW] < until_s
 
 

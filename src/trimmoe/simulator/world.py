@@ -17,7 +17,12 @@ from numpy.typing import NDArray
 
 from trimmoe.core.specs import MOST_DRAFTED, BoolArray, ClusterSpec, FloatArray, IntArray
 from trimmoe.cost.batching import TOKEN_SHARE
-from trimmoe.cost.guessing import guess_times_s, own_guess_times_s, token_batch_times
+from trimmoe.cost.guessing import (
+    guess_times_s,
+    own_guess_times_s,
+    token_batch_times,
+    visits,
+)
 from trimmoe.cost.kernels import plain
 from trimmoe.cost.model import Accounting, CostModel
 from trimmoe.cost.warmth import rests_s, times_as_long, warm_shares
@@ -80,6 +85,8 @@ class World(NamedTuple):
     usual: FloatArray
     """What is left of the two between tokens of one stream, over what they are after a long wait,
     [M]."""
+    visits: float
+    """See `cost.guessing.visits`."""
     token_share: float
     """Of `hop_s` and `token_s`, what a batch takes only once."""
     max_batch: int
@@ -282,6 +289,7 @@ def make_world(
         later=later,
         batch_times=plain(batch_times),
         token_batch_times=plain(token_batch_times(replace(cost, batch_times=batch_times), slots)),
+        visits=visits(routes),
         token_share=TOKEN_SHARE,
         warm=plain(warm),
         usual=plain([times_as_long(*each) for each in zip(warm, rest_s, strict=True)]),

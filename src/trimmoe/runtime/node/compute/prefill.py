@@ -27,7 +27,7 @@ from trimmoe.runtime.scores import scored
 def pass_chunk(worker: Worker, exact_hosts: ExactHosts, layer: int, unit: Unit) -> BatchOutput:
     """One chunk through a layer and, as long as all of it stays and what comes meanwhile may wait,
     through the next ones."""
-    until_s = time.perf_counter() + prompt_turn_s(worker.token_turn_s)
+    until_s = time.perf_counter() + prompt_turn_s(worker.token_turn_s, worker.visits)
     result = _pass_some(worker, exact_hosts, layer, unit, until_s)
     while result.ready and time.perf_counter() < until_s and _goes_on(worker, unit):
         passed, result = result, _pass_some(worker, exact_hosts, unit.layer, unit, until_s)

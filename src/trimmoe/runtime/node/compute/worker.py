@@ -35,7 +35,7 @@ from trimmoe.core.events import (
 from trimmoe.core.profile import Profile
 from trimmoe.core.specs import IntArray
 from trimmoe.core.wave import Wave
-from trimmoe.cost.guessing import token_batch_times
+from trimmoe.cost.guessing import token_batch_times, visits
 from trimmoe.engine.step import Engine
 from trimmoe.models.base import MoEView, Routing, TokenBatch
 from trimmoe.runtime.counters import ExpertCounter
@@ -130,6 +130,7 @@ class Worker(ModelRunner):
 
     def index_routes(self) -> None:
         """Look up rows of the engine's routes by route."""
+        self.visits = visits(self.engine.routes)
         rows = enumerate(self.engine.routes.tolist())
         self.route_rows = {tuple(route): row for row, route in reversed(list(rows))}
 
