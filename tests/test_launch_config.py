@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from trimmoe.core.errors import UserError
@@ -103,7 +104,11 @@ def test_policies_are_presets_whose_tokens_keep_their_cache() -> None:
 def test_nothing_is_trimmed_unless_a_budget_or_a_policy_says_so() -> None:
     default = pieces_of(ServeConfig()).policy
     assert (default.name, default.budget, default.guesses > 0) == ("auto", 0.0, True)
-    trims = pieces_of(ServeConfig(budget=0.0)).policy
+    assert (default.in_need, default.spends) == (None, False)
+    spends = pieces_of(ServeConfig(budget=0.0)).policy
+    assert (spends.name, spends.relaxed, spends.guesses > 0) == ("auto", True, True)
+    assert spends.levers.lossless
+    trims = spends.for_hosts(np.zeros((2, 3, 4), dtype=bool))
     assert (trims.name, trims.levers.skip, trims.guesses > 0) == ("auto", True, True)
     by_name = pieces_of(ServeConfig(policy="trimmoe")).policy
     assert (by_name.name, by_name.budget) == ("trimmoe", 0.02)

@@ -223,7 +223,7 @@ async def test_who_asks_the_same_again_reads_the_last_token_only(
     tiny: Tiny, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each layer of a chunk has a turn of its own here, so that chunks can be counted."""
-    monkeypatch.setattr(prefill, "SLICE_S", 0.0)
+    monkeypatch.setattr(prefill, "prompt_turn_s", lambda *_: 0.0)
     profile, plan = world(tiny, servers=2, routes=staircase_routes(2))
     prompt = words(30)
     async with running(tiny, profile=profile, plan=plan) as cluster:
