@@ -17,6 +17,7 @@ from nodes import answers, read, request, running, tokens_of, world
 from serving import Tiny
 from synthetic import random_plan
 from timed import timed_machines
+from trimmoe.core.artifact import load_artifact, save_artifact
 from trimmoe.core.errors import UserError
 from trimmoe.core.machines import (
     BATCHES,
@@ -25,7 +26,7 @@ from trimmoe.core.machines import (
     load_machines,
     plausible,
 )
-from trimmoe.core.plan import load_plan
+from trimmoe.core.plan import PLAN_FORMAT, load_plan
 from trimmoe.core.precision import Precision
 from trimmoe.core.specs import ClusterSpec, ModelSpec, straight_times
 from trimmoe.cost.guessing import guess_times_s
@@ -288,3 +289,20 @@ async def test_a_server_times_itself_while_its_users_wait(tiny: Tiny) -> None:
     assert (report.work_s[0] <= report.work_s[2]).all()
     assert report.work_s[1, Work.HEAD, -1] > report.work_s[1, Work.HEAD, 0]
     assert [link.peer for link in report.links] == [cluster.names[1]]
+
+
+def test_plans_of_earlier_versions_say_what_share_a_batch_needs_once(
+    cluster: ClusterSpec, model: ModelSpec, rng: np.random.Generator, tmp_path: Path
+) -> None:
+    measured = timed_machines(cluster, model).applied(cluster, model, Precision.NONE)
+    path = tmp_path / "plan.trim"
+    random_plan(rng, model, measured).save(path)
+    header, arrays = load_artifact(path, kind="plan", format_version=PLAN_FORMAT)
+    times = arrays.pop("cluster.speeds.batch_times")
+    save_artifact(path, header, {**arrays, "cluster.speeds.batch_share": np.array([0.6])})
+    speeds = load_plan(path).cluster.speeds
+    assert speeds is not None
+    assert speeds.batch_times == pytest.approx(straight_times(0.6))
+    save_artifact(path, header, {**arrays, "cluster.speeds.batch_times": times[:-1]})
+    with pytest.raises(UserError, match="is damaged"):
+        load_plan(path)

@@ -19,7 +19,15 @@ from trimmoe.core.artifact import (
 )
 from trimmoe.core.contents import Kept, amount, count, require_contents, share
 from trimmoe.core.profile import Profile
-from trimmoe.core.specs import DEVICE, BoolArray, ClusterSpec, IntArray, Speeds, straight_times
+from trimmoe.core.specs import (
+    BATCHES,
+    DEVICE,
+    BoolArray,
+    ClusterSpec,
+    IntArray,
+    Speeds,
+    straight_times,
+)
 from trimmoe.core.stand_ins import RUNGS
 
 PLAN_KIND = "plan"
@@ -106,7 +114,7 @@ def load_plan(path: Path) -> Plan:
     header, arrays = load_artifact(path, kind=PLAN_KIND, format_version=PLAN_FORMAT)
     with undamaged(path, PLAN_KIND):
         names = read_names(header, "server_names")
-        require_contents(arrays, _FIELDS, M=len(names))
+        require_contents(arrays, _FIELDS, M=len(names), B=len(BATCHES))
         _require_header(header, len(names))
         cluster = ClusterSpec(
             name=header.extra["cluster_name"],
