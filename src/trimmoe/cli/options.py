@@ -78,6 +78,12 @@ Quantise = Annotated[
     Precision,
     typer.Option("--quantise", help="Keep weights in few bits; only in float32 on a CPU."),
 ]
+ApiKeys = Annotated[
+    list[str] | None,
+    typer.Option(
+        envvar="TRIMMOE_API_KEY", help="Key that opens the API; repeatable; default: none."
+    ),
+]
 TlsCertificate = Annotated[
     Path | None,
     typer.Option(help="PEM file to serve HTTPS with: the certificate and its chain."),

@@ -12,6 +12,7 @@ import typer
 
 from trimmoe.cli.options import (
     CLUSTER_HELP,
+    ApiKeys,
     DraftHead,
     DraftModel,
     TlsCertificate,
@@ -92,7 +93,7 @@ def serve(
     ] = None,
     policy: Annotated[
         str | None,
-        typer.Option(help="A preset; default: auto, which spends only a --budget."),
+        typer.Option(help="A preset; default: auto, which changes tokens only with --budget."),
     ] = None,
     method: Annotated[
         str | None,
@@ -104,12 +105,7 @@ def serve(
     confidence: Annotated[
         float | None, typer.Option(help="Confidence an early exit needs; default 0.9.")
     ] = None,
-    api_key: Annotated[
-        list[str] | None,
-        typer.Option(
-            envvar="TRIMMOE_API_KEY", help="Key that opens the API; repeatable; default: none."
-        ),
-    ] = None,
+    api_key: ApiKeys = None,
     served_name: Annotated[
         str | None, typer.Option(help="The model's name in requests; default: its own name.")
     ] = None,

@@ -12,6 +12,7 @@ import typer
 from rich.markup import escape
 
 from trimmoe.cli.options import (
+    ApiKeys,
     Budget,
     Confidence,
     Device,
@@ -49,12 +50,7 @@ def serve_local(
     port: Annotated[
         int, typer.Option(min=0, max=65535, help="HTTP port; 0 chooses a free one.")
     ] = 8000,
-    api_key: Annotated[
-        list[str] | None,
-        typer.Option(
-            envvar="TRIMMOE_API_KEY", help="Key that opens the API; repeatable; default: none."
-        ),
-    ] = None,
+    api_key: ApiKeys = None,
     served_model_name: Annotated[
         str | None, typer.Option(help="The model's name in requests; default: its own name.")
     ] = None,

@@ -136,7 +136,7 @@ class Crowd:
         otherwise pass one token at a time: at least as many as in one process, more where they are
         worth it."""
         least = min(rows_along(self.streams), MOST_DRAFTED)
-        return MOST_DRAFTED if self.along(right)[1] < WORTH * self.trip_s() else least
+        return MOST_DRAFTED if self.turn(right, math.inf)[0] else least
 
     def _alone_s(self, rows: float) -> float:
         """What a batch of so many rows of each stream of its server's users takes to full depth and
@@ -183,8 +183,8 @@ def along_times_s(cost: CostModel, routes: IntArray, whole_s: FloatArray, top_k:
     layer_s = layer_times_s(cost, top_k) - token_times_s(cost)
     path_s = layer_s[routes, np.arange(cost.layer_count)].sum(axis=1)
     naming_s, along_s = _naming_s(cost, routes), np.full(whole_s.shape, np.inf)
-    together = token_batch_times(cost, top_k)
     if cost.head_right:
+        together = token_batch_times(cost, top_k)
         for rows, named, tokens in zip(
             ROWS, NAMED, tokens_by(round(cost.head_right, 2)), strict=True
         ):

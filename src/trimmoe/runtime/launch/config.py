@@ -45,8 +45,7 @@ class ServeConfig(BaseModel):
     survive: Annotated[int, Field(ge=0)] = 0
     """So many servers may go, and every expert still has a host, where no plan is given."""
     policy: str | None = None
-    """A preset; None: `auto`, which spends a budget if one is given, else changes nothing.
-    """
+    """A preset; None: `auto`, which spends a budget if one is given, else changes nothing."""
     method: str | None = None
     """What another system would do on these machines, or an ablation of ours: placement and policy,
     by the names of `trimmoe compare`; None: ours."""
