@@ -178,16 +178,11 @@ def _go_on(world, rows, asked, state, server):
 
 @njit
 def _requested(world, asked, state, request):
-    """A request enters; in the open loop it brings the next one's arrival. As at `runtime.node`'s
-    desks, prompts of one server's users ask for their places one after another."""
+    """A request enters; in the open loop it brings the next one's arrival."""
     state.numbers[RUNNING] += 1
     asked.running[request] = True
     asked.arrival_s[request] = state.clock[NOW]
-    due_s, access = state.clock[NOW], asked.access[request]
-    if asked.prompts[request] > 0:
-        due_s = max(due_s, state.desk_free_s[access]) + world.seat_s[access]
-        state.desk_free_s[access] = due_s
-    push(state, due_s, 1, TOKEN, request)
+    push(state, state.clock[NOW], 1, TOKEN, request)
     if not world.closed and request + 1 < asked.access.size:
         push(state, asked.arrival_s[request + 1], 1, REQUEST, request + 1)
 

@@ -74,8 +74,6 @@ class State(NamedTuple):
     link_free_s: FloatArray
     """[M, M]."""
     link_busy_s: FloatArray
-    desk_free_s: FloatArray
-    """When the last prompt of a server's users got its places, [M]."""
     sent: IntArray
     """Hidden vectors and token ids sent, [2, M, M]."""
     received: IntArray
@@ -133,7 +131,6 @@ def make_state(servers: int, layers: int, experts: int) -> State:
         waited_s=np.zeros((servers, KINDS)),
         link_free_s=np.zeros((servers, servers)),
         link_busy_s=np.zeros((servers, servers)),
-        desk_free_s=np.zeros(servers),
         sent=np.zeros((2, servers, servers), dtype=np.int64),
         received=np.zeros((2, servers, servers), dtype=np.int64),
         log=np.zeros((4096, 4), dtype=np.int64),

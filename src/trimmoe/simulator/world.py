@@ -72,8 +72,6 @@ class World(NamedTuple):
     """Serialisation of one hidden vector, [M, M]."""
     id_s: FloatArray
     """Serialisation of one token id, [M, M]."""
-    seat_s: FloatArray
-    """Of a prompt from each server: a place is asked for on every server of its route, [M]."""
     later: np.ndarray
     """Whether a route has a layer from l on at a server, bool [R', N+1, M]."""
     batch_times: FloatArray
@@ -285,7 +283,6 @@ def make_world(
         hop_s=plain(hop_s),
         vector_s=np.maximum(cost.transfer_s - delay_s, 0.0),
         id_s=np.maximum(cost.token_transfer_s - delay_s, 0.0),
-        seat_s=_round_trips(delay_s, routes),
         later=later,
         batch_times=plain(batch_times),
         token_batch_times=plain(token_batch_times(replace(cost, batch_times=batch_times), slots)),
@@ -321,13 +318,6 @@ def _guesses_s(
         return guess_times_s(cost, slots)
     servers = np.arange(cost.server_count)
     return own_guess_times_s(cost, routes[: servers.size], servers, hosts, slots)
-
-
-def _round_trips(delay_s: FloatArray, routes: IntArray) -> FloatArray:
-    """To the server of its route that is farthest from each, there and back, [M]."""
-    here = np.arange(delay_s.shape[0])
-    both_s = delay_s + delay_s.T
-    return both_s[here[:, None], routes[: here.size]].max(1)
 
 
 def make_rows(count: int, layers: int, slots: int) -> Rows:

@@ -89,6 +89,9 @@ class Inbox:
                 self._runs(sender, message.running)
             case Running(count=count):
                 self._runs(sender, count)
+            case message if self.admission.is_early(message):
+                self.intake.inspect(message, parcel.wave)
+                self.admission.hold(sender, parcel)
             case message:
                 self.intake.take(sender, message, parcel.tensors, parcel.wave)
 
@@ -111,6 +114,7 @@ class Inbox:
         self.reporter.running.pop(server, None)
         seats = self.intake.seats
         self._release([*seats.of_access(server), *self.admission.of_access(server)])
+        self.admission.peer_down(server)
         waiting = self.intake.gather.awaiting(server)
         for sequence, start in {*waiting, *self.outbox.returned_to(server)}:
             self.outbox.tell_lost(sequence, start)

@@ -42,6 +42,7 @@ from trimmoe.runtime.node.peers import Peers
 from trimmoe.runtime.node.picture import picture_of
 from trimmoe.runtime.node.records.checks import Geometry
 from trimmoe.runtime.node.records.messages import (
+    ANY_POSITION,
     Ask,
     Evicted,
     Message,
@@ -193,7 +194,13 @@ class Node:
             elsewhere=lambda: sum(self.reporter.running.values()),
             leads=lambda: self.front_end.leads,
         )
-        self.admission = Admission(self.planner, seats, self.outbox.post)
+        self.admission = Admission(
+            self.planner,
+            seats,
+            self.outbox.post,
+            deliver=lambda sender, parcel: self.inbox.deliver(sender, parcel),
+            lost=lambda sequence: self.outbox.tell_lost(sequence, ANY_POSITION),
+        )
         self.front_end = FrontEnd(
             self.model,
             self._front_end_context(),

@@ -18,7 +18,15 @@ from functools import partial
 
 from trimmoe.engine.lead import Lead
 from trimmoe.runtime.node.front.answers import Answers
-from trimmoe.runtime.node.front.jobs import NO_EXPERT, Attempt, FrontEndContext, Job
+from trimmoe.runtime.node.front.jobs import (
+    NO_EXPERT,
+    REFUSED,
+    SHORT,
+    Attempt,
+    Begun,
+    FrontEndContext,
+    Job,
+)
 from trimmoe.runtime.node.front.memory import Memory
 from trimmoe.runtime.node.front.speculation import Speculation
 from trimmoe.runtime.node.front.watchdog import stalled
@@ -80,6 +88,8 @@ class FrontEnd:
         """Places are asked for by one request at a time, in order."""
         self.blocked = False
         """Whether the one whose turn it is had to queue for a place."""
+        self._asks_first = False
+        """Whether a prompt waits for its places, since somebody was refused one of late."""
         self.memory = Memory(context)
         self.speculation = Speculation(context, self._by_sequence.get)
         self.answers = Answers(
@@ -151,12 +161,8 @@ class FrontEnd:
 
     def granted(self, server: int, sequence: int, ok: bool, kept: int) -> None:
         """A server answered a reservation, and has so much of the sequence already."""
-        attempt = self._attempt(sequence)
-        self.in_hand(sequence)
-        grant = attempt.grants.get(server) if attempt else None
-        if attempt and grant is not None and not grant.done():
-            attempt.kept[server] = kept
-            grant.set_result(ok)
+        if attempt := self._attempt(sequence):
+            attempt.granted(server, ok, kept)
 
     def in_hand(self, sequence: int) -> None:
         """Some server works at a sequence."""
@@ -226,7 +232,10 @@ class FrontEnd:
             trouble = await self._attempted(job)
             if not trouble:
                 return
-            self._forget(job)
+            self._forget(job, put_off=trouble == SHORT)
+            if trouble in (REFUSED, SHORT):
+                self._asks_first = job.refused = True
+                continue
             self.restarts += 1
             if len(job.tokens) > made:
                 made, restarts, help_until_s = len(job.tokens), 0, math.inf
@@ -263,21 +272,40 @@ class FrontEnd:
                 sequence=next(self._sequences),
                 route=route,
                 trouble=asyncio.get_running_loop().create_future(),
-                begun=None if _reads_all(job) else self.memory.match(route, _ids(job)),
+                begun=job.begun or self._matching(job, route),
             )
+            job.begun = None
             job.attempt = attempt
             self._by_sequence[attempt.sequence] = job
-            if not await self._seat(job, attempt):
+            if not await self._has_places(job, attempt):
                 return attempt.trouble.result() if attempt.trouble.done() else LOST
         job.seated = True
         self._context.load_changed()
         self._send_off(job, attempt)
         return await attempt.trouble
 
+    def _matching(self, job: Job, route: tuple[int, ...]) -> Begun | None:
+        return None if _reads_all(job) else self.memory.match(route, _ids(job))
+
+    async def _has_places(self, job: Job, attempt: Attempt) -> bool:
+        """Have every server of the route keep a place; False if one of them is lost meanwhile.
+
+        While there is room for all, the prompt sets out behind the question and does not wait for
+        the answers, which takes a round trip. Whoever is refused a place then, or is told that less
+        of the prompt is there than was taken for granted, begins anew and asks first.
+        """
+        if self._asks_first or job.refused:
+            return await self._seat(job, attempt)
+        attempt.expected = 0 if attempt.begun is None else attempt.begun.prefix.length
+        for server in attempt.servers:
+            self._reserve(job, attempt, server, waits=False)
+        return not attempt.trouble.done()
+
     async def _seat(self, job: Job, attempt: Attempt) -> bool:
-        """Get a place on every server of the route; False if one of them is lost meanwhile."""
+        """Wait for a place on every server of the route; else as `_has_places`."""
         grants = [self._reserve(job, attempt, server, waits=False) for server in attempt.servers]
         if all(await asyncio.gather(*grants)):
+            self._asks_first = False
             return not attempt.trouble.done()
         if attempt.trouble.done():
             return False
@@ -353,11 +381,12 @@ class FrontEnd:
         """Go on from what every server of the route has."""
         if (begun := attempt.begun) is None:
             return
-        attempt.start = min(attempt.kept.values())
+        known = attempt.expected is not None
+        attempt.start = begun.prefix.length if known else min(attempt.kept.values())
         attempt.read = min(begun.read, attempt.start)
         sequence, start, context = attempt.sequence, attempt.start, self._context
         context.control(lambda: context.adopt(sequence, begun, start))
-        if max(attempt.kept.values()) > start:
+        if not known and max(attempt.kept.values()) > start:
             # Some have more, which is void then.
             attempt.epoch = 1
             for server in attempt.servers:
@@ -376,14 +405,18 @@ class FrontEnd:
         for server in attempt.servers:
             self._post(server, Release(gone))
 
-    def _forget(self, job: Job, *, retained: bool = False) -> None:
-        """Free what the job's attempt holds on every server, unless it is to be retained."""
+    def _forget(self, job: Job, *, retained: bool = False, put_off: bool = False) -> None:
+        """Free what the job's attempt holds on every server, unless it is to be retained, for other
+        jobs or, if it is `put_off`, for this one."""
         attempt, job.attempt, job.seated = job.attempt, None, False
         if attempt is None:
             return
         sequence = attempt.sequence
         self._by_sequence.pop(sequence, None)
         self.memory.forget(sequence)
+        if put_off:
+            job.begun = self.memory.put_off(attempt)
+            return
         if retained and self.memory.ended(job, attempt):
             return
         self._release(attempt)

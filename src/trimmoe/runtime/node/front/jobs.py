@@ -27,7 +27,7 @@ from trimmoe.runtime.streams import Item
 if TYPE_CHECKING:
     from torch import Tensor
 
-NO_EXPERT = "no expert"
+NO_EXPERT, REFUSED, SHORT = "no expert", "refused", "short"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,6 +52,8 @@ class Attempt:
     grants: dict[int, asyncio.Future[bool]] = field(default_factory=dict)
     kept: dict[int, int] = field(default_factory=dict)
     """Positions of which servers have the states already."""
+    expected: int | None = None
+    """The same as taken for granted, where the prompt set out before servers said so."""
     prompt: int = 0
     """Tokens that it began with."""
     start: int = 0
@@ -170,6 +172,17 @@ class Attempt:
         if self.stranded is not None and (first is None or self.stranded < first):
             self.fail(NO_EXPERT)
 
+    def granted(self, server: int, ok: bool, kept: int) -> None:
+        """A server keeps a place for it or does not, and has the states of so many positions."""
+        self.news = True
+        grant = self.grants.get(server)
+        if grant is None or grant.done():
+            return
+        self.kept[server] = kept
+        grant.set_result(ok)
+        if self.expected is not None and (not ok or kept < self.expected):
+            self.fail(SHORT if ok else REFUSED)
+
     def fail(self, reason: str) -> None:
         """It cannot go on."""
         if not self.trouble.done():
@@ -201,6 +214,10 @@ class Job:
     """What they cost after their answers, as far as it is known and was not handed out."""
     attempt: Attempt | None = None
     seated: bool = False
+    refused: bool = False
+    """Whether it set out in vain, so that it waits for its places from then on."""
+    begun: Begun | None = None
+    """What it left behind then."""
     cached: int = 0
     """Tokens of the prompt that its attempt did not read again."""
     task: asyncio.Task[None] | None = None

@@ -86,17 +86,31 @@ class Memory:
     def ended(self, job: Job, attempt: Attempt) -> bool:
         """An answer is over: whether its states are retained."""
         self.forget(attempt.sequence)
-        sequence, length, context = attempt.sequence, attempt.exact, self._context
+        sequence, length = attempt.sequence, attempt.exact
         failed = attempt.trouble.done() and attempt.trouble.result()
-        if not context.prefix_cache or length < BLOCK or failed:
+        if not self._context.prefix_cache or length < BLOCK or failed:
             return False
         read = min(attempt.has_read, length)
         kept = _Kept(route=attempt.route, attempt=None, read=read)
         self._keep(sequence, _ids(job)[:length], kept)
+        self._retain(attempt, read, length)
+        return True
+
+    def put_off(self, attempt: Attempt) -> Begun:
+        """An attempt took more for granted than is there of what it began with: what the next one
+        begins with instead."""
+        assert attempt.begun is not None
+        length, sequence = attempt.begun.prefix.length, attempt.sequence
+        read = min(attempt.has_read, length)
+        self._retain(attempt, read, length)
+        return Begun(prefix=Prefix(sequence, length, moves=True), read=read)
+
+    def _retain(self, attempt: Attempt, read: int, length: int) -> None:
+        """So many positions of a sequence that is over, so many of which were read here."""
+        sequence, context = attempt.sequence, self._context
         for server in attempt.servers:
             context.post(Parcel(to=server, message=Retain([sequence])))
         context.control(lambda: context.retire(sequence, read, length))
-        return True
 
     def forget(self, sequence: int) -> None:
         """A sequence under way begins no others any more."""

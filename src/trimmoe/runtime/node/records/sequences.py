@@ -2,8 +2,10 @@
 where every layer is written.
 
 A place is granted at once, or waited for in order. An access server that needs places on several
-servers first tries all at once without waiting; if one refuses it gives back what it got and
-waits for one server after the other in ascending order, so that no two can wait for each other.
+servers first asks all at once for one without waiting, and the prompt sets out right behind the
+question. If one refuses it gives back what it got and waits for one server after the other in
+ascending order, so that no two can wait for each other; until there is room at once again, prompts
+wait for their places.
 
 A sequence that is over may be *retained*: its place stays taken until somebody needs it, the one
 first that was used longest ago, and another sequence that begins with the same tokens takes it

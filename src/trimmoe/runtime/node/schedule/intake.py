@@ -75,6 +75,14 @@ class Intake:
         no sense all the same."""
         self._take[type(message)](sender, message, tuple(tensors), wave)
 
+    def inspect(self, message: Message, wave: Wave | None) -> None:
+        """Raise `MalformedMessage` if what a message tells of its tokens makes no sense, whether or
+        not they have a place."""
+        if wave is None and isinstance(message, Start):
+            self._unpacked(message.wave, 0, message.rows)
+        elif wave is None and isinstance(message, Onward) and message.decoding:
+            self._unpacked(message.wave, message.layer + message.entering, message.rows)
+
     def absorb(self, result: BatchOutput) -> None:
         """A batch ran: more may be ready now."""
         for unit, layers in result.written:
