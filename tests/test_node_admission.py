@@ -103,7 +103,7 @@ async def test_more_requests_than_places_are_all_answered(
     async with running(tiny, profile=profile, plan=plan, policy=policy, kv_slots=2) as cluster:
         asked = [(at % 3, request([3, 4, at], 6)) for at in range(9)]
         made = await answers(cluster, asked)
-        assert any(node.front_end._asks_first for node in cluster.nodes.values())
+        assert any(node.front_end.reservations.asks_first for node in cluster.nodes.values())
         assert not any(node.front_end.restarts for node in cluster.nodes.values())
         await cluster.all_free()
     for at, events in enumerate(made):
@@ -115,9 +115,9 @@ async def test_whoever_was_refused_a_place_asks_until_there_is_room_again(tiny: 
     async with running(tiny, profile=profile, plan=plan, kv_slots=1) as cluster:
         front_end = cluster.nodes[0].front_end
         await answers(cluster, [(0, request([3, 4, at], 4)) for at in range(3)])
-        assert front_end._asks_first
+        assert front_end.reservations.asks_first
         await answers(cluster, [(0, request([5, 6], 4))])
-        assert not front_end._asks_first
+        assert not front_end.reservations.asks_first
 
 
 async def test_a_server_that_refuses_every_place_is_given_up(

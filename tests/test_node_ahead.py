@@ -3,9 +3,11 @@ guess: in whatever order word comes, and however tokens are drawn, answers are t
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import checkpoints
@@ -28,6 +30,8 @@ from serving import Tiny
 from trimmoe.models.load import open_model
 from trimmoe.policy.presets import PRESETS
 from trimmoe.policy.settings import PolicySettings
+from trimmoe.runtime.node.node import Node
+from trimmoe.runtime.node.records.messages import Onward, Parcel, Partial
 from trimmoe.runtime.sampling import Sampling
 
 either = pytest.mark.parametrize("early", [drafting(0.5), guessing(3)], ids=["drafts", "guesses"])
@@ -55,6 +59,39 @@ async def test_it_does_not_matter_whose_word_comes_first(
         await cluster.all_free()
         assert sum(node.front_end.restarts for node in cluster.nodes.values()) == 0
     assert [tokens_of(events) for events in made] == questions.answers
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("early", [drafting(0.6), guessing(3)], ids=["drafts", "guesses"])
+async def test_rows_of_one_sequence_may_overtake_each_other(
+    tiny: Tiny, questions: Questions, early: PolicySettings, seed: int
+) -> None:
+    """Behind withdrawn tokens too, where what comes first is not what follows the last right one:
+    some rows wait for an expert elsewhere, and others do not."""
+    rng = np.random.default_rng(seed)
+    profile, plan = world(tiny, servers=3, routes=staircase_routes(3))
+    async with running(tiny, profile=profile, plan=plan, policy=early) as cluster:
+        for node in cluster.nodes.values():
+            shuffle(node, rng)
+        made = await answers(cluster, questions.among(3))
+        await cluster.all_free()
+        assert sum(node.front_end.restarts for node in cluster.nodes.values()) == 0
+    assert [tokens_of(events) for events in made] == questions.answers
+
+
+def shuffle(node: Node, rng: np.random.Generator) -> None:
+    """Rows of generated tokens and what experts made of them come up to 20 ms late, each message by
+    itself."""
+    deliver = node._deliver
+
+    def late(sender: int, parcel: Parcel) -> None:
+        if isinstance(parcel.message, (Onward, Partial)) and parcel.message.decoding:
+            wait_s = float(rng.choice([0.0, 0.005, 0.02]))
+            asyncio.get_running_loop().call_later(wait_s, deliver, sender, parcel)
+        else:
+            deliver(sender, parcel)
+
+    node._deliver = late  # type: ignore[method-assign]
 
 
 @either

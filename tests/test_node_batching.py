@@ -344,7 +344,7 @@ async def test_a_route_that_others_fill_makes_requests_wait_and_then_refused(tin
             await soon(anext(hog))
         service = cluster.nodes[0].service
         waiting = [service.submit(request([4, 5, 6], 4)) for _ in range(3)]
-        await until(lambda: cluster.nodes[0].front_end.blocked)
+        await until(lambda: cluster.nodes[0].front_end.reservations.blocked)
         assert service.stats().waiting == 3
         with pytest.raises(Overloaded):
             service.submit(request([7], 2))

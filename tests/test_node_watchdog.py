@@ -57,7 +57,7 @@ async def test_an_answer_goes_on_whatever_vanished(
         swallow(cluster, server, kind, Nth(number))
         front_end = cluster.nodes[0].front_end
         # Else nobody waits for word of a place.
-        front_end._asks_first = kind is Granted
+        front_end.reservations.asks_first = kind is Granted
         made = await soon(read(cluster.nodes[0].service.submit(request([3, 4, 5], 20))))
         assert front_end.stalls == front_end.restarts == 1
         await cluster.all_free()

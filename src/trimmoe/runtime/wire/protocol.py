@@ -19,12 +19,12 @@ from trimmoe.runtime.wire.base import Frame
 from trimmoe.runtime.wire.codec import MalformedFrame, checked_decode
 from trimmoe.runtime.wire.version import Version
 
-WIRE_VERSION = Version(2, 5)
+WIRE_VERSION = Version(2, 6)
 """What this software speaks."""
 # 2.1 brought `trimmed` of `Reserve`, 2.2 what results are verified by (`checks`, `checked`) and
 # `disputed` of `Lost`, 2.3 `wants` of `Rows` and `Prompt` and `follows` of `Token`; since 2.4 what
 # `wants` says is a chance, and no longer a number; 2.5 brought `prompts` and `tokens_per_s` of
-# `LoadReport`.
+# `LoadReport`, 2.6 `cuts` of `Rows`.
 VERIFIES_SINCE = Version(2, 2)
 """Servers that speak an older one pass over what a second computation is for, and would take it for
 a first one."""

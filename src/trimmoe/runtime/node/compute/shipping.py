@@ -22,7 +22,7 @@ from trimmoe.models.sums import sums_in
 from trimmoe.runtime.node.records.messages import NOBODY, Dispatch, Onward, Parcel
 from trimmoe.runtime.node.records.rows import Rows
 from trimmoe.runtime.node.records.sums import parted
-from trimmoe.runtime.node.records.units import Unit, tokens_of, told_unless_zero
+from trimmoe.runtime.node.records.units import Unit, rows_of
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -126,15 +126,8 @@ class Cargo:
         """The message's description of these rows, of which `of` says the other two; with their
         tokens if the units are `moving` on."""
         whole = all(u.count == c for u, c in zip(units, counts.tolist(), strict=True))
-        return Rows(
-            [unit.seat.sequence for unit in units],
-            [unit.start for unit in units],
-            counts.tolist(),
-            [] if whole else self.offset[which].tolist(),
-            told_unless_zero([unit.epoch for unit in units]),
-            tokens_of(units) if moving else [],
-            told_unless_zero([unit.wants for unit in units]) if moving else [],
-        )
+        offsets = [] if whole else self.offset[which].tolist()
+        return rows_of(units, counts.tolist(), offsets, moving=moving)
 
 
 def room(view: MoEView, attended: Tensor) -> Tensor:
@@ -187,15 +180,7 @@ def whole(layer: int, units: Sequence[Unit], hidden: Tensor, wave: Wave, to: int
         to=to,
         message=Onward(
             layer=layer,
-            rows=Rows(
-                [unit.seat.sequence for unit in units],
-                [unit.start for unit in units],
-                [1] * len(units),
-                [],
-                told_unless_zero([unit.epoch for unit in units]),
-                tokens_of(units),
-                told_unless_zero([unit.wants for unit in units]),
-            ),
+            rows=rows_of(units),
             awaited=[[]] * len(units),
             raw=[],
             probes=[unit.probe for unit in units],

@@ -28,6 +28,7 @@ from trimmoe.runtime.node.front.jobs import (
     Job,
 )
 from trimmoe.runtime.node.front.memory import Memory
+from trimmoe.runtime.node.front.reservations import Reservations
 from trimmoe.runtime.node.front.speculation import Speculation
 from trimmoe.runtime.node.front.watchdog import stalled
 from trimmoe.runtime.node.records.checks import prompt
@@ -36,10 +37,8 @@ from trimmoe.runtime.node.records.messages import (
     Message,
     Parcel,
     Release,
-    Reserve,
     Withdraw,
 )
-from trimmoe.runtime.node.records.samplings import pack_sampling, pack_seen
 from trimmoe.runtime.picture import MOST_REQUESTS, Picture, RequestPicture
 from trimmoe.runtime.service import (
     GenerationRequest,
@@ -86,10 +85,6 @@ class FrontEnd:
         self._by_sequence: dict[int, Job] = {}
         self._turn = asyncio.Lock()
         """Places are asked for by one request at a time, in order."""
-        self.blocked = False
-        """Whether the one whose turn it is had to queue for a place."""
-        self._asks_first = False
-        """Whether a prompt waits for its places, since somebody was refused one of late."""
         self.memory = Memory(context)
         self.speculation = Speculation(context, self._by_sequence.get)
         self.answers = Answers(
@@ -98,6 +93,12 @@ class FrontEnd:
             self.speculation,
             self._by_sequence.get,
             lambda job: self._end(job, None),
+        )
+        self.reservations = Reservations(
+            context=context,
+            answers=self.answers,
+            release=self._release,
+            renumber=self._renumber,
         )
         self.restarts = 0
         """Attempts that were lost."""
@@ -120,7 +121,7 @@ class FrontEnd:
             raise Unavailable(health.reason)
         waiting, context = self.waiting, self._context
         if len(self._jobs) >= context.kv_slots + context.max_waiting or (
-            self.blocked and waiting > context.max_waiting
+            self.reservations.blocked and waiting > context.max_waiting
         ):
             raise Overloaded(RETRY_AFTER_S)
         now_s = asyncio.get_running_loop().time()
@@ -234,7 +235,7 @@ class FrontEnd:
                 return
             self._forget(job, put_off=trouble == SHORT)
             if trouble in (REFUSED, SHORT):
-                self._asks_first = job.refused = True
+                self.reservations.asks_first = job.refused = True
                 continue
             self.restarts += 1
             if len(job.tokens) > made:
@@ -277,7 +278,7 @@ class FrontEnd:
             job.begun = None
             job.attempt = attempt
             self._by_sequence[attempt.sequence] = job
-            if not await self._has_places(job, attempt):
+            if not await self.reservations.made(job, attempt):
                 return attempt.trouble.result() if attempt.trouble.done() else LOST
         job.seated = True
         self._context.load_changed()
@@ -286,70 +287,6 @@ class FrontEnd:
 
     def _matching(self, job: Job, route: tuple[int, ...]) -> Begun | None:
         return None if _reads_all(job) else self.memory.match(route, _ids(job))
-
-    async def _has_places(self, job: Job, attempt: Attempt) -> bool:
-        """Have every server of the route keep a place; False if one of them is lost meanwhile.
-
-        While there is room for all, the prompt sets out behind the question and does not wait for
-        the answers, which takes a round trip. Whoever is refused a place then, or is told that less
-        of the prompt is there than was taken for granted, begins anew and asks first.
-        """
-        if self._asks_first or job.refused:
-            return await self._seat(job, attempt)
-        attempt.expected = 0 if attempt.begun is None else attempt.begun.prefix.length
-        for server in attempt.servers:
-            self._reserve(job, attempt, server, waits=False)
-        return not attempt.trouble.done()
-
-    async def _seat(self, job: Job, attempt: Attempt) -> bool:
-        """Wait for a place on every server of the route; else as `_has_places`."""
-        grants = [self._reserve(job, attempt, server, waits=False) for server in attempt.servers]
-        if all(await asyncio.gather(*grants)):
-            self._asks_first = False
-            return not attempt.trouble.done()
-        if attempt.trouble.done():
-            return False
-        self.blocked = True
-        try:
-            self._release(attempt)
-            if attempt.begun is not None and attempt.begun.prefix.moves:
-                attempt.begun = None
-            # Released under the old number, asked for under a new one: no answer is mistaken.
-            del self._by_sequence[attempt.sequence]
-            attempt.sequence = next(self._sequences)
-            self._by_sequence[attempt.sequence] = job
-            for server in attempt.servers:
-                if not await self._reserve(job, attempt, server, waits=True):
-                    return False
-            return not attempt.trouble.done()
-        finally:
-            self.blocked = False
-
-    def _reserve(
-        self, job: Job, attempt: Attempt, server: int, *, waits: bool
-    ) -> asyncio.Future[bool]:
-        grant: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
-        attempt.grants[server] = grant
-        budget, _ = self.answers.quality_of(job)
-        prefix = None if attempt.begun is None else attempt.begun.prefix
-        reserve = Reserve(
-            sequence=attempt.sequence,
-            route=list(attempt.route),
-            sampling=pack_sampling(self.answers.sampling_of(job)),
-            budget=budget,
-            waits=waits,
-            seen=pack_seen(job.request, job.tokens, wanted=self._context.prices.drafts_along),
-            prefix=prefix,
-            trimmed=self._trimmed(job, budget),
-        )
-        tensors = () if job.encoded is None else (job.encoded,)
-        self._context.post(Parcel(to=server, message=reserve, tensors=tensors))
-        return grant
-
-    def _trimmed(self, job: Job, budget: float) -> int:
-        """Tokens of what is read that may spend the budget; the answer's have done so before."""
-        trims = self._context.planner.settings.readings.prompts_trimmed and budget > 0
-        return len(job.request.prompt_ids) if trims else 0
 
     def _send_off(self, job: Job, attempt: Attempt) -> None:
         """The prompt, with what was made of the answer, enters the route: what is not there yet."""
@@ -391,6 +328,13 @@ class FrontEnd:
             attempt.epoch = 1
             for server in attempt.servers:
                 self._post(server, Withdraw(sequence, start, attempt.epoch))
+
+    def _renumber(self, job: Job, attempt: Attempt) -> None:
+        """Places were released under the old number and are asked for under a new one, so that no
+        answer is mistaken."""
+        del self._by_sequence[attempt.sequence]
+        attempt.sequence = next(self._sequences)
+        self._by_sequence[attempt.sequence] = job
 
     def _post(self, server: int, message: Message) -> None:
         self._context.post(Parcel(to=server, message=message))

@@ -50,6 +50,9 @@ class Rows(msgspec.Struct, frozen=True, array_like=True):
     wants: list[int] = []
     """How likely, in so many of `WANTED_IN` cases, drafts of what follows each unit have to be all
     right for its user's server to read them along, 0 where it wants none; empty if none at all."""
+    cuts: list[int] = []
+    """From which position on tokens of each unit's sequence had been withdrawn the last time when
+    it set out; empty if never. The first row that comes to a server need not be the one there."""
 
     @property
     def total(self) -> int:
@@ -80,6 +83,10 @@ class Rows(msgspec.Struct, frozen=True, array_like=True):
         """What drafts are wanted behind one of the units."""
         return self.wants[unit] if self.wants else 0
 
+    def cut(self, unit: int) -> int:
+        """From where on what set out before one of the units was withdrawn."""
+        return self.cuts[unit] if self.cuts else self.starts[unit]
+
     def well_formed(self) -> bool:
         units = len(self.sequences)
         return (
@@ -90,4 +97,6 @@ class Rows(msgspec.Struct, frozen=True, array_like=True):
             and (not self.epochs or (len(self.epochs) == units and min(self.epochs) >= 0))
             and (not self.tokens or (len(self.tokens) == units and min(self.tokens) >= UNKNOWN))
             and (not self.wants or (len(self.wants) == units and min(self.wants) >= 0))
+            and (not self.cuts or (len(self.cuts) == units and min(self.cuts) >= 0))
+            and all(cut <= start for cut, start in zip(self.cuts, self.starts, strict=False))
         )

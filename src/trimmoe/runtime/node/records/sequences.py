@@ -108,6 +108,11 @@ class Seat:
         """Up to where all layers are written."""
         return min(written.length for written in self.written.values())
 
+    def cut_at(self, epoch: int) -> int:
+        """From which position on what set out before the `epoch`-th time is void; 0 where nothing
+        was withdrawn yet."""
+        return self.cuts[epoch - 1] if epoch else 0
+
     def withdraw(self, start: int, epoch: int) -> bool:
         """What set out before the `epoch`-th time that tokens were withdrawn is void from `start`
         on; whether that is news."""

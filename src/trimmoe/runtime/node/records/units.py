@@ -247,20 +247,28 @@ def boarded(units: Sequence[Unit]) -> tuple[list[Unit], Wave]:
     return ordered, join_waves(waves)
 
 
-def rows_of(units: Sequence[Unit]) -> Rows:
-    """All rows of these units."""
+def rows_of(
+    units: Sequence[Unit],
+    counts: list[int] | None = None,
+    offsets: list[int] | None = None,
+    *,
+    moving: bool = True,
+) -> Rows:
+    """All rows of these units, or so many of each, which have these offsets there; with what is
+    told of their sequences if they are `moving` on."""
     return Rows(
         [unit.seat.sequence for unit in units],
         [unit.start for unit in units],
-        [unit.count for unit in units],
-        [],
+        [unit.count for unit in units] if counts is None else counts,
+        offsets or [],
         told_unless_zero([unit.epoch for unit in units]),
-        tokens_of(units),
-        told_unless_zero([unit.wants for unit in units]),
+        _tokens_of(units) if moving else [],
+        told_unless_zero([unit.wants for unit in units]) if moving else [],
+        told_unless_zero([unit.seat.cut_at(unit.epoch) for unit in units]) if moving else [],
     )
 
 
-def tokens_of(units: Sequence[Unit]) -> list[int]:
+def _tokens_of(units: Sequence[Unit]) -> list[int]:
     """As in `Rows`."""
     tokens = [
         UNKNOWN if unit.seat.seen is None or unit.count > 1 else unit.seat.seen.at(unit.start)
@@ -270,5 +278,5 @@ def tokens_of(units: Sequence[Unit]) -> list[int]:
 
 
 def told_unless_zero(values: list[int]) -> list[int]:
-    """As epochs and wants in `Rows`: none where there are none but zeros."""
+    """As epochs, wants and cuts in `Rows`: none where there are none but zeros."""
     return values if any(values) else []

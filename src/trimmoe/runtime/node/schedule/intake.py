@@ -284,7 +284,7 @@ class Intake:
             if seat is None:
                 continue
             self._require_gathers(seat, message.layer, sender)
-            self.withdraw(sequence, start, epoch)
+            self.withdraw(sequence, rows.cut(index), epoch)
             seat.note(start, epoch, rows.token(index))
             unit = Unit(
                 seat=seat,
