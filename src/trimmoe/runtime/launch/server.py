@@ -365,7 +365,7 @@ async def _serve_http(
             raise RuntimeError("the HTTP server ended by itself; see the log")
         if not orders.stop.is_set():
             config.timeout_graceful_shutdown = None
-            server.should_exit = True
+            server.should_exit = server.drains = True
             await asyncio.wait((serving, told[0]), return_when=asyncio.FIRST_COMPLETED)
             orders.drained = serving.done()
             await orders.stop.wait()
