@@ -27,7 +27,7 @@ from trimmoe.models.load import open_model
 from trimmoe.policy.presets import PRESETS
 from trimmoe.policy.settings import PolicySettings
 from trimmoe.runtime.node.node import Node
-from trimmoe.runtime.node.records.messages import MESSAGE_TYPES
+from trimmoe.runtime.node.records.messages import MESSAGE_TYPES, Message, Parcel
 from trimmoe.runtime.node.settings import NodeSettings
 from trimmoe.runtime.service import GenerationRequest, TokenEvent, TokenStream
 from trimmoe.runtime.wire.base import Carrier, Frame
@@ -268,6 +268,19 @@ async def running(
         for transport in servers.transports.values():
             await transport.close()
         servers.release()
+
+
+def delay(node: Node, wait_s: Callable[[Message], float]) -> None:
+    """Messages come so much later, each by itself, and those that wait 0 s at once."""
+    deliver = node._deliver
+
+    def later(sender: int, parcel: Parcel) -> None:
+        if seconds := wait_s(parcel.message):
+            asyncio.get_running_loop().call_later(seconds, deliver, sender, parcel)
+        else:
+            deliver(sender, parcel)
+
+    node._deliver = later  # type: ignore[method-assign]
 
 
 def request(prompt: Sequence[int], new: int = 8, **changes: Any) -> GenerationRequest:

@@ -14,6 +14,7 @@ import torch
 from nodes import (
     answers,
     constant_routes,
+    delay,
     guessing,
     read,
     request,
@@ -23,6 +24,7 @@ from nodes import (
     world,
 )
 from serving import Tiny
+from test_node_watchdog import swallow
 from trimmoe.models.exact import greedy
 from trimmoe.policy.presets import PRESETS
 from trimmoe.policy.settings import PolicySettings
@@ -46,35 +48,11 @@ lossless = pytest.mark.parametrize(
 )
 
 
-def late(node: Any, kind: type[Message]) -> None:
-    """Messages of a kind come later than those that were sent after them."""
-    deliver = node._deliver
-
-    def slowly(sender: int, parcel: Parcel) -> None:
-        if isinstance(parcel.message, kind):
-            asyncio.get_running_loop().call_later(LATE_S, deliver, sender, parcel)
-        else:
-            deliver(sender, parcel)
-
-    node._deliver = slowly
-
-
-def lose(node: Any, kind: type[Message]) -> None:
-    """Messages of a kind from other servers do not come at all."""
-    deliver = node._deliver
-
-    def without(sender: int, parcel: Parcel) -> None:
-        if not isinstance(parcel.message, kind):
-            deliver(sender, parcel)
-
-    node._deliver = without
-
-
 @lossless
 async def test_rows_that_overtake_the_question_are_kept(tiny: Tiny, policy: PolicySettings) -> None:
     profile, plan = world(tiny, servers=3, routes=staircase_routes(3))
     async with running(tiny, profile=profile, plan=plan, policy=policy) as cluster:
-        late(cluster.nodes[2], Reserve)
+        delay(cluster.nodes[2], lambda one: LATE_S * isinstance(one, Reserve))
         made = await answers(cluster, [(0, request([3, 4, at], 8)) for at in range(3)])
         assert cluster.nodes[0].front_end.restarts == 0
         assert not cluster.nodes[2].admission._early
@@ -87,7 +65,7 @@ async def test_rows_that_overtake_the_question_are_kept(tiny: Tiny, policy: Poli
 async def test_nobody_waits_for_word_of_a_place(tiny: Tiny, policy: PolicySettings) -> None:
     profile, plan = world(tiny, servers=3, routes=staircase_routes(3))
     async with running(tiny, profile=profile, plan=plan, policy=policy) as cluster:
-        lose(cluster.nodes[0], Granted)
+        swallow(cluster, 0, Granted, lambda: True)
         (made,) = await answers(cluster, [(0, request([3, 4, 5], 8))])
         assert cluster.nodes[0].front_end.restarts == 0
         await cluster.all_free()

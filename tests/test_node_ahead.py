@@ -3,7 +3,6 @@ guess: in whatever order word comes, and however tokens are drawn, answers are t
 
 from __future__ import annotations
 
-import asyncio
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,6 +13,7 @@ import checkpoints
 from nodes import (
     UnevenNetwork,
     answers,
+    delay,
     drafting,
     guessing,
     hybrid_routes,
@@ -31,7 +31,7 @@ from trimmoe.models.load import open_model
 from trimmoe.policy.presets import PRESETS
 from trimmoe.policy.settings import PolicySettings
 from trimmoe.runtime.node.node import Node
-from trimmoe.runtime.node.records.messages import Onward, Parcel, Partial
+from trimmoe.runtime.node.records.messages import Message, Onward, Partial
 from trimmoe.runtime.sampling import Sampling
 
 either = pytest.mark.parametrize("early", [drafting(0.5), guessing(3)], ids=["drafts", "guesses"])
@@ -82,16 +82,12 @@ async def test_rows_of_one_sequence_may_overtake_each_other(
 def shuffle(node: Node, rng: np.random.Generator) -> None:
     """Rows of generated tokens and what experts made of them come up to 20 ms late, each message by
     itself."""
-    deliver = node._deliver
 
-    def late(sender: int, parcel: Parcel) -> None:
-        if isinstance(parcel.message, (Onward, Partial)) and parcel.message.decoding:
-            wait_s = float(rng.choice([0.0, 0.005, 0.02]))
-            asyncio.get_running_loop().call_later(wait_s, deliver, sender, parcel)
-        else:
-            deliver(sender, parcel)
+    def wait_s(message: Message) -> float:
+        moves = isinstance(message, (Onward, Partial)) and message.decoding
+        return float(rng.choice([0.0, 0.005, 0.02])) if moves else 0.0
 
-    node._deliver = late  # type: ignore[method-assign]
+    delay(node, wait_s)
 
 
 @either
