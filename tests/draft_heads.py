@@ -10,15 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from trimmoe.models.compiled.view import CompiledView
-from trimmoe.models.draft_head import (
-    NORMS,
-    Chain,
-    DraftHead,
-    Floats,
-    HeadMemory,
-    HeadWeights,
-    Sizes,
-)
+from trimmoe.models.draft_chains import Chain, Floats
+from trimmoe.models.draft_head import NORMS, DraftHead, HeadMemory, HeadWeights, Sizes
 
 
 def random_head(

@@ -33,15 +33,8 @@ from trimmoe.core.errors import UserError
 from trimmoe.core.machines import Work
 from trimmoe.models import draft_head, draft_head_file
 from trimmoe.models.compiled.view import CompiledView
-from trimmoe.models.draft_head import (
-    FILE,
-    Chain,
-    DraftHead,
-    HeadMemory,
-    HeadWeights,
-    Piece,
-    expected_tokens,
-)
+from trimmoe.models.draft_chains import Chain, Piece, expected_tokens
+from trimmoe.models.draft_head import FILE, DraftHead, HeadMemory, HeadWeights
 from trimmoe.models.draft_head_file import load_draft_head, open_draft_head, save_draft_head
 from trimmoe.runtime.node.compute import guesses as guesses_module
 from trimmoe.runtime.node.compute.draft_runner import DraftRunner

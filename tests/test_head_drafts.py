@@ -15,7 +15,8 @@ from questions import Questions
 from serving import Tiny
 from test_api_service import read, running
 from trimmoe.models.compiled.view import CompiledView
-from trimmoe.models.draft_head import DraftHead, HeadMemory, Piece
+from trimmoe.models.draft_chains import Piece
+from trimmoe.models.draft_head import DraftHead, HeadMemory
 from trimmoe.runtime import head_drafts
 from trimmoe.runtime.exact_decoder import ExactDecoder
 from trimmoe.runtime.head_drafts import HeadDrafts, Wish

@@ -19,15 +19,13 @@ from trimmoe.core.plan import Plan
 from trimmoe.policy.presets import PRESETS
 from trimmoe.runtime.node.records.messages import (
     MESSAGE_TYPES,
-    After,
     Followed,
-    LedgerSpec,
     Partial,
     Propagate,
-    Token,
     Tokens,
 )
 from trimmoe.runtime.node.records.rows import Rows
+from trimmoe.runtime.node.records.tokens import After, LedgerSpec, Token
 from trimmoe.runtime.wire.base import Frame, Received
 from trimmoe.runtime.wire.codec import MalformedFrame, decode
 from trimmoe.runtime.wire.memory import MemoryNetwork

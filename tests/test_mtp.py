@@ -22,7 +22,7 @@ from trimmoe.core.precision import Precision
 from trimmoe.models import draft_head
 from trimmoe.models.checkpoint import weight_file_names
 from trimmoe.models.compiled.view import CompiledView
-from trimmoe.models.draft_head import Chain
+from trimmoe.models.draft_chains import Chain
 from trimmoe.models.draft_head_file import open_draft_head
 from trimmoe.models.exact import full_depth
 from trimmoe.models.general.catalogue import class_of

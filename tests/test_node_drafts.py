@@ -28,8 +28,9 @@ from serving import Tiny
 from trimmoe.core.ledger import Ledger
 from trimmoe.runtime.node.front.drafts import Pending
 from trimmoe.runtime.node.records.contents import affected
-from trimmoe.runtime.node.records.messages import After, Followed, Token
+from trimmoe.runtime.node.records.messages import Followed
 from trimmoe.runtime.node.records.packing import pack_ledger
+from trimmoe.runtime.node.records.tokens import After, Token
 from trimmoe.runtime.service import Ahead
 
 

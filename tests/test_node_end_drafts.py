@@ -39,7 +39,8 @@ from trimmoe.runtime.node.compute import end_drafts
 from trimmoe.runtime.node.compute.end_drafts import EndDrafts
 from trimmoe.runtime.node.front import speculation as speculation_module
 from trimmoe.runtime.node.outbox import Outbox
-from trimmoe.runtime.node.records.messages import Parcel, Token, Withdraw
+from trimmoe.runtime.node.records.messages import Parcel, Withdraw
+from trimmoe.runtime.node.records.tokens import Token
 from trimmoe.runtime.sampling import Sampling
 
 SPECULATIVE = replace(PRESETS["speculative"](), guess_chance=0.0)

@@ -46,15 +46,16 @@ from trimmoe.runtime.node.compute.worker import Worker
 from trimmoe.runtime.node.front.drafts import Pending
 from trimmoe.runtime.node.front.guess_prices import GuessPrices
 from trimmoe.runtime.node.front.jobs import Attempt
-from trimmoe.runtime.node.records.messages import Token
 from trimmoe.runtime.node.records.output import Arrival, BatchOutput
 from trimmoe.runtime.node.records.readings import Foreseen
 from trimmoe.runtime.node.records.sequences import Seat
+from trimmoe.runtime.node.records.tokens import Token
 from trimmoe.runtime.node.records.units import Unit
 from trimmoe.runtime.node.records.work import Step
 from trimmoe.runtime.node.schedule.scheduler import Scheduler
 from trimmoe.runtime.sampling import Sampling
 from trimmoe.runtime.service import Unavailable
+from trimmoe.runtime.wire.memory import MemoryNetwork
 from wires import soon, until
 
 SEAT: dict[str, Any] = {
@@ -291,7 +292,7 @@ async def test_what_a_head_names_is_made_ready_for_the_next_reading_where_full_d
     monkeypatch.setattr(GuessPrices, "drafts_along", False)
     profile, plan = begins_whole(tiny)
     sampling = Sampling(temperature=temperature, seed=3, stream=0)
-    asked = [(0, request(words(9, seed=seed), 40, sampling=sampling)) for seed in range(4)]
+    asked = [(0, request(words(9, seed=seed), 30, sampling=sampling)) for seed in range(4)]
     take, taken = DraftRunner.take_prepared, []
 
     def counted(runner: DraftRunner, *which: int) -> Prepared | None:
@@ -301,7 +302,7 @@ async def test_what_a_head_names_is_made_ready_for_the_next_reading_where_full_d
     monkeypatch.setattr(DraftRunner, "take_prepared", counted)
     made: list[list[list[int]]] = []
     for policy in (PRESETS["exact"](), guessing(6)):
-        network = UnevenNetwork(5)
+        network = UnevenNetwork(5) if made else MemoryNetwork()
         async with running(
             tiny, profile=profile, plan=plan, policy=policy, network=network
         ) as cluster:

@@ -22,13 +22,10 @@ from trimmoe.core.ledger import Kind, Ledger
 from trimmoe.core.wave import NOT_PROBED, Wave
 from trimmoe.runtime.node.records.messages import (
     MESSAGE_TYPES,
-    After,
     Ask,
-    ChargeSpec,
     Dispatch,
     Followed,
     Granted,
-    LedgerSpec,
     LoadReport,
     Message,
     Onward,
@@ -37,16 +34,13 @@ from trimmoe.runtime.node.records.messages import (
     Prefix,
     Prompt,
     Propagate,
-    ReceiptSpec,
     Release,
     Reserve,
     Retain,
     Running,
     SamplingSpec,
-    ScoreSpec,
     SeenSpec,
     Start,
-    Token,
     Tokens,
     Vitals,
     Withdraw,
@@ -64,6 +58,14 @@ from trimmoe.runtime.node.records.packing import (
 )
 from trimmoe.runtime.node.records.rows import Rows
 from trimmoe.runtime.node.records.sequences import Written
+from trimmoe.runtime.node.records.tokens import (
+    After,
+    ChargeSpec,
+    LedgerSpec,
+    ReceiptSpec,
+    ScoreSpec,
+    Token,
+)
 from trimmoe.runtime.wire.codec import decode, encode
 from wires import until
 

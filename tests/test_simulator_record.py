@@ -29,7 +29,8 @@ from trimmoe.core.trace import Trace, load_trace
 from trimmoe.experiments.method_engines import make_engine
 from trimmoe.models.base import MoEView
 from trimmoe.models.compiled.view import CompiledView
-from trimmoe.models.draft_head import Chain, DraftHead
+from trimmoe.models.draft_chains import Chain
+from trimmoe.models.draft_head import DraftHead
 from trimmoe.models.exact import full_depth, greedy
 from trimmoe.models.load import load_tokenizer, open_model
 from trimmoe.placement.make import default, make_plan

@@ -9,7 +9,7 @@ from torch import Tensor
 from trimmoe.calibrate.windows import Windows
 from trimmoe.core.specs import MOST_DRAFTED, BoolArray, FloatArray, IntArray
 from trimmoe.models.base import MoEView
-from trimmoe.models.draft_head import Chain, Piece
+from trimmoe.models.draft_chains import Chain, Piece
 
 
 @torch.inference_mode()

@@ -43,7 +43,7 @@ from trimmoe.models.cache import KVCache
 from trimmoe.models.sums import sums_in
 
 if TYPE_CHECKING:
-    from trimmoe.models.draft_head import AnyHead
+    from trimmoe.models.draft_chains import AnyHead
 
 DROPPED = -1
 """Expert number of a slot that runs nothing."""

@@ -14,7 +14,8 @@ from trimmoe.core.errors import UserError
 from trimmoe.core.precision import GROUP
 from trimmoe.models.base import MoEView
 from trimmoe.models.compiled.view import CompiledView
-from trimmoe.models.draft_head import FILE, NORMS, DraftHead, Floats, HeadWeights, Sizes
+from trimmoe.models.draft_chains import Floats
+from trimmoe.models.draft_head import FILE, NORMS, DraftHead, HeadWeights, Sizes
 from trimmoe.models.formats.choose import folder_of
 
 FORMAT = 1

@@ -23,8 +23,7 @@ from trimmoe.models.base import MoEView, TokenBatch
 from trimmoe.models.cache import KVCache
 from trimmoe.models.checkpoint import Checkpoint, Entry
 from trimmoe.models.compiled.view import CompiledView
-from trimmoe.models.draft_head import (
-    BITS,
+from trimmoe.models.draft_chains import (
     Chain,
     Floats,
     Frequent,
@@ -34,6 +33,7 @@ from trimmoe.models.draft_head import (
     Product,
     normed,
 )
+from trimmoe.models.draft_head import BITS
 from trimmoe.models.exact import full_depth
 from trimmoe.models.family import build_spec
 from trimmoe.models.formats.choose import (

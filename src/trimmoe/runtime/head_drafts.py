@@ -12,7 +12,7 @@ from torch import Tensor
 
 from trimmoe.core.specs import MOST_DRAFTED
 from trimmoe.models.base import MoEView
-from trimmoe.models.draft_head import LIKELY, Chain, Memory, Piece
+from trimmoe.models.draft_chains import LIKELY, Chain, Memory, Piece
 
 MOST_UNREAD = 2048
 """Tokens of a sequence that the head reads later on; of more it never reads the first ones."""

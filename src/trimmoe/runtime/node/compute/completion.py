@@ -17,20 +17,16 @@ from trimmoe.core.ledger import Ledger
 from trimmoe.policy.settings import PolicySettings
 from trimmoe.runtime.node.compute.end_drafts import EndDrafts
 from trimmoe.runtime.node.compute.runner import ModelRunner
-from trimmoe.runtime.node.records.messages import (
-    NO_TOKEN,
+from trimmoe.runtime.node.records.messages import NO_TOKEN, Followed, Parcel, Propagate, Tokens
+from trimmoe.runtime.node.records.packing import pack_ledger, pack_receipt
+from trimmoe.runtime.node.records.tokens import (
     After,
     ChargeSpec,
-    Followed,
     LedgerSpec,
-    Parcel,
-    Propagate,
     ReceiptSpec,
     ScoreSpec,
     Token,
-    Tokens,
 )
-from trimmoe.runtime.node.records.packing import pack_ledger, pack_receipt
 from trimmoe.runtime.node.records.units import Unit, rows_of
 from trimmoe.runtime.sampling import draw
 from trimmoe.runtime.scores import Score

@@ -18,7 +18,7 @@ from trimmoe.core.profile import Profile
 from trimmoe.cost.guessing import first_layer
 from trimmoe.models.base import MoEView
 from trimmoe.models.cache import KVCache
-from trimmoe.models.draft_head import Memory
+from trimmoe.models.draft_chains import Memory
 from trimmoe.runtime.home import Own, held_here, stand_ins
 from trimmoe.runtime.node.records.readings import Foreseen, Reading
 from trimmoe.runtime.node.records.units import Unit

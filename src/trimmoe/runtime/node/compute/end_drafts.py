@@ -16,8 +16,8 @@ from torch import Tensor
 from trimmoe.core.specs import MOST_DRAFTED
 from trimmoe.models.base import MoEView
 from trimmoe.runtime.head_drafts import HeadDrafts, Wish
-from trimmoe.runtime.node.records.messages import Token
 from trimmoe.runtime.node.records.rows import WANTED_IN
+from trimmoe.runtime.node.records.tokens import Token
 from trimmoe.runtime.node.records.units import Unit
 
 

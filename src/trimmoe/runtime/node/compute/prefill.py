@@ -18,8 +18,8 @@ from trimmoe.runtime.node.compute.shipping import Cargo, Split, dispatched, onwa
 from trimmoe.runtime.node.compute.states import states_of
 from trimmoe.runtime.node.compute.worker import Worker
 from trimmoe.runtime.node.records.exact_hosts import ExactHosts
-from trimmoe.runtime.node.records.messages import ChargeSpec
 from trimmoe.runtime.node.records.output import BatchOutput
+from trimmoe.runtime.node.records.tokens import ChargeSpec
 from trimmoe.runtime.node.records.units import Unit
 from trimmoe.runtime.scores import scored
 

@@ -21,9 +21,10 @@ from trimmoe.policy.relaxed import RANKED, keeps, runner_up
 from trimmoe.runtime.node.front.jobs import Attempt, FrontEndContext, Job
 from trimmoe.runtime.node.front.memory import Memory
 from trimmoe.runtime.node.front.speculation import Speculation, ended
-from trimmoe.runtime.node.records.messages import After, Parcel, Token, Withdraw
+from trimmoe.runtime.node.records.messages import Parcel, Withdraw
 from trimmoe.runtime.node.records.packing import unpack_charge, unpack_ledger, unpack_receipt
 from trimmoe.runtime.node.records.samplings import unpack_scores
+from trimmoe.runtime.node.records.tokens import After, Token
 from trimmoe.runtime.sampling_params import Sampling
 from trimmoe.runtime.service import TokenEvent, quality
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from trimmoe.core.ledger import Ledger
-from trimmoe.runtime.node.records.messages import Token
+from trimmoe.runtime.node.records.tokens import Token
 from trimmoe.runtime.service import Ahead
 
 Kind = Literal["guess", "model", "head", "copy", "draft"]

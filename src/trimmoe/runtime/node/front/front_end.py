@@ -32,13 +32,7 @@ from trimmoe.runtime.node.front.reservations import Reservations
 from trimmoe.runtime.node.front.speculation import Speculation
 from trimmoe.runtime.node.front.watchdog import stalled
 from trimmoe.runtime.node.records.checks import prompt
-from trimmoe.runtime.node.records.messages import (
-    ANY_POSITION,
-    Message,
-    Parcel,
-    Release,
-    Withdraw,
-)
+from trimmoe.runtime.node.records.messages import ANY_POSITION, Message, Parcel, Release, Withdraw
 from trimmoe.runtime.picture import MOST_REQUESTS, Picture, RequestPicture
 from trimmoe.runtime.service import (
     GenerationRequest,

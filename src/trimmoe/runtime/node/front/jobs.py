@@ -14,10 +14,11 @@ from trimmoe.runtime.node.front.drafts import Pending
 from trimmoe.runtime.node.front.guess_prices import GuessPrices
 from trimmoe.runtime.node.front.lookup import Lookup
 from trimmoe.runtime.node.records.encoder import Encoder
-from trimmoe.runtime.node.records.messages import Parcel, Prefix, Token
+from trimmoe.runtime.node.records.messages import Parcel, Prefix
 from trimmoe.runtime.node.records.output import Arrival
 from trimmoe.runtime.node.records.readings import Reading
 from trimmoe.runtime.node.records.rows import wanted
+from trimmoe.runtime.node.records.tokens import Token
 from trimmoe.runtime.node.watch.planner import Planner
 from trimmoe.runtime.picture import Picture, RequestPicture
 from trimmoe.runtime.seen import Seen

@@ -13,9 +13,9 @@ from math import isinf
 from trimmoe.engine.lead import HEAD, Lead
 from trimmoe.runtime.node.front.drafts import GUESSED, Guessing, Kind
 from trimmoe.runtime.node.front.jobs import Attempt, FrontEndContext, Job
-from trimmoe.runtime.node.records.messages import Token
 from trimmoe.runtime.node.records.output import Arrival
 from trimmoe.runtime.node.records.readings import Reading
+from trimmoe.runtime.node.records.tokens import Token
 from trimmoe.runtime.service import FinishReason
 
 MOST_UNDRAFTED = 40

@@ -15,16 +15,8 @@ import numpy as np
 from trimmoe.core.events import Receipt
 from trimmoe.core.ledger import Kind, Ledger
 from trimmoe.core.wave import FLOATS, INTS, NOT_PROBED, Wave, width_of
-from trimmoe.runtime.node.records.messages import (
-    NO_KIND,
-    ChargeSpec,
-    LedgerSpec,
-    Onward,
-    Parcel,
-    ReceiptSpec,
-    Start,
-    access_of,
-)
+from trimmoe.runtime.node.records.messages import Onward, Parcel, Start, access_of
+from trimmoe.runtime.node.records.tokens import NO_KIND, ChargeSpec, LedgerSpec, ReceiptSpec
 
 MOST_MESSAGES = 1 << 16
 """Between two servers for one token; as many, less one, as a packed ledger has room for."""

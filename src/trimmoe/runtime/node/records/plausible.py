@@ -9,22 +9,24 @@ import math
 from collections.abc import Iterable, Sequence
 
 from trimmoe.runtime.node.records.messages import (
-    After,
     Ask,
-    ChargeSpec,
-    LedgerSpec,
     Message,
     Prompt,
-    ReceiptSpec,
     Release,
     Reserve,
     Retain,
     SamplingSpec,
-    ScoreSpec,
     Start,
-    Token,
     Withdraw,
     access_of,
+)
+from trimmoe.runtime.node.records.tokens import (
+    After,
+    ChargeSpec,
+    LedgerSpec,
+    ReceiptSpec,
+    ScoreSpec,
+    Token,
 )
 
 _MOST_SLOTS = 1 << 20

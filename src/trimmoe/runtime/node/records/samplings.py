@@ -8,7 +8,8 @@ from collections.abc import Sequence
 import msgspec
 
 from trimmoe.runtime.guides import Guide
-from trimmoe.runtime.node.records.messages import SamplingSpec, ScoreSpec, SeenSpec
+from trimmoe.runtime.node.records.messages import SamplingSpec, SeenSpec
+from trimmoe.runtime.node.records.tokens import ScoreSpec
 from trimmoe.runtime.sampling import Sampling
 from trimmoe.runtime.scores import Score
 from trimmoe.runtime.seen import Seen
