@@ -34,8 +34,9 @@ from trimmoe.core.profile import load_profile
 from trimmoe.core.specs import BoolArray, IntArray
 from trimmoe.core.stand_ins import numbered
 from trimmoe.experiments.opening import profile_path, resolved
-from trimmoe.models.base import DROPPED, MoEView, Routing
+from trimmoe.models.base import DROPPED, MoEView
 from trimmoe.models.load import load_tokenizer, open_model
+from trimmoe.models.passed import Routing
 from trimmoe.progress import Bars
 from trimmoe.runtime.observe import Observer
 

@@ -31,7 +31,7 @@ from questions import Questions
 from serving import Tiny
 from trimmoe.core.errors import UserError
 from trimmoe.core.machines import Work
-from trimmoe.models import draft_head, draft_head_file
+from trimmoe.models import draft_chains, draft_head_file
 from trimmoe.models.compiled.view import CompiledView
 from trimmoe.models.draft_chains import Chain, Piece, expected_tokens
 from trimmoe.models.draft_head import FILE, DraftHead, HeadMemory, HeadWeights
@@ -70,7 +70,7 @@ def test_a_head_says_what_its_weights_say(
 ) -> None:
     """But for rounding to few bits: what it names is among what they take for most probable."""
     weights = random_head(HIDDEN, VOCABULARY, inner=inner)
-    monkeypatch.setattr(draft_head, "FREQUENT_BITS", 8)
+    monkeypatch.setattr(draft_chains, "FREQUENT_BITS", 8)
     head, states = compiled(weights), STATES[:length]
     memory = head.begin()
     head.read(memory, 0, states.numpy(), TOKENS[:length])

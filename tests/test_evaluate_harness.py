@@ -21,8 +21,9 @@ from trimmoe.core.ledger import Kind, Ledger
 from trimmoe.evaluate.harness import DriverLM, cut_at
 from trimmoe.evaluate.jobs import Forced
 from trimmoe.evaluate.reference import ExactReference
-from trimmoe.models.base import EncoderDecoderView, MoEView
+from trimmoe.models.base import MoEView
 from trimmoe.models.cache import cache_argument
+from trimmoe.models.encoder_decoder import EncoderDecoderView
 from trimmoe.models.load import open_model
 from trimmoe.policy.presets import exact, trimmoe
 

@@ -20,12 +20,13 @@ from torch import Tensor
 from checkpoints import DECODERS, Folder, reference, written_once
 from recording import Anew
 from trimmoe.models import replay, together
-from trimmoe.models.base import DROPPED, ExpertNotLoaded, MoEView, Segment
+from trimmoe.models.base import DROPPED, ExpertNotLoaded, MoEView
 from trimmoe.models.cache import KVCache
 from trimmoe.models.decoder_view import DecoderView
 from trimmoe.models.exact import full_depth, greedy
 from trimmoe.models.experts import ExpertStack
 from trimmoe.models.load import known_device, model_spec, open_model
+from trimmoe.models.passed import Segment
 from trimmoe.models.replay import Passed, Replays
 
 ACCELERATOR = known_device("auto")

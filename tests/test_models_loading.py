@@ -17,7 +17,8 @@ from safetensors.torch import load_file, save_file
 from checkpoints import LAYOUTS, Folder, reference, written_once
 from trimmoe.core.errors import UserError
 from trimmoe.models import hashing
-from trimmoe.models.base import EncoderDecoderView, ExpertNotLoaded
+from trimmoe.models.base import ExpertNotLoaded
+from trimmoe.models.encoder_decoder import EncoderDecoderView
 from trimmoe.models.load import load_tokenizer, model_hash, model_spec, open_model
 
 CHOICE = {0: [1, 3], 2: [0]}

@@ -11,8 +11,10 @@ from torch import Tensor
 
 from checkpoints import DECODERS, Folder, reference, written_once
 from trimmoe.core.errors import UserError
-from trimmoe.models.base import EncoderDecoderView, MoEView, TokenBatch
+from trimmoe.models.base import MoEView
+from trimmoe.models.batch import TokenBatch
 from trimmoe.models.cache import KVCache
+from trimmoe.models.encoder_decoder import EncoderDecoderView
 from trimmoe.models.exact import exact_logits, full_depth, greedy
 from trimmoe.models.load import open_model
 

@@ -23,8 +23,8 @@ from checkpoints import write
 from encoders import Encoder
 from trimmoe.core.errors import UserError
 from trimmoe.core.precision import Precision
-from trimmoe.models.base import EncoderDecoderView
 from trimmoe.models.compiled.view import CompiledView
+from trimmoe.models.encoder_decoder import EncoderDecoderView
 from trimmoe.models.exact import exact_logits
 from trimmoe.models.family import GATE_UP_DOWN
 from trimmoe.models.formats.choose import open_checkpoint

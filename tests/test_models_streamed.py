@@ -15,8 +15,10 @@ from torch import Tensor
 
 from checkpoints import DECODERS, LAYOUTS, Folder, written_once
 from trimmoe.core.errors import UserError
-from trimmoe.models.base import EncoderDecoderView, ExpertNotLoaded, MoEView, TokenBatch
+from trimmoe.models.base import ExpertNotLoaded, MoEView
+from trimmoe.models.batch import TokenBatch
 from trimmoe.models.cache import KVCache
+from trimmoe.models.encoder_decoder import EncoderDecoderView
 from trimmoe.models.exact import exact_logits, full_depth
 from trimmoe.models.experts import ExpertStacks
 from trimmoe.models.load import open_model

@@ -19,7 +19,7 @@ from nodes import request
 from test_api_service import read, running
 from trimmoe.core.errors import UserError
 from trimmoe.core.precision import Precision
-from trimmoe.models import draft_head
+from trimmoe.models import draft_chains
 from trimmoe.models.checkpoint import weight_file_names
 from trimmoe.models.compiled.view import CompiledView
 from trimmoe.models.draft_chains import Chain
@@ -134,7 +134,7 @@ def test_it_drafts_what_the_modules_of_transformers_say(
 ) -> None:
     """One upon another, but for rounding to eight bits: what it names is among what they take for
     most probable."""
-    monkeypatch.setattr(draft_head, "FREQUENT_BITS", 8)
+    monkeypatch.setattr(draft_chains, "FREQUENT_BITS", 8)
     view, head = opened(brought, precision)
     *known, last = TOKENS
     states = states_of(view, known)

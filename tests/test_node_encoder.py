@@ -14,7 +14,7 @@ import checkpoints
 from factories import random_cluster, random_profile
 from nodes import answers, read, request, running, tokens_of
 from synthetic import random_plan
-from trimmoe.models.base import EncoderDecoderView
+from trimmoe.models.encoder_decoder import EncoderDecoderView
 from trimmoe.models.load import open_model
 from trimmoe.runtime.node.records.checks import Geometry, check
 from trimmoe.runtime.node.records.messages import Reserve

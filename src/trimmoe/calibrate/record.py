@@ -18,7 +18,8 @@ from trimmoe.calibrate.sweep import Sweep, Visit
 from trimmoe.calibrate.windows import Windows, run_layer
 from trimmoe.calibrate.workers import side_by_side
 from trimmoe.core.specs import BoolArray, FloatArray, IntArray
-from trimmoe.models.base import MoEView, Routing
+from trimmoe.models.base import MoEView
+from trimmoe.models.passed import Routing
 
 _PROBE_TOKENS = 1024
 """Tokens on which every layer meets the output head; later ones only where that pays."""

@@ -37,7 +37,8 @@ from trimmoe.core.loss_curves import Rung
 from trimmoe.core.profile import PROFILE_FORMAT, PROFILE_KIND, Profile
 from trimmoe.core.specs import FloatArray
 from trimmoe.cost.thresholds import skipped_layers, thresholds
-from trimmoe.models.base import EncoderDecoderView, MoEView
+from trimmoe.models.base import MoEView
+from trimmoe.models.encoder_decoder import EncoderDecoderView
 
 
 def calibrate(

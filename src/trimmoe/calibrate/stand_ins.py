@@ -17,7 +17,8 @@ from trimmoe.calibrate.products import gram
 from trimmoe.calibrate.record import Advance, Recording
 from trimmoe.calibrate.settings import CalibrationSettings
 from trimmoe.calibrate.workers import side_by_side
-from trimmoe.models.base import MoEView, Routing
+from trimmoe.models.base import MoEView
+from trimmoe.models.passed import Routing
 
 _RIDGE = 1e-3
 """Penalty, as a share of the mean variance of what is read."""

@@ -22,8 +22,10 @@ from trimmoe.calibrate.mapped import States
 from trimmoe.calibrate.windows import Windows, run_layer
 from trimmoe.calibrate.workers import side_by_side, workers_for
 from trimmoe.core.specs import IntArray
-from trimmoe.models.base import EncoderDecoderView, MoEView, TokenBatch
+from trimmoe.models.base import MoEView
+from trimmoe.models.batch import TokenBatch
 from trimmoe.models.cache import KVCache
+from trimmoe.models.encoder_decoder import EncoderDecoderView
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

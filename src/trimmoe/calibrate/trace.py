@@ -26,7 +26,8 @@ from trimmoe.core.profile import Profile
 from trimmoe.core.specs import BoolArray, FloatArray, IntArray
 from trimmoe.core.trace import Trace, trace_header
 from trimmoe.models import exact
-from trimmoe.models.base import EncoderDecoderView, MoEView
+from trimmoe.models.base import MoEView
+from trimmoe.models.encoder_decoder import EncoderDecoderView
 from trimmoe.policy.relaxed import NOBODY
 from trimmoe.runtime.home import ROWS_AT_ONCE, Guess, Own, home_pass, owns
 from trimmoe.runtime.observe import Observer

@@ -8,7 +8,8 @@ import numpy as np
 from torch import Tensor
 
 from trimmoe.core.specs import IntArray
-from trimmoe.models.base import MoEView, Routing
+from trimmoe.models.base import MoEView
+from trimmoe.models.passed import Routing
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -22,7 +22,7 @@ from trimmoe.core.errors import UserError
 from trimmoe.core.specs import IntArray
 from trimmoe.evaluate.jobs import Forced, Generated, Job, run_jobs
 from trimmoe.evaluate.scoring import Scoring
-from trimmoe.models.base import EncoderDecoderView
+from trimmoe.models.encoder_decoder import EncoderDecoderView
 from trimmoe.runtime.local import LocalDriver
 from trimmoe.runtime.sampling import Sampling
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from trimmoe.core.ledger import Ledger
 from trimmoe.core.specs import IntArray
 from trimmoe.evaluate.scoring import Scoring
-from trimmoe.models.base import EncoderDecoderView
+from trimmoe.models.encoder_decoder import EncoderDecoderView
 from trimmoe.progress import track
 from trimmoe.runtime.layerwise import Layerwise
 from trimmoe.runtime.local import LocalDriver

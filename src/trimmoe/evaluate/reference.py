@@ -12,7 +12,8 @@ from torch import Tensor
 from trimmoe.core.specs import FloatArray, IntArray
 from trimmoe.evaluate.jobs import Forced, added
 from trimmoe.evaluate.teacher import Score
-from trimmoe.models.base import EncoderDecoderView, MoEView
+from trimmoe.models.base import MoEView
+from trimmoe.models.encoder_decoder import EncoderDecoderView
 from trimmoe.models.exact import exact_logits, full_depth
 from trimmoe.progress import track
 

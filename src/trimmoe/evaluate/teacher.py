@@ -20,7 +20,8 @@ from trimmoe.core.ledger import Ledger
 from trimmoe.core.specs import FloatArray, IntArray
 from trimmoe.evaluate.jobs import Forced, added, run_jobs
 from trimmoe.evaluate.scoring import Scoring
-from trimmoe.models.base import EncoderDecoderView, MoEView
+from trimmoe.models.base import MoEView
+from trimmoe.models.encoder_decoder import EncoderDecoderView
 from trimmoe.models.exact import exact_logits
 from trimmoe.progress import track
 from trimmoe.runtime.local import LocalDriver

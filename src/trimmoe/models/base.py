@@ -28,8 +28,7 @@ came over the wire, leave it out and the view computes it.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -40,6 +39,7 @@ from torch import Tensor
 from trimmoe.core.specs import BoolArray, IntArray, ModelSpec
 from trimmoe.models.batch import TokenBatch
 from trimmoe.models.cache import KVCache
+from trimmoe.models.passed import BytesRead, Routing, Segment, Widths
 from trimmoe.models.sums import sums_in
 
 if TYPE_CHECKING:
@@ -47,75 +47,6 @@ if TYPE_CHECKING:
 
 DROPPED = -1
 """Expert number of a slot that runs nothing."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Routing:
-    """Router output for n tokens.
-
-    The softmax mass of the activated set is `probabilities.gather(1, experts).sum(1)`.
-    """
-
-    probabilities: Tensor
-    """Softmax over all experts, float32 [n, E]."""
-    logits: Tensor
-    """float32 [n, E]."""
-    experts: Tensor
-    """Activated set, int64 [n, k], most probable first."""
-    gates: Tensor
-    """Weight of each activated expert's output in this model, float32 [n, k].
-
-    Zero where the family drops the token because its expert is full (Switch).
-    """
-    normed: Tensor
-    """What the experts read, [n, d]."""
-
-    def map(self, change: Callable[[Tensor], Tensor]) -> Routing:
-        """The same with every tensor changed."""
-        return Routing(
-            probabilities=change(self.probabilities),
-            logits=change(self.logits),
-            experts=change(self.experts),
-            gates=change(self.gates),
-            normed=change(self.normed),
-        )
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Segment:
-    """How far rows came through layers without a decision."""
-
-    layer: int
-    """The layer whose slots are to be decided on, or the one before which they stopped."""
-    hidden: Tensor
-    """[n, d]: after the attention of that layer if there is a `routing`, else before it."""
-    routing: Routing | None
-    """Of that layer, if it was asked for."""
-    experts: IntArray
-    """Activated in the layers before it, [n, L, k]."""
-    kept: Tensor | None = None
-    """What entered the layer that was to be kept, [n, d], if they came so far."""
-
-
-@dataclass(kw_only=True, slots=True)
-class BytesRead:
-    """Bytes of the checkpoint's tensors that a view has read so far."""
-
-    dense: int
-    experts: int = 0
-    """Grows with every layer that a streamed view reads."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Widths:
-    """How many numbers the states of a token are, by where it is."""
-
-    attended: int
-    """Behind attention: what routers, experts and `finish` take."""
-    part: int
-    """What some of a layer's experts add."""
-    moving: int
-    """Behind a layer some of whose experts are elsewhere, until all parts are added."""
 
 
 class MoEView(ABC):
@@ -379,42 +310,6 @@ class MoEView(ABC):
 def _by_row(passed: list[IntArray], like: IntArray) -> IntArray:
     """Activated sets of layers, [n, k] each as `like`, by row: [n, L, k]."""
     return np.stack(passed, axis=1) if passed else np.empty((like.shape[0], 0, like.shape[1]), int)
-
-
-class EncoderDecoderView(MoEView):
-    """A model whose generated tokens pass the decoder: the view itself is the decoder.
-
-    The encoder is a view of its own, with its own MoE layers and experts. It attends both ways
-    and keeps no cache, so every token of a sequence has to be in every call of its `attend`;
-    its `propagate` does nothing.
-    """
-
-    encoder: MoEView
-    start_token: int
-    """What the decoder's first position holds."""
-
-    @abstractmethod
-    def encode(self, sources: Sequence[Sequence[int]]) -> list[Tensor]:
-        """Run the encoder with every expert exact: token ids to states [S_b, d]."""
-
-    @abstractmethod
-    def states(self, hidden: Tensor) -> Tensor:
-        """The encoder's final norm, after its `tail`: [n, d]."""
-
-    @abstractmethod
-    def attach(
-        self,
-        cache: KVCache,
-        slot: int,
-        states: Tensor,
-        *,
-        layers: Collection[int] | None = None,
-    ) -> None:
-        """Give a slot the encoder's states [S, d] to attend to, before its first token.
-
-        `layers` names the MoE layers that are served here (None: all); the blocks after the last
-        one belong to it.
-        """
 
 
 class ExpertNotLoaded(AssertionError):

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trimmoe.models.base import TokenBatch
+from trimmoe.models.batch import TokenBatch
 
 
 def describe(

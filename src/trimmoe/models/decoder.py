@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from trimmoe.core.precision import Precision
 from trimmoe.core.specs import IntArray, ModelSpec
-from trimmoe.models.base import BytesRead, MoEView
+from trimmoe.models.base import MoEView
 from trimmoe.models.checkpoint import Checkpoint
 from trimmoe.models.compiled.build import (
     can_compile,
@@ -26,7 +26,8 @@ from trimmoe.models.compiled.build import (
     turns_whole_heads,
 )
 from trimmoe.models.compiled.view import CompiledView
-from trimmoe.models.decoder_view import DecoderView, KeysValues, window_of
+from trimmoe.models.decoder_steps import window_of
+from trimmoe.models.decoder_view import DecoderView, KeysValues
 from trimmoe.models.experts import ExpertStacks
 from trimmoe.models.family import (
     ExpertChoice,
@@ -36,6 +37,7 @@ from trimmoe.models.family import (
     load_experts,
     refuse_quantised,
 )
+from trimmoe.models.passed import BytesRead
 from trimmoe.models.sane import built
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,58 +12,18 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from trimmoe.core.specs import BoolArray, IntArray, ModelSpec
-from trimmoe.models.base import BytesRead, MoEView, Routing, Segment, TokenBatch
+from trimmoe.models.base import MoEView
+from trimmoe.models.batch import TokenBatch
 from trimmoe.models.batching import all_masks, describe, masks
 from trimmoe.models.cache import KVCache, cache_argument
+from trimmoe.models.decoder_steps import Beside, BlockStep, Through, whatif_masks, window_of
 from trimmoe.models.experts import ExpertStacks
 from trimmoe.models.family import Geometry
+from trimmoe.models.passed import BytesRead, Routing, Segment
 from trimmoe.models.replay import Passed, Replays, Span, record_for
 
 KeysValues = Callable[[Any, Tensor], tuple[Tensor, Tensor]]
 """Attention module and normed hidden states [B, T, d] to keys and values [B, T, heads, size]."""
-
-
-class _Through:
-    """What attention takes for its cache: writes the new keys, returns all of the sequence's."""
-
-    __slots__ = ("_batch", "_cache")
-
-    def __init__(self, cache: KVCache, batch: TokenBatch) -> None:
-        self._cache = cache
-        self._batch = batch
-
-    def update(
-        self, keys: Tensor, values: Tensor, block: int, *_: Any, **__: Any
-    ) -> tuple[Tensor, Tensor]:
-        self._cache.write(block, keys, values, self._batch)
-        return self._cache.read(block, self._batch)
-
-
-class _Beside:
-    """The same for what-if queries: the cached keys, then the queries' own, nothing written."""
-
-    __slots__ = ("_cache", "_length", "_slot")
-
-    def __init__(self, cache: KVCache, slot: int, length: int) -> None:
-        self._cache = cache
-        self._slot = slot
-        self._length = length
-
-    def update(
-        self, keys: Tensor, values: Tensor, block: int, *_: Any, **__: Any
-    ) -> tuple[Tensor, Tensor]:
-        clean_keys, clean_values = self._cache.read_slot(block, self._slot, self._length)
-        return torch.cat((clean_keys, keys), 2), torch.cat((clean_values, values), 2)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Step:
-    """What a block needs besides its input."""
-
-    through: _Through | _Beside
-    rotary: tuple[Tensor, Tensor] | None
-    mask: Tensor | None
-    window_mask: Tensor | None
 
 
 class DecoderView(MoEView):
@@ -304,29 +264,29 @@ class DecoderView(MoEView):
     def head(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         return self._model.model.norm(hidden), self._model.lm_head.weight
 
-    def _step(self, batch: TokenBatch, cache: KVCache) -> _Step:
-        return _Step(
-            through=_Through(cache, batch),
+    def _step(self, batch: TokenBatch, cache: KVCache) -> BlockStep:
+        return BlockStep(
+            through=Through(cache, batch),
             rotary=batch.rotary,
             mask=batch.mask,
             window_mask=batch.window_mask,
         )
 
-    def _whatif(self, positions: Tensor, slot: int, cache: KVCache) -> _Step:
+    def _whatif(self, positions: Tensor, slot: int, cache: KVCache) -> BlockStep:
         length = int(positions.max())
-        mask, window_mask = _whatif_masks(positions, length, self._window)
-        return _Step(
-            through=_Beside(cache, slot, length),
+        mask, window_mask = whatif_masks(positions, length, self._window)
+        return BlockStep(
+            through=Beside(cache, slot, length),
             rotary=self._rotary(positions.unsqueeze(0)),
             mask=mask,
             window_mask=window_mask,
         )
 
-    def _mask(self, block: Any, step: _Step) -> Tensor | None:
+    def _mask(self, block: Any, step: BlockStep) -> Tensor | None:
         windowed = self._windows[block.self_attn.layer_idx] is not None
         return step.window_mask if windowed else step.mask
 
-    def _attend(self, block: Any, hidden: Tensor, step: _Step) -> Tensor:
+    def _attend(self, block: Any, hidden: Tensor, step: BlockStep) -> Tensor:
         attended, _ = block.self_attn(
             hidden_states=block.input_layernorm(hidden),
             position_embeddings=step.rotary,
@@ -335,7 +295,7 @@ class DecoderView(MoEView):
         )
         return hidden + attended
 
-    def _run(self, blocks: list[Any], hidden: Tensor, step: _Step) -> Tensor:
+    def _run(self, blocks: list[Any], hidden: Tensor, step: BlockStep) -> Tensor:
         """Whole dense blocks, as transformers runs them."""
         for block in blocks:
             hidden = block(
@@ -370,25 +330,3 @@ def _joined(passed: list[IntArray], rest: Segment, kept: Tensor | None) -> Segme
     """The rest of a way whose first layers gave these."""
     experts = np.concatenate([*passed, rest.experts], axis=1)
     return replace(rest, experts=experts, kept=kept if rest.kept is None else rest.kept)
-
-
-def window_of(attention: Any, config: Any) -> int | None:
-    """Sliding window of one attention module, if any."""
-    types = getattr(config, "layer_types", None)
-    if types is not None and types[attention.layer_idx] != "sliding_attention":
-        return None
-    return getattr(config, "sliding_window", None) or None
-
-
-def _whatif_masks(
-    positions: Tensor, length: int, window: int | None
-) -> tuple[Tensor, Tensor | None]:
-    """[1, 1, S, length + S]: cached positions before one's own, then only oneself."""
-    keys = torch.arange(length, device=positions.device)
-    own = torch.eye(len(positions), dtype=torch.bool, device=positions.device)
-    clean = keys < positions[:, None]
-    mask = torch.cat((clean, own), 1)[None, None]
-    if window is None:
-        return mask, None
-    near = clean & (keys > positions[:, None] - window)
-    return mask, torch.cat((near, own), 1)[None, None]

@@ -17,9 +17,10 @@ from torch import Tensor
 
 from trimmoe.core.errors import UserError
 from trimmoe.core.specs import ModelSpec
-from trimmoe.models.base import EncoderDecoderView, MoEView
+from trimmoe.models.base import MoEView
 from trimmoe.models.cache import cache_argument
 from trimmoe.models.checkpoint import read_config, resolve
+from trimmoe.models.encoder_decoder import EncoderDecoderView
 from trimmoe.models.exact import full_depth
 from trimmoe.models.formats.choose import folder_of, gguf_files, model_name
 from trimmoe.models.load import known_device, load_tokenizer, model_spec, open_model

@@ -8,8 +8,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trimmoe.models.base import EncoderDecoderView, MoEView, TokenBatch
+from trimmoe.models.base import MoEView
+from trimmoe.models.batch import TokenBatch
 from trimmoe.models.cache import KVCache
+from trimmoe.models.encoder_decoder import EncoderDecoderView
 
 
 def full_depth(view: MoEView, hidden: Tensor, batch: TokenBatch, cache: KVCache) -> Tensor:

@@ -14,9 +14,10 @@ from torch import Tensor, nn
 from trimmoe.core.errors import UserError
 from trimmoe.core.precision import Precision
 from trimmoe.core.specs import IntArray, ModelSpec
-from trimmoe.models.base import BytesRead, MoEView
+from trimmoe.models.base import MoEView
 from trimmoe.models.checkpoint import Checkpoint, Listing, missing_tensors, unfitting
 from trimmoe.models.experts import Activation, ExpertStack, ExpertStacks
+from trimmoe.models.passed import BytesRead
 
 ExpertChoice = Mapping[int, Collection[int]] | Callable[[int], Collection[int]] | None
 """Experts to load by MoE layer; layers that a mapping lacks get none; None loads all."""

@@ -19,7 +19,8 @@ from torch import Tensor
 
 from trimmoe.core.errors import UserError
 from trimmoe.core.specs import IntArray
-from trimmoe.models.base import MoEView, TokenBatch
+from trimmoe.models.base import MoEView
+from trimmoe.models.batch import TokenBatch
 from trimmoe.models.cache import KVCache
 from trimmoe.models.checkpoint import Checkpoint, Entry
 from trimmoe.models.compiled.view import CompiledView

@@ -20,9 +20,9 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from trimmoe.models.base import Routing
 from trimmoe.models.batch import TokenBatch
 from trimmoe.models.cache import KVCache
+from trimmoe.models.passed import Routing
 
 LEAST_LENGTH = 64
 MOST_LAYERS = 4096

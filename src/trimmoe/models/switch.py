@@ -23,7 +23,6 @@ from transformers.models.switch_transformers.modeling_switch_transformers import
 
 from trimmoe.core.precision import Precision
 from trimmoe.core.specs import IntArray, ModelSpec
-from trimmoe.models.base import BytesRead
 from trimmoe.models.checkpoint import Checkpoint
 from trimmoe.models.experts import ExpertStacks
 from trimmoe.models.family import (
@@ -35,6 +34,7 @@ from trimmoe.models.family import (
     load_experts,
     refuse_quantised,
 )
+from trimmoe.models.passed import BytesRead
 from trimmoe.models.sane import built
 from trimmoe.models.switch_stack import SwitchEncoder
 from trimmoe.models.switch_view import SwitchView

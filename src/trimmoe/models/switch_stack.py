@@ -11,10 +11,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from trimmoe.core.specs import ModelSpec
-from trimmoe.models.base import BytesRead, MoEView, Routing, TokenBatch
+from trimmoe.models.base import MoEView
+from trimmoe.models.batch import TokenBatch
 from trimmoe.models.batching import describe
 from trimmoe.models.cache import KVCache
 from trimmoe.models.experts import ExpertStacks
+from trimmoe.models.passed import BytesRead, Routing
 
 
 class SwitchStack(MoEView):

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 from transformers import EncoderDecoderCache
 
-from trimmoe.models.base import EncoderDecoderView, TokenBatch
+from trimmoe.models.batch import TokenBatch
 from trimmoe.models.batching import describe
 from trimmoe.models.cache import KVCache, cache_argument
+from trimmoe.models.encoder_decoder import EncoderDecoderView
 from trimmoe.models.exact import full_depth
 from trimmoe.models.switch_stack import SwitchEncoder, SwitchStack
 

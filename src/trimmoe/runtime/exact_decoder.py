@@ -10,7 +10,8 @@ from torch import Tensor
 
 from trimmoe.core.ledger import Kind, Ledger
 from trimmoe.cost.guessing import rows_along
-from trimmoe.models.base import EncoderDecoderView, MoEView
+from trimmoe.models.base import MoEView
+from trimmoe.models.encoder_decoder import EncoderDecoderView
 from trimmoe.models.exact import full_depth
 from trimmoe.runtime.decoder import DecoderStats, Outline, scores_of
 from trimmoe.runtime.head_drafts import HeadDrafts, Wish

@@ -18,8 +18,10 @@ from trimmoe.core.events import Attend, Complete, Execute, Executed, Probe, Rout
 from trimmoe.core.exit_states import ExitState
 from trimmoe.core.profile import Profile
 from trimmoe.core.specs import IntArray
-from trimmoe.models.base import MoEView, Routing, TokenBatch
+from trimmoe.models.base import MoEView
+from trimmoe.models.batch import TokenBatch
 from trimmoe.models.cache import KVCache
+from trimmoe.models.passed import Routing
 from trimmoe.runtime.observe import Observer
 
 

@@ -17,7 +17,8 @@ from trimmoe.core.ledger import Ledger
 from trimmoe.cost.guessing import draft_times_s
 from trimmoe.engine.lead import Chunks, Lead
 from trimmoe.engine.step import Engine
-from trimmoe.models.base import EncoderDecoderView, MoEView
+from trimmoe.models.base import MoEView
+from trimmoe.models.encoder_decoder import EncoderDecoderView
 from trimmoe.policy.relaxed import keeps
 from trimmoe.runtime.drafter import Drafter
 from trimmoe.runtime.home import ROWS_AT_ONCE, Guess, guessed, home_states, owns

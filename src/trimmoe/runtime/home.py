@@ -21,10 +21,12 @@ from torch import Tensor
 
 from trimmoe.core.profile import Profile
 from trimmoe.core.specs import BoolArray, IntArray
-from trimmoe.models.base import DROPPED, MoEView, Routing, TokenBatch
+from trimmoe.models.base import DROPPED, MoEView
+from trimmoe.models.batch import TokenBatch
 from trimmoe.models.cache import KVCache
 from trimmoe.models.compiled.copies import AtHand, Maps
 from trimmoe.models.compiled.view import CompiledView
+from trimmoe.models.passed import Routing
 from trimmoe.policy.relaxed import NEAR, NOBODY, RANKED
 
 ROWS_AT_ONCE = 4096

@@ -46,7 +46,7 @@ from trimmoe.core.specs import FloatArray
 from trimmoe.core.wave import Wave, join_waves
 from trimmoe.engine.books import flipped
 from trimmoe.engine.state import EngineState
-from trimmoe.models.base import EncoderDecoderView
+from trimmoe.models.encoder_decoder import EncoderDecoderView
 from trimmoe.runtime.execution import Running
 from trimmoe.runtime.guesser import Guesses
 from trimmoe.runtime.local import LocalDriver

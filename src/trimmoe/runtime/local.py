@@ -37,8 +37,9 @@ from trimmoe.core.specs import FloatArray
 from trimmoe.engine.books import checked, flip, flipped
 from trimmoe.engine.state import EngineState
 from trimmoe.engine.step import Engine
-from trimmoe.models.base import EncoderDecoderView, MoEView
+from trimmoe.models.base import MoEView
 from trimmoe.models.draft import DraftModel
+from trimmoe.models.encoder_decoder import EncoderDecoderView
 from trimmoe.models.exact import full_depth
 from trimmoe.policy.relaxed import NOBODY
 from trimmoe.runtime.copies import able

@@ -9,7 +9,6 @@ from torch import Tensor
 from trimmoe.core.events import Executed, Routed
 from trimmoe.core.profile import Profile
 from trimmoe.core.specs import FloatArray, IntArray
-from trimmoe.models.base import Routing
 from trimmoe.models.exit_head import (
     HeadInput,
     confidence,
@@ -17,6 +16,7 @@ from trimmoe.models.exit_head import (
     steadiness,
     steadiness_class,
 )
+from trimmoe.models.passed import Routing
 
 
 class Observer:

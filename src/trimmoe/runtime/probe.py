@@ -17,8 +17,11 @@ from torch import Tensor
 
 from trimmoe.core.machines import BATCHES, Work
 from trimmoe.core.specs import USUAL_DRAFTED, BoolArray, FloatArray
-from trimmoe.models.base import DROPPED, EncoderDecoderView, MoEView, Segment, TokenBatch
+from trimmoe.models.base import DROPPED, MoEView
+from trimmoe.models.batch import TokenBatch
 from trimmoe.models.draft_chains import expected_tokens
+from trimmoe.models.encoder_decoder import EncoderDecoderView
+from trimmoe.models.passed import Segment
 from trimmoe.runtime.head_drafts import HeadDrafts, Wish
 from trimmoe.runtime.home import Own, held_here, home_layers, home_states
 

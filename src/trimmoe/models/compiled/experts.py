@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from trimmoe.core.specs import BoolArray, FloatArray, IntArray, ModelSpec
-from trimmoe.models.base import DROPPED, BytesRead, ExpertNotLoaded, MoEView, Routing, Widths
+from trimmoe.models.base import DROPPED, ExpertNotLoaded, MoEView
 from trimmoe.models.compiled import calls, columns
 from trimmoe.models.compiled.rows import Floats, Found, widened
 from trimmoe.models.compiled.tables import Tables
+from trimmoe.models.passed import BytesRead, Routing, Widths
 
 if TYPE_CHECKING:
     from trimmoe.models.compiled.parts import Parts

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from trimmoe.core.specs import BoolArray, IntArray, ModelSpec
-from trimmoe.models.base import DROPPED, BytesRead, Segment, TokenBatch
+from trimmoe.models.base import DROPPED
+from trimmoe.models.batch import TokenBatch
 from trimmoe.models.batching import describe
 from trimmoe.models.cache import KVCache
 from trimmoe.models.compiled import calls, columns, one_at_a_time
@@ -29,6 +30,7 @@ from trimmoe.models.compiled.experts import CompiledExperts
 from trimmoe.models.compiled.lanes import LANES
 from trimmoe.models.compiled.rows import Floats, Found, beside, widened
 from trimmoe.models.compiled.tables import ExpertParts, Tables, record
+from trimmoe.models.passed import BytesRead, Segment
 
 if TYPE_CHECKING:
     from trimmoe.models.compiled.parts import Parts

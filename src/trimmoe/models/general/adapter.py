@@ -14,7 +14,7 @@ from torch import Tensor
 from trimmoe.core.errors import UserError
 from trimmoe.core.precision import Precision
 from trimmoe.core.specs import IntArray, ModelSpec
-from trimmoe.models.base import BytesRead, MoEView
+from trimmoe.models.base import MoEView
 from trimmoe.models.batching import describe
 from trimmoe.models.checkpoint import Checkpoint
 from trimmoe.models.family import (
@@ -38,6 +38,7 @@ from trimmoe.models.general.skeleton import Skeleton, build
 from trimmoe.models.general.stored import Stored
 from trimmoe.models.general.trial import find
 from trimmoe.models.general.view import GeneralView, Parts
+from trimmoe.models.passed import BytesRead
 
 _ROWS = 8
 """Positions that a model is tried on."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from trimmoe.models.base import TokenBatch
+from trimmoe.models.batch import TokenBatch
 from trimmoe.models.cache import SNAPSHOTS, KVCache, lost_state
 
 States = dict[Hashable, Tensor]

@@ -9,7 +9,6 @@ import torch
 
 from trimmoe.core.precision import Precision
 from trimmoe.core.specs import IntArray, ModelSpec
-from trimmoe.models.base import BytesRead
 from trimmoe.models.compiled.build import (
     can_compile,
     parts_of,
@@ -23,6 +22,7 @@ from trimmoe.models.experts import ExpertStack
 from trimmoe.models.family import Geometry
 from trimmoe.models.general.ending import changes_logits
 from trimmoe.models.general.skeleton import Skeleton
+from trimmoe.models.passed import BytesRead
 
 ReadExperts = Callable[[int, Collection[int]], ExpertStack]
 """Reads experts of a MoE layer, in single precision."""

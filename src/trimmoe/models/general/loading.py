@@ -9,12 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from trimmoe.core.precision import Precision
-from trimmoe.models.base import BytesRead
 from trimmoe.models.checkpoint import Checkpoint
 from trimmoe.models.experts import ExpertStack, ExpertStacks
 from trimmoe.models.general.halves import take_parameters
 from trimmoe.models.general.skeleton import Skeleton
 from trimmoe.models.general.stored import Stored
+from trimmoe.models.passed import BytesRead
 
 
 def fill(skeleton: Skeleton, stored: Stored, device: torch.device) -> None:

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from trimmoe.models.base import TokenBatch
+from trimmoe.models.batch import TokenBatch
 from trimmoe.models.general.caching import GeneralCache, States
 
 

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from trimmoe.core.specs import IntArray, ModelSpec
-from trimmoe.models.base import BytesRead, MoEView, Routing, TokenBatch, Widths
+from trimmoe.models.base import MoEView
+from trimmoe.models.batch import TokenBatch
 from trimmoe.models.batching import describe
 from trimmoe.models.cache import SNAPSHOTS, KVCache
 from trimmoe.models.experts import ExpertStacks
@@ -20,6 +21,7 @@ from trimmoe.models.general.ending import Ending
 from trimmoe.models.general.halves import Halves
 from trimmoe.models.general.passing import Beside, Passing
 from trimmoe.models.general.running import Call, Running
+from trimmoe.models.passed import BytesRead, Routing, Widths
 from trimmoe.models.sums import sums_in
 
 

@@ -22,11 +22,12 @@ from trimmoe.core.plan import Plan
 from trimmoe.core.precision import Precision
 from trimmoe.core.profile import Profile
 from trimmoe.core.specs import IntArray
-from trimmoe.models.base import BytesRead, MoEView
+from trimmoe.models.base import MoEView
 from trimmoe.models.checkpoint import resolve
 from trimmoe.models.draft import DraftModel, Served, open_draft
 from trimmoe.models.draft_head_file import open_draft_head
 from trimmoe.models.load import known_device, load_tokenizer, open_model
+from trimmoe.models.passed import BytesRead
 from trimmoe.policy.build import PolicyMaker
 from trimmoe.policy.settings import PolicySettings
 from trimmoe.runtime.http import HttpServer

@@ -17,8 +17,9 @@ from functools import partial
 
 from trimmoe.core.plan import Plan
 from trimmoe.core.profile import Profile
-from trimmoe.models.base import EncoderDecoderView, MoEView
+from trimmoe.models.base import MoEView
 from trimmoe.models.draft import DraftModel
+from trimmoe.models.encoder_decoder import EncoderDecoderView
 from trimmoe.policy.build import PolicyMaker
 from trimmoe.policy.settings import PolicySettings
 from trimmoe.runtime.copies import able_policy

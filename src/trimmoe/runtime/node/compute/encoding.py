@@ -8,7 +8,8 @@ from collections.abc import Awaitable, Callable
 import torch
 from torch import Tensor
 
-from trimmoe.models.base import EncoderDecoderView, MoEView
+from trimmoe.models.base import MoEView
+from trimmoe.models.encoder_decoder import EncoderDecoderView
 from trimmoe.runtime.node.compute.runner import ModelRunner
 from trimmoe.runtime.node.records.encoder import Encoder
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from trimmoe.core.specs import MOST_DRAFTED
 from trimmoe.cost.batching import LAYERS_AT_ONCE, SLICE_S
-from trimmoe.models.base import TokenBatch
+from trimmoe.models.batch import TokenBatch
 from trimmoe.runtime.home import home_layers
 from trimmoe.runtime.node.compute.draft_runner import Prepared
 from trimmoe.runtime.node.compute.worker import Worker

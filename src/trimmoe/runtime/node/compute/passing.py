@@ -28,7 +28,8 @@ from trimmoe.core.events import (
 )
 from trimmoe.core.specs import BoolArray
 from trimmoe.cost.batching import SLICE_S
-from trimmoe.models.base import Routing, Segment, TokenBatch
+from trimmoe.models.batch import TokenBatch
+from trimmoe.models.passed import Routing, Segment
 from trimmoe.runtime.node.compute.shipping import whole
 from trimmoe.runtime.node.compute.worker import Worker
 from trimmoe.runtime.node.records.output import BatchOutput

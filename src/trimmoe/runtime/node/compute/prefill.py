@@ -11,7 +11,9 @@ from torch import Tensor
 from trimmoe.core.specs import IntArray
 from trimmoe.cost.batching import prompt_turn_s
 from trimmoe.engine.prompts import decided
-from trimmoe.models.base import EncoderDecoderView, Routing, TokenBatch
+from trimmoe.models.batch import TokenBatch
+from trimmoe.models.encoder_decoder import EncoderDecoderView
+from trimmoe.models.passed import Routing
 from trimmoe.runtime.node.compute.completion import to_users, token_of
 from trimmoe.runtime.node.compute.passing import may_enter
 from trimmoe.runtime.node.compute.shipping import Cargo, Split, dispatched, onward, room

@@ -7,8 +7,9 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from trimmoe.models.base import EncoderDecoderView, MoEView
+from trimmoe.models.base import MoEView
 from trimmoe.models.batch import TokenBatch
+from trimmoe.models.encoder_decoder import EncoderDecoderView
 from trimmoe.runtime.node.compute.pace import Pace
 from trimmoe.runtime.node.compute.states import leaving
 from trimmoe.runtime.node.compute.verifying import Verifier

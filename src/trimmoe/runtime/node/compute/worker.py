@@ -37,7 +37,9 @@ from trimmoe.core.specs import IntArray
 from trimmoe.core.wave import Wave
 from trimmoe.cost.guessing import token_batch_times, visits
 from trimmoe.engine.step import Engine
-from trimmoe.models.base import MoEView, Routing, TokenBatch
+from trimmoe.models.base import MoEView
+from trimmoe.models.batch import TokenBatch
+from trimmoe.models.passed import Routing
 from trimmoe.runtime.counters import ExpertCounter
 from trimmoe.runtime.drafter import Drafter
 from trimmoe.runtime.node.compute.completion import completed, trailed

@@ -13,7 +13,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from trimmoe.models.base import EncoderDecoderView, MoEView, Widths
+from trimmoe.models.base import MoEView
+from trimmoe.models.encoder_decoder import EncoderDecoderView
+from trimmoe.models.passed import Widths
 from trimmoe.runtime.node.records.messages import (
     NO_TOKEN,
     NOBODY,
