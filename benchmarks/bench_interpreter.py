@@ -95,7 +95,7 @@ async def measure(arguments: argparse.Namespace, clock: Clock) -> tuple[list[flo
         profile=load_profile(arguments.profile),
         plan=load_plan(arguments.plan),
         policy=PRESETS[arguments.policy](),
-        settings={"measures": False, "weather_s": 5.0},
+        settings={"measures": False, "report_every_s": 5.0},
     )
     servers.precision = Precision(arguments.quantise)
     count = len(servers.names)

@@ -17,7 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trimmoe.core.precision import GROUP, Precision
-from trimmoe.models.compiled.lanes import LANES, LINE, Format
+from trimmoe.models.compiled.lanes import LANES, Format
+from trimmoe.models.compiled.pages import CHUNKS
 from trimmoe.models.compiled.rounding import fit
 
 Floats = NDArray[np.float32]
@@ -89,7 +90,7 @@ def placed(matrices: Sequence[Packed]) -> tuple[Packed, ...]:
         for parts in ((each.data, each.scales, each.offsets) for each in matrices)
     ]
     sizes = [sum(part.shape[1] for part in parts) * len(parts[0]) for parts in whole]
-    room, at = _aligned(sum(sizes)), 0
+    room, at = CHUNKS.room(sum(sizes)), 0
     those = []
     for matrix, parts, size in zip(matrices, whole, sizes, strict=True):
         panels = room[at : at + size].reshape(len(parts[0]), -1)
@@ -109,12 +110,6 @@ def _within(matrix: Packed, panels: NDArray[np.uint8]) -> Packed:
         at += size
     data, scales, offsets = found
     return replace(matrix, data=data, scales=scales, offsets=offsets)
-
-
-def _aligned(size: int) -> NDArray[np.uint8]:
-    """So many bytes from the beginning of a cache line on."""
-    room = np.empty(size + LINE, dtype=np.uint8)
-    return room[-room.ctypes.data % LINE :][:size]
 
 
 def pack(weights: Floats, precision: Precision) -> Packed:
