@@ -20,14 +20,7 @@ from trimmoe.core.plan import Plan, load_plan
 from trimmoe.core.profile import Profile
 from trimmoe.core.specs import ClusterSpec, ModelSpec
 from trimmoe.placement.capacity import expert_capacity_bytes, used_bytes
-from trimmoe.placement.make import (
-    SEED_NAMES,
-    PlanSettings,
-    default,
-    make_plan,
-    make_planner,
-    paper,
-)
+from trimmoe.placement.make import SEED_NAMES, PlanSettings, default, make_plan, make_planner, paper
 from trimmoe.placement.routes import home_routes
 from trimmoe.placement.seeds import seed_placement
 

@@ -23,22 +23,12 @@ from trimmoe.cli.options import (
 from trimmoe.core.errors import UserError
 from trimmoe.core.precision import Precision
 from trimmoe.experiments.opening import profile_path, resolved
+from trimmoe.placement.seed_names import SeedName
 
 if TYPE_CHECKING:
     from trimmoe.placement.planner import PlanSettings
 
-SeedPlan = Literal[
-    "best",
-    "dispersed",
-    "pipeline",
-    "compact_pipeline",
-    "edgeshard_latency",
-    "edgeshard_throughput",
-    "activation_aware",
-    "load_balanced",
-    "slim_caching",
-    "single_server",
-]
+SeedPlan = Literal["best", SeedName]
 
 
 def plan(

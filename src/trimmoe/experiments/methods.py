@@ -11,7 +11,7 @@ from trimmoe.core.errors import UserError
 from trimmoe.core.profile import Profile
 from trimmoe.cost.actions import ActionSpace
 from trimmoe.cost.model import Accounting
-from trimmoe.placement.make import SeedName
+from trimmoe.placement.seed_names import SeedName
 from trimmoe.policy.base import Policy
 from trimmoe.policy.baselines import (
     LocalPrior,

@@ -13,6 +13,7 @@ from transformers import EncoderDecoderCache
 from trimmoe.models.batch import TokenBatch
 from trimmoe.models.batching import describe
 from trimmoe.models.cache import KVCache, cache_argument
+from trimmoe.models.decoder_steps import Through
 from trimmoe.models.encoder_decoder import EncoderDecoderView
 from trimmoe.models.exact import full_depth
 from trimmoe.models.switch_stack import SwitchEncoder, SwitchStack
@@ -58,20 +59,6 @@ class _Sources:
         return _States(*self._cache.sources.read_first(block, self._batch, length))
 
 
-class _Own:
-    """`self_attention_cache` for attention: writes the new keys, returns all."""
-
-    def __init__(self, cache: KVCache, batch: TokenBatch) -> None:
-        self._cache = cache
-        self._batch = batch
-
-    def update(
-        self, keys: Tensor, values: Tensor, block: int, *_: Any, **__: Any
-    ) -> tuple[Tensor, Tensor]:
-        self._cache.write(block, keys, values, self._batch)
-        return self._cache.read(block, self._batch)
-
-
 class _Filled:
     """Says of every block that the encoder's states are already in the cache."""
 
@@ -83,7 +70,7 @@ class _Through(EncoderDecoderCache):
     """The cache object that attention takes; it looks for this very class."""
 
     def __init__(self, cache: SwitchCache, batch: TokenBatch) -> None:
-        self.self_attention_cache: Any = _Own(cache, batch)
+        self.self_attention_cache: Any = Through(cache, batch)
         self.cross_attention_cache: Any = _Sources(cache, batch)
         self.is_updated: Any = _Filled()
 

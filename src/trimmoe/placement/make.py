@@ -21,7 +21,8 @@ from trimmoe.core.specs import ClusterSpec, IntArray, ModelSpec
 from trimmoe.cost.model import cost_model
 from trimmoe.placement.capacity import expert_capacity_bytes
 from trimmoe.placement.guessed import GuessedObjective
-from trimmoe.placement.planner import Placement, Planner, PlanSettings, SeedName
+from trimmoe.placement.planner import Placement, Planner, PlanSettings
+from trimmoe.placement.seed_names import SeedName
 from trimmoe.placement.seeds import seed_placement
 from trimmoe.placement.stand_ins import allowance_bytes, reserved_bytes
 

@@ -20,19 +20,8 @@ from trimmoe.placement.redundancy import (
     migrating_residence,
 )
 from trimmoe.placement.routes import best_routes, expected_delay_s, home_routes
+from trimmoe.placement.seed_names import SeedName
 from trimmoe.placement.stand_ins import copied_bits, passed_by
-
-SeedName = Literal[
-    "dispersed",
-    "pipeline",
-    "compact_pipeline",
-    "edgeshard_latency",
-    "edgeshard_throughput",
-    "activation_aware",
-    "load_balanced",
-    "slim_caching",
-    "single_server",
-]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
