@@ -36,8 +36,8 @@ def test_small_pieces_share_an_array_which_goes_with_the_last_of_them() -> None:
     first, second = chunks.room(100), chunks.room(200)
     assert first.base is second.base
     shared = weakref.ref(np.asarray(first.base))
-    chunks.room(OWN_BYTES - 1), chunks.room(OWN_BYTES - 1), chunks.room(OWN_BYTES - 1)
-    chunks.room(OWN_BYTES - 1)
+    for _ in range(CHUNK_BYTES // OWN_BYTES):
+        chunks.room(OWN_BYTES - 1)
     del first
     gc.collect()
     assert shared() is not None
