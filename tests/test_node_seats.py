@@ -83,6 +83,16 @@ def test_who_gives_up_waiting_is_passed_over() -> None:
     assert (second, third) == ([], [True])
 
 
+def test_who_is_over_before_a_place_is_free_gets_none() -> None:
+    places = seats(1)
+    ask(places, 1, waits=True)
+    waiting = ask(places, 2, waits=True)
+    places.retain([2])
+    places.release([1])
+    assert waiting == []
+    assert (len(places), places.free, places.retained) == (0, 1, 0)
+
+
 def test_asking_again_takes_no_second_place_and_slots_are_used_again() -> None:
     places = seats(1)
     assert ask(places, 1, waits=False) == ask(places, 1, waits=False) == [True]

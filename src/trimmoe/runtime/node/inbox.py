@@ -66,6 +66,8 @@ class Inbox:
             case Release(sequences=sequences):
                 self._release(sequences)
             case Retain(sequences=sequences):
+                # Of whoever still waits for a place there is nothing to retain.
+                self.admission.forget(sequences)
                 self.intake.release(sequences, retained=True)
             case Evicted(sequence=sequence):
                 self.front_end.memory.evicted(sender, sequence)

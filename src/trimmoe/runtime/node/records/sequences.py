@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -212,7 +212,7 @@ class Seats:
     def release(self, sequences: Iterable[int]) -> list[Seat]:
         """Free places and give them to those who wait; the seats that were taken."""
         gone = set(sequences)
-        self._waiting = deque(each for each in self._waiting if each[0].sequence not in gone)
+        self._forget_waiting(gone)
         seats = [self._seats.pop(sequence) for sequence in gone if sequence in self._seats]
         for seat in seats:
             _close(seat)
@@ -223,8 +223,11 @@ class Seats:
         return seats
 
     def retain(self, sequences: Iterable[int]) -> None:
-        """These are over; their places are kept until somebody needs them."""
-        for sequence in sequences:
+        """These are over; their places are kept until somebody needs them. Those that wait for one
+        need none any more."""
+        gone = list(sequences)
+        self._forget_waiting(gone)
+        for sequence in gone:
             if (seat := self._seats.pop(sequence, None)) is not None:
                 _close(seat)
                 self._retained[sequence] = seat
@@ -234,6 +237,9 @@ class Seats:
         """Sequences, seated, retained or waiting, of one server's users."""
         known = [*self._seats, *self._retained, *(asked.sequence for asked, *_ in self._waiting)]
         return [sequence for sequence in known if access_of(sequence) == server]
+
+    def _forget_waiting(self, gone: Collection[int]) -> None:
+        self._waiting = deque(each for each in self._waiting if each[0].sequence not in gone)
 
     def _seat_waiting(self) -> None:
         while self._waiting and self.free:
