@@ -37,6 +37,8 @@ from trimmoe.runtime.node.records.messages import (
     Parcel,
     Prompt,
     Reserve,
+    Retain,
+    SamplingSpec,
     first_sequence,
 )
 from trimmoe.runtime.node.records.rows import Rows
@@ -209,6 +211,25 @@ async def test_rows_are_kept_while_the_engine_does_not_know_the_route() -> None:
     assert len(kept.delivered) == 1
     for task in kept.admission.tasks:
         task.cancel()
+
+
+async def test_an_answer_that_is_over_before_its_route_is_known_takes_no_place(
+    tiny: Tiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its user had what he wanted of it from the attempt before."""
+    profile, plan = world(tiny, servers=2, routes=staircase_routes(2))
+    async with running(tiny, profile=profile, plan=plan) as cluster:
+        node, known = cluster.nodes[1], asyncio.Event()
+        monkeypatch.setattr(type(node.planner), "settled", property(lambda _: known.is_set()))
+        monkeypatch.setattr(node.planner, "until_settled", known.wait)
+        sequence, route = first_sequence(0, 1), plan.routes[0].tolist()
+        reserve = Reserve(sequence, route, SamplingSpec(0.0, 1.0, 0, 0.0, 0, 0, None), 0.0, False)
+        node.inbox.deliver(0, Parcel(to=1, message=reserve))
+        assert node.admission.keeps(sequence)
+        node.inbox.deliver(0, Parcel(to=1, message=Retain([sequence])))
+        known.set()
+        await asyncio.gather(*node.admission.tasks)
+        assert not node.snapshot().sequences
 
 
 def test_experts_need_no_place() -> None:
