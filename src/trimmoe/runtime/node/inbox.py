@@ -66,9 +66,7 @@ class Inbox:
             case Release(sequences=sequences):
                 self._release(sequences)
             case Retain(sequences=sequences):
-                # Of whoever still waits for a place there is nothing to retain.
-                self.admission.forget(sequences)
-                self.intake.release(sequences, retained=True)
+                self._release(sequences, retained=True)
             case Evicted(sequence=sequence):
                 self.front_end.memory.evicted(sender, sequence)
             case Withdraw(sequence=sequence, start=start, epoch=epoch):
@@ -107,9 +105,10 @@ class Inbox:
         if self.admission.keeps(sequence) or self.intake.has_in_hand(sequence, self.recent_s):
             self.outbox.post(Parcel(to=access, message=InHand(sequence)))
 
-    def _release(self, sequences: list[int]) -> None:
+    def _release(self, sequences: list[int], *, retained: bool = False) -> None:
+        # Of whoever still waits for a place there is nothing to retain.
         self.admission.forget(sequences)
-        self.intake.release(sequences)
+        self.intake.release(sequences, retained=retained)
 
     def peer_down(self, server: int) -> None:
         """Everything under way between that server and this one may be lost: say whose it was."""
