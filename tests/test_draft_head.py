@@ -340,11 +340,15 @@ def test_what_is_offered_is_known_up_to_the_first_wrong_token(void: bool) -> Non
     assert (one.offered, one.offers) == ((), ())
 
 
-def test_readings_that_have_the_same_layers_left_go_on_together() -> None:
+def test_readings_that_go_on_enter_the_layers_that_they_have_left() -> None:
+    """So that those with the same layers left, and whatever begins there, pass as one batch; what
+    was withdrawn meanwhile is nobody's."""
     worker: Any = SimpleNamespace(reads_from=lambda route: route[0])
-    made = [replace(reading([]), route=(first, 0), made=(1,)) for first in (2, 5, 2)]
-    assert guesses_module._alike(worker, made) == [made[0], made[2]]
-    assert guesses_module._alike(worker, []) == []
+    made = [replace(reading([]), route=(first, 0), made=(1,)) for first in (2, 5, 2, 2)]
+    made[3].void = True
+    came = guesses_module._outcome(worker, made[:2], made, ())
+    assert [(one, one.layer) for one in came.reading] == [(made[0], 2), (made[1], 5)]
+    assert came.guessed == [made[2]]
 
 
 async def test_a_head_of_a_view_is_fed_with_what_the_own_pass_reads(

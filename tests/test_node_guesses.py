@@ -47,7 +47,7 @@ from trimmoe.runtime.node.front.drafts import Pending
 from trimmoe.runtime.node.front.guess_prices import GuessPrices
 from trimmoe.runtime.node.front.jobs import Attempt
 from trimmoe.runtime.node.records.output import Arrival, BatchOutput
-from trimmoe.runtime.node.records.readings import Foreseen
+from trimmoe.runtime.node.records.readings import Foreseen, Reading
 from trimmoe.runtime.node.records.sequences import Seat
 from trimmoe.runtime.node.records.tokens import Token
 from trimmoe.runtime.node.records.units import Unit
@@ -264,6 +264,13 @@ async def test_what_is_guessed_is_read_at_once_and_sets_out_with_what_is_guessed
         return foreseen(worker, seats, *rows)
 
     monkeypatch.setattr(guesses_module, "foreseen", watched)
+    slots_of, passed = DraftRunner.slots_of, []
+
+    def seen_passing(runner: DraftRunner, readings: Sequence[Reading]) -> tuple[int, ...]:
+        passed.append({bool(one.made) for one in readings})
+        return slots_of(runner, readings)
+
+    monkeypatch.setattr(DraftRunner, "slots_of", seen_passing)
     made = []
     for policy in (PRESETS["exact"](), guessing(6)):
         found.clear()
@@ -277,6 +284,7 @@ async def test_what_is_guessed_is_read_at_once_and_sets_out_with_what_is_guessed
     assert used
     assert max(count for count, _ in used) > 1, "several set out together"
     assert max(streams) > 1, "and of several streams they pass that layer as one batch"
+    assert {True, False} in passed, "the others too, with what is read for a first guess"
     assert all(seen.hidden.shape[0] == count for count, seen in used)
 
 
@@ -523,6 +531,16 @@ async def test_guesses_pass_a_layer_at_a_time_where_layers_take_long(
     layers = tiny.view.spec.layer_count
     # Every prompt is read in all layers at least.
     assert rows >= layers * questions.count
+
+
+def test_of_guesses_what_has_come_furthest_comes_first() -> None:
+    """A prompt that is read for its first guess is not kept waiting by those that begin anew."""
+    ready = Scheduler(max_rows=8, now=lambda: 0.0, waited=lambda _: None)
+    ready.put(Step.GUESS, 1, "prompt", rows=6)
+    ready.put(Step.GUESS, 0, "token")
+    ready.put(Step.GUESS, 0, "another")
+    items = [work.items for _ in range(2) if (work := ready.next()) is not None]
+    assert items == [["prompt"], ["token", "another"]]
 
 
 def test_guesses_come_after_prompts_too() -> None:

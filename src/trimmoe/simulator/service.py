@@ -2,8 +2,8 @@
 
 A server works as `runtime.node.scheduler` has it: quick steps first, then tokens and prompts in
 turns. Of prompts what has come furthest comes first, of tokens other servers' slots, then the
-lowest layer, then guesses, unless something has been passed over for too long; with all that is
-ready for the same layer.
+lowest layer, then guesses, of which again what has come furthest, unless something has been passed
+over for too long; with all that is ready for the same layer.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ def _rank(state, server, queue):
     if kind >= CHUNK:
         return 1, -layer, ticket
     if kind == HOME:
-        return 3, layer, ticket
+        return 3, -layer, ticket
     return 1 if kind == EXPERTS else 2, layer, ticket
 
 

@@ -384,6 +384,7 @@ class Node:
         self.batch_loop.wake()
 
     def _guess(self, reading: Reading) -> None:
+        reading.layer = self.worker.reads_from(reading.route)
         self.intake.read_on([reading])
         self.batch_loop.wake()
 

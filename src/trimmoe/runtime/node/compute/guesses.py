@@ -32,8 +32,8 @@ AHEAD_S = 0.012
 
 
 def guess(worker: Worker, layer: int, readings: Sequence[Reading]) -> BatchOutput:
-    """Readings that are about to enter a layer pass some; who finds no place is forgotten. Of one
-    that has guessed something that is read, and what follows guessed as well."""
+    """Readings that are about to enter a layer pass some; who finds no place is forgotten. What was
+    guessed is read as well, together with whatever else is about to enter that layer."""
     open_ones = [one for one in readings if not one.void and one.sequence in worker.state.accounts]
     if drafted := [one for one in open_ones if one.by_draft_model]:
         others = [one for one in open_ones if one is not drafted[0]]
@@ -41,9 +41,6 @@ def guess(worker: Worker, layer: int, readings: Sequence[Reading]) -> BatchOutpu
     ready = [one for one in worker.draft_runner.seated(open_ones) if _may_begin(worker, one)]
     if not ready:
         return BatchOutput()
-    if made := _alike(worker, [one for one in ready if one.made]):
-        others = [one for one in ready if one not in made]
-        return _outcome(worker, _read_on(worker, made), made, others)
     layer = min(one.layer for one in ready)
     going = [one for one in ready if one.layer == layer]
     others = [one for one in ready if one.layer != layer]
@@ -86,20 +83,19 @@ def _outcome(
     made: Sequence[Reading],
     others: Sequence[Reading],
 ) -> BatchOutput:
-    """Those that go on come to their turn again, behind whatever else there is to do."""
+    """Those that go on enter the layers left together with others that are to."""
     for one in going_on:
-        one.layer = worker.view.spec.layer_count
+        one.layer = worker.reads_from(one.route)
     done = [one for one in made if one not in going_on and not one.void]
     return BatchOutput(guessed=done, reading=[*going_on, *others])
 
 
 def _may_begin(worker: Worker, reading: Reading) -> bool:
     """Whether a reading has its states, if it needs any; else it waits for them."""
-    first = worker.reads_from(reading.route)
-    if reading.hidden is not None or first == 0 or reading.made:
+    if reading.hidden is not None:
         return True
-    reading.layer = first
-    if worker.draft_runner.found(reading):
+    reading.layer = worker.reads_from(reading.route)
+    if reading.layer == 0 or worker.draft_runner.found(reading):
         return True
     worker.draft_runner.waiting[reading.sequence] = reading
     return False
@@ -115,7 +111,7 @@ def _entering(worker: Worker, going: Sequence[Reading], batch: TokenBatch) -> Te
 def _offer(worker: Worker, one: Reading) -> None:
     """Have a reading that is about to begin take along what a draft head takes to follow."""
     first = worker.reads_from(one.route)
-    begins = one.layer == first and not one.offered and len(one.tokens) == 1
+    begins = one.layer == first and not one.made and len(one.tokens) == 1
     if not begins or not one.more or (first and not one.is_next):
         return
     ready = worker.draft_runner.take_prepared(one.sequence, one.rows[-1], one.passing[-1])
@@ -283,19 +279,3 @@ def foreseen(
         for at, token in rows
     )
     return [tuple(islice(each, len(its))) for its in tokens]
-
-
-def _alike(worker: Worker, made: Sequence[Reading]) -> list[Reading]:
-    """Those of readings whose guesses are read that have the same layers left as the first."""
-    firsts = [worker.reads_from(one.route) for one in made]
-    return [one for one, first in zip(made, firsts, strict=True) if first == firsts[0]]
-
-
-def _read_on(worker: Worker, made: Sequence[Reading]) -> list[Reading]:
-    """Take what was guessed last through the layers left, which are the same; those that go on."""
-    runner, first = worker.draft_runner, worker.reads_from(made[0].route)
-    rows = [one.rows for one in made]
-    batch = runner.view.batch(runner.cache, runner.slots_of(made), rows)
-    last, count = runner.view.spec.layer_count, sum(map(len, rows))
-    hidden = _through(worker, first, last, _entering(worker, made, batch), batch, count)
-    return _guessed_behind(worker, made, hidden, batch)

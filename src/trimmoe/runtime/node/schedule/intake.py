@@ -145,8 +145,7 @@ class Intake:
         for one in readings:
             if not one.void:
                 one.seat = self.seats.get(one.sequence)
-                rows = len(one.tokens)
-                self.scheduler.put(Step.GUESS, one.layer, one, rows=rows)
+                self.scheduler.put(Step.GUESS, one.layer, one, rows=len(one.rows))
 
     def release(self, sequences: Iterable[int], *, retained: bool = False) -> None:
         """These sequences are over: free their places, unless they are to be retained, and forget

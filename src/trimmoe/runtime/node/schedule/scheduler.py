@@ -7,8 +7,10 @@ and tokens of the first one join others' batches while the last one still waits.
 
 Of generated tokens, slots come before a server's own layers: other servers wait for them, and they
 are short. Then the lowest layer comes first, so that tokens catch up with those ahead of them and
-go on together: a batch of many rows takes little longer than one row does. Guesses come last. What
-has been passed over for `PATIENCE` batches is not passed over any more.
+go on together: a batch of many rows takes little longer than one row does. Guesses come last, and
+of these what has come furthest comes first: else what is guessed upon guesses, which begins anew
+each time, would keep a prompt that is read for its first guess waiting. What has been passed over
+for `PATIENCE` batches is not passed over any more.
 """
 
 from __future__ import annotations
@@ -101,6 +103,8 @@ class Scheduler:
             return (0, 0, first.ticket)
         if step in _PROMPTS:
             return (1, -layer, first.ticket)
+        if step is Step.GUESS:
+            return (3, -layer, first.ticket)
         return (_CLASS.get(step, 2), layer, first.ticket)
 
     def any(self, like: Callable[[Any], bool]) -> bool:
