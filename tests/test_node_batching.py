@@ -28,6 +28,7 @@ from trimmoe.cost.guessing import visits
 from trimmoe.policy.presets import PRESETS
 from trimmoe.runtime.node.compute import prefill
 from trimmoe.runtime.node.compute.worker import Worker
+from trimmoe.runtime.node.front.lengths import FIRST_TOKENS, Lengths
 from trimmoe.runtime.node.records.work import Step
 from trimmoe.runtime.node.schedule.scheduler import PATIENCE, Scheduler
 from trimmoe.runtime.node.watch.reports import LEAST_S, Reporter
@@ -220,6 +221,37 @@ def test_a_server_tells_what_prompts_take_it_and_what_its_users_are_shown() -> N
     assert (told.prompts, told.tokens_per_s) == pytest.approx((0.0, 0.0), abs=1e-6)
 
 
+def test_tokens_count_when_their_answers_begin() -> None:
+    """Prompts of ten answers are read at once, for the 1,000 tokens that such answers come to by
+    those before them; when nobody has come since, it is what users are shown that counts."""
+    transport: Any = SimpleNamespace(
+        reading_wait_s=lambda: 0.0,
+        link_estimates=dict,
+        counters=SimpleNamespace(sent={}),
+    )
+    now_s = [0.0]
+    reporter = Reporter(transport, ("a", "b"), now=lambda: now_s[0])
+    lengths = Lengths()
+
+    def told_at(after_s: float, tokens: int) -> float:
+        now_s[0] = after_s
+        vitals = reporter.vitals(queued=0, tokens=tokens, memory_bytes=0)
+        return reporter.load_report(0.0, frozenset(), [], 10, vitals, lengths.due).tokens_per_s
+
+    for _ in range(10):
+        lengths.began()
+    assert told_at(2.0, tokens=20) == 10 * FIRST_TOKENS / 2.0
+    assert told_at(1000.0, tokens=20 + 9980) == pytest.approx(10.0, rel=0.01)
+
+
+def test_how_long_an_answer_is_says_what_the_next_one_comes_to() -> None:
+    lengths = Lengths()
+    for _ in range(40):
+        lengths.ended(20)
+    lengths.began()
+    assert lengths.due == pytest.approx(20.0, rel=0.01)
+
+
 def test_dropped_items_never_run() -> None:
     ready, _ = scheduler()
     for item in range(4):
@@ -242,6 +274,10 @@ async def test_concurrent_requests_share_batches(tiny: Tiny) -> None:
             # it passes one by one or in one go.
             assert 16 * 23 <= now.items["ATTEND"] <= 16 * 23 * 2
             assert now.items["ATTEND"] > 3 * now.batches["ATTEND"]
+        lengths = cluster.nodes[0].front_end.lengths
+        assert lengths.due == 16 * FIRST_TOKENS, "none was over when they began"
+        await answers(cluster, [(0, request(PROMPTS[0], 24))])
+        assert lengths.due == pytest.approx(16 * FIRST_TOKENS + 24, abs=4)
     for prompt, events in zip(PROMPTS, made, strict=True):
         assert tokens_of(events) == tiny.greedy(prompt, 24, eos=None)
 

@@ -55,7 +55,10 @@ class LoadReports:
             memory_bytes=used_bytes(self.device),
         )
         usage, running = parts.intake.seats.usage, parts.front_end.running
-        load = parts.reporter.load_report(usage, lost, parts.worker.loss_weights, running, vitals)
+        due = parts.front_end.lengths.due
+        load = parts.reporter.load_report(
+            usage, lost, parts.worker.loss_weights, running, vitals, due
+        )
         parts.planner.note(parts.server, load)
         self._post(load, lost)
 

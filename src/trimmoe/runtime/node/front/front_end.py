@@ -27,6 +27,7 @@ from trimmoe.runtime.node.front.jobs import (
     FrontEndContext,
     Job,
 )
+from trimmoe.runtime.node.front.lengths import Lengths
 from trimmoe.runtime.node.front.memory import Memory
 from trimmoe.runtime.node.front.reservations import Reservations
 from trimmoe.runtime.node.front.speculation import Speculation
@@ -94,6 +95,7 @@ class FrontEnd:
             release=self._release,
             renumber=self._renumber,
         )
+        self.lengths = Lengths()
         self.restarts = 0
         """Attempts that were lost."""
         self.stalls = 0
@@ -274,6 +276,8 @@ class FrontEnd:
             self._by_sequence[attempt.sequence] = job
             if not await self.reservations.made(job, attempt):
                 return attempt.trouble.result() if attempt.trouble.done() else LOST
+        if not job.seated:
+            self.lengths.began()
         job.seated = True
         self._context.load_changed()
         self._send_off(job, attempt)
@@ -365,6 +369,8 @@ class FrontEnd:
         if job not in self._jobs:
             return
         self._jobs.remove(job)
+        if job.seated:
+            self.lengths.ended(len(job.tokens) - len(job.request.received))
         self._context.load_changed()
         self._forget(job, retained=error is None)
         if error is not None:

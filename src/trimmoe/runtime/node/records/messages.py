@@ -310,7 +310,7 @@ class LoadReport(Message, frozen=True, tag="weather"):
     prompts: float = 0.0
     """Share of the time that it computed for prompts."""
     tokens_per_s: float = 0.0
-    """That its users were shown."""
+    """That its users were shown, or will be of answers that began, whichever are more."""
 
 
 MESSAGE_TYPES: tuple[type[msgspec.Struct], ...] = (

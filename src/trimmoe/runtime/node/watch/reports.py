@@ -35,8 +35,9 @@ class Reporter:
         self._busy = RunningAverage(half_life_s=BUSY_HALF_LIFE_S)
         self._prompts = RunningAverage(half_life_s=PROMPTS_HALF_LIFE_S)
         self._shown = RunningAverage(half_life_s=PROMPTS_HALF_LIFE_S)
-        self._tokens = 0
-        """That users had been shown by then."""
+        self._due = RunningAverage(half_life_s=PROMPTS_HALF_LIFE_S)
+        self._tokens, self._due_tokens = 0, 0.0
+        """That users had been shown by then, and those of answers that had begun."""
         self._worked_s, self._read_s, self._told_s = 0.0, 0.0, now()
         self._since_s = self._told_s
         self.kv_usage: dict[int, float] = {}
@@ -66,8 +67,9 @@ class Reporter:
         loss_weights: list[float],
         running: int,
         vitals: Vitals | None = None,
+        due_tokens: float = 0.0,
     ) -> LoadReport:
-        """What to tell the others."""
+        """What to tell the others; answers that have begun come to `due_tokens`."""
         now_s = self._now()
         if now_s - self._told_s >= LEAST_S:
             if not self._waits.since_last:
@@ -80,7 +82,8 @@ class Reporter:
             self._prompts.add(min(self._read_s / since_s, 1.0), now_s)
             if vitals is not None:
                 self._shown.add((vitals.tokens - self._tokens) / since_s, now_s)
-                self._tokens = vitals.tokens
+                self._due.add((due_tokens - self._due_tokens) / since_s, now_s)
+                self._tokens, self._due_tokens = vitals.tokens, due_tokens
             self._worked_s, self._read_s, self._told_s = 0.0, 0.0, now_s
         links = self._transport.link_estimates()
         estimates = [links.get(name) for name in self._names]
@@ -97,7 +100,7 @@ class Reporter:
             running=running,
             vitals=vitals,
             prompts=self._prompts.mean or 0.0,
-            tokens_per_s=self._shown.mean or 0.0,
+            tokens_per_s=max(self._shown.mean or 0.0, self._due.mean or 0.0),
         )
 
     def vitals(self, *, queued: int, tokens: int, memory_bytes: int) -> Vitals:
