@@ -249,7 +249,14 @@ def test_how_long_an_answer_is_says_what_the_next_one_comes_to() -> None:
     for _ in range(40):
         lengths.ended(20)
     lengths.began()
-    assert lengths.due == pytest.approx(20.0, rel=0.01)
+    assert lengths.due == pytest.approx(20.0, rel=0.02)
+
+
+def test_the_first_answer_says_half_of_what_the_second_one_comes_to() -> None:
+    lengths = Lengths()
+    lengths.ended(20)
+    lengths.began()
+    assert lengths.due == (FIRST_TOKENS + 20) / 2
 
 
 def test_dropped_items_never_run() -> None:

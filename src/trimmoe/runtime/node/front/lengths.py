@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 FIRST_TOKENS = 100.0
-"""That an answer is taken to have before any is over."""
-_LATELY = 0.2
-"""How much each answer that is over says of the next."""
+"""That an answer is taken to have before any is over; counts as one that is."""
+_LATELY = 5
+"""Answers that say how long the next one is."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -18,6 +18,7 @@ class Lengths:
     due: float = 0.0
     """Tokens of all that have begun, by how long those were that were over then."""
     _tokens: float = FIRST_TOKENS
+    _ended: int = 1
 
     def began(self) -> None:
         """An answer begins."""
@@ -25,4 +26,5 @@ class Lengths:
 
     def ended(self, tokens: int) -> None:
         """One is over, with so many tokens."""
-        self._tokens += _LATELY * (tokens - self._tokens)
+        self._ended = min(self._ended + 1, _LATELY)
+        self._tokens += (tokens - self._tokens) / self._ended
