@@ -563,3 +563,14 @@ def test_the_first_token_is_guessed_while_its_prompt_is_on_its_way(
     one = foreseen(guessing(stages(OWN_SERVERS, WAY_S), 2, 1.0), [UNSURE, predicted, UNSURE])
     sample = answered(one, np.zeros_like(one.trace.confidence), [2], prompt=2)
     assert sample.token_s.tolist() == [second_s], "of the second token"
+
+
+@pytest.mark.parametrize(("guess_s", "second_s"), [(1.0, 1.0), (3.0, 3.0)])
+def test_the_whole_prompt_is_read_for_that_guess(guess_s: float, second_s: float) -> None:
+    """Two rows take twice as long as one everywhere. The prompt has the last server until 6.75 and
+    is with its user at 7; what is guessed sets out at 2 or at 6, and is there at 8 or at 10."""
+    one = foreseen(guessing(stages(OWN_SERVERS, WAY_S), 2, guess_s), [UNSURE, RIGHT, UNSURE])
+    confidence = np.zeros_like(one.trace.confidence)
+    sample = answered(one, confidence, [2], prompt=2, batch_share=0.0)
+    assert sample.first_token_s.tolist() == [7.0]
+    assert sample.token_s.tolist() == [second_s]

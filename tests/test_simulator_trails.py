@@ -74,6 +74,7 @@ def answered(
     seed: int = 0,
     prompt: int = 0,
     budget: float = 0.0,
+    batch_share: float = 1.0,
 ) -> Sample:
     """Requests for so many tokens each behind so long prompts, which begin together, with these
     confidences [T, N]."""
@@ -94,7 +95,7 @@ def answered(
         warm_up_s=0.0,
         duration_s=200.0,
         seeds=(seed,),
-        batch_share=1.0,
+        batch_share=batch_share,
         control_s=10.0,
     )
     trace = replace(one.trace, confidence=confidence)

@@ -1,7 +1,8 @@
 """The compiled event loop, part six: tokens that set out on guesses of their user's server.
 
-When a token has set out, the server guesses what it predicts, some layers at a time and when it has
-nothing else to do. Then the next token follows behind it through the layers, unless a `window` of
+When a token has set out, the server reads it, or the whole prompt, and guesses what it predicts,
+some layers at a time and when it has nothing else to do. What sets out meanwhile is read when that
+is over. Then the next token follows behind it through the layers, unless a `window` of
 them are ahead of what is through; in that case as soon as one is. Tokens are through in turn. A
 wrong guess is followed by copies of the token that it was made after, one guess after another, and
 these are withdrawn when that token has come to its user (see `turns`).
@@ -21,8 +22,9 @@ from trimmoe.simulator.world import HOME, NONE, NOW, RIGHT, TOKEN, UNSURE
 
 
 @inlined
-def led(world, rows, asked, state, unit, request):
-    """A token begins, perhaps behind others, and what it predicts is guessed meanwhile."""
+def led(world, rows, asked, state, unit, request, tokens):
+    """A token begins, perhaps behind others, or a prompt of so many, and what it predicts is
+    guessed meanwhile."""
     newest = asked.newest[request]
     if newest == NONE:
         asked.row[request], asked.chunk[request] = unit, 0
@@ -36,7 +38,9 @@ def led(world, rows, asked, state, unit, request):
     if rows.guess[unit] == NONE:
         return
     if world.along[asked.access[request]] == 0:
-        _guess(asked, state, request, 0)
+        asked.unread[request] += tokens
+        if asked.ticket[request] == NONE:
+            _read(asked, state, request)
         return
     # One follows, which comes here itself, or as many copies as are drafted behind a wrong one.
     most = rows.window[unit]
@@ -56,12 +60,16 @@ def guessing(world, rows, asked, state, request, ticket, layer):
         _guess(asked, state, request, layer + 1)
         return
     asked.ticket[request] = NONE
-    if rows.guess[asked.newest[request]] == UNSURE:
+    if asked.unread[request] > 0:
+        _read(asked, state, request)
+        return
+    newest = asked.newest[request]
+    if newest == NONE or rows.guess[newest] == NONE or rows.guess[newest] == UNSURE:
         return
     if world.chunks:
         if asked.chunk[request] + asked.copies[request] < world.guesses:
             _follow_up(rows, asked, state, request)
-    elif asked.under_way[request] + asked.copies[request] > rows.window[asked.newest[request]]:
+    elif asked.under_way[request] + asked.copies[request] > rows.window[newest]:
         asked.held[request] = True
     else:
         _follow_up(rows, asked, state, request)
@@ -79,12 +87,22 @@ def through(rows, asked, state, unit, request):
             _follow_up(rows, asked, state, request)
         return False
     asked.row[request] = asked.newest[request] = NONE
-    asked.ticket[request], asked.held[request] = NONE, False
+    asked.held[request] = False
+    if asked.copies[request] > 0:
+        # What is read behind them is void.
+        asked.ticket[request] = NONE
     copy = rows.draft[unit]
     for _ in range(asked.copies[request]):
         rows.over_s[copy] = state.clock[NOW]
         copy = rows.after[copy]
     return not asked.coming[request]
+
+
+@inlined
+def _read(asked, state, request):
+    """What has set out and was not read is, from the first layer on."""
+    asked.reads[request], asked.unread[request] = asked.unread[request], 0
+    _guess(asked, state, request, 0)
 
 
 @inlined
@@ -99,7 +117,8 @@ def _follow_up(rows, asked, state, request):
     _set_out(rows, asked, state, request)
     hindmost = asked.hindmost[request]
     if rows.guess[asked.newest[request]] != RIGHT and rows.after[hindmost] != NONE:
-        _guess(asked, state, request, 0)
+        asked.unread[request] = 1
+        _read(asked, state, request)
 
 
 @inlined

@@ -146,7 +146,7 @@ def _start_all(world, rows, asked, state):
             # What that led to may be part of the next batch.
             wake(state, server)
         else:
-            take(world, rows, state, server)
+            take(world, rows, asked, state, server)
     numbers[DUE] -= count
     for at in range(numbers[DUE]):
         due[at] = due[at + count]
@@ -196,7 +196,7 @@ def _begun(world, rows, asked, state, request):
         _unit_begun(rows, asked, state, request, first)
         if world.guesses > 0:
             rows.in_turn[first] = True
-            led(world, rows, asked, state, first, request)
+            led(world, rows, asked, state, first, request, 1)
         else:
             asked.row[request] = first
             follow_trail(rows, asked, first)
@@ -211,7 +211,7 @@ def _begun(world, rows, asked, state, request):
         tokens += size(rows, unit)
         last, unit = unit, rows.after[unit]
     if world.guesses > 0:
-        led(world, rows, asked, state, last, request)
+        led(world, rows, asked, state, last, request, tokens)
     _set_out(world, rows, asked, state, first, tokens, now)
 
 
@@ -252,7 +252,7 @@ def _done(world, rows, asked, state, server):
         if passes and may_pass(rows, state, entry, layer):
             dense = CHUNK if chunk else DENSE
             pass_on(rows, state, server, entry, dense, layer)
-            serve(world, rows, state, server, entry, dense, layer + 1)
+            serve(world, rows, asked, state, server, entry, dense, layer + 1)
             return
     if not chunk and kind in (DENSE, OWN):
         state.token_turn_s[server] = state.clock[NOW] - state.taken_s[server]
@@ -287,7 +287,7 @@ def _done(world, rows, asked, state, server):
                 send(world, state, role, server, target, layer, first, taking, counted, 0, NONE)
     state.batch_stays[server] = stays
     if own != NONE:
-        serve(world, rows, state, server, own, OWN, layer)
+        serve(world, rows, asked, state, server, own, OWN, layer)
     else:
         wake(state, server)
 
@@ -341,6 +341,7 @@ def _finished(world, rows, asked, state, unit):
             next_in_turn(world, asked, state, unit, request)
         return
     asked.running[request], asked.over_s[request] = False, now
+    asked.ticket[request] = NONE
     numbers[RUNNING] -= 1
     if world.closed and (world.endless or numbers[NEXT_REQUEST] < asked.access.size):
         push(state, now, 1, REQUEST, numbers[NEXT_REQUEST])

@@ -152,7 +152,7 @@ def _least(state, server, queue):
 
 
 @njit
-def take(world, rows, state, server):
+def take(world, rows, asked, state, server):
     """An idle server takes what waits for the layer whose turn it is, if anything does, as one
     batch."""
     line = state.line_first[server]
@@ -183,17 +183,17 @@ def take(world, rows, state, server):
         _taken_off(state, server, side, queue)
     state.served[server, kind, 0] += 1
     state.taken_s[server] = now
-    serve(world, rows, state, server, first, kind, layer)
+    serve(world, rows, asked, state, server, first, kind, layer)
     # A batch of guesses passes several layers.
     state.served[server, kind, 1] += taken * (1 + state.batch_layer[server] - layer)
 
 
 @njit
-def serve(world, rows, state, server, first, kind, layer):
+def serve(world, rows, asked, state, server, first, kind, layer):
     """Begin a batch."""
     state.batch_first[server] = first
     state.batch_kind[server], state.batch_layer[server] = kind, layer
-    service_s = _service_s(world, rows, state, server) * crowd(world, state, server)
+    service_s = _service_s(world, rows, asked, state, server) * crowd(world, state, server)
     service_s += max(state.handled_s[server] - state.clock[NOW], 0.0)
     state.busy_s[server] += service_s
     state.serving_until_s[server] = state.clock[NOW] + service_s
@@ -231,22 +231,32 @@ def is_dense(kind):
     return kind in (DENSE, TRAIL, CHUNK)
 
 
+@inlined
+def _guesses_s(world, asked, state, server):
+    """The same of guesses, which take as long in each layer, and pass several; the batch's is the
+    last. Of what is read for each only the last row asks what follows."""
+    entry, layer, tokens, guesses = state.batch_first[server], state.batch_layer[server], 0, 0
+    while entry != NONE:
+        tokens += asked.reads[state.entry_unit[entry]]
+        guesses, entry = guesses + 1, state.entry_next[entry]
+    layers, ends_s = world.dense_s.shape[1], world.guess_ends_s[server]
+    read_s = _batch_s(world.guess_s[server] - ends_s, tokens, world.token_batch_times)
+    layer_s = (read_s + _batch_s(ends_s, guesses, world.token_batch_times)) / layers
+    passed = _guess_layers(layer_s, layers - layer)
+    state.batch_layer[server] = layer + passed - 1
+    return passed * layer_s
+
+
 @njit
-def _service_s(world, rows, state, server):
+def _service_s(world, rows, asked, state, server):
     """Time of a batch: what one token takes, of which weights are read once per batch (dense) or
-    per expert. Guesses take as long in each layer, and pass several; the batch's is the last."""
+    per expert."""
     kind, layer = state.batch_kind[server], state.batch_layer[server]
+    if kind == HOME:
+        return _guesses_s(world, asked, state, server)
     entry, tokens, counts = state.batch_first[server], 0, state.per_expert
     ends, ending = kind == DENSE and layer + 1 == world.dense_s.shape[1], 0
     dense = is_dense(kind)
-    if kind == HOME:
-        while entry != NONE:
-            tokens, entry = tokens + 1, state.entry_next[entry]
-        layers = world.dense_s.shape[1]
-        layer_s = _batch_s(world.guess_s[server] / layers, tokens, world.token_batch_times)
-        passed = _guess_layers(layer_s, layers - layer)
-        state.batch_layer[server] = layer + passed - 1
-        return passed * layer_s
     if not dense:
         counts[:] = 0
     while entry != NONE:

@@ -143,6 +143,8 @@ class RequestTable:
                 under_way=zeros.copy(),
                 coming=np.zeros(count, dtype=bool),
                 ticket=np.full(count, NONE),
+                reads=zeros.copy(),
+                unread=zeros.copy(),
                 held=np.zeros(count, dtype=bool),
                 chunk=np.zeros(count, dtype=np.int64),
                 hindmost=np.full(count, NONE),

@@ -108,6 +108,8 @@ class World(NamedTuple):
     """Whether tokens pass the layers that leave nothing to decide in one batch."""
     guess_s: FloatArray
     """Time of a guess, [M]."""
+    guess_ends_s: FloatArray
+    """Of that, what is no layer's, [M]."""
     along: IntArray
     """Drafts of a head that are read along with each token of a server's users, which guesses
     nothing by itself then, [M]."""
@@ -213,6 +215,10 @@ class Asked(NamedTuple):
     """Whether the next one sets out at this instant, bool [R]."""
     ticket: IntArray
     """Of the entry of the guess that is being made, or NONE, [R]."""
+    reads: IntArray
+    """Tokens that are read for it, [R]."""
+    unread: IntArray
+    """Those that its user's server has not begun to read, [R]."""
     held: np.ndarray
     """Whether a guess is made and has to wait because too many are ahead, bool [R]."""
     chunk: IntArray
@@ -302,6 +308,7 @@ def make_world(
         chunks=chunks,
         segments=segments,
         guess_s=plain(_guesses_s(cost, routes, hosts, slots)),
+        guess_ends_s=plain(np.zeros(servers) if cost.guess_ends_s is None else cost.guess_ends_s),
         along=plain(np.zeros(servers) if along is None else along, np.int64),
         naming_s=plain(np.zeros(servers) if cost.naming_s is None else cost.naming_s),
         named=plain(np.zeros(MOST_DRAFTED) if named is None else named),
