@@ -233,6 +233,24 @@ async def test_tokens_of_an_answer_pass_layers_together_where_a_view_says_that_t
     assert (together["speculative"] > 0) == (together["guessing"] > 0) == chains
 
 
+async def test_tokens_of_an_answer_pass_a_last_layer_together_that_is_all_that_a_server_has(
+    tiny: Tiny,
+) -> None:
+    """All of it is there: an answer's tokens come to it in one message, and end together."""
+    profile, plan = world(tiny, servers=3, routes=[[1, 1, 2, 0]] * 3)
+    hosts = plan.hosts.copy()
+    hosts[0, 3] = True
+    plan = replace(plan, hosts=hosts)
+    asked = [(0, request([7, 8, 9, 10, 11] * 3, 24))]
+    made = {}
+    for name, policy in {"exact": PRESETS["exact"](), "speculative": guessing(8)}.items():
+        async with running(tiny, profile=profile, plan=plan, policy=policy) as cluster:
+            made[name] = [tokens_of(events) for events in await answers(cluster, asked)]
+            batches = cluster.nodes[0].batch_loop.batches
+    assert made["speculative"] == made["exact"]
+    assert max(size for step, layer, size in batches if (step, layer) == ("ATTEND", 3)) > 1
+
+
 def begins_whole(tiny: Tiny) -> tuple[Profile, Plan]:
     """Everybody's tokens begin on the first server, which has all of the first layer."""
     profile, plan = world(tiny, servers=3, routes=[[0, 0, 1, 2]] * 3)

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from test_node_seats import SAMPLING, small_cache
+from trimmoe.runtime.node.compute.passing import in_turn
 from trimmoe.runtime.node.records.messages import NO_TOKEN, Onward, Reserve, first_sequence
 from trimmoe.runtime.node.records.output import BatchOutput
 from trimmoe.runtime.node.records.rows import Rows
@@ -23,11 +24,13 @@ READ = 6
 
 
 class Second:
-    """Rooms of the second server on a route, which has layers 1 to 3, and one sequence there."""
+    """Rooms of the second server on a route, which has layers 1 to 3, or those that the route says,
+    and one sequence there."""
 
-    def __init__(self) -> None:
+    def __init__(self, route: list[int] = ROUTE) -> None:
+        self.first, self.ends_together = route.index(1), False
         self.seats = Seats(small_cache(1, context_limit=32), server=1)
-        asked = Reserve(OURS, ROUTE, SAMPLING, 0.0, False)
+        asked = Reserve(OURS, route, SAMPLING, 0.0, False)
         self.seats.reserve(asked, lambda ok: None)
         seat = self.seats.get(OURS)
         assert seat is not None
@@ -43,15 +46,16 @@ class Second:
             server=1,
             chunk=8,
             chains=True,
+            ends_together=lambda: self.ends_together,
             withdrawn=lambda _: None,
             judge=None,  # type: ignore[arg-type]
         )
 
     def comes(self, start: int, *, epoch: int = 0, cut: int = 0) -> None:
-        """A generated token's row comes from the first server, about to enter layer 1."""
+        """A generated token's row comes from the first server, about to enter the first layer."""
         tell = [[start], [1], [], [epoch] if epoch else [], [], [], [cut] if cut else []]
         onward = Onward(
-            layer=0,
+            layer=self.first - 1,
             rows=Rows([OURS], *tell),
             awaited=[[]],
             raw=[],
@@ -69,7 +73,8 @@ class Second:
         if work is None:
             return []
         units: list[Unit] = list(work.items)
-        self.intake.absorb(BatchOutput(written=[(unit, range(1, 4)) for unit in units]))
+        layers = range(self.first, len(ROUTE) + 1)
+        self.intake.absorb(BatchOutput(written=[(unit, layers) for unit in units]))
         return [unit.start for unit in units]
 
 
@@ -79,6 +84,43 @@ def test_a_row_waits_for_those_before_it() -> None:
     assert second.taken() == []
     second.comes(READ)
     assert second.taken() == [READ, READ + 1]
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_rows_enter_the_last_layer_together_where_all_of_it_runs_here(together: bool) -> None:
+    """Else one ends before another enters."""
+    second = Second([0, 0, 0, 1])
+    second.ends_together = together
+    second.comes(READ + 1)
+    assert second.taken() == []
+    second.comes(READ)
+    assert second.taken() == ([READ, READ + 1] if together else [READ])
+    assert second.taken() == ([] if together else [READ + 1])
+
+
+def test_rows_that_were_to_end_together_do_so_one_by_one_if_the_last_layer_is_left_elsewhere() -> (
+    None
+):
+    """By another engine, which came when they were ready."""
+    second = Second([0, 0, 0, 1])
+    second.ends_together = True
+    for start in (READ, READ + 1):
+        second.comes(start)
+    work = second.scheduler.next()
+    assert work is not None
+    second.ends_together = False
+    spec = SimpleNamespace(layer_count=len(ROUTE))
+    worker: Any = SimpleNamespace(
+        view=SimpleNamespace(spec=spec), segments=SimpleNamespace(end_here=False)
+    )
+    ahead, later = in_turn(worker, 3, work.items)
+    assert [unit.start for unit in ahead] == [READ]
+    second.intake.absorb(BatchOutput(ready=list(later)))
+    assert second.scheduler.next() is None
+    second.intake.absorb(BatchOutput(written=[(unit, range(3, 5)) for unit in ahead]))
+    assert second.taken() == [READ + 1]
+    worker.segments.end_here = True
+    assert in_turn(worker, 3, work.items) == (work.items, ())
 
 
 @pytest.mark.parametrize("behind", [1, 2, 3])

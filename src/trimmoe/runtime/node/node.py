@@ -182,6 +182,7 @@ class Node:
             server=settings.server,
             chunk=settings.prefill_chunk,
             chains=self._view.chains,
+            ends_together=lambda: self.worker.segments.end_here,
             withdrawn=self._withdrawn,
             judge=self.jury.judge,
         )

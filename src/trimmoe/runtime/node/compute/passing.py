@@ -36,6 +36,19 @@ from trimmoe.runtime.node.records.output import BatchOutput
 from trimmoe.runtime.node.records.units import Unit, foremost
 
 
+def in_turn(
+    worker: Worker, layer: int, units: Sequence[Unit]
+) -> tuple[Sequence[Unit], Sequence[Unit]]:
+    """Those of the units that may pass a layer now, and those that are to come again: tokens behind
+    others of their sequence, where these were to end with them and no longer do, since the engine
+    has changed."""
+    ahead = foremost(units)
+    last = worker.view.spec.layer_count - 1
+    if layer < last or worker.segments.end_here or len(ahead) == len(units):
+        return units, ()
+    return ahead, [unit for unit in units if unit not in ahead]
+
+
 def pass_segment(worker: Worker, layer: int, units: Sequence[Unit]) -> BatchOutput:
     """Units pass the layers from `layer` on that leave nothing to decide, if there are any, and
     attention, router and own slots of the one after them.

@@ -11,7 +11,7 @@ import torch
 from trimmoe.engine.lead import MOST_TOGETHER
 from trimmoe.runtime.node.compute.completion import trailing
 from trimmoe.runtime.node.compute.guesses import guess
-from trimmoe.runtime.node.compute.passing import pass_layers, pass_segment
+from trimmoe.runtime.node.compute.passing import in_turn, pass_layers, pass_segment
 from trimmoe.runtime.node.compute.prefill import end_chunk, pass_chunk
 from trimmoe.runtime.node.compute.slots import run_slots
 from trimmoe.runtime.node.compute.states import leaving, states_of
@@ -47,10 +47,12 @@ def _performed(worker: Worker, exact_hosts: ExactHosts, work: Work, began_s: flo
         case Step.ARRIVE:
             return worker.arrive(items)
         case Step.ATTEND:
+            units, later = in_turn(worker, layer, items)
             if worker.segments.in_force:
-                result = pass_segment(worker, layer, items)
+                result = pass_segment(worker, layer, units)
             else:
-                result = pass_layers(worker, layer, items, alone=work.alone)
+                result = pass_layers(worker, layer, units, alone=work.alone)
+            result.ready += later
             worker.token_turn_s = time.perf_counter() - began_s
             return result
         case Step.FINISH:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 
@@ -37,6 +38,12 @@ class Segments:
             here=here,
             nearest=None if engine.decides else engine.nearest,
         )
+
+    @cached_property
+    def end_here(self) -> bool:
+        """Whether all slots of tokens that come to the last layer run here, so that tokens of one
+        sequence may end together."""
+        return self.in_force and bool(self.here[-1].all())
 
     def end(self, route: tuple[int, ...], layer: int) -> int:
         """The first layer from `layer` on, which is run here, that has to be decided upon whatever

@@ -39,7 +39,7 @@ class Intake:
 
     Rows of sequences without a seat here are dropped: their request is over. So are those that were
     withdrawn, of which `withdrawn` is told. `chains`: whether tokens of one sequence may pass a
-    layer together, see `MoEView.chains`.
+    layer together, see `MoEView.chains`; `ends_together`: whether they may the last one too.
     """
 
     def __init__(
@@ -51,6 +51,7 @@ class Intake:
         server: int,
         chunk: int,
         chains: bool,
+        ends_together: Callable[[], bool],
         withdrawn: Callable[[Sequence[Unit]], None],
         judge: Judge,
     ) -> None:
@@ -58,7 +59,7 @@ class Intake:
         self.seats, self.scheduler = seats, scheduler
         self.gather = Gather(judge)
         self._geometry, self._server, self._chunk = geometry, server, chunk
-        self._chains = chains
+        self._chains, self._ends_together = chains, ends_together
         self._take: dict[type, Callable[..., None]] = {
             Prompt: self._prompt,
             Start: self._start,
@@ -123,15 +124,16 @@ class Intake:
         behind, step = unit.behind(layer, self._geometry.layer_count), self._step(unit)
         written = seat.written[behind]
         # Tokens of one sequence pass a layer in one batch, or in this order; but the last layer,
-        # after which each ends as soon as all of its slots have run.
-        together = self._chains and step is Step.ATTEND and behind == layer
+        # after which each ends as soon as all of its slots have run, unless these all run here.
+        together = self._chains and step is Step.ATTEND
+        together = together and (behind == layer or self._ends_together())
         if unit.start != (written.due if together else written.length):
             seat.parked.setdefault(behind, []).append(unit)
             return
         self.scheduler.put(step, layer, unit, rows=unit.count)
         if together:
             written.due = unit.start + 1
-            self._wake(seat, layer)
+            self._wake(seat, behind)
 
     def _step(self, unit: Unit) -> Step:
         if unit.trailing:
