@@ -242,7 +242,8 @@ async def test_tokens_of_an_answer_pass_a_last_layer_together_that_is_all_that_a
     hosts[0, 3] = True
     plan = replace(plan, hosts=hosts)
     asked = [(0, request([7, 8, 9, 10, 11] * 3, 24))]
-    made = {}
+    made: dict[str, list[list[int]]] = {}
+    batches: list[tuple[str, int, int]] = []
     for name, policy in {"exact": PRESETS["exact"](), "speculative": guessing(8)}.items():
         async with running(tiny, profile=profile, plan=plan, policy=policy) as cluster:
             made[name] = [tokens_of(events) for events in await answers(cluster, asked)]
