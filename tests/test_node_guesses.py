@@ -46,6 +46,7 @@ from trimmoe.runtime.node.compute.worker import Worker
 from trimmoe.runtime.node.front.drafts import Pending
 from trimmoe.runtime.node.front.guess_prices import GuessPrices
 from trimmoe.runtime.node.front.jobs import Attempt
+from trimmoe.runtime.node.front.speculation import _until
 from trimmoe.runtime.node.records.output import Arrival, BatchOutput
 from trimmoe.runtime.node.records.readings import Foreseen, Reading
 from trimmoe.runtime.node.records.sequences import Seat
@@ -351,6 +352,31 @@ async def test_what_a_head_names_is_made_ready_for_the_next_reading_where_full_d
     assert 0 < said.right < said.made
     used = sum(len(one.offered) for one in taken if one is not None)
     assert ahead_s or used > 10, "long ones are through with all that there is room for"
+
+
+@pytest.mark.parametrize(("start", "goes_on"), [(9, True), (8, False)])
+def test_a_prompt_is_read_on_where_only_what_comes_behind_it_is_withdrawn(
+    tiny: Tiny, start: int, goes_on: bool
+) -> None:
+    """Its states are as they were, on the front end's side and on the worker's."""
+    prompt = Reading(sequence=7, start=0, tokens=tuple(range(9)), route=(0, 1), sampling=Sampling())
+    attempt = Attempt(sequence=7, route=(0, 1), trouble=None)  # type: ignore[arg-type]
+    attempt.reading, attempt.read = prompt, 9
+    attempt.withdraw(start)
+    assert (attempt.reading is prompt) == (not prompt.void) == goes_on
+    assert attempt.read == (9 if goes_on else 0), "what is not read is read another time"
+    runner = DraftRunner.of(tiny.view, 2, None)
+    runner.waiting[7] = prompt
+    runner.forget(7, start)
+    assert (7 in runner.waiting) == goes_on
+
+
+def test_of_a_prompt_and_drafts_behind_it_the_prompt_is_read_first() -> None:
+    """They may be withdrawn, and with them all that is read with them; few are read at once."""
+    job: Any = SimpleNamespace(request=request(words(9, 1), 8), tokens=[3, 4])
+    ids = [*job.request.prompt_ids, *job.tokens, 5, 6]
+    assert _until(job, ids, 0) == 9 + 2
+    assert _until(job, ids, 9) == len(ids)
 
 
 def test_nothing_is_known_behind_another_token_than_was_foreseen(tiny: Tiny) -> None:

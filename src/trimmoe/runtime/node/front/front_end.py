@@ -199,7 +199,7 @@ class FrontEnd:
         """Others, or this server's users, have more answers under way now, or fewer."""
         for job in self._by_sequence.values():
             if job.attempt is not None:
-                self.speculation.reconsider(job.attempt)
+                self.speculation.reconsider(job, job.attempt)
 
     @property
     def running(self) -> int:

@@ -163,8 +163,10 @@ class Attempt:
             reading.void, self.reading = True, None
 
     def withdraw(self, position: int) -> None:
-        """Tokens from a position on were withdrawn: they are read anew."""
-        self.stop_reading()
+        """Tokens from a position on were withdrawn: they are read anew. What is read before them,
+        such as a prompt, is as it was."""
+        if self.reading is not None and self.reading.position > position:
+            self.stop_reading()
         self.read, self.drafted = min(self.read, position), min(self.drafted, position)
 
     def strand(self) -> None:

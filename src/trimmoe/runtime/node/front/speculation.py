@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from math import isinf
 
-from trimmoe.engine.lead import HEAD, Lead
+from trimmoe.engine.lead import HEAD, MOST_TOGETHER, Lead
 from trimmoe.runtime.node.front.drafts import GUESSED, Guessing, Kind
 from trimmoe.runtime.node.front.jobs import Attempt, FrontEndContext, Job
 from trimmoe.runtime.node.records.output import Arrival
@@ -79,8 +79,9 @@ class Speculation:
                     continue
             self.guess(job, attempt)
 
-    def reconsider(self, attempt: Attempt) -> None:
-        """The load has changed: what is read for guesses that nobody would follow is let be."""
+    def reconsider(self, job: Job, attempt: Attempt) -> None:
+        """The load has changed: what is read for guesses that nobody would follow is let be, and
+        what has come is read where somebody would follow."""
         if attempt.lead is None:
             return
         self._context.prices.tell(attempt.lead, attempt.route)
@@ -88,6 +89,8 @@ class Speculation:
         if attempt.reading is not None and idle:
             attempt.stop_reading()
             self.release(attempt)
+        elif attempt.reading is None and not idle:
+            self.guess(job, attempt)
 
     def feed_in_turn(self, attempt: Attempt) -> None:
         """Follow the last token, unless that is a guess upon a guess: most of those would be in
@@ -136,7 +139,7 @@ class Speculation:
         if attempt.pending.drafts >= lead.window or not attempt.may_guess(len(ids)):
             return
         start = attempt.read_by(source)
-        tokens = tuple(ids[start : start + context.chunk])
+        tokens = tuple(ids[start : min(start + context.chunk, _until(job, ids, start))])
         if not tokens:
             return
         if attempt.seen is not None:
@@ -224,6 +227,13 @@ class Speculation:
         if len(attempt.held) >= attempt.together:
             self.release(attempt)
         return True
+
+
+def _until(job: Job, ids: Sequence[int], start: int) -> int:
+    """Up to where tokens from a position on are read: where they are many, such as a prompt, not
+    those that may yet be withdrawn, or all would be read in vain."""
+    known = len(job.request.prompt_ids) + len(job.tokens)
+    return known if known - start > MOST_TOGETHER else len(ids)
 
 
 def ended(job: Job, token: Token) -> FinishReason | None:
