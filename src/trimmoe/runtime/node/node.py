@@ -385,6 +385,7 @@ class Node:
         self.batch_loop.wake()
 
     def _guess(self, reading: Reading) -> None:
+        # So that it shares a batch with what goes on there.
         reading.layer = self.worker.reads_from(reading.route)
         self.intake.read_on([reading])
         self.batch_loop.wake()

@@ -174,7 +174,7 @@ class DraftRunner:
         self.foreseen[sequence] = {at: one for at, one in early.items() if at < start}
         store = self.states.get(sequence, {})
         self.states[sequence] = {at: state for at, state in store.items() if at < start}
-        if sequence in self.waiting and self.waiting[sequence].position > start:
+        if sequence in self.waiting and self.waiting[sequence].reaches(start):
             del self.waiting[sequence]
 
     def retain(self, sequence: int, read: int, length: int) -> None:

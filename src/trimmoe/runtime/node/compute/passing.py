@@ -42,10 +42,9 @@ def in_turn(
     """Those of the units that may pass a layer now, and those that are to come again: tokens behind
     others of their sequence, where these were to end with them and no longer do, since the engine
     has changed."""
-    ahead = foremost(units)
-    last = worker.view.spec.layer_count - 1
-    if layer < last or worker.segments.end_here or len(ahead) == len(units):
+    if layer < worker.view.spec.layer_count - 1 or worker.segments.end_here:
         return units, ()
+    ahead = foremost(units)
     return ahead, [unit for unit in units if unit not in ahead]
 
 
@@ -199,8 +198,9 @@ class _Reach:
         """See the class."""
         segments, routes = worker.segments, {unit.seat.route for unit in units}
         until = min(segments.end(route, layer) for route in routes)
-        last, settled = min(until + 1, worker.view.spec.layer_count), segments.settled(until)
-        reached = _together_until(worker, layer + 1, last, units, whole=bool(settled[-1].all()))
+        count, settled = worker.view.spec.layer_count, segments.settled(until)
+        last, whole = min(until + 1, count), until == count and segments.end_here
+        reached = _together_until(worker, layer + 1, last, units, whole=whole)
         going = {segments.leaves_for(route, until) for route in routes}
         to = going.pop() if len(going) == 1 and worker.sends_whole else None
         if to is None or reached < last:

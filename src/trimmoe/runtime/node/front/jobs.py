@@ -165,7 +165,7 @@ class Attempt:
     def withdraw(self, position: int) -> None:
         """Tokens from a position on were withdrawn: they are read anew. What is read before them,
         such as a prompt, is as it was."""
-        if self.reading is not None and self.reading.position > position:
+        if self.reading is not None and self.reading.reaches(position):
             self.stop_reading()
         self.read, self.drafted = min(self.read, position), min(self.drafted, position)
 

@@ -90,6 +90,10 @@ class Reading:
             return False
         return seat.written[0].due == self.position
 
+    def reaches(self, position: int) -> bool:
+        """Whether any of what is read is at a position or behind it."""
+        return self.position > position
+
     @property
     def position(self) -> int:
         """Of what is guessed."""

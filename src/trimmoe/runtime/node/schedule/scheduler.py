@@ -27,7 +27,6 @@ from trimmoe.runtime.node.records.work import Step, Work
 _QUICK = frozenset({Step.ARRIVE, Step.FINISH, Step.CHUNK_END})
 _ONE_AT_A_TIME = frozenset({Step.CHUNK, Step.CHUNK_END})
 _PROMPTS = frozenset({Step.CHUNK, Step.CHUNK_SLOTS})
-_CLASS = {Step.SLOTS: 1, Step.GUESS: 3}
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +104,7 @@ class Scheduler:
             return (1, -layer, first.ticket)
         if step is Step.GUESS:
             return (3, -layer, first.ticket)
-        return (_CLASS.get(step, 2), layer, first.ticket)
+        return (1 if step is Step.SLOTS else 2, layer, first.ticket)
 
     def any(self, like: Callable[[Any], bool]) -> bool:
         """Whether an item that is ready, or being computed, is like that."""
