@@ -320,6 +320,38 @@ async def test_a_server_that_has_lost_it_has_the_others_begin_anew(
         await cluster.all_free()
 
 
+@pytest.mark.parametrize("leaves", [True, False], ids=["user leaves", "route changes"])
+async def test_what_is_left_for_a_next_attempt_that_has_no_use_for_it_is_given_up(
+    tiny: Tiny, leaves: bool
+) -> None:
+    profile, plan = world(tiny, servers=3, routes=[[0, 1, 1, 0], [1] * 4, [2] * 4])
+    plan = replace(plan, hosts=np.ones_like(plan.hosts))
+    async with running(tiny, profile=profile, plan=plan, policy=guessing(2)) as cluster:
+        node, prompt = cluster.nodes[0], words(40)
+        prompt += tokens_of(await ask(cluster, 0, prompt, 8))
+        (seat,) = cluster.nodes[1].intake.seats._retained.values()
+        for written in seat.written.values():
+            written.cut(8)
+        stream = node.service.submit(request(prompt, 9))
+        (job,) = node.front_end._jobs
+        await asyncio.sleep(0)
+        async with node.front_end._turn:  # No other attempt begins.
+            await until(lambda: job.begun is not None)
+            assert len(node.front_end.memory) == 1
+            if leaves:
+                await stream.aclose()
+            else:
+                node.planner.want_lost(frozenset({1}))
+                await until(lambda: 1 not in node.planner.in_force.route_of(0))
+        if not leaves:
+            assert tokens_of(await soon(read(stream))) == greedy(tiny.view, [prompt], 9)[0]
+            assert all(1 not in kept.route for kept in node.front_end.memory._kept.values())
+        await until(lambda: not cluster.nodes[1].snapshot().retained)
+        left = len(node.front_end.memory)
+        assert left == 1 - leaves
+        await until(lambda: len(node.worker.draft_runner.states) == left)
+
+
 async def test_a_place_that_is_gone_on_one_server_is_given_up_on_all(tiny: Tiny) -> None:
     profile, plan = world(tiny, servers=3, routes=staircase_routes(3))
     async with running(tiny, profile=profile, plan=plan, policy=guessing(2)) as cluster:

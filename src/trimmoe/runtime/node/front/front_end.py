@@ -269,9 +269,8 @@ class FrontEnd:
                 sequence=next(self._sequences),
                 route=route,
                 trouble=asyncio.get_running_loop().create_future(),
-                begun=job.begun or self._matching(job, route),
+                begun=self._begins_with(job, route),
             )
-            job.begun = None
             job.attempt = attempt
             self._by_sequence[attempt.sequence] = job
             if not await self.reservations.made(job, attempt):
@@ -283,8 +282,13 @@ class FrontEnd:
         self._send_off(job, attempt)
         return await attempt.trouble
 
-    def _matching(self, job: Job, route: tuple[int, ...]) -> Begun | None:
-        return None if _reads_all(job) else self.memory.match(route, _ids(job))
+    def _begins_with(self, job: Job, route: tuple[int, ...]) -> Begun | None:
+        """What the last attempt left behind, or else what begins as the prompt does."""
+        left, job.begun = job.begun, None
+        begun = None if left is None else self.memory.resume(left, route)
+        if begun is None and not _reads_all(job):
+            begun = self.memory.match(route, _ids(job))
+        return begun
 
     def _send_off(self, job: Job, attempt: Attempt) -> None:
         """The prompt, with what was made of the answer, enters the route: what is not there yet."""
@@ -352,6 +356,8 @@ class FrontEnd:
         jobs or, if it is `put_off`, for this one."""
         attempt, job.attempt, job.seated = job.attempt, None, False
         if attempt is None:
+            if job.begun is not None:
+                self.memory.let_go(job.begun)
             return
         sequence = attempt.sequence
         self._by_sequence.pop(sequence, None)

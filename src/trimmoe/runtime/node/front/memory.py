@@ -86,31 +86,48 @@ class Memory:
     def ended(self, job: Job, attempt: Attempt) -> bool:
         """An answer is over: whether its states are retained."""
         self.forget(attempt.sequence)
-        sequence, length = attempt.sequence, attempt.exact
+        length = attempt.exact
         failed = attempt.trouble.done() and attempt.trouble.result()
         if not self._context.prefix_cache or length < BLOCK or failed:
             return False
-        read = min(attempt.has_read, length)
-        kept = _Kept(route=attempt.route, attempt=None, read=read)
-        self._keep(sequence, _ids(job)[:length], kept)
-        self._retain(attempt, read, length)
+        kept = self._retain(attempt, length)
+        self._keep(attempt.sequence, _ids(job)[:length], kept)
         return True
 
     def put_off(self, attempt: Attempt) -> Begun:
         """An attempt took more for granted than is there of what it began with: what the next one
-        begins with instead."""
+        begins with instead, see `resume`."""
         assert attempt.begun is not None
         length, sequence = attempt.begun.prefix.length, attempt.sequence
-        read = min(attempt.has_read, length)
-        self._retain(attempt, read, length)
-        return Begun(prefix=Prefix(sequence, length, moves=True), read=read)
+        # Nobody else finds it.
+        kept = self._kept[sequence] = self._retain(attempt, length)
+        return Begun(prefix=Prefix(sequence, length, moves=True), read=kept.read)
 
-    def _retain(self, attempt: Attempt, read: int, length: int) -> None:
-        """So many positions of a sequence that is over, so many of which were read here."""
+    def resume(self, begun: Begun, route: tuple[int, ...]) -> Begun | None:
+        """What an attempt on a route has of what the one before it left behind: nothing if that
+        was lost meanwhile or is elsewhere."""
+        sequence = begun.prefix.sequence
+        kept = self._kept.get(sequence)
+        if kept is None or kept.route != route:
+            self.let_go(begun)
+            return None
+        self._drop(sequence)
+        return begun
+
+    def let_go(self, begun: Begun) -> None:
+        """No attempt begins with what the one before it left behind."""
+        sequence = begun.prefix.sequence
+        if (kept := self._kept.get(sequence)) is not None:
+            self._let_go(sequence, kept)
+
+    def _retain(self, attempt: Attempt, length: int) -> _Kept:
+        """Have so many positions of a sequence that is over retained, here and on its route."""
         sequence, context = attempt.sequence, self._context
+        kept = _Kept(route=attempt.route, attempt=None, read=min(attempt.has_read, length))
         for server in attempt.servers:
             context.post(Parcel(to=server, message=Retain([sequence])))
-        context.control(lambda: context.retire(sequence, read, length))
+        context.control(lambda: context.retire(sequence, kept.read, length))
+        return kept
 
     def forget(self, sequence: int) -> None:
         """A sequence under way begins no others any more."""
@@ -146,8 +163,8 @@ class Memory:
         self._kept.pop(sequence, None)
         self._prefixes.drop(sequence)
 
-    def _let_go(self, sequence: int, kept: _Kept, *, spared: int) -> None:
-        """Free the places of a retained sequence, but for one server that has done so."""
+    def _let_go(self, sequence: int, kept: _Kept, *, spared: int | None = None) -> None:
+        """Free the places of a retained sequence, but for a server that has done so."""
         self._drop(sequence)
         for server in sorted(set(kept.route) - {spared}):
             self._context.post(Parcel(to=server, message=Release([sequence])))
