@@ -69,6 +69,7 @@ CASES = (
     ),
     Case(name="4 processes, float32", quantise="none", weights="F32", goal="<= 1.0"),
     Case(name="4 processes, int8", quantise="int8", weights="Q8_0", goal="<= 1.2"),
+    Case(name="4 processes, int8, auto", quantise="int8", weights="Q8_0", policy="auto"),
     Case(name="links, int8, exact", quantise="int8", weights="Q8_0", links=True, goal="<= 0.8"),
     Case(
         name="links, int8, speculative", quantise="int8", weights="Q8_0", links=True,

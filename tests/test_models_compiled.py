@@ -17,7 +17,6 @@ from torch import Tensor
 from checkpoints import DECODERS, Folder, written_once
 from trimmoe.core.errors import UserError
 from trimmoe.core.precision import GROUP, Precision
-from trimmoe.models.compiled import forget_outdated
 from trimmoe.models.compiled.calls import multiply
 from trimmoe.models.compiled.lanes import Format
 from trimmoe.models.compiled.quantise import Packed, pack, pack_bits, pack_joined, placed
@@ -332,20 +331,3 @@ def test_what_is_not_compiled_cannot_be_quantised(
         open_model(folder("mixtral"), quantise=Precision.INT8, **options)  # pyright: ignore
     with pytest.raises(UserError, match="cannot be quantised here"):
         open_model(folder("switch"), quantise=Precision.INT8)
-
-
-def test_what_was_compiled_from_other_sources_is_forgotten(tmp_path: Path) -> None:
-    cache = tmp_path / "__pycache__"
-    cache.mkdir()
-    old = cache / "step.nbi"
-    (tmp_path / "step.py").write_text("a = 1")
-    forget_outdated(tmp_path)
-    old.touch()
-    forget_outdated(tmp_path)
-    assert old.exists()
-    (tmp_path / "view.py").write_text("b = 2")
-    forget_outdated(tmp_path)
-    assert old.exists()
-    (tmp_path / "lanes.py").write_text("b = 2")
-    forget_outdated(tmp_path)
-    assert not old.exists()

@@ -7,11 +7,13 @@ tokens, k slots, M servers, N layers, E experts, G bins of a curve.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike
 
+from trimmoe.core.compiled_from import forget_outdated
 from trimmoe.core.specs import FloatArray
 
 if TYPE_CHECKING:
@@ -22,6 +24,9 @@ if TYPE_CHECKING:
 
 else:
     import numba
+
+    _FOLDER = Path(__file__).parent
+    forget_outdated(_FOLDER, _FOLDER)
 
     njit = numba.njit(cache=True, nogil=True)
     # For functions that make no array, which is checked when they are compiled: counting the

@@ -5,9 +5,16 @@ Shapes: A access servers, M servers, N layers, E experts.
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 
+from trimmoe import cost
+from trimmoe.core.compiled_from import forget_outdated
 from trimmoe.cost.kernels import nearest_hosts, njit
+
+# The cost model's formulas are compiled into what is here.
+forget_outdated(Path(__file__).parent, Path(__file__), Path(cost.__file__).parent)
 
 
 @njit

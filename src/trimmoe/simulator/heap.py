@@ -1,13 +1,12 @@
-"""The event heap, compiled: events ordered by (time, priority, ticket).
-
-What is compiled is kept in `__pycache__` until the text of its own file changes: after a change of
-what other files inline, or of constants that they use, delete what is kept there.
-"""
+"""The event heap, compiled: events ordered by (time, priority, ticket)."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from trimmoe import cost
+from trimmoe.core.compiled_from import forget_outdated
 from trimmoe.simulator.world import HEAP_SIZE, TICKET
 
 if TYPE_CHECKING:
@@ -18,6 +17,10 @@ if TYPE_CHECKING:
 
 else:
     import numba
+
+    _FOLDER = Path(__file__).parent
+    # The cost model's formulas are compiled into what is here.
+    forget_outdated(_FOLDER, _FOLDER, Path(cost.__file__).parent)
 
     # Nothing compiled here makes an array; counting references to some forty of them, atomically
     # and at every access, takes ten times as long as all the rest.

@@ -7,11 +7,12 @@ depend on its batch, bit for bit. Quantised weights are unpacked in registers.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 from collections.abc import Iterator
 from pathlib import Path
 
 from filelock import FileLock
+
+from trimmoe.core.compiled_from import forget_outdated
 
 _COMPILED = (
     "apart",
@@ -34,28 +35,6 @@ _COMPILED = (
 """Files that hold compiled functions."""
 
 
-def forget_outdated(folder: Path) -> None:
-    """Delete what was compiled from other sources than those in `folder`.
-
-    Numba looks at the file of a function alone, and not at those of what it calls, which is
-    compiled into it.
-    """
-    files = [folder / f"{name}.py" for name in _COMPILED]
-    sources = b"".join(file.read_bytes() for file in files if file.exists())
-    digest = hashlib.sha256(sources).hexdigest()
-    stamp = folder / "__pycache__" / "compiled-from"
-    try:
-        if stamp.exists() and stamp.read_text() == digest:
-            return
-        for file in stamp.parent.glob("*.nb[ic]"):
-            file.unlink(missing_ok=True)
-        stamp.parent.mkdir(exist_ok=True)
-        stamp.write_text(digest)
-    except OSError:
-        # An installation that cannot be written to is not edited either.
-        return
-
-
 @contextlib.contextmanager
 def one_at_a_time() -> Iterator[None]:
     """Of all processes of this installation: what one compiles the others then find, and compile
@@ -75,5 +54,6 @@ def one_at_a_time() -> Iterator[None]:
         lock.release()
 
 
+_FOLDER = Path(__file__).parent
 with one_at_a_time():
-    forget_outdated(Path(__file__).parent)
+    forget_outdated(_FOLDER, *(_FOLDER / f"{name}.py" for name in _COMPILED))
