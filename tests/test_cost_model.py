@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 
 import numpy as np
 import pytest
@@ -88,6 +89,20 @@ def test_one_vector_per_distinct_server_each_way(
     source: int, destination: int, slots: list[tuple[int, int]], expected: dict
 ) -> None:
     assert links(three_servers(), source, destination, slots) == expected
+
+
+@pytest.mark.parametrize("destination", range(3))
+@pytest.mark.parametrize("slots", list(product(range(-1, 3), repeat=3)), ids=str)
+def test_every_message_that_a_source_sends_beyond_the_first_takes_it_software(
+    destination: int, slots: tuple[int, ...]
+) -> None:
+    """Slots by the server that runs each, -1 for none: as where some run on either end of a hop."""
+    cost = three_servers()
+    measured = replace(cost, apart_s=np.array([0.3e-3, 5e-3, 7e-3]))
+    ran = [(-1, 0) if server < 0 else (j, server) for j, server in enumerate(slots)]
+    sent = sum(n for (a, _), n in links(cost, 0, destination, ran).items() if a == 0)
+    plain_ms, ms = (delay_ms(each, 0, destination, ran) for each in (cost, measured))
+    assert ms == pytest.approx(plain_ms + 0.3 * max(sent - 1, 0))
 
 
 def test_a_migrating_token_moves_once() -> None:

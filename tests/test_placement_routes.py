@@ -61,6 +61,7 @@ def test_expected_delay_is_the_mean_of_the_cost_model(
     servers = int(rng.integers(1, 5))
     cost = cost_model(model, random_cluster(rng, servers=servers, symmetric=False))
     cost = cost.with_waiting(rng.uniform(0, 0.01, servers))
+    cost = replace(cost, apart_s=rng.uniform(0, 0.01, servers))
     hosts = random_hosts(rng, (servers, model.layer_count, model.expert_count))
     expected = expected_layer_delay_s(cost, hosts, profile)
     for layer, s, t in np.ndindex(expected.shape):

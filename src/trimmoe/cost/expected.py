@@ -63,6 +63,7 @@ def _expected_table(links, layer, held, share, patterns):
     servers = held.shape[0]
     table, work = np.zeros((servers, servers)), np.zeros(servers)
     path, alone = np.empty(servers), np.empty(held.shape[1])
+    at = np.empty(patterns.shape[1], dtype=np.int64)
     for source in range(servers):
         for destination in range(servers):
             best = kernels.nearest_hosts(links, layer, held, source, destination)[0]
@@ -84,9 +85,11 @@ def _expected_table(links, layer, held, share, patterns):
                     m = best[slot]
                     if m >= 0:
                         delay = max(delay, path[m] + work[m])
-                for slot in patterns[p]:
-                    if best[slot] >= 0:
-                        work[best[slot]] = 0.0
+                for slot in range(at.size):
+                    at[slot] = best[patterns[p, slot]]
+                    if at[slot] >= 0:
+                        work[at[slot]] = 0.0
+                delay += kernels.further_s(links, source, destination, patterns[p], at)
                 total += share[p] * delay
             table[source, destination] = total
     return table

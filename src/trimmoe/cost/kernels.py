@@ -54,7 +54,7 @@ class Links(NamedTuple):
     expert_s: FloatArray
     """Of all that may run in a slot, as `core.stand_ins` numbers it, [M, N, F * E]."""
     apart_s: FloatArray
-    """What it takes a server to send another message, [M]."""
+    """What it takes a server to send another message, [M]; see `further_s`."""
 
 
 @bare
@@ -78,7 +78,23 @@ def slots_delay_s(links, layer, source, destination, experts, servers):
                 work += links.expert_s[server, layer, experts[i]]
         path = links.transfer_s[source, server] + wait_s(links, source, server, destination)
         slowest = max(slowest, path + links.transfer_s[server, destination] + work)
-    return slowest
+    return slowest + further_s(links, source, destination, experts, servers)
+
+
+@bare
+def further_s(links, source, destination, experts, servers):
+    """What the source's messages for one layer of a token take it beyond the first one, whose time
+    is in the transfers: a dispatch to every other server of a slot, and the residual, unless
+    that is one of them (`add_sent`)."""
+    sent, at_source, at_destination = 0, False, False
+    for j in range(experts.shape[0]):
+        if experts[j] < 0 or _seen_before(experts, servers, j):
+            continue
+        sent += servers[j] != source
+        at_source = at_source or servers[j] == source
+        at_destination = at_destination or servers[j] == destination
+    sent += source != destination and (at_source or not at_destination)
+    return links.apart_s[source] * max(sent - 1, 0)
 
 
 @njit
