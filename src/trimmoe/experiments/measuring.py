@@ -20,9 +20,10 @@ from scipy.optimize import nnls
 from trimmoe.core.errors import UserError
 from trimmoe.core.machines import BATCHES, Machines, Work, machines_header, plausible
 from trimmoe.core.plan import Plan
+from trimmoe.core.profile import Profile
 from trimmoe.core.specs import FloatArray, IntArray
-from trimmoe.cost.expected import expected_layer_delay_s
-from trimmoe.cost.model import CostModel, cost_model
+from trimmoe.cost.expected import best_hosts, destinations, expected_layer_delay_s
+from trimmoe.cost.model import CostModel, cost_model, layer_delay_s
 from trimmoe.experiments.serve_bench import Load, run_load
 from trimmoe.placement.routes import route_delay_s
 from trimmoe.progress import Bars
@@ -273,19 +274,33 @@ def with_overheads(machines: Machines, artifacts: Artifacts, clock_s: FloatArray
 
 def exact_s(machines: Machines, artifacts: Artifacts) -> FloatArray:
     """What the cost model says of exact answers to each server's users, [M] seconds a token, while
-    they are measured: then servers know no figures yet that a further message would have to pay
-    for."""
+    they are measured: slots run where servers have them run by the figures that the plan has."""
     plan, model = artifacts.plan, artifacts.model
-    cluster = machines.applied(plan.cluster, model, machines.precision)
-    return _expected_s(replace(cost_model(model, cluster), apart_s=None), plan, artifacts)
+    cost = cost_model(model, machines.applied(plan.cluster, model, machines.precision))
+    known = cost_model(model, plan.cluster)
+    tables = np.zeros((cost.layer_count, cost.server_count, cost.server_count))
+    gathered = destinations(plan.routes)
+    for layer in range(cost.layer_count):
+        for ends in set(zip(plan.routes[:, layer], gathered[:, layer], strict=True)):
+            hosts = best_hosts(known, plan.hosts, layer, *ends)
+            tables[layer][ends] = _layer_s(cost, artifacts.profile, layer, ends, hosts)
+    return route_delay_s(cost, tables, plan.routes)
+
+
+def _layer_s(
+    cost: CostModel, profile: Profile, layer: int, ends: tuple[int, int], hosts: IntArray
+) -> float:
+    """The expected delay of a layer from one end to the other whose experts run on `hosts` [E]."""
+    patterns, (source, destination) = profile.patterns[layer], ends
+    delay_s = layer_delay_s(
+        cost, layer, np.array(source), np.array(destination), patterns, hosts[patterns]
+    )
+    return float(profile.pattern_share[layer] @ delay_s + cost.dense_s[source, layer])
 
 
 def expected_exact_s(plan: Plan, artifacts: Artifacts) -> FloatArray:
     """The expected time of a token of each server's users on a plan, [M] seconds."""
-    return _expected_s(cost_model(artifacts.model, plan.cluster), plan, artifacts)
-
-
-def _expected_s(cost: CostModel, plan: Plan, artifacts: Artifacts) -> FloatArray:
+    cost = cost_model(artifacts.model, plan.cluster)
     tables = expected_layer_delay_s(cost, plan.hosts, artifacts.profile)
     return route_delay_s(cost, tables, plan.routes)
 
