@@ -25,19 +25,30 @@ def best_hosts(
     return np.maximum(kernels.nearest_hosts(cost.links, layer, held, source, destination)[0], 0)
 
 
-def expected_layer_delay_s(cost: CostModel, hosts: BoolArray, profile: Profile) -> FloatArray:
+def expected_layer_delay_s(
+    cost: CostModel, hosts: BoolArray, profile: Profile, *, by: CostModel | None = None
+) -> FloatArray:
     """Expected delay of exact nearest-replica execution for every source and destination.
 
     The expectation over the profile's patterns of `cost.layer_delay_s` with every slot on its
-    `best_hosts`, plus the dense part at the source; seconds, shape [N, M, M].
+    `best_hosts`, by this cost model or another one, plus the dense part at the source; seconds,
+    shape [N, M, M].
     """
     tables = [
-        layer_table_s(cost, hosts[:, layer], profile, layer) for layer in range(cost.layer_count)
+        layer_table_s(cost, hosts[:, layer], profile, layer, by=by)
+        for layer in range(cost.layer_count)
     ]
     return np.stack(tables)
 
 
-def layer_table_s(cost: CostModel, held: BoolArray, profile: Profile, layer: int) -> FloatArray:
+def layer_table_s(
+    cost: CostModel,
+    held: BoolArray,
+    profile: Profile,
+    layer: int,
+    *,
+    by: CostModel | None = None,
+) -> FloatArray:
     """`expected_layer_delay_s` of one layer whose hosts are `held` [M, E], shape [M, M].
 
     Infinite where an expert that is used has no host. Compiled, because planning asks for
@@ -46,6 +57,7 @@ def layer_table_s(cost: CostModel, held: BoolArray, profile: Profile, layer: int
     used = np.flatnonzero(profile.pattern_share[layer] > 0)
     table = _expected_table(
         cost.links,
+        (by or cost).links,
         layer,
         np.ascontiguousarray(held),
         profile.pattern_share[layer, used],
@@ -55,8 +67,9 @@ def layer_table_s(cost: CostModel, held: BoolArray, profile: Profile, layer: int
 
 
 @kernels.njit
-def _expected_table(links, layer, held, share, patterns):
-    """The mean over patterns [P, k] of `kernels.slots_delay_s` on `kernels.nearest_hosts`, [M, M].
+def _expected_table(links, choosing, layer, held, share, patterns):
+    """The mean over patterns [P, k] of `kernels.slots_delay_s` on `kernels.nearest_hosts`, [M, M];
+    `choosing` are the links by which those are nearest.
 
     All patterns of a pair of servers share the ways and hosts, so that a slot is two additions.
     """
@@ -66,7 +79,7 @@ def _expected_table(links, layer, held, share, patterns):
     at = np.empty(patterns.shape[1], dtype=np.int64)
     for source in range(servers):
         for destination in range(servers):
-            best = kernels.nearest_hosts(links, layer, held, source, destination)[0]
+            best = kernels.nearest_hosts(choosing, layer, held, source, destination)[0]
             for m in range(servers):
                 there = links.transfer_s[source, m]
                 there += kernels.wait_s(links, source, m, destination)

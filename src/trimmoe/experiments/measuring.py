@@ -20,10 +20,9 @@ from scipy.optimize import nnls
 from trimmoe.core.errors import UserError
 from trimmoe.core.machines import BATCHES, Machines, Work, machines_header, plausible
 from trimmoe.core.plan import Plan
-from trimmoe.core.profile import Profile
 from trimmoe.core.specs import FloatArray, IntArray
-from trimmoe.cost.expected import best_hosts, destinations, expected_layer_delay_s
-from trimmoe.cost.model import CostModel, cost_model, layer_delay_s
+from trimmoe.cost.expected import expected_layer_delay_s
+from trimmoe.cost.model import cost_model
 from trimmoe.experiments.serve_bench import Load, run_load
 from trimmoe.placement.routes import route_delay_s
 from trimmoe.progress import Bars
@@ -278,24 +277,8 @@ def exact_s(machines: Machines, artifacts: Artifacts) -> FloatArray:
     plan, model = artifacts.plan, artifacts.model
     cost = cost_model(model, machines.applied(plan.cluster, model, machines.precision))
     known = cost_model(model, plan.cluster)
-    tables = np.zeros((cost.layer_count, cost.server_count, cost.server_count))
-    gathered = destinations(plan.routes)
-    for layer in range(cost.layer_count):
-        for ends in set(zip(plan.routes[:, layer], gathered[:, layer], strict=True)):
-            hosts = best_hosts(known, plan.hosts, layer, *ends)
-            tables[layer][ends] = _layer_s(cost, artifacts.profile, layer, ends, hosts)
+    tables = expected_layer_delay_s(cost, plan.hosts, artifacts.profile, by=known)
     return route_delay_s(cost, tables, plan.routes)
-
-
-def _layer_s(
-    cost: CostModel, profile: Profile, layer: int, ends: tuple[int, int], hosts: IntArray
-) -> float:
-    """The expected delay of a layer from one end to the other whose experts run on `hosts` [E]."""
-    patterns, (source, destination) = profile.patterns[layer], ends
-    delay_s = layer_delay_s(
-        cost, layer, np.array(source), np.array(destination), patterns, hosts[patterns]
-    )
-    return float(profile.pattern_share[layer] @ delay_s + cost.dense_s[source, layer])
 
 
 def expected_exact_s(plan: Plan, artifacts: Artifacts) -> FloatArray:
