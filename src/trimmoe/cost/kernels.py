@@ -93,7 +93,7 @@ def further_s(links, source, destination, experts, servers):
         sent += servers[j] != source
         at_source = at_source or servers[j] == source
         at_destination = at_destination or servers[j] == destination
-    sent += source != destination and (at_source or not at_destination)
+    sent += _residual_goes(source, destination, at_source, at_destination)
     return links.apart_s[source] * max(sent - 1, 0)
 
 
@@ -174,9 +174,15 @@ def add_sent(sent, here, there, experts, servers, migrates):
             # What ran at the source travels with the residual, not as a return of its own.
             if server != there:
                 sent[server, there] += 1
-    merged = at_destination and (migrates or not at_source)
-    if here != there and not merged:
+    if _residual_goes(here, there, at_source and not migrates, at_destination):
         sent[here, there] += 1
+
+
+@bare
+def _residual_goes(here, there, at_source, at_destination):
+    """Whether a residual is a message of its own, by whether slots ran at either end: else it does
+    not leave, or is what the destination's slots read."""
+    return here != there and (at_source or not at_destination)
 
 
 @bare
