@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import math
+import struct
 from collections import deque
+from collections.abc import Sequence
 from itertools import count
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,8 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import factories
-from trimmoe.runtime.wire.base import PeerDown, PeerUnreachable, PeerUp
-from trimmoe.runtime.wire.emulation import EmulatedLink, LinkQueue, links_of
+from trimmoe.runtime.wire import emulation
+from trimmoe.runtime.wire.base import Arrived, Dropped, Frame, PeerDown, PeerUnreachable, PeerUp
+from trimmoe.runtime.wire.emulation import EmulatedCarrier, EmulatedLink, LinkQueue, links_of
 from trimmoe.runtime.wire.estimates import (
     LatenessMeter,
     LinkEstimator,
@@ -368,10 +372,72 @@ def test_a_stalled_link_delivers_in_order_afterwards() -> None:
     assert queue.due_s() == math.inf
 
 
-def test_links_of_a_server_are_its_row_of_the_cluster() -> None:
+def test_links_to_a_server_are_its_column_of_the_cluster() -> None:
     cluster = factories.random_cluster(np.random.default_rng(3), servers=3, symmetric=False)
     links = links_of(cluster, "s1", jitter_share=0.1)
     assert set(links) == {"s0", "s2"}
-    assert links["s2"].delay_s == cluster.delay_s[1, 2]
-    assert links["s2"].bandwidth_bytes_per_s == cluster.bandwidth_bytes_per_s[1, 2]
+    assert links["s2"].delay_s == cluster.delay_s[2, 1]
+    assert links["s2"].bandwidth_bytes_per_s == cluster.bandwidth_bytes_per_s[2, 1]
     assert links["s0"].jitter_share == 0.1
+
+
+class Standing:
+    """A carrier of which only the name is asked, and what is posted is kept."""
+
+    name, address = "b", "nowhere"
+
+    def __init__(self) -> None:
+        self.posted: list[tuple[str, list[bytes]]] = []
+
+    async def start(self, arrived: Arrived, dropped: Dropped) -> None:
+        self.come = arrived
+
+    def connect(self, peer: str, address: str) -> None: ...
+
+    def post(self, peer: str, frames: Sequence[Frame]) -> bool:
+        self.posted.append((peer, [bytes(frame) for frame in frames]))
+        return True
+
+    def reset(self, peer: str) -> None: ...
+
+    async def close(self) -> None: ...
+
+
+async def test_an_emulated_link_holds_back_where_it_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever sends is not waited for; nor is what comes late on its own account held longer."""
+    now_s = 100.0
+    monkeypatch.setattr(emulation, "time", SimpleNamespace(monotonic=lambda: now_s))
+    link = EmulatedLink(delay_s=30.0, bandwidth_bytes_per_s=math.inf)
+    inner, came, dropped = Standing(), list[tuple[str | None, list[bytes]]](), list[str]()
+    carrier = EmulatedCarrier(inner, {"a": link})
+    await carrier.start(
+        lambda origin, frames: came.append((origin, [bytes(frame) for frame in frames])),
+        dropped.append,
+    )
+    assert carrier.post("a", [b"head", b"body"])
+    ((peer, (stamp, *frames)),) = inner.posted
+    assert (peer, frames) == ("a", [b"head", b"body"])
+
+    def of(sender: str, sent_s: float) -> bytes:
+        return stamp[:-1].replace(struct.pack("<d", 100.0), struct.pack("<d", sent_s)) + (
+            sender.encode()
+        )
+
+    inner.come(None, [of("c", 100.0), b"no link"])
+    inner.come("a", [of("a", 100.0), b"1"])
+    now_s = 129.0
+    inner.come(None, [of("a", 129.0), b"2"])
+    assert came == [(None, [b"no link"])]
+    now_s = 131.0
+    inner.come("a", [of("a", 130.0), b"3"])
+    assert came[1:] == [("a", [b"1"])], "and no sooner what was sent later"
+    now_s = 165.0
+    # By the clock of another machine: it is taken to have been sent when it came.
+    inner.come("a", [of("a", 1e6), b"4"])
+    inner.come("a", [b"short", b"5"])
+    assert came[2:] == [("a", [b"2"]), ("a", [b"3"])]
+    now_s = 196.0
+    inner.come("a", [of("a", 196.0), b"6"])
+    assert came[4:] == [("a", [b"4"])]
+    assert dropped == ["not from an emulated link"]
+    await carrier.close()

@@ -288,15 +288,16 @@ async def test_many_cuts_keep_nothing(memory: Cluster) -> None:
 
 
 def emulated(
-    cluster: Cluster, name: str, peer: str, *, bandwidth: float = math.inf
+    cluster: Cluster, name: str, *peers: str, bandwidth: float = math.inf
 ) -> EmulatedCarrier:
+    """At the end of links from these peers."""
     link = EmulatedLink(delay_s=0.01, bandwidth_bytes_per_s=bandwidth)
-    return EmulatedCarrier(cluster.carrier(name), {peer: link})
+    return EmulatedCarrier(cluster.carrier(name), dict.fromkeys(peers, link))
 
 
 async def test_an_emulated_link_is_measured_as_it_is(either: Cluster) -> None:
-    a = await either.add("a", emulated(either, "a", "b", bandwidth=5e6))
-    b = await either.add("b", emulated(either, "b", "a"))
+    a = await either.add("a", emulated(either, "a", "b"))
+    b = await either.add("b", emulated(either, "b", "a", bandwidth=5e6))
     await either.up()
     await until(lambda: a.link_estimates()["b"].samples > 3)
     # A busy machine blurs single samples; the running average comes right.
@@ -314,10 +315,11 @@ async def test_an_emulated_link_is_measured_as_it_is(either: Cluster) -> None:
 
 
 async def test_a_stalled_emulated_link_holds_up_no_other(either: Cluster) -> None:
-    carrier = emulated(either, "a", "b")
-    a, b, c = await either.add("a", carrier), await either.add("b"), await either.add("c")
+    carrier = emulated(either, "b", "a")
+    a, b = await either.add("a", emulated(either, "a")), await either.add("b", carrier)
+    c = await either.add("c", emulated(either, "c"))
     await either.up(NAMES)
-    carrier.stall("b", 0.15)
+    carrier.stall("a", 0.15)
     for index in range(4):
         await a.send("b", Note(str(index)))
     await a.send("c", Note("meanwhile"))
@@ -327,10 +329,10 @@ async def test_a_stalled_emulated_link_holds_up_no_other(either: Cluster) -> Non
 
 
 async def test_a_stall_longer_than_the_silence_is_reported_and_mended(either: Cluster) -> None:
-    carrier = emulated(either, "a", "b")
-    a, b = await either.add("a", carrier), await either.add("b")
+    carrier = emulated(either, "b", "a")
+    a, b = await either.add("a", emulated(either, "a")), await either.add("b", carrier)
     await either.up()
-    carrier.stall("b", 2 * BRISK.silence_s)
+    carrier.stall("a", 2 * BRISK.silence_s)
     await a.send("b", Note("never delivered"))
     await until(lambda: not a.peers_up() and not b.peers_up())
     await either.up()
@@ -339,11 +341,14 @@ async def test_a_stall_longer_than_the_silence_is_reported_and_mended(either: Cl
 
 
 async def test_a_dropped_connection_loses_loudly_and_mends_itself(either: Cluster) -> None:
-    carrier = emulated(either, "a", "b")
-    a, b = await either.add("a", carrier), await either.add("b")
+    carrier = emulated(either, "b", "a")
+    a, b = await either.add("a", emulated(either, "a")), await either.add("b", carrier)
     await either.up()
+    carrier.stall("a", BRISK.silence_s / 2)
     await a.send("b", Note("lost with the connection"))
-    carrier.drop_connection("b")
+    held = carrier._queues["a"]._under_way
+    await until(lambda: any(b"lost with" in bytes(frames[1]) for _, frames in held))
+    carrier.lose("a")
     await until(lambda: any(isinstance(change, PeerDown) for change in either.changes["a"]))
     await either.up()
     await a.send("b", Note("anew"))

@@ -3,11 +3,16 @@
 Each directed link is a queue: a message leaves it when the bytes before it and its own have passed
 at the link's bandwidth, and arrives a fixed delay later. Everything the carrier sends passes,
 heartbeats too, so that whoever measures the link measures what is emulated.
+
+The queue is at its end: a message is sent at once, with the time, and is held back where it comes
+to. If whoever sends it held it back, it would wait until that server has computed what it is at,
+which no link does.
 """
 
 from __future__ import annotations
 
 import math
+import struct
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -18,6 +23,11 @@ import numpy as np
 from trimmoe.core.specs import ClusterSpec
 from trimmoe.runtime.wire.alarm import Alarm
 from trimmoe.runtime.wire.base import Arrived, Carrier, Dropped, Frame
+
+UNSTAMPED = "not from an emulated link"
+_SENT_S = struct.Struct("<d")
+_ONE_CLOCK_S = 60.0
+"""What was sent longer ago, or is yet to be, was sent by another machine's clock."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,16 +50,16 @@ class EmulatedLink:
 def links_of(
     cluster: ClusterSpec, server_name: str, jitter_share: float = 0.0
 ) -> dict[str, EmulatedLink]:
-    """The outgoing links of a server by the peer's name."""
-    source = cluster.server_index(server_name)
+    """The links to a server by the peer's name."""
+    destination = cluster.server_index(server_name)
     return {
         peer: EmulatedLink(
-            delay_s=float(cluster.delay_s[source, index]),
-            bandwidth_bytes_per_s=float(cluster.bandwidth_bytes_per_s[source, index]),
+            delay_s=float(cluster.delay_s[index, destination]),
+            bandwidth_bytes_per_s=float(cluster.bandwidth_bytes_per_s[index, destination]),
             jitter_share=jitter_share,
         )
         for index, peer in enumerate(cluster.server_names)
-        if index != source
+        if index != destination
     }
 
 
@@ -62,19 +72,19 @@ class LinkQueue:
     _free_s: float = -math.inf
     """When the last byte accepted so far will have left."""
     _stalled_until_s: float = -math.inf
-    _under_way: deque[tuple[float, list[bytes]]] = field(default_factory=deque)
+    _under_way: deque[tuple[float, Sequence[Frame]]] = field(default_factory=deque)
     """Arrival times and frames; one that is due waits for those before it."""
 
     def __len__(self) -> int:
         return len(self._under_way)
 
-    def put(self, frames: Sequence[Frame], now_s: float) -> None:
-        """Accept a message, which is copied."""
+    def put(self, frames: Sequence[Frame], sent_s: float) -> None:
+        """Accept a message."""
         size_bytes = sum(len(frame) for frame in frames)
-        self._free_s = max(self._free_s, now_s) + size_bytes / self.link.bandwidth_bytes_per_s
+        self._free_s = max(self._free_s, sent_s) + size_bytes / self.link.bandwidth_bytes_per_s
         longer = self.link.jitter_share and self.link.jitter_share * self.rng.uniform()
         due_s = self._free_s + self.link.delay_s * (1.0 + longer)
-        self._under_way.append((due_s, [bytes(frame) for frame in frames]))
+        self._under_way.append((due_s, frames))
 
     def due_s(self) -> float:
         """When the next message arrives; infinite if none is under way."""
@@ -82,7 +92,7 @@ class LinkQueue:
             return math.inf
         return max(self._under_way[0][0], self._stalled_until_s)
 
-    def take(self, now_s: float) -> list[bytes] | None:
+    def take(self, now_s: float) -> Sequence[Frame] | None:
         """The next message if it has arrived."""
         return self._under_way.popleft()[1] if self.due_s() <= now_s else None
 
@@ -97,25 +107,20 @@ class LinkQueue:
 
 
 class EmulatedCarrier:
-    """Another carrier behind emulated links; peers without a link are reached directly.
+    """Another carrier at the end of emulated links, from the peers of `links`; what others send
+    comes directly. All of a cluster are such carriers.
 
     The jitter of each link is drawn from `seed` and the two names.
     """
 
-    def __init__(
-        self,
-        inner: Carrier,
-        links: Mapping[str, EmulatedLink],
-        *,
-        seed: int = 0,
-        longest_queue: int = 4096,
-    ) -> None:
+    def __init__(self, inner: Carrier, links: Mapping[str, EmulatedLink], *, seed: int = 0) -> None:
         self._inner = inner
-        self._longest_queue = longest_queue
         self._queues = {
-            peer: LinkQueue(link=link, rng=_generator(seed, inner.name, peer))
+            peer: LinkQueue(link=link, rng=_generator(seed, peer, inner.name))
             for peer, link in links.items()
         }
+        self._proven: set[str] = set()
+        """Peers that the carrier knows to be those that they say they are."""
 
     @property
     def name(self) -> str:
@@ -126,26 +131,18 @@ class EmulatedCarrier:
         return self._inner.address
 
     async def start(self, arrived: Arrived, dropped: Dropped) -> None:
-        self._alarm = Alarm(self._release)
-        self._dropped = dropped
-        await self._inner.start(arrived, dropped)
+        self._alarm = Alarm(self._hand_over)
+        self._arrived, self._dropped = arrived, dropped
+        await self._inner.start(self._came, dropped)
 
     def connect(self, peer: str, address: str) -> None:
         self._inner.connect(peer, address)
 
     def post(self, peer: str, frames: Sequence[Frame]) -> bool:
-        queue = self._queues.get(peer)
-        if queue is None:
-            return self._inner.post(peer, frames)
-        if len(queue) >= self._longest_queue:
-            return False
-        queue.put(frames, time.monotonic())
-        self._alarm.set(min(self._alarm.due_s, queue.due_s()))
-        return True
+        stamp = _SENT_S.pack(time.monotonic()) + self.name.encode()
+        return self._inner.post(peer, [stamp, *frames])
 
     def reset(self, peer: str) -> None:
-        if peer in self._queues:
-            self._queues[peer].clear()
         self._inner.reset(peer)
 
     async def close(self) -> None:
@@ -153,18 +150,34 @@ class EmulatedCarrier:
         await self._inner.close()
 
     def stall(self, peer: str, duration_s: float) -> None:
-        """Hold everything to `peer` for a while; it then arrives in order."""
+        """Hold everything from `peer` for a while; it then arrives in order."""
         self._queues[peer].stall(time.monotonic() + duration_s)
 
-    def drop_connection(self, peer: str) -> None:
-        """Lose what is under way to `peer` and connect anew, as a cable pulled and put back."""
-        self.reset(peer)
+    def lose(self, peer: str) -> None:
+        """Lose what is under way from `peer`, as when a cable is pulled and put back."""
+        self._queues[peer].clear()
 
-    def _release(self) -> None:
+    def _came(self, origin: str | None, frames: Sequence[Frame]) -> None:
+        """Something is at the end of the link as it is."""
+        stamp = bytes(frames[0])
+        if len(stamp) <= _SENT_S.size or len(frames) < 2:
+            self._dropped(UNSTAMPED)
+            return
+        if origin is not None:
+            self._proven.add(origin)
+        queue = self._queues.get(origin or stamp[_SENT_S.size :].decode(errors="replace"))
+        if queue is None:
+            self._arrived(origin, frames[1:])
+            return
+        (sent_s,), now_s = _SENT_S.unpack_from(stamp), time.monotonic()
+        queue.put(frames[1:], sent_s if 0.0 <= now_s - sent_s <= _ONE_CLOCK_S else now_s)
+        self._hand_over()
+
+    def _hand_over(self) -> None:
+        """What is due."""
         for peer, queue in self._queues.items():
             while (frames := queue.take(time.monotonic())) is not None:
-                if not self._inner.post(peer, frames):
-                    self._dropped("lost below an emulated link")
+                self._arrived(peer if peer in self._proven else None, frames)
         self._alarm.set(min((queue.due_s() for queue in self._queues.values()), default=math.inf))
 
 
