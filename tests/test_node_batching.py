@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -29,7 +30,9 @@ from trimmoe.policy.presets import PRESETS
 from trimmoe.runtime.node.compute import prefill
 from trimmoe.runtime.node.compute.worker import Worker
 from trimmoe.runtime.node.front.lengths import FIRST_TOKENS, Lengths
-from trimmoe.runtime.node.records.work import Step
+from trimmoe.runtime.node.records.output import BatchOutput
+from trimmoe.runtime.node.records.work import Step, Work
+from trimmoe.runtime.node.schedule.batch_loop import BatchLoop
 from trimmoe.runtime.node.schedule.scheduler import PATIENCE, Scheduler
 from trimmoe.runtime.node.watch.reports import LEAST_S, Reporter
 from trimmoe.runtime.service import Overloaded, TokenEvent, TokenStream
@@ -54,6 +57,41 @@ def test_what_is_ready_for_the_same_step_of_a_layer_runs_together_up_to_the_limi
         batches.append((work.layer, work.items))
     assert batches == [(0, [0, 2, 4, 6, 8]), (0, ["large"]), (1, [1, 3, 5, 7, 9])]
     assert len(ready) == 0
+
+
+async def test_what_comes_while_a_batch_runs_is_heard_before_the_next_one_begins(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """However many are ready, and whoever says meanwhile that there is more to do."""
+    loop, happened = asyncio.get_running_loop(), list[str]()
+    ours, theirs = socket.socketpair()
+    ours.setblocking(False)
+    loop.add_reader(ours, lambda: happened.append(ours.recv(16).decode()))
+    ready, _ = scheduler()
+    for layer in range(5):
+        ready.put(Step.ATTEND, layer, "one")
+    made = BatchLoop(threads=1, slowdown=1.0, emulated=False, log_batches=False)
+
+    def compute(controls: object, work: Work | None) -> BatchOutput:
+        happened.append("batch")
+        theirs.send(b"heard")
+        made.wake()
+        return BatchOutput()
+
+    monkeypatch.setattr(made, "_compute", compute)
+    monkeypatch.setattr(made, "_is_short", lambda work: True)
+    nothing = SimpleNamespace(
+        scheduler=ready, worked=lambda _: 0, absorb=lambda _: 0, read_on=lambda _: 0
+    )
+    context: Any = SimpleNamespace(intake=nothing, worker=SimpleNamespace(), worked=lambda *_: 0)
+    running_on = asyncio.create_task(made.run(context))
+    await until(lambda: happened.count("heard") == 5)
+    assert happened == ["batch", "heard"] * 5
+    loop.remove_reader(ours)
+    running_on.cancel()
+    await made.close()
+    ours.close()
+    theirs.close()
 
 
 def test_slots_come_before_own_layers_and_low_layers_before_high_ones() -> None:

@@ -136,38 +136,44 @@ class BatchLoop:
         await asyncio.to_thread(self._pool.shutdown)
 
     def _turn(self) -> None:
-        """One batch, and what had to come before it."""
-        self._due = False
+        """One batch, and what had to come before it; then another turn, if there was anything."""
         if self._context is None or self._busy:
+            self._due = False
             return
         if self._turns_left:
             self._turns_left -= 1
-            self.wake()
+            self._loop.call_soon(self._turn)
             return
         if self._owes_turns:
             self._turns_left, self._owes_turns = MAKE_WAY_TURNS, False
         try:
-            self._work(self._context)
+            self._due = self._work(self._context)
         except BaseException as error:  # As of a task: whoever awaits `run` hears of it.
             self._fail(error)
+            return
+        if self._due:
+            # Behind what has come meanwhile: the loop reads that now, and hands it over in its next
+            # turn.
+            self._loop.call_soon(self._loop.call_soon, self._turn)
 
-    def _work(self, context: LoopContext) -> None:
+    def _work(self, context: LoopContext) -> bool:
+        """A batch, unless there is none or the worker thread has it; whether there was."""
         quick = True
         while quick:
             work = context.intake.scheduler.next()
             controls, self._controls = self._controls, []
             if work is None and not controls:
-                return
+                return False
             began_s = self._loop.time()
             if not self._is_short(work):
                 self._busy = True
                 running = self._loop.run_in_executor(self._pool, self._compute, controls, work)
                 running.add_done_callback(partial(self._computed, work, began_s))
-                return
+                return False
             self._finish(context, work, self._compute(controls, work), began_s)
             # What arrived sets out at once; after all else what has come meanwhile is heard first.
             quick = work is None or work.step is Step.ARRIVE
-        self.wake()
+        return True
 
     def _computed(
         self, work: Work | None, began_s: float, done: asyncio.Future[BatchOutput]
