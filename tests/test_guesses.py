@@ -559,6 +559,17 @@ def test_whoever_has_the_turn_keeps_it_where_it_makes_hardly_a_difference() -> N
         assert lead.choose() == kept
 
 
+@pytest.mark.parametrize(("unread", "left", "turn"), [(40, 20, HEAD), (40, 400, OWN), (1, 20, OWN)])
+def test_own_guesses_take_over_from_a_head_where_they_make_up_for_what_is_to_be_read(
+    unread: int, left: int, turn: int
+) -> None:
+    """They would have brought tokens sooner from the start."""
+    lead = headed(turn=HEAD, pace_s=0.1, unread=(unread, 0), left=left)
+    assert CROWD.reading_s(GUESS_S, 40) > 10.0
+    assert lead.choose() == turn
+    assert headed(pace_s=0.1, unread=(unread, 0), left=left).choose() == OWN, "at its beginning"
+
+
 def test_streams_that_pass_in_one_batch_have_one_source_by_what_is_right_of_all_of_them() -> None:
     """One whose last drafts were wrong goes on with the others, and the other way round."""
     lead, good, bad = (headed(pace_s=9.0) for _ in range(3))

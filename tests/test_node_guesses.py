@@ -35,7 +35,7 @@ from serving import Tiny
 from trimmoe.core.events import SegmentRan, TokensImported
 from trimmoe.core.plan import Plan
 from trimmoe.core.profile import Profile
-from trimmoe.engine.lead import Lead
+from trimmoe.engine.lead import HEAD, OWN, Lead
 from trimmoe.experiments.method_engines import make_engine
 from trimmoe.models.compiled.view import CompiledView
 from trimmoe.policy.presets import PRESETS, ring
@@ -46,7 +46,7 @@ from trimmoe.runtime.node.compute.worker import Worker
 from trimmoe.runtime.node.front.drafts import Pending
 from trimmoe.runtime.node.front.guess_prices import GuessPrices
 from trimmoe.runtime.node.front.jobs import Attempt
-from trimmoe.runtime.node.front.speculation import _until
+from trimmoe.runtime.node.front.speculation import Speculation, _until
 from trimmoe.runtime.node.records.output import Arrival, BatchOutput
 from trimmoe.runtime.node.records.readings import Foreseen, Reading
 from trimmoe.runtime.node.records.sequences import Seat
@@ -377,6 +377,25 @@ def test_of_a_prompt_and_drafts_behind_it_the_prompt_is_read_first() -> None:
     ids = [*job.request.prompt_ids, *job.tokens, 5, 6]
     assert _until(job, ids, 0) == 9 + 2
     assert _until(job, ids, 9) == len(ids)
+
+
+@pytest.mark.parametrize(("made", "turn"), [(0, OWN), (3, HEAD)])
+def test_until_an_answer_has_begun_whose_turn_it_is_may_change_for_nothing(
+    made: int, turn: int
+) -> None:
+    """Then what its server has not read is told, and how much is left that would gain by that."""
+    told: list[tuple[int, list[int], int]] = []
+
+    def tell(lead: Lead, route: tuple[int, ...]) -> int:
+        told.append((lead.turn, list(lead.unread), lead.left))
+        return lead.turn
+
+    context: Any = SimpleNamespace(prices=SimpleNamespace(tell=tell))
+    job: Any = SimpleNamespace(request=request(words(9, 1), 8), tokens=[5] * made)
+    attempt = Attempt(sequence=7, route=(0, 1), trouble=None, prompt=9, read=4)  # type: ignore[arg-type]
+    lead = Lead(guesses=4, guess_s=1.0, turn=HEAD)
+    Speculation(context, lambda _: job)._tell(job, attempt, lead)
+    assert told == [(turn, [5 + made, 9 + made], 8 - made)]
 
 
 def test_nothing_is_known_behind_another_token_than_was_foreseen(tiny: Tiny) -> None:

@@ -108,6 +108,11 @@ class Crowd:
         so many times as long with what is guessed in vain."""
         return guess_s * self._batch(1) * in_vain
 
+    def reading_s(self, guess_s: float, rows: int) -> float:
+        """What a server takes to read so many tokens of a stream by itself, where it guesses one in
+        `guess_s`, with what else it has to do."""
+        return batch_s(guess_s, max(rows, 1), self.batch_times) * IN_VAIN
+
     def own_s(self, chance: float, guess_s: float, least: float, most: int) -> float:
         """From one token to the next where the user's server guesses by itself, one token of each
         of its streams in `guess_s`, if it guesses as many of them as `least` and `most` allow; see

@@ -118,6 +118,11 @@ class Lead:
     """The draft head."""
     turn: int = OWN
     """The source that guesses."""
+    unread: Sequence[int] = (0, 0)
+    """Tokens that each of this server's own sources has not read: none does while the head has the
+    turn."""
+    left: int = 0
+    """Tokens that are yet to come at the most; 0 where nobody says."""
     whole_s: float = 0.0
     """What the last token took to full depth and back, or the first one is expected to."""
     _through_s: deque[float] = field(default_factory=deque)
@@ -186,11 +191,14 @@ class Lead:
 
     def _crowded_s(self, crowd: Crowd, at: int, chance: float) -> float:
         """From one token to the next by a source of this server's own, with such a chance of being
-        right."""
-        guess_s = crowd.among_s(self.sources[at].guess_s)
+        right; what it has to read first is shared by all tokens that are left."""
+        one_s, reading_s = self.sources[at].guess_s, 0.0
+        guess_s = crowd.among_s(one_s)
         if at == OWN and self.pace_s is not None:
             guess_s = crowd.among_s(self.pace_s, in_vain=1.0)
-        return crowd.own_s(chance, guess_s, self.least, self.guesses)
+        if self.turn == HEAD and self.left > 0:
+            reading_s = crowd.reading_s(one_s, self.unread[at]) / self.left
+        return reading_s + crowd.own_s(chance, guess_s, self.least, self.guesses)
 
     def pays(self, chance: float) -> bool:
         """Whether tokens are expected to follow one another no later by guesses that take no time

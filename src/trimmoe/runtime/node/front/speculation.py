@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from math import isinf
 
-from trimmoe.engine.lead import HEAD, MOST_TOGETHER, Lead
+from trimmoe.engine.lead import DRAFT_MODEL, HEAD, MOST_TOGETHER, OWN, Lead
 from trimmoe.runtime.node.front.drafts import GUESSED, Guessing, Kind
 from trimmoe.runtime.node.front.jobs import Attempt, FrontEndContext, Job
 from trimmoe.runtime.node.records.output import Arrival
@@ -84,7 +84,7 @@ class Speculation:
         what has come is read where somebody would follow."""
         if attempt.lead is None:
             return
-        self._context.prices.tell(attempt.lead, attempt.route)
+        self._tell(job, attempt, attempt.lead)
         idle = isinf(attempt.lead.least) or attempt.lead.turn == HEAD
         if attempt.reading is not None and idle:
             attempt.stop_reading()
@@ -130,7 +130,7 @@ class Speculation:
         lead, request, context = attempt.lead, job.request, self._context
         if lead is None or attempt.reading:
             return
-        source = context.prices.tell(lead, attempt.route)
+        source = self._tell(job, attempt, lead)
         if isinf(lead.least):
             return
         ids = self._looked_up(job, attempt, lead)
@@ -157,6 +157,16 @@ class Speculation:
         )
         context.guess(attempt.reading)
         attempt.goes_on_from(source, start + len(tokens))
+
+    def _tell(self, job: Job, attempt: Attempt, lead: Lead) -> int:
+        """Tell a stream what there is to know; the source whose turn it is by that."""
+        known = _following(job, attempt)
+        lead.unread = [known - attempt.read_by(source) for source in (OWN, DRAFT_MODEL)]
+        lead.left = len(job.request.prompt_ids) + job.request.max_new_tokens - known
+        if known <= attempt.prompt:
+            # It has not begun: of what was expected when it came, nothing is to be made up for.
+            lead.turn = OWN
+        return self._context.prices.tell(lead, attempt.route)
 
     def _more(self, job: Job, attempt: Attempt, position: int) -> int:
         """How many of the guesses that follow one at a position may be made with it."""
