@@ -291,7 +291,9 @@ async def test_answers_are_the_same_whatever_a_head_offers(
     monkeypatch.setattr(DraftRunner, "offer", lambda runner, *asked: oracle.offer(runner, *asked))
     monkeypatch.setattr(guesses_module, "_verify", counted)
     async with running(tiny, profile=profile, plan=plan, policy=guessing(8)) as cluster:
-        again = [tokens_of(events) for events in await answers(cluster, asked)]
+        # One at a time at each server, as several that are guessed together are offered nothing.
+        told = [*await answers(cluster, asked[:3]), *await answers(cluster, asked[3:])]
+        again = [tokens_of(events) for events in told]
         await cluster.all_free()
     assert again == made
     assert min(accepted) == 0
