@@ -41,11 +41,6 @@ class Alarm:
         if self._descriptor is not None:
             self._loop.add_reader(self._descriptor, self._ring)
 
-    @property
-    def due_s(self) -> float:
-        """When it will ring; infinite if unset."""
-        return self._due_s
-
     def set(self, due_s: float) -> None:
         """Ring at `due_s`, at once if that is past, never if it is infinite."""
         if due_s == self._due_s:

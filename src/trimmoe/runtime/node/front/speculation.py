@@ -162,7 +162,7 @@ class Speculation:
         """Tell a stream what there is to know; the source whose turn it is by that."""
         known = _following(job, attempt)
         lead.unread = [known - attempt.read_by(source) for source in (OWN, DRAFT_MODEL)]
-        lead.left = len(job.request.prompt_ids) + job.request.max_new_tokens - known
+        lead.left = _end(job) - known
         if known <= attempt.prompt:
             # It has not begun: of what was expected when it came, nothing is to be made up for.
             lead.turn = OWN
@@ -170,7 +170,6 @@ class Speculation:
 
     def _more(self, job: Job, attempt: Attempt, position: int) -> int:
         """How many of the guesses that follow one at a position may be made with it."""
-        request, pending = job.request, attempt.pending
         if (
             attempt.lead is None
             or attempt.seen is not None
@@ -179,10 +178,10 @@ class Speculation:
             # Of a prompt none, nor where draws look back at what comes before.
             return 0
         # The answer's last token is not followed.
-        left = len(request.prompt_ids) + request.max_new_tokens - 2 - position
+        left = _end(job) - 2 - position
         if attempt.chunks is not None:
             left = min(left, attempt.chunk_end - position - 1)
-        return max(min(attempt.lead.window - pending.drafts - 1, left), 0)
+        return max(min(attempt.lead.window - attempt.pending.drafts - 1, left), 0)
 
     def _looked_up(self, job: Job, attempt: Attempt, lead: Lead) -> list[int]:
         """Follow what followed the same tokens before; all tokens afterwards."""
@@ -250,8 +249,12 @@ def ended(job: Job, token: Token) -> FinishReason | None:
     """Why the answer ends with this token, if it does."""
     if token.token in job.request.stop_ids:
         return "stop"
-    count = token.position - len(job.request.prompt_ids) + 1
-    return "length" if count == job.request.max_new_tokens else None
+    return "length" if token.position + 1 == _end(job) else None
+
+
+def _end(job: Job) -> int:
+    """The position behind the last token that an answer may have."""
+    return len(job.request.prompt_ids) + job.request.max_new_tokens
 
 
 def _following(job: Job, attempt: Attempt) -> int:
