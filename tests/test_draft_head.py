@@ -3,8 +3,9 @@ refused. What it says never changes an answer."""
 
 from __future__ import annotations
 
+import asyncio
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -38,8 +39,10 @@ from trimmoe.models.draft_head import FILE, DraftHead, HeadMemory, HeadWeights
 from trimmoe.models.draft_head_file import load_draft_head, open_draft_head, save_draft_head
 from trimmoe.runtime.node.compute import guesses as guesses_module
 from trimmoe.runtime.node.compute.draft_runner import DraftRunner
+from trimmoe.runtime.node.node import Node
 from trimmoe.runtime.node.records.readings import Foreseen, Reading
 from trimmoe.runtime.node.records.sequences import Seat, Written
+from trimmoe.runtime.node.schedule.intake import Intake
 from trimmoe.runtime.probe import time_naming, time_work
 from trimmoe.runtime.sampling import Sampling
 
@@ -258,19 +261,20 @@ class Oracle:
         return tuple(found)
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.8], ids=["greedy", "sampled"])
-@pytest.mark.parametrize(
-    "routes", [constant_routes, staircase_routes, hybrid_routes, lambda _: [[0, 0, 1, 2]] * 3]
-)
-async def test_answers_are_the_same_whatever_a_head_offers(
+ROUTES = [constant_routes, staircase_routes, hybrid_routes, lambda _: [[0, 0, 1, 2]] * 3]
+
+
+async def offered_to(
     tiny: Tiny,
     monkeypatch: pytest.MonkeyPatch,
-    routes: Callable[[int], list[list[int]]],
+    routes: list[list[int]],
     temperature: float,
-) -> None:
-    """What is offered passes the layers with what it follows, and counts as far as it is right."""
+    nodes: list[Node] | None = None,
+) -> list[int]:
+    """Answers are the same whatever a head offers; how much was right of each that was offered.
+    `nodes` are told which answer."""
     monkeypatch.setattr(guesses_module, "AHEAD_S", 60.0)
-    profile, plan = world(tiny, servers=3, routes=routes(3))
+    profile, plan = world(tiny, servers=3, routes=routes)
     hosts = plan.hosts.copy()
     hosts[0, 0] = True
     plan = replace(plan, hosts=hosts)
@@ -291,17 +295,61 @@ async def test_answers_are_the_same_whatever_a_head_offers(
     monkeypatch.setattr(DraftRunner, "offer", lambda runner, *asked: oracle.offer(runner, *asked))
     monkeypatch.setattr(guesses_module, "_verify", counted)
     async with running(tiny, profile=profile, plan=plan, policy=guessing(8)) as cluster:
+        if nodes is not None:
+            nodes += cluster.nodes.values()
         # One at a time at each server, as several that are guessed together are offered nothing.
         told = [*await answers(cluster, asked[:3]), *await answers(cluster, asked[3:])]
         again = [tokens_of(events) for events in told]
         await cluster.all_free()
     assert again == made
+    return accepted
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("routes", ROUTES)
+async def test_answers_are_the_same_whatever_a_head_offers(
+    tiny: Tiny,
+    monkeypatch: pytest.MonkeyPatch,
+    routes: Callable[[int], list[list[int]]],
+    temperature: float,
+) -> None:
+    """What is offered passes the layers with what it follows, and counts as far as it is right."""
+    accepted = await offered_to(tiny, monkeypatch, routes(3), temperature)
     assert min(accepted) == 0
     # What a server draws by itself is what was offered only now and then.
     assert temperature or max(accepted) > 1
 
 
-def reading(offered: Sequence[int], *, void: bool = False) -> Reading:
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("routes", ROUTES)
+async def test_readings_that_begin_anew_with_other_offers_change_no_answer(
+    tiny: Tiny, monkeypatch: pytest.MonkeyPatch, routes: Callable[[int], list[list[int]]], seed: int
+) -> None:
+    """As they do when the load changes: what passed the first layers in the place of others is all
+    that is there of it."""
+    monkeypatch.setattr(guesses_module, "SLICE_S", 0.0)
+    monkeypatch.setattr(guesses_module, "LAYERS_AT_ONCE", 1)
+    rng, read_on = np.random.default_rng(seed), Intake.read_on
+    nodes: list[Node] = []
+
+    def begin_anew(one: Reading) -> None:
+        for front in (node.front_end for node in nodes):
+            for job in front._jobs:
+                if job.attempt is not None and job.attempt.reading is one:
+                    job.attempt.stop_reading()
+                    front.speculation.guess(job, job.attempt)
+
+    def read_on_or_not(intake: Intake, readings: Iterable[Reading]) -> None:
+        read_on(intake, those := list(readings))
+        for one in those:
+            if one.made and rng.random() < 0.3:
+                asyncio.get_running_loop().call_soon(begin_anew, one)
+
+    monkeypatch.setattr(Intake, "read_on", read_on_or_not)
+    await offered_to(tiny, monkeypatch, routes(3), 0.0, nodes)
+
+
+def reading(offered: Sequence[int]) -> Reading:
     """Of token 7 at position 5, with what is offered behind it and has passed the first layers."""
     route = (0, 1)
     seat = Seat(
@@ -317,27 +365,27 @@ def reading(offered: Sequence[int], *, void: bool = False) -> Reading:
         for token in offered
     )
     return Reading(
-        sequence=1, start=5, tokens=(7,), route=route, sampling=Sampling(), seat=seat, void=void,
-        offered=tuple(offered), offers=tuple(early),
-    )  # fmt: skip
+        sequence=1,
+        start=5,
+        tokens=(7,),
+        route=route,
+        sampling=Sampling(),
+        seat=seat,
+        offered=tuple(offered),
+        offers=tuple(early),
+    )
 
 
-@pytest.mark.parametrize("void", [False, True])
-def test_what_is_offered_is_known_up_to_the_first_wrong_token(void: bool) -> None:
-    known: list[tuple[int, int, list[int]]] = []
+def test_what_is_offered_is_read_up_to_the_first_wrong_token() -> None:
     read: list[tuple[int, int, Sequence[int]]] = []
     runner = SimpleNamespace(
-        foresees=lambda sequence, position, ones: known.append(
-            (sequence, position, [one.token for one in ones])
-        ),
         has_read=lambda sequence, start, states, tokens: read.append((len(states), start, tokens)),
     )
-    one = reading([1, 2, 3], void=void)
+    one = reading([1, 2, 3])
     says = torch.eye(10)[[1, 2, 9, 4]] * 9.0
     worker: Any = SimpleNamespace(draft_runner=runner)
     guesses_module._verify(worker, one, torch.zeros(4, 8), says)
     assert one.made == (1, 2, 9)
-    assert known == ([] if void else [(1, 6, [1, 2])])
     assert read == [(3, 5, (7, 1, 2))]
     assert (one.offered, one.offers) == ((), ())
 

@@ -426,6 +426,13 @@ def test_nothing_is_known_behind_another_token_than_was_foreseen(tiny: Tiny) -> 
     runner.forget(7, 5)
     assert runner.known([unit(4, 10)]) is not None
     assert runner.known([unit(5, 11)]) is None, "it was withdrawn"
+    runner.foreseen[7] = foreseen(10, 11, 12)
+    runner.foresees(7, 5, [foreseen(98)[4]])
+    assert runner.known([unit(4, 10)]) is not None
+    assert runner.known([unit(5, 11)]) is None, "the cache has another one's keys there"
+    runner.foreseen[7] = foreseen(10, 11, 12)
+    runner.forget_foreseen()
+    assert runner.known([unit(4, 10)]) is None
 
 
 def test_nothing_is_ready_behind_another_token_than_it_was_made_ready_for(tiny: Tiny) -> None:

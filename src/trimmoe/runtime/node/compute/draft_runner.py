@@ -48,7 +48,8 @@ class DraftRunner:
     waiting: dict[int, Reading] = field(default_factory=dict)
     """Readings whose states are still to come, by sequence."""
     foreseen: dict[int, dict[int, Foreseen]] = field(default_factory=dict)
-    """By sequence and position, of tokens that were guessed and read at once."""
+    """By sequence and position, of tokens that passed the first layers before they have set out:
+    what the cache of these layers has there, and nothing that it has no longer."""
     prepared: dict[int, Prepared] = field(default_factory=dict)
     """What the next reading of a sequence may take along, until anything passes the first layers in
     its place or in that of what it follows."""
@@ -143,8 +144,16 @@ class DraftRunner:
         return None
 
     def foresees(self, sequence: int, position: int, ones: Sequence[Foreseen]) -> None:
-        """Tokens from a position on have passed the first layers, before they have set out."""
-        self.foreseen.setdefault(sequence, {}).update(enumerate(ones, position))
+        """Tokens from a position on have passed the first layers, before they have set out; the
+        keys and values of whatever had done so there before are theirs now."""
+        early = self.foreseen.get(sequence, {})
+        before = {at: one for at, one in early.items() if at < position}
+        self.foreseen[sequence] = before | dict(enumerate(ones, position))
+
+    def forget_foreseen(self) -> None:
+        """Of any sequence: tokens may pass the first layers from now on without a look at it."""
+        self.foreseen.clear()
+        self.prepared.clear()
 
     def take_prepared(self, sequence: int, position: int, token: int) -> Prepared | None:
         """What was made ready to follow the token at a position; it is not kept any longer."""

@@ -184,17 +184,14 @@ def _guessed_behind(
 def _verify(worker: Worker, one: Reading, states: Tensor, logits: Tensor) -> None:
     """Guess on as long as what was offered is what is guessed, by the logits [1 + o, V] after what
     was known and after each of the o offered tokens; states [n, d] are those of all rows."""
-    runner, offered = worker.draft_runner, one.offered
-    start, passing, first = one.rows.start, one.passing, one.position + len(one.made)
+    offered, start, passing = one.offered, one.rows.start, one.passing
     _guess_next(one, logits[0])
     right = 0
     while right < len(offered) and one.made[-1] == offered[right]:
         right += 1
         _guess_next(one, logits[right])
-    if one.offers and one.is_next and not one.void:
-        runner.foresees(one.sequence, first, one.offers[:right])
     read = len(passing) - len(offered) + right
-    runner.has_read(one.sequence, start, states[:read], passing[:read])
+    worker.draft_runner.has_read(one.sequence, start, states[:read], passing[:read])
     one.offered, one.offers = (), ()
 
 
@@ -250,9 +247,6 @@ def _foresee(worker: Worker, readings: Sequence[Reading], first: int) -> None:
     tokens, positions = [one.passing for one in readings], [one.rows for one in readings]
     found = foreseen(worker, seats, positions, tokens, first)
     for one, seen in zip(readings, found, strict=True):
-        # That it sets out is certain, of what is offered it is not.
-        position = one.position + len(one.made) - 1
-        worker.draft_runner.foresees(one.sequence, position, seen[:1])
         one.offers, one.hidden = seen[1:], torch.cat([each.hidden for each in seen])
 
 
@@ -278,4 +272,7 @@ def foreseen(
         Foreseen(token=token, hidden=ran.hidden[at : at + 1], experts=ran.experts[at : at + 1])
         for at, token in rows
     )
-    return [tuple(islice(each, len(its))) for its in tokens]
+    found = [tuple(islice(each, len(its))) for its in tokens]
+    for seat, where, its in zip(seats, positions, found, strict=True):
+        worker.draft_runner.foresees(seat.sequence, where.start, its)
+    return found

@@ -110,6 +110,7 @@ class Worker(ModelRunner):
     def swap(self, engine: Engine) -> None:
         """Decide with another engine from now on; rows of routes keep their meaning."""
         assert not self.state.waves
+        self.draft_runner.forget_foreseen()
         if self.log is None:
             self.engines[-1] = engine
         else:
