@@ -166,6 +166,14 @@ def test_eight_bits_are_rounded_to_nearest(outs: int, columns: int, size: float,
     assert np.abs(restored - weights).max() <= np.abs(weights).max() / 127 * 0.5 * 1.01
 
 
+def test_eight_bits_are_those_of_the_formula() -> None:
+    weights = _random(40, 160)
+    groups = weights.reshape(40, -1, GROUP)
+    scales = np.abs(groups).max(2, keepdims=True) / np.float32(127)
+    expected = (np.rint(groups / scales) * scales).reshape(weights.shape)
+    assert np.array_equal(pack(weights, Precision.INT8).restored, expected)
+
+
 @pytest.mark.parametrize("bits", [2, 4])
 @pytest.mark.parametrize("seed", range(3))
 def test_fewer_bits_come_nearer_than_rounding_over_the_whole_range(bits: int, seed: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from trimmoe.cli import app
 from trimmoe.core.profile import load_profile
 from trimmoe.experiments.opening import BESIDE_WEIGHTS_BYTES
 from trimmoe.models import memory
+from trimmoe.models.compiled.view import CompiledView
 from trimmoe.models.load import MemoryNeeds, memory_needs, open_model
 
 
@@ -32,6 +34,20 @@ def test_a_model_needs_what_it_reads(family: str, tmp_path: Path) -> None:
         needs.whole_bytes,
         needs.streamed_bytes,
     )
+
+
+def _parameters() -> int:
+    gc.collect()
+    return sum(type(one) is torch.nn.Parameter for one in gc.get_objects())
+
+
+@pytest.mark.parametrize("family", checkpoints.DECODERS)
+def test_compiled_blocks_keep_no_weights_but_their_own(family: str, tmp_path: Path) -> None:
+    path = checkpoints.write(family, tmp_path)
+    before = _parameters()
+    view = open_model(path)
+    assert isinstance(view, CompiledView)
+    assert _parameters() == before
 
 
 def _group(folder: Path, limit: str) -> Path:

@@ -101,7 +101,10 @@ class DecoderFamily:
         stand_ins: IntArray | None,
     ) -> MoEView:
         geometry = self.geometry(config)
-        model = self._load_model(config, checkpoint, dtype, device)
+        compiled = compiled and not streamed and can_compile(config, dtype, device)
+        compiled = compiled and turns_whole_heads(config)
+        # Compiled blocks hold weights of their own.
+        model = self._load_model(config, checkpoint, None if compiled else dtype, device)
         read = BytesRead(dense=checkpoint.bytes_read)
 
         def load(choice: ExpertChoice) -> ExpertStacks:
@@ -117,8 +120,7 @@ class DecoderFamily:
             )
 
         stacks = load(choice)
-        known = can_compile(config, dtype, device) and turns_whole_heads(config)
-        if compiled and not streamed and known:
+        if compiled:
             view = _compiled(config, geometry, model, stacks, spec, read, precision)
             if stand_ins is not None:
                 stand_in(view, lambda layer, ids: load({layer: ids})[layer], stand_ins)
@@ -138,9 +140,9 @@ class DecoderFamily:
         )
 
     def _load_model(
-        self, config: Any, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device
+        self, config: Any, checkpoint: Checkpoint, dtype: torch.dtype | None, device: torch.device
     ) -> Any:
-        """The model without routed experts, its dense weights loaded."""
+        """The model without routed experts, its dense weights loaded, as `load_dense` has it."""
         config._attn_implementation = "sdpa"
         model: Any = built(lambda: self.model_class(config), checkpoint.folder)
         for block in _moe_blocks(config):

@@ -332,10 +332,11 @@ def load_dense(
     checkpoint: Checkpoint,
     *,
     stored_name: Callable[[str], str],
-    dtype: torch.dtype,
+    dtype: torch.dtype | None,
     device: torch.device,
 ) -> None:
-    """Fill a module made on the meta device from the checkpoint, tied parameters once."""
+    """Fill a module made on the meta device from the checkpoint, tied parameters once. Without a
+    `dtype` weights stay as they are stored, where they are."""
     wanted = {name: stored_name(name) for name, _ in module.named_parameters()}
     absent = [stored for stored in wanted.values() if stored not in checkpoint.entries]
     if absent:
@@ -343,9 +344,8 @@ def load_dense(
     for name, parameter in module.named_parameters():
         if checkpoint.entries[wanted[name]].shape != tuple(parameter.shape):
             raise unfitting(checkpoint, wanted[name])
-    state = {
-        name: checkpoint.tensor(stored).to(device, dtype, copy=True)
-        for name, stored in wanted.items()
-    }
+    state = {name: checkpoint.tensor(stored) for name, stored in wanted.items()}
+    if dtype is not None:
+        state = {name: each.to(device, dtype, copy=True) for name, each in state.items()}
     module.load_state_dict(state, strict=False, assign=True)
     module.requires_grad_(False).eval()

@@ -1,7 +1,9 @@
-"""What memory a machine has left, to tell whether a model fits."""
+"""What memory a machine has left, to tell whether a model fits, and giving back what was taken."""
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import os
 from pathlib import Path
 
@@ -20,6 +22,13 @@ def available_bytes(device: torch.device) -> int | None:
         return torch.cuda.mem_get_info(device)[0]
     machine, group = _machine_bytes(), _group_bytes(_GROUP)
     return min((size for size in (machine, group) if size is not None), default=None)
+
+
+def give_back() -> None:
+    """What this process let go of goes back to the system. The library that keeps it for later use
+    does that when it is asked, if it is GNU's."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _machine_bytes() -> int | None:

@@ -64,7 +64,8 @@ def parts_of(
     form: Form = DEFAULT,
 ) -> Parts:
     """The ends of a model whose `head` are these rows [V, d]."""
-    embed = decoder.embed_tokens.weight
+    # The decoder's weights are let go; what is kept of it must not hold them.
+    embed, rotary = decoder.embed_tokens.weight, decoder.rotary_emb
     (embeddings,) = placed([packed([embed], precision)])
     return Parts(
         loaded=loaded,
@@ -73,7 +74,7 @@ def parts_of(
         embeddings=embeddings,
         head=embeddings if head is embed else placed([packed([head], precision)])[0],
         last_norm=_norm(decoder.norm, form).detach().float().numpy().copy(),
-        rotary=lambda ids: _angles(decoder.rotary_emb, ids),
+        rotary=lambda ids: _angles(rotary, ids),
         embedding_scale=float(getattr(decoder.embed_tokens, "embed_scale", 1.0)),
         logit_cap=getattr(decoder.config, "final_logit_softcapping", None),
     )

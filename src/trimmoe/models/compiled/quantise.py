@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from trimmoe.core.precision import GROUP, Precision
 from trimmoe.models.compiled.lanes import LANES, Format
 from trimmoe.models.compiled.pages import CHUNKS
-from trimmoe.models.compiled.rounding import fit
+from trimmoe.models.compiled.rounding import fit, round_to_eight
 
 Floats = NDArray[np.float32]
 _FEW = {2: Format.Q2, 4: Format.Q4}
@@ -117,17 +117,10 @@ def pack(weights: Floats, precision: Precision) -> Packed:
     padded = _padded(weights)
     if precision is Precision.NONE:
         return _whole(padded, weights.shape)
-    groups = padded.reshape(padded.shape[0], -1, GROUP)
     if precision is Precision.INT8:
-        scales = _largest(groups) / np.float32(127)
-        over = _over(groups, scales)
-        numbers = np.rint(over, out=over).astype(np.int8).reshape(padded.shape)
+        data, scales = round_to_eight(padded)
         return Packed(
-            form=Format.Q8,
-            data=_paired(numbers),
-            scales=_panels(scales),
-            offsets=_NOTHING,
-            shape=weights.shape,
+            form=Format.Q8, data=data, scales=scales, offsets=_NOTHING, shape=weights.shape
         )
     return pack_few(weights, 4)
 
@@ -166,6 +159,8 @@ def joined(parts: Sequence[Packed]) -> Packed:
     """
     first = parts[0]
     assert all(part.form is first.form and part.shape[1] == first.shape[1] for part in parts)
+    if len(parts) == 1:
+        return replace(first, shape=(first.data.shape[0] * LANES, first.shape[1]))
     return Packed(
         form=first.form,
         data=np.concatenate([part.data for part in parts]),
@@ -232,17 +227,3 @@ def _paired(rows: NDArray[Any]) -> NDArray[Any]:
     """[P * LANES, X] to [P, X / 2, LANES, 2]."""
     pairs = rows.reshape(-1, LANES, rows.shape[1] // 2, 2)
     return np.ascontiguousarray(pairs.transpose(0, 2, 1, 3))
-
-
-def _largest(groups: Floats) -> Floats:
-    """The largest magnitude of each group, found half against half: that is quicker."""
-    found = np.abs(groups)
-    while (half := found.shape[-1] // 2) > 0:
-        found = np.maximum(found[..., :half], found[..., half:])
-    return found[..., 0]
-
-
-def _over(groups: NDArray[Any], scales: NDArray[Any]) -> NDArray[Any]:
-    """Groups divided by their scales; groups of zeros stay zero."""
-    divisors = np.where(scales > 0, scales, np.float32(1))
-    return groups / divisors[..., None]

@@ -1,20 +1,21 @@
 """Weights in few bits: the scale and the offset of every group that come nearest to it.
 
-Extremes of a group spread the few numbers that there are too thin. So narrower ranges are tried
-too, for each the scale and the offset are fitted by least squares, and the best of all is taken.
+At eight bits the scale is that of the largest weight. At fewer, extremes of a group spread the few
+numbers that there are too thin. So narrower ranges are tried too, for each the scale and the offset
+are fitted by least squares, and the best of all is taken.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import cache
-from typing import Any
 
 import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
+from trimmoe.core.precision import GROUP
 from trimmoe.models.compiled import one_at_a_time
+from trimmoe.models.compiled.lanes import LANES
 
 _NARROWER = 0.06
 """By which part of it the range shrinks from try to try."""
@@ -22,92 +23,150 @@ _TRIES = 7
 
 
 @njit(nogil=True, error_model="numpy", cache=True)
-def _short(value):
-    """A float as the bits of the nearest bfloat16, and what those stand for."""
-    whole = np.empty(1, dtype=np.float32)
-    whole[0] = value
-    bits = whole.view(np.uint32)
-    upper = (
-        bits[0] + np.uint32(0x7FFF) + ((bits[0] >> np.uint32(16)) & np.uint32(1))
-    ) >> np.uint32(16)
-    bits[0] = upper << np.uint32(16)
-    return np.uint16(upper), whole[0]
+def round_panels(weights, data, scales):
+    """Weights [P * L, K], rounded to the nearest of 255 numbers by group: into int8 `data`
+    [P, K / 2, L, 2] and float32 `scales` [P, K / GROUP, L]."""
+    for panel in range(scales.shape[0]):
+        for group in range(scales.shape[1]):
+            for lane in range(LANES):
+                row, first = weights[panel * LANES + lane], group * GROUP
+                largest = np.float32(0.0)
+                for i in range(first, first + GROUP):
+                    largest = max(largest, abs(row[i]))
+                scale = largest / np.float32(127)
+                scales[panel, group, lane] = scale
+                divisor = scale if scale > 0.0 else np.float32(1.0)
+                for i in range(first, first + GROUP):
+                    data[panel, i // 2, lane, i % 2] = np.int8(np.rint(row[i] / divisor))
 
 
 @njit(nogil=True, error_model="numpy", cache=True)
-def _numbers(group, scale, offset, most, out):
-    """The nearest number of each weight, into `out`; the squared error."""
-    over = np.float32(1.0) / scale if scale != 0.0 else np.float32(0.0)
-    error = np.float32(0.0)
-    for i in range(group.shape[0]):
-        number = min(max(np.rint((group[i] - offset) * over), np.float32(0.0)), most)
-        out[i] = np.uint8(number)
-        off = group[i] - offset - number * scale
-        error += off * off
-    return error
+def _short(values, bits):
+    """Floats [L] become what the nearest bfloat16 stand for, whose `bits` are put down."""
+    whole = values.view(np.uint32)
+    for lane in range(LANES):
+        odd = (whole[lane] >> np.uint32(16)) & np.uint32(1)
+        upper = (whole[lane] + np.uint32(0x7FFF) + odd) >> np.uint32(16)
+        bits[lane] = np.uint16(upper)
+        whole[lane] = upper << np.uint32(16)
 
 
 @njit(nogil=True, error_model="numpy", cache=True)
-def _fitted(group, numbers):
-    """Scale and offset of least squares for the numbers that weights have."""
-    n, sums, mean = group.shape[0], np.float32(0.0), np.float32(0.0)
-    for i in range(n):
-        sums += numbers[i]
-        mean += group[i]
-    middle, mean = sums / n, mean / n
-    both, spread = np.float32(0.0), np.float32(0.0)
-    for i in range(n):
-        away = numbers[i] - middle
-        both += away * (group[i] - mean)
-        spread += away * away
-    scale = both / spread if spread > 0.0 else np.float32(0.0)
-    return np.float32(scale), np.float32(mean - scale * middle)
+def _numbers(weights, scale, offset, most, out, error):
+    """The nearest number of each weight [g, L], into `out`; the squared `error` of each group."""
+    over = np.empty_like(scale)
+    for lane in range(LANES):
+        over[lane] = np.float32(1.0) / scale[lane] if scale[lane] != 0.0 else np.float32(0.0)
+        error[lane] = np.float32(0.0)
+    for i in range(weights.shape[0]):
+        for lane in range(LANES):
+            above = weights[i, lane] - offset[lane]
+            number = min(max(np.rint(above * over[lane]), np.float32(0.0)), most)
+            off = above - number * scale[lane]
+            error[lane] += off * off
+            out[i, lane] = number
+
+
+@njit(nogil=True, error_model="numpy", cache=True)
+def _fit(weights, numbers, scale, offset):
+    """Scale and offset of least squares for the numbers [g, L] that weights have."""
+    count = weights.shape[0]
+    sums, total = np.zeros_like(scale), np.zeros_like(scale)
+    for i in range(count):
+        for lane in range(LANES):
+            sums[lane] += numbers[i, lane]
+            total[lane] += weights[i, lane]
+    middle, mean = sums / np.float64(count), total / np.float64(count)
+    both, spread = np.zeros(LANES), np.zeros(LANES)
+    for i in range(count):
+        for lane in range(LANES):
+            away = numbers[i, lane] - middle[lane]
+            both[lane] += away * (weights[i, lane] - mean[lane])
+            spread[lane] += away * away
+    for lane in range(LANES):
+        slope = both[lane] / spread[lane] if spread[lane] > 0.0 else 0.0
+        scale[lane] = np.float32(slope)
+        offset[lane] = np.float32(mean[lane] - slope * middle[lane])
 
 
 @njit(nogil=True, error_model="numpy", cache=True)
 def fit_groups(groups, most):
     """Numbers from 0 to `most` for groups [n, g], uint8 [n, g], with the bits of their scales and
-    offsets in bfloat16, uint16 [n] each: a weight is offset + scale * number."""
+    offsets in bfloat16, uint16 [n] each: a weight is offset + scale * number.
+
+    `LANES` groups at a time, one beside another, as vectors take them.
+    """
     count, size = groups.shape
     numbers = np.zeros((count, size), dtype=np.uint8)
     scales, offsets = np.zeros(count, dtype=np.uint16), np.zeros(count, dtype=np.uint16)
-    tried = np.empty(size, dtype=np.uint8)
+    weights = np.zeros((size, LANES), dtype=np.float32)
+    tried = np.empty((size, LANES), dtype=np.float32)
+    scale, offset = np.empty(LANES, dtype=np.float32), np.empty(LANES, dtype=np.float32)
+    scale_bits, offset_bits = np.empty(LANES, np.uint16), np.empty(LANES, np.uint16)
+    error, best = np.empty_like(scale), np.empty_like(scale)
+    low, high = np.empty_like(scale), np.empty_like(scale)
     top = np.float32(most)
-    for g in range(count):
-        group = groups[g]
-        low, high = group[0], group[0]
+    for first in range(0, count, LANES):
+        here = min(LANES, count - first)
+        for lane in range(here):
+            for i in range(size):
+                weights[i, lane] = groups[first + lane, i]
+        low[:], high[:], best[:] = weights[0], weights[0], np.float32(np.inf)
         for i in range(size):
-            low, high = min(low, group[i]), max(high, group[i])
-        middle, half = (low + high) * np.float32(0.5), (high - low) * np.float32(0.5)
-        best = np.float32(np.inf)
+            for lane in range(LANES):
+                low[lane] = min(low[lane], weights[i, lane])
+                high[lane] = max(high[lane], weights[i, lane])
         for attempt in range(_TRIES):
-            reach = half * np.float32(1.0 - _NARROWER * attempt)
-            scale, offset = reach * np.float32(2.0) / top, middle - reach
-            _numbers(group, scale, offset, top, tried)
-            scale, offset = _fitted(group, tried)
-            scale_bits, scale = _short(scale)
-            offset_bits, offset = _short(offset)
-            error = _numbers(group, scale, offset, top, tried)
-            if error < best:
-                best = error
-                scales[g], offsets[g] = scale_bits, offset_bits
-                for i in range(size):
-                    numbers[g, i] = tried[i]
+            for lane in range(LANES):
+                middle = (low[lane] + high[lane]) * np.float32(0.5)
+                half = (high[lane] - low[lane]) * np.float32(0.5)
+                reach = half * np.float32(1.0 - _NARROWER * attempt)
+                scale[lane], offset[lane] = reach * np.float32(2.0) / top, middle - reach
+            _numbers(weights, scale, offset, top, tried, error)
+            _fit(weights, tried, scale, offset)
+            _short(scale, scale_bits)
+            _short(offset, offset_bits)
+            _numbers(weights, scale, offset, top, tried, error)
+            for lane in range(here):
+                if error[lane] < best[lane]:
+                    best[lane] = error[lane]
+                    scales[first + lane], offsets[first + lane] = (
+                        scale_bits[lane],
+                        offset_bits[lane],
+                    )
+                    for i in range(size):
+                        numbers[first + lane, i] = np.uint8(tried[i, lane])
     return numbers, scales, offsets
 
 
 @cache
-def compiled() -> Callable[[Any, int], tuple[Any, Any, Any]]:
-    """`fit_groups`, which one process at a time compiles or reads from where it is kept: servers
+def compiled() -> None:
+    """Have what is above compiled by one process at a time, or read from where it is kept: servers
     that start together on a new machine would otherwise all compile it."""
     with one_at_a_time():
+        _round(np.zeros((LANES, GROUP), dtype=np.float32))
         fit_groups(np.zeros((1, 1), dtype=np.float32), 1)
-    return fit_groups
+
+
+def round_to_eight(weights: NDArray[np.float32]) -> tuple[NDArray[np.int8], NDArray[np.float32]]:
+    """`round_panels` of weights [P * L, K]: numbers [P, K / 2, L, 2] and scales [P, K / GROUP, L]
+    of groups along rows."""
+    compiled()
+    return _round(weights)
 
 
 def fit(groups: NDArray[np.float32], bits: int) -> tuple[NDArray, NDArray, NDArray]:
     """`fit_groups` for groups [..., g], of the same leading shape."""
+    compiled()
     flat = np.ascontiguousarray(groups.reshape(-1, groups.shape[-1]), dtype=np.float32)
-    numbers, scales, offsets = compiled()(flat, (1 << bits) - 1)
+    numbers, scales, offsets = fit_groups(flat, (1 << bits) - 1)
     lead = groups.shape[:-1]
     return numbers.reshape(groups.shape), scales.reshape(lead), offsets.reshape(lead)
+
+
+def _round(weights: NDArray[np.float32]) -> tuple[NDArray[np.int8], NDArray[np.float32]]:
+    panels, columns = len(weights) // LANES, weights.shape[1]
+    data = np.empty((panels, columns // 2, LANES, 2), dtype=np.int8)
+    scales = np.empty((panels, columns // GROUP, LANES), dtype=np.float32)
+    round_panels(weights, data, scales)
+    return data, scales

@@ -27,6 +27,7 @@ from trimmoe.models.checkpoint import resolve
 from trimmoe.models.draft import DraftModel, Served, open_draft
 from trimmoe.models.draft_head_file import open_draft_head
 from trimmoe.models.load import known_device, load_tokenizer, open_model
+from trimmoe.models.memory import give_back
 from trimmoe.models.passed import BytesRead
 from trimmoe.policy.build import PolicyMaker
 from trimmoe.policy.settings import PolicySettings
@@ -261,6 +262,7 @@ def open_own_part(spec: ServerSpec, path: str) -> MoEView:
     spec.profile.require_model(view.spec)
     # Also where nothing is guessed: a probe times it.
     open_draft_head(view, resolve(path), spec.draft_head)
+    give_back()
     return view
 
 
