@@ -28,6 +28,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import IO, Any, Never
 
+from numba.core.registry import cpu_target
+
 from trimmoe.experiments.chaos.lan import enter
 
 PRELOADED = (
@@ -304,6 +306,8 @@ def _run(command: Sequence[str]) -> int:
 def main(descriptor: int) -> None:
     for name in PRELOADED:
         importlib.import_module(name)
+    # What the compiler reads before the first function, whoever asks for it.
+    cpu_target.target_context.refresh()  # pyright: ignore[reportAttributeAccessIssue]
     gc.collect()
     gc.freeze()
     _tend(socket.socket(fileno=descriptor))
