@@ -98,6 +98,29 @@ def test_the_simulator_plays_the_requests_that_servers_are_asked(
     assert requests.access.tolist() == users.tolist(), "three rounds of two streams"
     assert set(requests.prompt) == {3}
     assert set(requests.output) == {5}
+    again = replace(asked, prompts=((1, 2, 3),) * 4, recorded=True)
+    experiment._simulated_ms("exact", 2, ServeConfig(), artifacts, trace, again)
+    assert played[1][1].sequence.tolist() == [0, 1, 2, 3, 0, 1], "answer by answer"
+
+
+def test_servers_are_asked_what_a_trace_has_answers_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where they are as long; else passages of the same text."""
+    monkeypatch.setattr(experiment, "sample_text", lambda part: part)
+    monkeypatch.setattr(experiment, "asked_of", lambda *_: np.array([[1, 2], [3, 4]]))
+    trace: Any = SimpleNamespace(header=SimpleNamespace(settings={"answers": 6}))
+
+    def tokens(text: str, **_: object) -> dict[str, list[int]]:
+        return {"input_ids": [7] * 9}
+
+    def asked(prompt_tokens: int, output_tokens: int) -> Asked:
+        sizes = {"prompt_tokens": prompt_tokens, "output_tokens": output_tokens}
+        return experiment.ask(trace, tokens, **sizes, seed=0, streams=(1,), requests=3)
+
+    assert asked(2, 6).prompts == ((1, 2), (3, 4))
+    assert asked(2, 6).recorded
+    for lengths in ((2, 7), (3, 6)):
+        other = asked(*lengths)
+        assert (other.prompts, other.recorded) == (((7,) * lengths[0],) * 3, False)
 
 
 def test_methods_take_turns_there_and_back() -> None:

@@ -18,7 +18,7 @@ from trimmoe import cli
 from trimmoe.calibrate.run import calibrate
 from trimmoe.calibrate.settings import CalibrationSettings
 from trimmoe.calibrate.text import token_windows
-from trimmoe.calibrate.trace import TraceSettings, record_trace, trace_windows
+from trimmoe.calibrate.trace import TraceSettings, asked_of, record_trace, trace_windows
 from trimmoe.calibrate.windows import Windows
 from trimmoe.core.errors import UserError
 from trimmoe.core.events import Executed, Routed
@@ -191,6 +191,13 @@ def test_a_trace_of_answers_is_one_of_what_transformers_generates(made: Made) ->
     np.testing.assert_array_equal(trace.experts, told.experts)
     assert trace.answered.reshape(3, LENGTH)[:, -8:].all()
     assert trace.answered.sum() == 3 * 8
+    asked = asked_of(trace, made.tokenizer, made.texts)
+    np.testing.assert_array_equal(asked, prompts.numpy())
+    assert asked_of(trace, made.tokenizer, [*made.texts, "Others."]) is None
+    text = record_trace(
+        made.view, made.tokenizer, made.texts, made.profile, replace(settings, answers=0)
+    )
+    assert asked_of(text, made.tokenizer, made.texts) is None
     long = replace(settings, answers=LENGTH)
     with pytest.raises(UserError, match="longer sequences"):
         record_trace(made.view, made.tokenizer, made.texts, made.profile, long)

@@ -22,6 +22,7 @@ from trimmoe.calibrate.text import text_hash, token_windows
 from trimmoe.calibrate.windows import Windows, run_layer
 from trimmoe.core.artifact import Header
 from trimmoe.core.errors import UserError
+from trimmoe.core.precision import Precision
 from trimmoe.core.profile import Profile
 from trimmoe.core.specs import BoolArray, FloatArray, IntArray
 from trimmoe.core.trace import Trace, trace_header
@@ -49,6 +50,8 @@ class TraceSettings:
     likeliest token each time."""
     seed: int = 0
     """Draws the passages."""
+    quantise: Precision = Precision.NONE
+    """In what the model that is opened for it holds its weights."""
 
 
 def record_trace(
@@ -87,6 +90,18 @@ def record_trace(
     return trace_windows(
         view, profile, windows, header, advance, hosts=hosts, stand_in_bits=stand_in_bits
     )
+
+
+def asked_of(trace: Trace, tokenizer: Any, texts: Sequence[str]) -> IntArray | None:
+    """What the answers that a trace holds were answers to, [S, n]; None if it holds none, or those
+    to other texts."""
+    header = trace.header
+    answers = header.settings.get("answers", 0)
+    if not answers or header.input_hashes.get("text") != text_hash(texts):
+        return None
+    tokens, length = header.settings["tokens"], trace.length
+    ids = token_windows(texts, tokenizer, tokens=tokens, window=length, seed=header.seed)
+    return ids[: trace.sequence_count, :-answers]
 
 
 def _windows(
@@ -128,6 +143,7 @@ def _header_of(
             "tokens": settings.tokens,
             "length": length,
             "answers": settings.answers,
+            "quantise": settings.quantise.value,
             "model": profile.header.settings.get("model"),
         },
         input_hashes={

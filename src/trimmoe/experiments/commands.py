@@ -261,9 +261,7 @@ def plan_vs_real(
     from trimmoe.experiments import plan_vs_real as experiment
     from trimmoe.experiments.compare import write_json
     from trimmoe.experiments.opening import resolved
-    from trimmoe.experiments.sample_text import sample_text
     from trimmoe.experiments.serve_cluster import artifacts_of
-    from trimmoe.experiments.serve_prompts import token_prompts
     from trimmoe.models.load import load_tokenizer
     from trimmoe.runtime.launch.config import serve_config
 
@@ -279,9 +277,11 @@ def plan_vs_real(
     }  # fmt: skip
     config = serve_config(None, given)
     artifacts = artifacts_of(config, console.print)
-    ids = load_tokenizer(resolved(model))(sample_text("held-out"), verbose=False)["input_ids"]
-    asked = experiment.Asked(
-        prompts=token_prompts(ids, requests, prompt_tokens, seed=seed),
+    recorded = load_trace(trace)
+    asked = experiment.ask(
+        recorded,
+        load_tokenizer(resolved(model)),
+        prompt_tokens=prompt_tokens,
         output_tokens=output_tokens,
         streams=many,
         requests=requests,
@@ -289,9 +289,7 @@ def plan_vs_real(
         seed=seed,
     )
     names = method or ["exact", "speculative"]
-    content = experiment.plan_vs_real(
-        names, config, artifacts, load_trace(trace), asked, say=console.print
-    )
+    content = experiment.plan_vs_real(names, config, artifacts, recorded, asked, say=console.print)
     console.print(experiment.plan_vs_real_table(content))
     alike = "alike" if experiment.ranks_alike(content["rows"]) else "otherwise"
     console.print(f"Where measured intervals do not overlap the simulator ranks {alike}.")

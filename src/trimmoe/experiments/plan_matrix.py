@@ -78,7 +78,7 @@ def _one(file: Path, text: Path, asked: Matrix) -> list[Row]:
     _trimmoe(
         "record", "embedded", "--text", text, *profile, "--plan", made["plan"],
         "-o", made["trace"], "--tokens", _RECORDED, "--length", _PROMPT + _ANSWER,
-        "--answers", _ANSWER,
+        "--answers", _ANSWER, "--quantise", asked.quantise,
     )  # fmt: skip
     methods = [word for name in asked.methods for word in ("--method", name)]
     streams = [word for count in asked.streams for word in ("--streams", count)]

@@ -17,13 +17,16 @@ from rich import box
 from rich.table import Table
 
 import trimmoe
+from trimmoe.calibrate.trace import asked_of
 from trimmoe.core.errors import UserError
 from trimmoe.core.trace import Trace
 from trimmoe.experiments.compare import access_servers
 from trimmoe.experiments.measuring import expected_exact_s
 from trimmoe.experiments.methods import find_method, replayed
+from trimmoe.experiments.sample_text import sample_text
 from trimmoe.experiments.serve_bench import Sent, run_load
 from trimmoe.experiments.serve_methods import one_server, serving
+from trimmoe.experiments.serve_prompts import token_prompts
 from trimmoe.experiments.simulation import simulate_methods
 from trimmoe.runtime.launch.artifacts import Artifacts
 from trimmoe.runtime.launch.config import ServeConfig
@@ -51,6 +54,9 @@ class Asked:
     """Requests under way at a time in the whole cluster, one run each."""
     requests: int
     """Of a run at least."""
+    recorded: bool = False
+    """Whether the prompts are those of the trace's sequences, in their order: the simulator plays
+    the very answers that servers give."""
     seed: int = 0
     rounds: int = 1
     """Runs of each method, in turns there and back, so that a machine that is slower for a while is
@@ -59,6 +65,23 @@ class Asked:
     def count(self, streams: int) -> int:
         """Requests of a run with so many streams."""
         return max(self.requests, FEWEST_ROUNDS * streams)
+
+
+def ask(
+    trace: Trace, tokenizer: Any, *, prompt_tokens: int, output_tokens: int, seed: int, **run: Any
+) -> Asked:
+    """What the answers of a trace were recorded of where it holds as long ones to held-out prose,
+    else random passages of that; `run` is what else there is to say. Raises `UserError`."""
+    text = sample_text("held-out")
+    found = asked_of(trace, tokenizer, [text])
+    answers = trace.header.settings.get("answers", 0)
+    recorded = found is not None and found.shape[1] == prompt_tokens and output_tokens <= answers
+    if found is not None and recorded:
+        prompts = tuple(map(tuple, found.tolist()))
+    else:
+        ids = tokenizer(text, verbose=False)["input_ids"]
+        prompts = token_prompts(ids, run["requests"], prompt_tokens, seed=seed)
+    return Asked(prompts=prompts, recorded=recorded, output_tokens=output_tokens, seed=seed, **run)
 
 
 def plan_vs_real(
@@ -96,6 +119,7 @@ def plan_vs_real(
             **config.model_dump(mode="json", exclude={"api_keys"}),
             "requests": asked.requests,
             "prompt_tokens": len(asked.prompts[0]),
+            "recorded": asked.recorded,
             "output_tokens": asked.output_tokens,
             "rounds": asked.rounds,
         },
@@ -213,8 +237,10 @@ def _simulated_ms(
     share = artifacts.plan.cluster.access_share
     sizes = {"sequences": trace.sequence_count, "length": trace.length}
     count = asked.count(streams)
+    drawn = Source(load, share, **sizes, seed=asked.seed).draw(count)
     requests = replace(
-        Source(load, share, **sizes, seed=asked.seed).draw(count),
+        drawn,
+        sequence=np.arange(count) % len(asked.prompts) if asked.recorded else drawn.sequence,
         access=access_servers(artifacts.plan, count, asked.seed),
         # Where answers were recorded they are behind what was asked.
         offset=np.zeros(count, dtype=np.int64),

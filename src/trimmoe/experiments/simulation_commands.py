@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from trimmoe.core.errors import UserError
+from trimmoe.core.precision import Precision
 
 console = Console()
 
@@ -47,6 +48,7 @@ def record(
     ] = 0,
     seed: int = 0,
     dtype: Annotated[Literal["auto", "float32", "bfloat16"], typer.Option()] = "auto",
+    quantise: Annotated[Precision, typer.Option(help="As servers hold weights.")] = Precision.NONE,
     device: Annotated[str, typer.Option(help="Where the model runs.")] = "cpu",
 ) -> None:
     """Record what tokens of a text do at every layer, to replay and simulate."""
@@ -64,10 +66,12 @@ def record(
     calibrated = load_profile(profile_path(profile, model, dtype))
     texts = read_texts(text)
     path = resolved(model)
-    view = open_view(path, dtype, device)
+    view = open_view(path, dtype, device, quantise=quantise)
     if answers:
         open_draft_head(view, Path(path))
-    settings = TraceSettings(tokens=tokens, length=length, answers=answers, seed=seed)
+    settings = TraceSettings(
+        tokens=tokens, length=length, answers=answers, seed=seed, quantise=quantise
+    )
     placed = None if plan is None else load_plan(plan)
     if placed is not None:
         require_fitting(calibrated, placed, view.spec)
