@@ -105,7 +105,7 @@ def test_the_simulator_plays_the_requests_that_servers_are_asked(
 
 def test_servers_are_asked_what_a_trace_has_answers_to(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where they are as long; else passages of the same text."""
-    monkeypatch.setattr(experiment, "sample_text", lambda part: part)
+    monkeypatch.setattr(experiment, "sample_file", lambda part: part)
     monkeypatch.setattr(experiment, "asked_of", lambda *_: np.array([[1, 2], [3, 4]]))
     trace: Any = SimpleNamespace(header=SimpleNamespace(settings={"answers": 6}))
 

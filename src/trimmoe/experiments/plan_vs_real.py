@@ -23,7 +23,7 @@ from trimmoe.core.trace import Trace
 from trimmoe.experiments.compare import access_servers
 from trimmoe.experiments.measuring import expected_exact_s
 from trimmoe.experiments.methods import find_method, replayed
-from trimmoe.experiments.sample_text import sample_text
+from trimmoe.experiments.sample_text import sample_file
 from trimmoe.experiments.serve_bench import Sent, run_load
 from trimmoe.experiments.serve_methods import one_server, serving
 from trimmoe.experiments.serve_prompts import token_prompts
@@ -72,7 +72,7 @@ def ask(
 ) -> Asked:
     """What the answers of a trace were recorded of where it holds as long ones to held-out prose,
     else random passages of that; `run` is what else there is to say. Raises `UserError`."""
-    text = sample_text("held-out")
+    text = sample_file("held-out")
     found = asked_of(trace, tokenizer, [text])
     answers = trace.header.settings.get("answers", 0)
     recorded = found is not None and found.shape[1] == prompt_tokens and output_tokens <= answers

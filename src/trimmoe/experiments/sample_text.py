@@ -90,7 +90,12 @@ def _is_prose(paragraph: str) -> bool:
     )
 
 
+def sample_file(part: Part) -> str:
+    """What a file of one part says."""
+    return sample_text(part) + "\n"
+
+
 def write_sample_text(path: Path, part: Part) -> None:
     """Write one part to `path`, atomically."""
     with written_whole(path) as temporary:
-        temporary.write_text(sample_text(part) + "\n", encoding="utf-8")
+        temporary.write_text(sample_file(part), encoding="utf-8")
