@@ -344,8 +344,11 @@ def load_dense(
     for name, parameter in module.named_parameters():
         if checkpoint.entries[wanted[name]].shape != tuple(parameter.shape):
             raise unfitting(checkpoint, wanted[name])
-    state = {name: checkpoint.tensor(stored) for name, stored in wanted.items()}
-    if dtype is not None:
-        state = {name: each.to(device, dtype, copy=True) for name, each in state.items()}
+
+    def held(weights: Tensor) -> Tensor:
+        return weights if dtype is None else weights.to(device, dtype, copy=True)
+
+    # One after the other: what is decoded from files is there twice meanwhile.
+    state = {name: held(checkpoint.tensor(stored)) for name, stored in wanted.items()}
     module.load_state_dict(state, strict=False, assign=True)
     module.requires_grad_(False).eval()

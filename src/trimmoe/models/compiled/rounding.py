@@ -130,10 +130,8 @@ def fit_groups(groups, most):
             for lane in range(here):
                 if error[lane] < best[lane]:
                     best[lane] = error[lane]
-                    scales[first + lane], offsets[first + lane] = (
-                        scale_bits[lane],
-                        offset_bits[lane],
-                    )
+                    scales[first + lane] = scale_bits[lane]
+                    offsets[first + lane] = offset_bits[lane]
                     for i in range(size):
                         numbers[first + lane, i] = np.uint8(tried[i, lane])
     return numbers, scales, offsets
