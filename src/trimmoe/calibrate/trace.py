@@ -99,23 +99,15 @@ def asked_of(trace: Trace, tokenizer: Any, texts: Sequence[str]) -> IntArray | N
     answers = header.settings.get("answers", 0)
     if not answers or header.input_hashes.get("text") != text_hash(texts):
         return None
-    tokens, length = header.settings["tokens"], trace.length
-    ids = token_windows(texts, tokenizer, tokens=tokens, window=length, seed=header.seed)
-    return ids[: trace.sequence_count, :-answers]
+    ids = _cut(texts, tokenizer, header.settings["tokens"], trace.length, header.seed)
+    return ids[:, :-answers]
 
 
 def _windows(
     view: MoEView, tokenizer: Any, texts: Sequence[str], settings: TraceSettings, length: int
 ) -> Windows:
     two = 2 if isinstance(view, EncoderDecoderView) else 1
-    ids = token_windows(
-        texts,
-        tokenizer,
-        tokens=two * settings.tokens,
-        window=two * length,
-        seed=settings.seed,
-    )
-    ids = ids[: -(-settings.tokens // length)]
+    ids = _cut(texts, tokenizer, two * settings.tokens, two * length, settings.seed)
     if two == 1:
         return Windows(ids=_answered(view, ids, settings.answers))
     targets = ids[:, length:].copy()
@@ -123,6 +115,12 @@ def _windows(
     assert isinstance(view, EncoderDecoderView)
     targets[:, 0] = view.start_token
     return Windows(ids=targets, sources=ids[:, :length])
+
+
+def _cut(texts: Sequence[str], tokenizer: Any, tokens: int, window: int, seed: int) -> IntArray:
+    """As many windows of a text [W, window] as so many tokens fill."""
+    ids = token_windows(texts, tokenizer, tokens=tokens, window=window, seed=seed)
+    return ids[: -(-tokens // window)]
 
 
 def _answered(view: MoEView, ids: IntArray, answers: int) -> IntArray:
