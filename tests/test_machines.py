@@ -78,13 +78,13 @@ def test_what_a_draft_head_takes_is_kept_where_there_is_one(
 
 
 def test_a_token_costs_what_was_measured(cluster: ClusterSpec, model: ModelSpec) -> None:
-    """By hand: a layer as its share of all, experts likewise, the head once, software at each end
-    and for each message."""
+    """By hand: a layer as its share of all, experts likewise, the head once, software for each
+    message and, wherever its first layer is, on its user's server."""
     measured = timed_machines(cluster, model, hop_s=2e-3, token_s=5e-3)
     cost = cost_model(model, measured.applied(cluster, model, Precision.NONE))
     layer = model.layer_dense_flops / model.layer_dense_flops.mean()
     assert cost.dense_s[2, 1] == pytest.approx(3e-3 * layer[1])
-    assert cost.dense_s[2, 0] == pytest.approx(3e-3 * layer[0] + 5e-3)
+    assert cost.dense_s[2, 0] == pytest.approx(3e-3 * layer[0])
     assert cost.dense_s[2, 3] == pytest.approx(3e-3 * layer[3] + 9e-3)
     share = model.expert_flops / model.expert_flops.mean()
     assert np.allclose(cost.expert_s[1], 2e-4 * share)
@@ -92,6 +92,8 @@ def test_a_token_costs_what_was_measured(cluster: ClusterSpec, model: ModelSpec)
     away = ~np.eye(3, dtype=bool)
     assert np.allclose(cost.transfer_s, nominal.transfer_s + 2e-3 * away)
     assert np.allclose(cost.token_transfer_s, nominal.token_transfer_s + 2e-3 * away)
+    assert np.allclose(cost.enter_s, nominal.token_transfer_s + 2e-3 * away + 5e-3)
+    assert np.array_equal(nominal.enter_s, nominal.token_transfer_s)
     assert cost.links.apart_s.tolist() == [2e-3] * 3
     assert nominal.links.apart_s.tolist() == [0.0] * 3
     assert guess_times_s(cost, model.top_k) == pytest.approx([0.02, 0.04, 0.06])

@@ -29,19 +29,21 @@ FURTHER_S = (1.0 - TOKEN_SHARE) * HOP_S
 
 
 def with_software(one: World, *, token_s: float = 0.0) -> World:
-    """The same, where a message takes its receiver half a second, and a token where it begins so
+    """The same, where a message takes its receiver half a second, and a token its user's server so
     long."""
     plan = one.deployment.plan
     machines = timed_machines(plan.cluster, one.model, hop_s=HOP_S, token_s=token_s)
     speeds = machines.applied(plan.cluster, one.model, Precision.NONE).speeds
     plan = replace(plan, cluster=replace(plan.cluster, speeds=speeds))
     cost = one.engine.cost
-    more_s = HOP_S * (1.0 - np.eye(cost.server_count))
-    dense_s = cost.dense_s.copy()
-    dense_s[:, 0] += token_s
+    servers = cost.server_count
+    more_s = HOP_S * (1.0 - np.eye(servers))
     cost = replace(
         cost,
-        dense_s=dense_s,
+        token_s=np.full(servers, token_s),
+        # Of two servers to a core no weights stay in its caches.
+        machine=np.zeros(servers, dtype=np.int64),
+        at_once=np.full(servers, servers / 2),
         transfer_s=cost.transfer_s + more_s,
         token_transfer_s=cost.token_transfer_s + more_s,
     )
@@ -86,19 +88,36 @@ def test_tokens_in_one_batch_wait_for_each_others_messages() -> None:
 
 
 def test_what_a_token_takes_beside_its_layers_a_batch_takes_nearly_once() -> None:
-    """Two seconds for one token; for two that begin together a share of that more."""
-    one = with_software(stages([1, 2, 3], WAY_S), token_s=2.0)
-    nothing = np.zeros_like(one.trace.confidence)
-    assert finished_s(answered(one, nothing, [1]), 0) == pytest.approx([WHOLE_S + 2.0])
+    """Two seconds for one token; for two that begin together on their users' server a share of that
+    more."""
+    one = with_software(stages([0, 1, 2], WAY_S), token_s=2.0)
+    nothing, whole_s = np.zeros_like(one.trace.confidence), WHOLE_S - WAY_S - HOP_S
+    assert finished_s(answered(one, nothing, [1]), 0) == pytest.approx([whole_s + 2.0])
     both = answered(one, nothing, [1, 1])
     two_s = 2.0 * (2.0 - TOKEN_SHARE)
-    assert finished_s(both, 0) == pytest.approx([WHOLE_S + two_s + 3 * FURTHER_S])
-    assert finished_s(both, 1) == pytest.approx([WHOLE_S + two_s + 4 * FURTHER_S])
+    assert finished_s(both, 0) == pytest.approx([whole_s + two_s + 2 * FURTHER_S])
+    assert finished_s(both, 1) == pytest.approx([whole_s + two_s + 3 * FURTHER_S])
+
+
+def test_what_a_token_takes_beside_its_layers_its_users_server_does() -> None:
+    """Tokens whose layers are all elsewhere set out one after the other, two seconds and a little
+    more after they began. The second one finds the first one's batch begun everywhere: its message
+    is taken in before that goes on to its experts, and then it has a layer to wait for."""
+    one = with_software(stages([1, 2, 3], WAY_S), token_s=2.0)
+    nothing = np.zeros_like(one.trace.confidence)
+    alone = answered(one, nothing, [1])
+    assert finished_s(alone, 0) == pytest.approx([WHOLE_S + 2.0])
+    assert alone.all_units.expected_s == pytest.approx([WHOLE_S + 2.0], rel=1e-4)
+    both = answered(one, nothing, [1, 1])
+    first_s = WHOLE_S + 2.0 + 3 * HOP_S
+    assert finished_s(both, 0) == pytest.approx([first_s])
+    assert finished_s(both, 1) == pytest.approx([first_s + 1.0])
 
 
 @pytest.fixture
 def plainly(monkeypatch: pytest.MonkeyPatch) -> None:
     """What handles messages is not compiled."""
+    monkeypatch.setattr(links, "_occupied", links._occupied.py_func)
     monkeypatch.setattr(links, "warmed", warmed.py_func)
     monkeypatch.setattr(links, "crowd", crowd.py_func)
 

@@ -138,7 +138,7 @@ class _Choices:
         exiting = trace.confidence >= exits.threshold
         exiting[:, -1] = True
         return _Choices(
-            start_s=cost.token_transfer_s[entry, route[:, 0]],
+            start_s=cost.enter_s[entry, route[:, 0]],
             dense_s=cost.dense_s[route, np.arange(layers)],
             back_s=cost.token_transfer_s[after, entry[:, None]],
             exits=exiting if space.levers.exit else exiting & (np.arange(layers) == layers - 1),

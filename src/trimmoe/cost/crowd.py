@@ -19,7 +19,6 @@ from trimmoe.cost.guessing import (
     machines_of,
     rows_along,
     token_batch_times,
-    token_times_s,
 )
 from trimmoe.cost.head_law import named_by_step, rows_among, tokens_among
 from trimmoe.cost.model import CostModel
@@ -185,7 +184,7 @@ def along_times_s(cost: CostModel, routes: IntArray, whole_s: FloatArray, top_k:
     """From one token to the next of a stream by itself where as many drafts of a head are read
     along as pay, if any do, with tokens on `routes` [A, N] that take `whole_s` [A] to full depth
     and back, [A] seconds: see `Crowd.along`."""
-    layer_s = layer_times_s(cost, top_k) - token_times_s(cost)
+    layer_s = layer_times_s(cost, top_k)
     path_s = layer_s[routes, np.arange(cost.layer_count)].sum(axis=1)
     naming_s, along_s = _naming_s(cost, routes), np.full(whole_s.shape, np.inf)
     if cost.head_right:
@@ -222,11 +221,11 @@ def crowds(cost: CostModel, routes: IntArray, whole_s: FloatArray, top_k: int) -
     take `whole_s` [R] to full depth and back."""
     servers, layers = np.arange(cost.server_count), np.arange(cost.layer_count)
     machine, at_once = machines_of(cost)
-    work_s, layer_s = machine_times_s(cost, routes[servers], top_k), layer_times_s(cost, top_k)
-    computed = replace(cost, apart_s=None, dense_s=cost.dense_s - token_times_s(cost))
-    computed_s = machine_times_s(computed, routes[servers], top_k)
+    work_s = machine_times_s(cost, routes[servers], servers, top_k)
+    computed = replace(cost, apart_s=None, token_s=None)
+    computed_s = machine_times_s(computed, routes[servers], servers, top_k)
     fullest = work_s.argmax(axis=1)
-    layer_s = (layer_s - token_times_s(cost))[routes[servers], layers]
+    layer_s = layer_times_s(cost, top_k)[routes[servers], layers]
     last, naming_s = routes[servers, -1], _naming_s(cost, routes[servers])
     together = token_batch_times(cost, top_k)
     there_s = np.where(machine[last] == fullest, naming_s / at_once[last], 0.0)

@@ -59,8 +59,10 @@ def row_times_s(cost: CostModel, routes: IntArray, top_k: int) -> FloatArray:
 
 def stream_share(cost: CostModel, routes: IntArray, top_k: int, whole_s: FloatArray) -> FloatArray:
     """Share of what the fullest machine on each route can do that one stream of tokens at full
-    depth takes of it, each of them `whole_s` [R] under way, [R]."""
-    return machine_times_s(cost, routes, top_k).max(axis=1) / whole_s
+    depth takes of it, each of them `whole_s` [R] under way, [R]. Users of routes that were added
+    are taken for those of the server that these begin on."""
+    access = np.concatenate([np.arange(cost.server_count), routes[cost.server_count :, 0]])
+    return machine_times_s(cost, routes, access, top_k).max(axis=1) / whole_s
 
 
 def at_home(routes: IntArray, access: IntArray, hosts: BoolArray) -> BoolArray:
@@ -103,14 +105,15 @@ def paces_s(
     guesses are right and links are no matter, [A] seconds: as the machine has time that does most
     for one of them, its guess, which takes `guess_s` [A], among that."""
     machine, at_once = machines_of(cost)
-    work_s = machine_times_s(cost, routes, top_k)
+    work_s = machine_times_s(cost, routes, access, top_k)
     work_s[np.arange(access.size), machine[access]] += guess_s / at_once[access]
     return work_s.max(axis=1)
 
 
-def machine_times_s(cost: CostModel, routes: IntArray, top_k: int) -> FloatArray:
-    """What a token at full depth takes of each machine's time, [R, machines] seconds: layers, and
-    the messages that bring it from server to server."""
+def machine_times_s(cost: CostModel, routes: IntArray, access: IntArray, top_k: int) -> FloatArray:
+    """What a token at full depth takes of each machine's time, on `routes` [R, N] of the users of
+    `access` [R], [R, machines] seconds: layers, the messages that bring it from server to server,
+    and its software on its user's."""
     layers, servers = np.arange(cost.layer_count), cost.server_count
     machine, at_once = machines_of(cost)
     message_s = np.zeros(servers) if cost.apart_s is None else cost.apart_s
@@ -123,7 +126,10 @@ def machine_times_s(cost: CostModel, routes: IntArray, top_k: int) -> FloatArray
         np.bincount(machine[route], weights=each_s, minlength=able.size)
         for route, each_s in zip(routes, taken_s, strict=True)
     ]
-    return np.stack(work_s) / able
+    found = np.stack(work_s)
+    if cost.token_s is not None:
+        found[np.arange(access.size), machine[access]] += cost.token_s[access]
+    return found / able
 
 
 def visits(routes: IntArray) -> float:
@@ -153,21 +159,13 @@ def draft_times_s(cost: CostModel, top_k: int, size: float) -> FloatArray:
     return guess_times_s(cost, top_k) * size
 
 
-def token_times_s(cost: CostModel) -> FloatArray:
-    """Of a layer's time, what software takes for the token beside layers, [M, N]."""
-    taken_s = np.zeros((cost.server_count, cost.layer_count))
-    if cost.token_s is not None:
-        taken_s[:, 0] = cost.token_s
-    return taken_s
-
-
 def token_batch_times(cost: CostModel, top_k: int) -> tuple[float, ...]:
     """How many times as long as for one token whole layers take for as many as `BATCHES` says.
 
     Each activates experts of its own, so that a batch reads more of them than a token does; as if
     all were as likely, and of one token independent of another's.
     """
-    computed_s = float((cost.dense_s - token_times_s(cost)).sum())
+    computed_s = float(cost.dense_s.sum())
     count, expert_s = cost.expert_s.shape[2], top_k * float(cost.expert_s.mean(axis=2).sum())
     if computed_s + expert_s <= 0.0:
         return cost.batch_times

@@ -87,7 +87,7 @@ class CostModel:
     apart_s: FloatArray | None = None
     """What it takes each server to send another message, [M]; None: nothing, as nominally."""
     token_s: FloatArray | None = None
-    """As in `Speeds`, part of `dense_s` of the first layer, [M]; None: nothing, as nominally."""
+    """As in `Speeds`, part of `enter_s`, [M]; None: nothing, as nominally."""
     head_right: float = 0.0
     """As in `Speeds`."""
     naming_s: FloatArray | None = None
@@ -102,6 +102,14 @@ class CostModel:
     @property
     def layer_count(self) -> int:
         return self.expert_s.shape[1]
+
+    @cached_property
+    def enter_s(self) -> FloatArray:
+        """Until a token of a server's users, row, is where its first layer runs, column, [M, M]:
+        what software takes for it on its user's server, and its id's way."""
+        if self.token_s is None:
+            return self.token_transfer_s
+        return self.token_transfer_s + self.token_s[:, None]
 
     @cached_property
     def links(self) -> kernels.Links:
@@ -186,12 +194,11 @@ def rung_shares(model: ModelSpec) -> FloatArray:
 def _measured(nominal: CostModel, model: ModelSpec, speeds: Speeds) -> CostModel:
     """What was measured in the place of the nominal figures; layers and experts of one size.
 
-    A token meets its user's server and the head once: they count to the first and the last layer.
-    Whoever exits is not charged for a head.
+    A token meets the head once: it counts to the last layer. Whoever exits is not charged
+    for it.
     """
     dense = model.layer_dense_flops / model.layer_dense_flops.mean()
     dense_s = np.outer(speeds.dense_s, dense)
-    dense_s[:, 0] += speeds.token_s
     dense_s[:, -1] += speeds.head_s
     # Receiving and beginning is the work of who is sent to.
     away = ~np.eye(nominal.server_count, dtype=bool)

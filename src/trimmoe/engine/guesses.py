@@ -171,8 +171,7 @@ class GuessRules:
         users of routes that were added are taken for the others."""
         servers = np.arange(self.cost.server_count)
         there, back = self.routes[servers, 0], self.routes[servers, -1]
-        way_s = self.cost.token_transfer_s
-        ends_s = way_s[servers, there] + way_s[back, servers]
+        ends_s = self.cost.enter_s[servers, there] + self.cost.token_transfer_s[back, servers]
         more = np.full(self.routes.shape[0] - servers.size, ends_s.mean())
         return self.reference_s * self.cost.layer_count + np.concatenate([ends_s, more])
 

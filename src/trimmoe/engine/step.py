@@ -219,7 +219,7 @@ class Engine:
             confidence_needed=needed,
             loss_weight=self.weights(state, route, access),
             exit_loss=self.exits.charge(needed),
-            start_s=self.cost.token_transfer_s[access, first],
+            start_s=self.cost.enter_s[access, first],
             layer_count=self.cost.layer_count,
             server_count=self.cost.server_count,
         )

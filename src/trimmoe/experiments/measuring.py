@@ -46,7 +46,7 @@ _MS = 1e3
 _SEVERAL = np.array(BATCHES) >= 8
 """Batches of a size that servers have when several compute at once: what one row takes out of the
 caches of a processor that is shared says nothing of them."""
-_ALIKE = 5.0
+_ALIKE = 40.0
 """How much it weighs that a message and a token cost the same, against one user's clock. They
 nearly do, and with less weight what a slow server's software takes is put on every token of the
 others."""

@@ -24,7 +24,8 @@ class RouteParts:
     """Where the delay of each access server's route comes from, seconds per token, [M] each."""
 
     moves_s: FloatArray
-    """Between the servers of the route, and the token id's way in and out."""
+    """Between the servers of the route, and the token id's way in and out with what software takes
+    for it on its user's server."""
     dense_s: FloatArray
     """Attention, router and shared experts."""
     experts_s: FloatArray
@@ -34,8 +35,7 @@ class RouteParts:
 def route_parts(cost: CostModel, tables: FloatArray, routes: IntArray) -> RouteParts:
     """The parts of `route_delay_s`, which they sum to; `tables` [N, M, M]."""
     layers, access = np.arange(routes.shape[1]), np.arange(routes.shape[0])
-    token_s = cost.token_transfer_s
-    ends = token_s[access, routes[:, 0]] + token_s[routes[:, -1], access]
+    ends = cost.enter_s[access, routes[:, 0]] + cost.token_transfer_s[routes[:, -1], access]
     moves = ends + cost.transfer_s[routes, destinations(routes)].sum(axis=1)
     dense = cost.dense_s[routes, layers].sum(axis=1)
     whole = route_delay_s(cost, tables, routes)
@@ -56,7 +56,7 @@ def other_routes(cost: CostModel, tables: FloatArray) -> dict[str, FloatArray]:
 def one_server_s(cost: CostModel, tables: FloatArray) -> FloatArray:
     """Delay of the best route that stays on one server, which may be another, [M]."""
     stays = tables.diagonal(axis1=1, axis2=2).sum(axis=0)
-    round_trip = cost.token_transfer_s + cost.token_transfer_s.T
+    round_trip = cost.enter_s + cost.token_transfer_s.T
     return (round_trip + stays).min(axis=1)
 
 
@@ -69,7 +69,7 @@ def one_switch_s(cost: CostModel, tables: FloatArray) -> FloatArray:
         # The result of `layer` is the first to go to the second server.
         after = before[-1] - before[layer + 1]
         through = before[layer][:, None] + tables[layer] + after[None, :]
-        whole = cost.token_transfer_s[:, :, None] + through + cost.token_transfer_s.T[:, None, :]
+        whole = cost.enter_s[:, :, None] + through + cost.token_transfer_s.T[:, None, :]
         best = np.minimum(best, whole.min(axis=(1, 2)))
     return best
 

@@ -116,7 +116,7 @@ class BlockSearch:
 
     def _arrivals(self) -> list[FloatArray]:
         """Least cost to have each layer's token on each server, before the layer, [A, M] each."""
-        arrive = [self._cost.token_transfer_s[self._access]]
+        arrive = [self._cost.enter_s[self._access]]
         for table in self._delays[:-1]:
             arrive.append(_through(arrive[-1], table))
         return arrive

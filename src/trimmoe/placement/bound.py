@@ -220,11 +220,11 @@ class _Program:
     def _objective(self) -> FloatArray:
         objective = np.zeros(self.count)
         share = self.planner.cluster.access_share
-        token_ms = self.cost.token_transfer_s * _MS
+        enter_ms, back_ms = self.cost.enter_s * _MS, self.cost.token_transfer_s * _MS
         for a, access in enumerate(self.access):
             weight = share[access]
-            objective[self.f[a, 0]] += weight * token_ms[access][:, None]
-            objective[self.f[a, -1].diagonal()] += weight * token_ms[:, access]
+            objective[self.f[a, 0]] += weight * enter_ms[access][:, None]
+            objective[self.f[a, -1].diagonal()] += weight * back_ms[:, access]
             for layer in range(self.layers):
                 dense_ms = self.cost.dense_s[:, layer] * _MS
                 objective[self.f[a, layer]] += weight * dense_ms[:, None]

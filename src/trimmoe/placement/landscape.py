@@ -87,9 +87,8 @@ class Landscape:
         self._access = np.flatnonzero(self.access_share > 0)
         self._weight = self.access_share[self._access]
         self._links = self.cost.links
-        token_s = self.cost.token_transfer_s
-        self._enter = np.ascontiguousarray(token_s[self._access])
-        self._back = np.ascontiguousarray(token_s[:, self._access].T)
+        self._enter = np.ascontiguousarray(self.cost.enter_s[self._access])
+        self._back = np.ascontiguousarray(self.cost.token_transfer_s[:, self._access].T)
 
     def tables(self, hosts: BoolArray) -> FloatArray:
         """The table of every layer, [N, M, M]."""

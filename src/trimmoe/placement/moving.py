@@ -83,6 +83,7 @@ def has_drifted(planned: CostModel, seen: CostModel, rules: MoveRules) -> bool:
     be better."""
     pairs = (
         (planned.transfer_s, seen.transfer_s),
+        (planned.enter_s, seen.enter_s),
         (planned.dense_s, seen.dense_s),
         (planned.expert_s, seen.expert_s),
     )

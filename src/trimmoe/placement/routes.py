@@ -28,13 +28,12 @@ def home_routes(server_count: int, layer_count: int) -> IntArray:
 def route_delay_s(cost: CostModel, layer_delays: FloatArray, routes: IntArray) -> FloatArray:
     """Expected delay per token of each access server's route, seconds, shape [M].
 
-    `routes` has shape [M (access), N]; includes the token id's way in and out.
+    `routes` has shape [M (access), N]; includes the token id's way in and out, and what software
+    takes for it on its user's server.
     """
     access = np.arange(routes.shape[0])
     layers = np.arange(routes.shape[1])
-    ends = (
-        cost.token_transfer_s[access, routes[:, 0]] + cost.token_transfer_s[routes[:, -1], access]
-    )
+    ends = cost.enter_s[access, routes[:, 0]] + cost.token_transfer_s[routes[:, -1], access]
     return ends + layer_delays[layers, routes, destinations(routes)].sum(axis=1)
 
 
@@ -60,7 +59,7 @@ def best_routes(
         stays = through[:, every, every] <= through.min(axis=2)
         following[layer] = np.where(stays, every[None, :], to)
         ahead = through.min(axis=2)
-    start = cost.token_transfer_s + ahead
+    start = cost.enter_s + ahead
     routes = np.empty((servers, layers), dtype=np.int64)
     routes[:, 0] = np.where(start[every, every] <= start.min(axis=1), every, start.argmin(axis=1))
     for layer in range(layers - 1):

@@ -153,8 +153,8 @@ class TrimmedObjective(Summed):
 
     def _ends_s(self, routes: IntArray) -> float:
         access = np.arange(routes.shape[0])
-        token_s = self.cost.token_transfer_s
-        ends = token_s[access, routes[:, 0]] + token_s[routes[:, -1], access]
+        back_s = self.cost.token_transfer_s
+        ends = self.cost.enter_s[access, routes[:, 0]] + back_s[routes[:, -1], access]
         return float(self.access_share @ ends)
 
     def curve(

@@ -30,9 +30,16 @@ def join(state, group, target, unit, taking, counted):
     state.group_vectors[1, group, target] += counted
 
 
-@njit
+@inlined
 def send(world, state, role, source, target, layer, first, taking, counted, ids, owner):
-    """Put a message on a link: first in, first out, one after another, then the way."""
+    """Put a message on a link."""
+    now = state.clock[NOW]
+    send_at(world, state, now, role, source, target, layer, first, taking, counted, ids, owner)
+
+
+@njit
+def send_at(world, state, start_s, role, source, target, layer, first, taking, counted, ids, owner):
+    """Put a message on a link at a time: first in, first out, one after another, then the way."""
     state.numbers[FREE_MESSAGES] -= 1
     at = state.free_messages[state.numbers[FREE_MESSAGES]]
     message = state.message[at]
@@ -42,7 +49,6 @@ def send(world, state, role, source, target, layer, first, taking, counted, ids,
     state.sent[0, source, target] += counted
     state.sent[1, source, target] += ids
     takes_s = taking * world.vector_s[source, target] + ids * world.id_s[source, target]
-    start_s = state.clock[NOW]
     if world.link_queues:
         start_s = max(start_s, state.link_free_s[source, target])
         state.link_free_s[source, target] = start_s + takes_s
@@ -63,14 +69,26 @@ def units_of(state, message):
 
 
 @inlined
-def handle(world, state, server, units):
-    """A message of so many units has come, which its server handles before it begins another batch.
-    What that and the batch's beginning take grows with further units as batches do with their
-    rows."""
+def _occupied(world, state, server, one_s, units):
+    """A server's software has so many tokens to do with, for one of which it takes `one_s`, before
+    it begins another batch. That, and the batch's beginning, grows with further tokens as batches
+    do with their rows."""
     free_s = max(state.clock[NOW], state.serving_until_s[server])
-    first = state.handled_s[server] <= free_s
     times = units * (1.0 - world.token_share)
-    if first:
+    if state.handled_s[server] <= free_s:
         times += warmed(world, state, server) - (1.0 - world.token_share)
-    takes_s = world.hop_s[server] * times * crowd(world, state, server)
+    takes_s = one_s * times * crowd(world, state, server)
     state.handled_s[server] = max(free_s, state.handled_s[server]) + takes_s
+
+
+@inlined
+def handle(world, state, server, units):
+    """A message of so many units has come."""
+    _occupied(world, state, server, world.hop_s[server], units)
+
+
+@inlined
+def prepare(world, state, server, units):
+    """So many tokens of a server's users begin that leave it at once; when they do."""
+    _occupied(world, state, server, world.token_s[server], units)
+    return state.handled_s[server]

@@ -11,7 +11,7 @@ from __future__ import annotations
 from trimmoe.simulator.guessing import guessing, led, through
 from trimmoe.simulator.heap import inlined, njit, pop, push
 from trimmoe.simulator.layers import ends_here, fan_out, gather, part, size
-from trimmoe.simulator.links import handle, send, units_of
+from trimmoe.simulator.links import handle, prepare, send, send_at, units_of
 from trimmoe.simulator.references import refer
 from trimmoe.simulator.service import (
     enter,
@@ -234,7 +234,9 @@ def _set_out(world, rows, asked, state, unit, tokens, since_s):
     if source == target:
         go_on_in_turn(rows, state, target, unit, since_s)
     else:
-        send(world, state, TOKEN_IN, source, target, 0, NONE, 0, 0, tokens, unit)
+        now = state.clock[NOW]
+        when_s = now if rows.prompt[unit] else prepare(world, state, source, size(rows, unit))
+        send_at(world, state, when_s, TOKEN_IN, source, target, 0, NONE, 0, 0, tokens, unit)
 
 
 @njit

@@ -254,13 +254,15 @@ def _service_s(world, rows, asked, state, server):
     kind, layer = state.batch_kind[server], state.batch_layer[server]
     if kind == HOME:
         return _guesses_s(world, asked, state, server)
-    entry, tokens, counts = state.batch_first[server], 0, state.per_expert
+    entry, tokens, begun, counts = state.batch_first[server], 0, 0, state.per_expert
     ends, ending = kind == DENSE and layer + 1 == world.dense_s.shape[1], 0
     dense = is_dense(kind)
     if not dense:
         counts[:] = 0
     while entry != NONE:
         row = state.entry_unit[entry]
+        begins = layer == 0 and (kind == CHUNK or asked.access[rows.request[row]] == server)
+        before = tokens
         while row != NONE:
             tokens += 1
             ending += ends and rows.guess[row] != RIGHT and not rows.trailing[row]
@@ -270,11 +272,12 @@ def _service_s(world, rows, asked, state, server):
                     if expert >= 0 and rows.server[row, layer, slot] == server:
                         counts[expert] += 1
             row = rows.sibling[row]
+        begun += begins * (1 if kind == CHUNK else tokens - before)
         entry = state.entry_next[entry]
     if dense:
         takes_s = _batch_s(world.dense_s[server, layer], tokens, world.batch_times)
-        if layer == 0:
-            token_s = _shared_s(world.token_s[server], tokens, world.token_share)
+        if begun > 0:
+            token_s = _shared_s(world.token_s[server], begun, world.token_share)
             takes_s += token_s * warmed(world, state, server)
         if ending > 0:
             takes_s += _chains_s(world.naming_s[server], world.named, ending)

@@ -279,10 +279,8 @@ def make_world(
     for layer in range(layers - 1, -1, -1):
         later[:, layer] = later[:, layer + 1]
         later[np.arange(routes.shape[0]), layer, routes[:, layer]] = True
-    dense_s = cost.dense_s.copy()
-    dense_s[:, 0] -= token_s
     return World(
-        dense_s=plain(dense_s),
+        dense_s=plain(cost.dense_s),
         token_s=plain(token_s),
         expert_s=plain(cost.form_s),
         delay_s=plain(delay_s),

@@ -183,7 +183,7 @@ def way_s(bench: Bench, contender: Contender) -> float:
     entries = np.arange(cost.server_count)
     hops = cost.transfer_s[routes[:, :-1], routes[:, 1:]].sum(1)
     dense = cost.dense_s[routes, np.arange(cost.layer_count)].sum(1)
-    ends = cost.token_transfer_s[entries, routes[:, 0]]
+    ends = cost.enter_s[entries, routes[:, 0]]
     ends = ends + cost.token_transfer_s[routes[:, -1], entries]
     access = bench.access
     return float((hops + dense + ends)[access].mean())
