@@ -13,13 +13,14 @@ from simulated import World
 from test_simulator_trails import LAYERS, answered, finished_s, stages
 from timed import timed_machines
 from trimmoe.core.machines import Precision
+from trimmoe.core.specs import straight_times
 from trimmoe.cost.batching import TOKEN_SHARE
 from trimmoe.cost.warmth import WARM_S
 from trimmoe.policy.build import make_policy
 from trimmoe.simulator import links, loop
 from trimmoe.simulator.links import handle
-from trimmoe.simulator.service import crowd, warmed
-from trimmoe.simulator.world import DENSE, NOW
+from trimmoe.simulator.service import _guesses_s, crowd, warmed
+from trimmoe.simulator.world import DENSE, NONE, NOW
 
 HOP_S, WAY_S = 0.5, 0.25
 WHOLE_S = LAYERS + (LAYERS + 1) * (WAY_S + HOP_S)
@@ -180,3 +181,28 @@ def test_messages_take_longer_where_others_work_on_the_same_machine() -> None:
     )
     handle.py_func(world, state, 0, 1)
     assert state.handled_s[0] == pytest.approx(1.0 + 2.0 * 2)
+
+
+@pytest.mark.parametrize(("guesses", "takes_s"), [(1, 2.0), (2, 1.5 * 5.0)])
+def test_nothing_is_drafted_behind_guesses_that_are_made_at_once(
+    guesses: int, takes_s: float
+) -> None:
+    """Two seconds for one, with what a head names behind it, and five where it names nothing. A
+    batch takes half as long again for a second row."""
+    world = SimpleNamespace(
+        dense_s=np.ones((1, 4)),
+        guess_s=np.array([2.0]),
+        guess_ends_s=np.array([0.5]),
+        several_s=np.array([5.0]),
+        several_ends_s=np.array([1.0]),
+        token_batch_times=straight_times(0.5),
+    )
+    state = SimpleNamespace(
+        batch_first=np.array([0]),
+        batch_layer=np.array([0]),
+        entry_unit=np.arange(2),
+        entry_next=np.array([1, NONE] if guesses == 2 else [NONE, NONE]),
+    )
+    asked = SimpleNamespace(reads=np.ones(2, dtype=np.int64))
+    assert _guesses_s.py_func(world, asked, state, 0) == pytest.approx(takes_s)
+    assert state.batch_layer[0] == 3, "all layers at once"

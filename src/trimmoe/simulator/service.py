@@ -236,11 +236,14 @@ def _guesses_s(world, asked, state, server):
     """The same of guesses, which take as long in each layer, and pass several; the batch's is the
     last. Of what is read for each only the last row asks what follows."""
     entry, layer, tokens, guesses = state.batch_first[server], state.batch_layer[server], 0, 0
+    one_s, ends_s = world.guess_s[server], world.guess_ends_s[server]
     while entry != NONE:
         tokens += asked.reads[state.entry_unit[entry]]
         guesses, entry = guesses + 1, state.entry_next[entry]
-    layers, ends_s = world.dense_s.shape[1], world.guess_ends_s[server]
-    read_s = _batch_s(world.guess_s[server] - ends_s, tokens, world.token_batch_times)
+    if guesses > 1:
+        one_s, ends_s = world.several_s[server], world.several_ends_s[server]
+    layers = world.dense_s.shape[1]
+    read_s = _batch_s(one_s - ends_s, tokens, world.token_batch_times)
     layer_s = (read_s + _batch_s(ends_s, guesses, world.token_batch_times)) / layers
     passed = _guess_layers(layer_s, layers - layer)
     state.batch_layer[server] = layer + passed - 1

@@ -110,6 +110,11 @@ class World(NamedTuple):
     """Time of a guess, [M]."""
     guess_ends_s: FloatArray
     """Of that, what is no layer's, [M]."""
+    several_s: FloatArray
+    """Of one of several guesses that are made at once, behind which a draft head names nothing,
+    [M]."""
+    several_ends_s: FloatArray
+    """Of that, what is no layer's, [M]."""
     along: IntArray
     """Drafts of a head that are read along with each token of a server's users, which guesses
     nothing by itself then, [M]."""
@@ -274,6 +279,9 @@ def make_world(
             token_s = speeds.token_s
         delay_s = delay_s + hop_s * ~np.eye(servers, dtype=bool)
         machine, at_once = speeds.machine.astype(np.int64), speeds.at_once
+    several = cost
+    if speeds is not None and cost.head_right:
+        several = replace(cost, guess_s=None, guess_ends_s=speeds.head_s)
     warm, rest_s = warm_shares(cost), rests_s(cost, routes, slots)
     later = np.zeros((routes.shape[0], layers + 1, servers), dtype=bool)
     for layer in range(layers - 1, -1, -1):
@@ -306,7 +314,9 @@ def make_world(
         chunks=chunks,
         segments=segments,
         guess_s=plain(_guesses_s(cost, routes, hosts, slots)),
-        guess_ends_s=plain(np.zeros(servers) if cost.guess_ends_s is None else cost.guess_ends_s),
+        guess_ends_s=plain(_ends_s(cost)),
+        several_s=plain(_guesses_s(several, routes, hosts, slots)),
+        several_ends_s=plain(_ends_s(several)),
         along=plain(np.zeros(servers) if along is None else along, np.int64),
         naming_s=plain(np.zeros(servers) if cost.naming_s is None else cost.naming_s),
         named=plain(np.zeros(MOST_DRAFTED) if named is None else named),
@@ -323,6 +333,10 @@ def _guesses_s(
         return guess_times_s(cost, slots)
     servers = np.arange(cost.server_count)
     return own_guess_times_s(cost, routes[: servers.size], servers, hosts, slots)
+
+
+def _ends_s(cost: CostModel) -> FloatArray:
+    return np.zeros(cost.server_count) if cost.guess_ends_s is None else cost.guess_ends_s
 
 
 def make_rows(count: int, layers: int, slots: int) -> Rows:
