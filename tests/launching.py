@@ -99,7 +99,6 @@ def cluster_yaml(servers: Sequence[str], ratio: float = 1.5) -> str:
 
 
 _BLOCK = 500
-_taken: list[socket.socket] = []
 """One listening socket per block of ports that this process has been given."""
 
 
@@ -112,7 +111,8 @@ def free_ports(count: int) -> int:
     assert count < _BLOCK
     for first in np.random.default_rng().permutation(np.arange(10_000, 32_000, _BLOCK)).tolist():
         try:
-            _taken.append(socket.create_server(("127.0.0.1", first + _BLOCK - 1)))
+            # Open until the process ends, and nobody's to close.
+            socket.create_server(("127.0.0.1", first + _BLOCK - 1)).detach()
             for port in range(first, first + count):
                 socket.create_server(("127.0.0.1", port)).close()
         except OSError:
