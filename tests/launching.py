@@ -99,7 +99,7 @@ def cluster_yaml(servers: Sequence[str], ratio: float = 1.5) -> str:
 
 
 _BLOCK = 500
-"""One listening socket per block of ports that this process has been given."""
+"""Ports that a process is given at once; it listens on the last one."""
 
 
 def free_ports(count: int) -> int:

@@ -111,6 +111,12 @@ class CostModel:
             return self.token_transfer_s
         return self.token_transfer_s + self.token_s[:, None]
 
+    def ends_s(self, routes: IntArray) -> FloatArray:
+        """What a token takes beside its layers and the ways between them, on each access server's
+        route of `routes` [A, N]: software, and its id's way in and out, [A]."""
+        access = np.arange(routes.shape[0])
+        return self.enter_s[access, routes[:, 0]] + self.token_transfer_s[routes[:, -1], access]
+
     @cached_property
     def links(self) -> kernels.Links:
         """The same arrays in the form that the compiled loops read."""

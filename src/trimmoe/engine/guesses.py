@@ -170,8 +170,7 @@ class GuessRules:
         """What a token takes at full depth and on its way to and from its user, without load, [R];
         users of routes that were added are taken for the others."""
         servers = np.arange(self.cost.server_count)
-        there, back = self.routes[servers, 0], self.routes[servers, -1]
-        ends_s = self.cost.enter_s[servers, there] + self.cost.token_transfer_s[back, servers]
+        ends_s = self.cost.ends_s(self.routes[servers])
         more = np.full(self.routes.shape[0] - servers.size, ends_s.mean())
         return self.reference_s * self.cost.layer_count + np.concatenate([ends_s, more])
 

@@ -34,9 +34,8 @@ class RouteParts:
 
 def route_parts(cost: CostModel, tables: FloatArray, routes: IntArray) -> RouteParts:
     """The parts of `route_delay_s`, which they sum to; `tables` [N, M, M]."""
-    layers, access = np.arange(routes.shape[1]), np.arange(routes.shape[0])
-    ends = cost.enter_s[access, routes[:, 0]] + cost.token_transfer_s[routes[:, -1], access]
-    moves = ends + cost.transfer_s[routes, destinations(routes)].sum(axis=1)
+    layers = np.arange(routes.shape[1])
+    moves = cost.ends_s(routes) + cost.transfer_s[routes, destinations(routes)].sum(axis=1)
     dense = cost.dense_s[routes, layers].sum(axis=1)
     whole = route_delay_s(cost, tables, routes)
     return RouteParts(moves_s=moves, dense_s=dense, experts_s=whole - moves - dense)

@@ -31,10 +31,8 @@ def route_delay_s(cost: CostModel, layer_delays: FloatArray, routes: IntArray) -
     `routes` has shape [M (access), N]; includes the token id's way in and out, and what software
     takes for it on its user's server.
     """
-    access = np.arange(routes.shape[0])
     layers = np.arange(routes.shape[1])
-    ends = cost.enter_s[access, routes[:, 0]] + cost.token_transfer_s[routes[:, -1], access]
-    return ends + layer_delays[layers, routes, destinations(routes)].sum(axis=1)
+    return cost.ends_s(routes) + layer_delays[layers, routes, destinations(routes)].sum(axis=1)
 
 
 def best_routes(

@@ -152,10 +152,7 @@ class TrimmedObjective(Summed):
         return max((at(price_s)[0], price_s), (at(0.0)[0], 0.0))
 
     def _ends_s(self, routes: IntArray) -> float:
-        access = np.arange(routes.shape[0])
-        back_s = self.cost.token_transfer_s
-        ends = self.cost.enter_s[access, routes[:, 0]] + back_s[routes[:, -1], access]
-        return float(self.access_share @ ends)
+        return float(self.access_share @ self.cost.ends_s(routes))
 
     def curve(
         self,

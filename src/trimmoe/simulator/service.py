@@ -263,9 +263,8 @@ def _service_s(world, rows, asked, state, server):
     if not dense:
         counts[:] = 0
     while entry != NONE:
-        row = state.entry_unit[entry]
-        begins = layer == 0 and (kind == CHUNK or asked.access[rows.request[row]] == server)
-        before = tokens
+        row, before = state.entry_unit[entry], tokens
+        begins = layer == 0 and asked.access[rows.request[row]] == server
         while row != NONE:
             tokens += 1
             ending += ends and rows.guess[row] != RIGHT and not rows.trailing[row]
@@ -275,10 +274,13 @@ def _service_s(world, rows, asked, state, server):
                     if expert >= 0 and rows.server[row, layer, slot] == server:
                         counts[expert] += 1
             row = rows.sibling[row]
-        begun += begins * (1 if kind == CHUNK else tokens - before)
+        begun += begins * (tokens - before)
         entry = state.entry_next[entry]
     if dense:
         takes_s = _batch_s(world.dense_s[server, layer], tokens, world.batch_times)
+        if kind == CHUNK:
+            # It comes by itself, and is no more than one token to software, wherever its user is.
+            begun = int(layer == 0)
         if begun > 0:
             token_s = _shared_s(world.token_s[server], begun, world.token_share)
             takes_s += token_s * warmed(world, state, server)

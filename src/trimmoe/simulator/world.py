@@ -271,12 +271,10 @@ def make_world(
     a head names a first one to that end, a second one, and so on."""
     layers, servers = cost.layer_count, cost.server_count
     delay_s, speeds = cluster.delay_s, cluster.speeds
-    hop_s, token_s = np.zeros(servers), np.zeros(servers)
+    hop_s = np.zeros(servers)
     machine, at_once = np.arange(servers), np.full(servers, np.inf)
     if speeds is not None:
         hop_s = speeds.hop_s
-        if cost.accounting is not Accounting.MIGRATE:
-            token_s = speeds.token_s
         delay_s = delay_s + hop_s * ~np.eye(servers, dtype=bool)
         machine, at_once = speeds.machine.astype(np.int64), speeds.at_once
     several = cost
@@ -289,7 +287,7 @@ def make_world(
         later[np.arange(routes.shape[0]), layer, routes[:, layer]] = True
     return World(
         dense_s=plain(cost.dense_s),
-        token_s=plain(token_s),
+        token_s=plain(np.zeros(servers) if cost.token_s is None else cost.token_s),
         expert_s=plain(cost.form_s),
         delay_s=plain(delay_s),
         hop_s=plain(hop_s),

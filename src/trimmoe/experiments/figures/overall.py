@@ -180,13 +180,9 @@ def way_s(bench: Bench, contender: Contender) -> float:
     which skips, drops and substitutes leave as it is; only exits shorten it."""
     rig = bench.rig(contender)
     cost, routes = rig.engine.cost, rig.engine.routes
-    entries = np.arange(cost.server_count)
     hops = cost.transfer_s[routes[:, :-1], routes[:, 1:]].sum(1)
     dense = cost.dense_s[routes, np.arange(cost.layer_count)].sum(1)
-    ends = cost.enter_s[entries, routes[:, 0]]
-    ends = ends + cost.token_transfer_s[routes[:, -1], entries]
-    access = bench.access
-    return float((hops + dense + ends)[access].mean())
+    return float((hops + dense + cost.ends_s(routes))[bench.access].mean())
 
 
 def detour_share(bench: Bench, contender: Contender) -> float:
