@@ -251,14 +251,14 @@ def _serving(folder: Path, device: str, *, servers: int, probed: bool) -> Iterat
             print(log.read_text()[-4000:], flush=True)
             raise
         print(log.read_text()[-2500:], flush=True)
-        yield Client(f"http://127.0.0.1:{PORT}/v1", folder.name)
+        yield Client(f"http://127.0.0.1:{PORT}/v1", folder.name, endless=True)
 
 
 async def _streams(client: Client, streams: int, new: int) -> tuple[float, float]:
     """Milliseconds a token and tokens a second of so many answers at once."""
     begun = time.perf_counter()
     prompts = [f"{i} what is asked" for i in range(streams)]
-    answers = await asyncio.gather(*(client.stream(one, new, endless=True) for one in prompts))
+    answers = await asyncio.gather(*(client.stream(one, new) for one in prompts))
     took_s = time.perf_counter() - begun
     each = [(came[-1] - came[0]) / (len(came) - 1) * 1e3 for came in answers]
     return statistics.median(each), sum(map(len, answers)) / took_s

@@ -2,11 +2,15 @@
 
     python benchmarks/bench_peers.py --llama BIN --weights DIR --profile P
 
+    python benchmarks/bench_peers.py --llama BIN --both FILE
+
 `BIN` holds `llama-server` and `ggml-rpc-server`; `DIR` holds F32.gguf and Q8_0.gguf of a model with
-as many weights as ours. Our servers are those of clusters/local4.yaml; they measure themselves,
-with the case's weights and links, and are planned for by that, unless `--plan` says what to serve
-by. Both sides serve OpenAI's completions; every answer is streamed and timed by one client. Ratios
-are ours over theirs; below one is better for times, above one for tokens a second.
+as many weights as ours. `FILE`, which `large_model.py` makes, is served by both sides instead, in
+eight bits and under `exact` only, since its weights are random. Our servers are those of
+clusters/local4.yaml; they measure themselves, with the case's weights and links, and are planned
+for by that, unless `--plan` says what to serve by. Both sides serve OpenAI's completions; every
+answer is streamed and timed by one client. Ratios are ours over theirs; below one is better for
+times, above one for tokens a second.
 """
 
 from __future__ import annotations
@@ -80,6 +84,13 @@ CASES = (
 )  # fmt: skip
 
 
+LARGE = tuple(
+    case for case in CASES
+    if case.quantise == "int8" and case.policy == "exact" and case.draft_head == "none"
+)  # fmt: skip
+"""Cases of a file that both sides serve."""
+
+
 @dataclass(kw_only=True)
 class Measured:
     """What a client saw of one side, by round."""
@@ -93,13 +104,14 @@ class Measured:
 class Client:
     """One OpenAI-compatible endpoint."""
 
-    def __init__(self, url: str, model: str) -> None:
-        self.url, self.model = url, model
+    def __init__(self, url: str, model: str, *, endless: bool = False) -> None:
+        """`endless`: whatever an answer says, it goes on."""
+        self.url, self.model, self.endless = url, model, endless
 
-    async def stream(self, prompt: str, tokens: int, *, endless: bool = False) -> list[float]:
-        """When each token came, seconds after asking; `endless`: whatever it is that comes."""
+    async def stream(self, prompt: str, tokens: int) -> list[float]:
+        """When each token came, seconds after asking."""
         body = {"model": self.model, "prompt": prompt, "max_tokens": tokens, "temperature": 0}
-        if endless:
+        if self.endless:
             body |= {"ignore_eos": True, "return_token_ids": True}
         came: list[float] = []
         began_s = time.perf_counter()
@@ -190,15 +202,15 @@ def _ours(case: Case, arguments: argparse.Namespace, folder: Path) -> Iterator[C
                    "--kv-slots", str(case.streams + 8), "--threads", "1"]  # fmt: skip
     log = folder / "ours.log"
     command += ["--quantise", case.quantise]
-    if case.servers == 1:
-        command += ["--model", arguments.model]
+    if case.servers == 1 or arguments.both:
+        command += ["--model", str(arguments.both or arguments.model)]
     with processes([[str(python), *command]], log):
         if case.servers > 1:
             # They answer before, while they are measured.
             wait_until(lambda: b"Ready" in log.read_bytes(), log)
         for offset in range(case.servers):
             _wait_for(f"http://127.0.0.1:{port + offset}/health", log)
-        yield Client(f"http://127.0.0.1:{port}/v1", "embedded")
+        yield _client(arguments, port)
 
 
 @contextlib.contextmanager
@@ -214,7 +226,8 @@ def _theirs(case: Case, arguments: argparse.Namespace, folder: Path) -> Iterator
         remote.append(f"127.0.0.1:{at + 10 if case.links else at}")
     threads = arguments.threads if case.servers == 1 else 1
     command = [str(arguments.llama / "llama-server"), "-m",
-               str(arguments.weights / f"{case.weights}.gguf"), "--port", str(port),
+               str(arguments.both or arguments.weights / f"{case.weights}.gguf"),
+               "--port", str(port),
                "-t", str(threads), "-np", str(case.streams), "-c", str(2048 * case.streams),
                "--no-webui", "--cache-ram", "0"]  # fmt: skip
     if remote:
@@ -224,7 +237,13 @@ def _theirs(case: Case, arguments: argparse.Namespace, folder: Path) -> Iterator
         time.sleep(2)
         with processes([command], folder / "llama-server.log"):
             _wait_for(f"http://127.0.0.1:{port}/health", folder / "llama-server.log")
-            yield Client(f"http://127.0.0.1:{port}/v1", "any")
+            yield _client(arguments, port)
+
+
+def _client(arguments: argparse.Namespace, port: int) -> Client:
+    both: Path | None = arguments.both
+    name = "embedded" if both is None else both.stem
+    return Client(f"http://127.0.0.1:{port}/v1", name, endless=both is not None)
 
 
 async def _warm_up(client: Client, case: Case) -> None:
@@ -288,8 +307,9 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended"))
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--llama", type=Path, required=True)
-    parser.add_argument("--weights", type=Path, required=True)
-    parser.add_argument("--profile", type=Path, required=True)
+    parser.add_argument("--weights", type=Path)
+    parser.add_argument("--profile", type=Path)
+    parser.add_argument("--both", type=Path, help="GGUF file that both sides serve.")
     parser.add_argument("--plan", type=Path, help="Default: what serving makes by itself.")
     parser.add_argument("--model", default="embedded")
     parser.add_argument("--cases", nargs="*", help="Beginnings of names; default: all.")
@@ -298,10 +318,14 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1, help="Of one process.")
     parser.add_argument("--output", type=Path, default=Path("bench-output/peers"))
     arguments = parser.parse_args()
+    if arguments.both is not None:
+        arguments.profile = arguments.profile or arguments.both.with_suffix(".trim")
+    elif arguments.weights is None or arguments.profile is None:
+        parser.error("give --weights and --profile, or --both")
     arguments.output.mkdir(parents=True, exist_ok=True)
     print(f"{'':<53}{'ours':>8} {'theirs':>8}  ours over theirs")
     rows = []
-    for case in CASES:
+    for case in CASES if arguments.both is None else LARGE:
         if arguments.cases and not any(map(case.name.startswith, arguments.cases)):
             continue
         with (

@@ -182,15 +182,14 @@ def test_activations_do_not_depend_on_how_many_rows_there_are(width: int) -> Non
     """Rows whose ends fill the processor's vectors, and rows whose ends do not."""
     generator = torch.Generator().manual_seed(2)
     up, down = torch.randn(1, width, 32, generator=generator), torch.randn(1, 32, width // 2)
-    stack = PackedStack(
-        precision=Precision.INT8,
-        layer=0,
-        ids=[0],
-        up=up,
-        down=down,
-        activation=lambda x: torch.nn.functional.gelu(x[:, : width // 2]) * x[:, width // 2 :],
-        whole=True,
-    )
+    made = {
+        "layer": 0,
+        "up": up,
+        "down": down,
+        "activation": lambda x: torch.nn.functional.gelu(x[:, : width // 2]) * x[:, width // 2 :],
+        "whole": True,
+    }
+    stack = PackedStack([0], [made], Precision.INT8)
     rows = torch.randn(300, 32, generator=generator)
     chosen, gates = torch.zeros(300, 1, dtype=torch.int64), torch.ones(300, 1)
     together = stack(rows, chosen, gates)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from trimmoe.core.cores import available_cores
 from trimmoe.core.errors import UserError
 from trimmoe.core.precision import Precision
 
@@ -60,6 +61,7 @@ def open_view(
         hashed=True,
         streamed=streamed,
         quantise=quantise,
+        threads=available_cores(),
     )
 
 

@@ -6,36 +6,39 @@ makes keys and values before the rotary embedding.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from trimmoe.core.precision import Precision
-from trimmoe.core.specs import IntArray, ModelSpec
+from trimmoe.core.specs import ModelSpec
 from trimmoe.models.base import MoEView
 from trimmoe.models.checkpoint import Checkpoint
 from trimmoe.models.compiled.build import (
     can_compile,
     parts_of,
     shape_of,
-    stand_in,
     tables_of,
     turns_whole_heads,
 )
+from trimmoe.models.compiled.filling import Weights, stand_in
 from trimmoe.models.compiled.view import CompiledView
 from trimmoe.models.decoder_steps import window_of
 from trimmoe.models.decoder_view import DecoderView, KeysValues
-from trimmoe.models.experts import ExpertStacks
+from trimmoe.models.experts import ReadExperts
 from trimmoe.models.family import (
-    ExpertChoice,
     ExpertNames,
     Geometry,
+    Wanted,
+    chosen_by_layer,
+    expert_reader,
     load_dense,
     load_experts,
     refuse_quantised,
+    require_dense,
 )
 from trimmoe.models.passed import BytesRead
 from trimmoe.models.sane import built
@@ -85,64 +88,75 @@ class DecoderFamily:
             head_names=("model.embed_tokens.weight" if tied else "lm_head.weight",),
         )
 
-    def open(
-        self,
-        config: Any,
-        checkpoint: Checkpoint,
-        *,
-        spec: ModelSpec,
-        choice: ExpertChoice,
-        encoder_choice: ExpertChoice,
-        streamed: bool,
-        dtype: torch.dtype,
-        device: torch.device,
-        precision: Precision,
-        compiled: bool,
-        stand_ins: IntArray | None,
-    ) -> MoEView:
+    def open(self, config: Any, checkpoint: Checkpoint, spec: ModelSpec, wanted: Wanted) -> MoEView:
         geometry = self.geometry(config)
-        compiled = compiled and not streamed and can_compile(config, dtype, device)
-        compiled = compiled and turns_whole_heads(config)
-        # Compiled blocks hold weights of their own.
-        model = self._load_model(config, checkpoint, None if compiled else dtype, device)
+        may_compile = wanted.compiled and not wanted.streamed and turns_whole_heads(config)
+        if may_compile and can_compile(config, wanted.dtype, wanted.device):
+            return self._compiled(config, geometry, checkpoint, spec, wanted)
+        refuse_quantised(spec.name, wanted.precision)
+        model = self._meta_model(config, checkpoint, wanted.device)
+        self._load(model, checkpoint, wanted.dtype, wanted.device)
+        _tie(model, config)
         read = BytesRead(dense=checkpoint.bytes_read)
-
-        def load(choice: ExpertChoice) -> ExpertStacks:
-            return load_experts(
-                geometry,
-                checkpoint,
-                choice=choice,
-                streamed=streamed,
-                read=read,
-                activation=model.model.layers[geometry.moe_blocks[0]].mlp.act_fn,
-                dtype=dtype,
-                device=device,
-            )
-
-        stacks = load(choice)
-        if compiled:
-            view = _compiled(config, geometry, model, stacks, spec, read, precision)
-            if stand_ins is not None:
-                stand_in(view, lambda layer, ids: load({layer: ids})[layer], stand_ins)
-            return view
-        refuse_quantised(spec.name, precision)
+        reader = _expert_reader(geometry, checkpoint, model, read, wanted)
         return DecoderView(
             keys_values=self.keys_values,
             apply_rotary=self.apply_rotary,
             rounds_gates=self.rounds_gates,
             geometry=geometry,
             model=model,
-            stacks=stacks,
+            stacks=load_experts(
+                geometry, checkpoint, reader, wanted.experts, streamed=wanted.streamed
+            ),
             spec=spec,
-            dtype=dtype,
-            device=device,
+            dtype=wanted.dtype,
+            device=wanted.device,
             bytes_read=read,
         )
 
-    def _load_model(
-        self, config: Any, checkpoint: Checkpoint, dtype: torch.dtype | None, device: torch.device
-    ) -> Any:
-        """The model without routed experts, its dense weights loaded, as `load_dense` has it."""
+    def _compiled(
+        self,
+        config: Any,
+        geometry: Geometry,
+        checkpoint: Checkpoint,
+        spec: ModelSpec,
+        wanted: Wanted,
+    ) -> CompiledView:
+        """A model in compiled blocks, which hold weights of their own."""
+        model = self._meta_model(config, checkpoint, wanted.device)
+        decoder, read = model.model, BytesRead(dense=0)
+
+        @contextmanager
+        def filled(block: int) -> Generator[None]:
+            layer, prefix = decoder.layers[block], f"model.layers.{block}."
+            self._load(layer, checkpoint, None, wanted.device, prefix=prefix)
+            yield
+            layer.to("meta")
+
+        weights = Weights(
+            loaded=chosen_by_layer(wanted.experts, geometry),
+            read=_expert_reader(geometry, checkpoint, model, read, wanted),
+            block=filled,
+            threads=wanted.threads,
+        )
+        shape = shape_of(config, geometry, decoder)
+        windows = [window_of(layer.self_attn, config) for layer in decoder.layers]
+        # The largest matrices of all while there is most room.
+        self._load(model, checkpoint, None, wanted.device, skips="model.layers.")
+        _tie(model, config)
+        parts = parts_of(decoder, model.lm_head.weight, weights.loaded, wanted.precision)
+        for end in (decoder.embed_tokens, model.lm_head):
+            end.to("meta")
+        tables = tables_of(shape, geometry, decoder, weights, windows, wanted.precision)
+        read.dense = checkpoint.bytes_read - read.experts
+        view = CompiledView(parts, tables, spec, read)
+        if wanted.stand_ins is not None:
+            stand_in(view, weights, wanted.stand_ins)
+        return view
+
+    def _meta_model(self, config: Any, checkpoint: Checkpoint, device: torch.device) -> Any:
+        """The model without routed experts, and without weights, all of which the checkpoint has.
+        Raises UserError."""
         config._attn_implementation = "sdpa"
         model: Any = built(lambda: self.model_class(config), checkpoint.folder)
         for block in _moe_blocks(config):
@@ -151,16 +165,29 @@ class DecoderFamily:
             mlp.experts = nn.Identity()
         # Its buffers are computed, not stored, so the meta device has nothing to give.
         model.model.rotary_emb = self.rotary_class(config=config).to(device)
+        require_dense(model, checkpoint, lambda name: self._stored_name(name, checkpoint))
+        return model
+
+    def _load(
+        self,
+        module: nn.Module,
+        checkpoint: Checkpoint,
+        dtype: torch.dtype | None,
+        device: torch.device,
+        *,
+        prefix: str = "",
+        skips: str | None = None,
+    ) -> None:
+        """Give a module, whose parameters' names in the model begin with `prefix`, its weights, as
+        `load_dense` does."""
         load_dense(
-            model,
+            module,
             checkpoint,
-            stored_name=lambda name: self._stored_name(name, checkpoint),
+            stored_name=lambda name: self._stored_name(prefix + name, checkpoint),
             dtype=dtype,
             device=device,
+            skips=skips,
         )
-        if getattr(config, "tie_word_embeddings", False):
-            model.lm_head.weight = model.model.embed_tokens.weight
-        return model
 
     def _stored_name(self, name: str, checkpoint: Checkpoint) -> str:
         if name in checkpoint.entries or self.stored_prefix is None:
@@ -168,24 +195,18 @@ class DecoderFamily:
         return name.replace(*self.stored_prefix)
 
 
-def _compiled(
-    config: Any,
-    geometry: Geometry,
-    model: Any,
-    stacks: ExpertStacks,
-    spec: ModelSpec,
-    read: BytesRead,
-    precision: Precision,
-) -> CompiledView:
-    """The same model in compiled blocks; what the modules hold can be let go."""
-    decoder = model.model
-    shape = shape_of(config, geometry, decoder)
-    windows = [window_of(layer.self_attn, config) for layer in decoder.layers]
-    tables = tables_of(
-        shape, geometry, decoder, stacks.loaded, stacks.__getitem__, windows, precision
+def _expert_reader(
+    geometry: Geometry, checkpoint: Checkpoint, model: Any, read: BytesRead, wanted: Wanted
+) -> ReadExperts:
+    activation = model.model.layers[geometry.moe_blocks[0]].mlp.act_fn
+    return expert_reader(
+        geometry, checkpoint, read, activation, dtype=wanted.dtype, device=wanted.device
     )
-    parts = parts_of(decoder, model.lm_head.weight, stacks.loaded, precision)
-    return CompiledView(parts, tables, spec, read)
+
+
+def _tie(model: Any, config: Any) -> None:
+    if getattr(config, "tie_word_embeddings", False):
+        model.lm_head.weight = model.model.embed_tokens.weight
 
 
 def _moe_blocks(config: Any) -> tuple[int, ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +15,8 @@ from trimmoe.models.sums import sums_in
 Activation = Callable[[Tensor], Tensor]
 ReadLayer = Callable[[int], "ExpertStack"]
 """Reads the experts of one layer from the checkpoint."""
+ReadExperts = Callable[[int, Collection[int]], "ExpertStack"]
+"""Reads some experts of a layer, in order."""
 
 _ONE_BY_ONE = 8
 """Up to this many activated slots it is quicker to run each by itself than to group tokens."""

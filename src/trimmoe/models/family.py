@@ -16,7 +16,7 @@ from trimmoe.core.precision import Precision
 from trimmoe.core.specs import IntArray, ModelSpec
 from trimmoe.models.base import MoEView
 from trimmoe.models.checkpoint import Checkpoint, Listing, missing_tensors, unfitting
-from trimmoe.models.experts import Activation, ExpertStack, ExpertStacks
+from trimmoe.models.experts import Activation, ExpertStack, ExpertStacks, ReadExperts
 from trimmoe.models.passed import BytesRead
 
 ExpertChoice = Mapping[int, Collection[int]] | Callable[[int], Collection[int]] | None
@@ -95,6 +95,26 @@ class Geometry:
         return next(later, None)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Wanted:
+    """What is wanted of a model, and how it is to be held."""
+
+    experts: ExpertChoice = None
+    encoder_experts: ExpertChoice = None
+    """Of an encoder's layers."""
+    streamed: bool = False
+    """Whether the experts of one MoE layer at a time are in memory."""
+    dtype: torch.dtype
+    device: torch.device
+    precision: Precision = Precision.NONE
+    compiled: bool = True
+    """Whether decoders may be compiled."""
+    stand_ins: IntArray | None = None
+    """In how many bits copies of other experts are held, [N, E]."""
+    threads: int = 1
+    """That turn weights into what is held."""
+
+
 class Family(Protocol):
     """An adapter file's `FAMILY`."""
 
@@ -106,16 +126,8 @@ class Family(Protocol):
         self,
         config: Any,
         checkpoint: Checkpoint,
-        *,
         spec: ModelSpec,
-        choice: ExpertChoice,
-        encoder_choice: ExpertChoice,
-        streamed: bool,
-        dtype: torch.dtype,
-        device: torch.device,
-        precision: Precision,
-        compiled: bool,
-        stand_ins: IntArray | None,
+        wanted: Wanted,
     ) -> MoEView: ...
 
 
@@ -220,42 +232,60 @@ def _dense_flops(geometry: Geometry, dense: Mapping[str, Any]) -> tuple[np.ndarr
     return flops, head
 
 
+def expert_reader(
+    geometry: Geometry,
+    checkpoint: Checkpoint,
+    read: BytesRead,
+    activation: Activation,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> ReadExperts:
+    """What reads experts of a MoE layer and nothing else, and counts their bytes in `read`."""
+
+    def read_experts(layer: int, ids: Collection[int]) -> ExpertStack:
+        block, order, before = geometry.moe_blocks[layer], sorted(ids), checkpoint.bytes_read
+        up, down = _stack(geometry.expert_names, checkpoint, block, order, dtype, device)
+        read.experts += checkpoint.bytes_read - before
+        return ExpertStack(layer=layer, ids=order, up=up, down=down, activation=activation)
+
+    return read_experts
+
+
 def load_experts(
     geometry: Geometry,
     checkpoint: Checkpoint,
-    *,
+    read: ReadExperts,
     choice: ExpertChoice,
+    *,
     streamed: bool,
-    read: BytesRead,
-    activation: Activation,
-    dtype: torch.dtype,
-    device: torch.device,
 ) -> ExpertStacks:
-    """The chosen experts of every MoE layer, reading only their bytes, which `read` counts.
+    """The chosen experts of every MoE layer.
 
     Streamed, nothing is read now but each layer when it is needed.
     """
-    chosen = [
-        chosen_experts(choice, layer, geometry.expert_count)
-        for layer in range(len(geometry.moe_blocks))
-    ]
-
-    def read_layer(layer: int) -> ExpertStack:
-        block, ids, before = geometry.moe_blocks[layer], chosen[layer], checkpoint.bytes_read
-        up, down = _stack(geometry.expert_names, checkpoint, block, ids, dtype, device)
-        read.experts += checkpoint.bytes_read - before
-        return ExpertStack(layer=layer, ids=ids, up=up, down=down, activation=activation)
+    chosen = chosen_by_layer(choice, geometry)
 
     def stream_layer(layer: int) -> ExpertStack:
         # The files are closed in between: what they map would count as memory. Weights made in
         # inference mode could not be used outside it.
         with torch.inference_mode(False), torch.no_grad(), checkpoint:
-            return read_layer(layer)
+            return read(layer, chosen[layer])
 
     if streamed:
         _require_stored(geometry, checkpoint, chosen)
-    loaded = [frozenset(ids) for ids in chosen]
-    return ExpertStacks(loaded, stream_layer if streamed else read_layer, streamed=streamed)
+    return ExpertStacks(
+        chosen, stream_layer if streamed else lambda layer: read(layer, chosen[layer]),
+        streamed=streamed,
+    )  # fmt: skip
+
+
+def chosen_by_layer(choice: ExpertChoice, geometry: Geometry) -> tuple[frozenset[int], ...]:
+    """Experts of every MoE layer that are to be loaded."""
+    return tuple(
+        frozenset(chosen_experts(choice, layer, geometry.expert_count))
+        for layer in range(len(geometry.moe_blocks))
+    )
 
 
 def chosen_experts(choice: ExpertChoice, layer: int, count: int) -> list[int]:
@@ -269,7 +299,7 @@ def chosen_experts(choice: ExpertChoice, layer: int, count: int) -> list[int]:
 
 
 def _require_stored(
-    geometry: Geometry, checkpoint: Checkpoint, chosen: Sequence[Sequence[int]]
+    geometry: Geometry, checkpoint: Checkpoint, chosen: Sequence[Collection[int]]
 ) -> None:
     """Raise UserError now if a tensor is missing that would be read an hour later."""
     names = geometry.expert_names
@@ -327,16 +357,10 @@ def _read_expert(
     return ups, checkpoint.tensor(names.down.format(block=block, expert=expert))
 
 
-def load_dense(
-    module: nn.Module,
-    checkpoint: Checkpoint,
-    *,
-    stored_name: Callable[[str], str],
-    dtype: torch.dtype | None,
-    device: torch.device,
+def require_dense(
+    module: nn.Module, checkpoint: Checkpoint, stored_name: Callable[[str], str]
 ) -> None:
-    """Fill a module made on the meta device from the checkpoint, tied parameters once. Without a
-    `dtype` weights stay as they are stored, where they are."""
+    """Raise UserError unless the checkpoint has all parameters of a module, in their shapes."""
     wanted = {name: stored_name(name) for name, _ in module.named_parameters()}
     absent = [stored for stored in wanted.values() if stored not in checkpoint.entries]
     if absent:
@@ -345,10 +369,28 @@ def load_dense(
         if checkpoint.entries[wanted[name]].shape != tuple(parameter.shape):
             raise unfitting(checkpoint, wanted[name])
 
+
+def load_dense(
+    module: nn.Module,
+    checkpoint: Checkpoint,
+    *,
+    stored_name: Callable[[str], str],
+    dtype: torch.dtype | None,
+    device: torch.device,
+    skips: str | None = None,
+) -> None:
+    """Fill a module made on the meta device from the checkpoint, tied parameters once, but for
+    those whose names begin with `skips`. Without a `dtype` weights stay as they are stored, where
+    they are."""
+
     def held(weights: Tensor) -> Tensor:
         return weights if dtype is None else weights.to(device, dtype, copy=True)
 
     # One after the other: what is decoded from files is there twice meanwhile.
-    state = {name: held(checkpoint.tensor(stored)) for name, stored in wanted.items()}
+    state = {
+        name: held(checkpoint.tensor(stored_name(name)))
+        for name, _ in module.named_parameters()
+        if skips is None or not name.startswith(skips)
+    }
     module.load_state_dict(state, strict=False, assign=True)
     module.requires_grad_(False).eval()

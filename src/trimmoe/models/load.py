@@ -14,7 +14,7 @@ from trimmoe.core.precision import Precision
 from trimmoe.core.specs import IntArray, ModelSpec
 from trimmoe.models.base import MoEView
 from trimmoe.models.checkpoint import Checkpoint, resolve
-from trimmoe.models.family import ExpertChoice, Family, aside_experts, build_spec
+from trimmoe.models.family import ExpertChoice, Family, Wanted, aside_experts, build_spec
 from trimmoe.models.formats.choose import (
     folder_of,
     gguf_files,
@@ -97,6 +97,7 @@ def open_model(
     quantise: Precision = Precision.NONE,
     compiled: bool = True,
     stand_ins: IntArray | None = None,
+    threads: int = 1,
 ) -> MoEView:
     """Load the dense part and the chosen experts of a checkpoint.
 
@@ -107,27 +108,27 @@ def open_model(
     keeps the chosen experts of one MoE layer in memory at a time, read from the files whenever
     another layer's turn comes. `quantise` holds weights in few bits. In float32 on a processor
     decoders are compiled unless `compiled` forbids it. `stand_ins` [N, E] says in how many bits
-    compiled decoders have copies of experts that are not loaded, to guess with; 0 for none. Raises
-    UserError.
+    compiled decoders have copies of experts that are not loaded, to guess with; 0 for none. So many
+    `threads` make of weights what is held. Raises UserError.
     """
     opened = _open(path_or_hub_id)
     device = known_device(device)
     dtype = opened.dtype(dtype)
     # Weights made in inference mode could not be used outside it.
     with torch.inference_mode(False), torch.no_grad(), opened.checkpoint as checkpoint:
-        return opened.family.open(
-            opened.config,
-            checkpoint,
-            spec=opened.spec(dtype, hashed=hashed, quantise=quantise),
-            choice=experts,
-            encoder_choice=encoder_experts,
+        spec = opened.spec(dtype, hashed=hashed, quantise=quantise)
+        wanted = Wanted(
+            experts=experts,
+            encoder_experts=encoder_experts,
             streamed=streamed,
             dtype=dtype,
             device=device,
             precision=quantise,
             compiled=compiled,
             stand_ins=stand_ins,
+            threads=threads,
         )
+        return opened.family.open(opened.config, checkpoint, spec, wanted)
 
 
 def model_spec(

@@ -36,7 +36,7 @@ from trimmoe.models.draft_chains import (
 )
 from trimmoe.models.draft_head import BITS
 from trimmoe.models.exact import full_depth
-from trimmoe.models.family import build_spec
+from trimmoe.models.family import Wanted, build_spec
 from trimmoe.models.formats.choose import (
     model_name,
     open_checkpoint,
@@ -183,19 +183,8 @@ def open_mtp_head(view: CompiledView, path: Path) -> MtpHead:
             family.geometry(config), alone, name=f"{model_name(path)} (MTP)", model_hash="",
             dtype=torch.float32, precision=view.precision,
         )  # fmt: skip
-        layer = family.open(
-            config,
-            alone,
-            spec=spec,
-            choice=None,
-            encoder_choice=None,
-            streamed=False,
-            dtype=torch.float32,
-            device=torch.device("cpu"),
-            precision=view.precision,
-            compiled=True,
-            stand_ins=None,
-        )
+        wanted = Wanted(dtype=torch.float32, device=torch.device("cpu"), precision=view.precision)
+        layer = family.open(config, alone, spec, wanted)
         joining = Joining(
             matrix=_floats(stored, f"{prefix}eh_proj.weight"),
             token_norm=_floats(stored, f"{prefix}enorm.weight"),

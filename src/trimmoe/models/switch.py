@@ -21,18 +21,19 @@ from transformers.models.switch_transformers.modeling_switch_transformers import
     SwitchTransformersForConditionalGeneration,
 )
 
-from trimmoe.core.precision import Precision
-from trimmoe.core.specs import IntArray, ModelSpec
+from trimmoe.core.specs import ModelSpec
 from trimmoe.models.checkpoint import Checkpoint
 from trimmoe.models.experts import ExpertStacks
 from trimmoe.models.family import (
-    ExpertChoice,
     ExpertNames,
     Geometry,
+    Wanted,
     build_spec,
+    expert_reader,
     load_dense,
     load_experts,
     refuse_quantised,
+    require_dense,
 )
 from trimmoe.models.passed import BytesRead
 from trimmoe.models.sane import built
@@ -54,35 +55,21 @@ class SwitchFamily:
         return _geometry(config, "decoder")
 
     def open(
-        self,
-        config: Any,
-        checkpoint: Checkpoint,
-        *,
-        spec: ModelSpec,
-        choice: ExpertChoice,
-        encoder_choice: ExpertChoice,
-        streamed: bool,
-        dtype: torch.dtype,
-        device: torch.device,
-        precision: Precision,
-        compiled: bool,
-        stand_ins: IntArray | None,
+        self, config: Any, checkpoint: Checkpoint, spec: ModelSpec, wanted: Wanted
     ) -> SwitchView:
-        refuse_quantised(spec.name, precision)
+        refuse_quantised(spec.name, wanted.precision)
+        dtype, device = wanted.dtype, wanted.device
         model = _load_model(config, checkpoint, dtype, device)
         read = BytesRead(dense=checkpoint.bytes_read)
         activation = ACT2FN[config.dense_act_fn]
         stacks: dict[str, ExpertStacks] = {}
-        for side, wanted in (("encoder", encoder_choice), ("decoder", choice)):
+        for side, choice in (("encoder", wanted.encoder_experts), ("decoder", wanted.experts)):
+            geometry = _geometry(config, side)
+            reader = expert_reader(
+                geometry, checkpoint, read, activation, dtype=dtype, device=device
+            )
             stacks[side] = load_experts(
-                _geometry(config, side),
-                checkpoint,
-                choice=wanted,
-                streamed=streamed,
-                read=read,
-                activation=activation,
-                dtype=dtype,
-                device=device,
+                geometry, checkpoint, reader, choice, streamed=wanted.streamed
             )
         encoder_spec = build_spec(
             _geometry(config, "encoder"),
@@ -139,7 +126,8 @@ def _load_model(
             block.layer[-1].mlp.experts = nn.Identity()
             routers.append(block.layer[-1].mlp.router)
     _tie(model, config, checkpoint)  # What is tied is not asked for.
-    load_dense(model, checkpoint, stored_name=lambda name: name, dtype=dtype, device=device)
+    require_dense(model, checkpoint, str)
+    load_dense(model, checkpoint, stored_name=str, dtype=dtype, device=device)
     _tie(model, config, checkpoint)
     for router in routers:
         router.classifier.to(router.dtype)

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from trimmoe.core.precision import Precision
-from trimmoe.core.specs import IntArray
 from trimmoe.models.compiled import columns
 from trimmoe.models.compiled.attention import Shape
 from trimmoe.models.compiled.beside import add_beside, value_norm
 from trimmoe.models.compiled.delta import add_delta
+from trimmoe.models.compiled.filling import Weights, each_expert
 from trimmoe.models.compiled.forms import DEFAULT, LINEAR, SHARED, Form
 from trimmoe.models.compiled.kinds import GATED_GELU, NORM_HEADS, NORM_NONE, NORM_WHOLE
 from trimmoe.models.compiled.lanes import LANES
@@ -24,8 +24,6 @@ from trimmoe.models.compiled.packing import packed
 from trimmoe.models.compiled.parts import Parts
 from trimmoe.models.compiled.quantise import placed
 from trimmoe.models.compiled.tables import ExpertParts, Tables
-from trimmoe.models.compiled.view import CompiledView
-from trimmoe.models.experts import ExpertStack, ReadLayer
 from trimmoe.models.family import Geometry
 
 _ROTARY = frozenset({"default", "linear", "llama3", "proportional", "yarn"})
@@ -138,36 +136,44 @@ def tables_of(
     shape: Shape,
     geometry: Geometry,
     decoder: Any,
-    loaded: Sequence[frozenset[int]],
-    read: ReadLayer,
+    weights: Weights,
     windows: Sequence[int | None],
     precision: Precision,
     form: Form = DEFAULT,
 ) -> Tables:
-    """All blocks; experts are read layer by layer."""
+    """All blocks, one after another."""
     tables = Tables.empty(shape, geometry.block_count, geometry.moe_blocks)
+    numbers = {block: number for number, block in enumerate(geometry.moe_blocks)}
+
+    def hold(block: int, expert: int, parts: ExpertParts) -> None:
+        tables.expert(block, expert, parts, precision)
+
     for block, layer in enumerate(decoder.layers):
-        _attention(tables, block, layer, decoder.rotary_emb, precision, form)
-        tables.blocks[block, columns.WINDOW] = windows[block] or 0
-        if form.beside:
-            add_beside(tables, block, layer)
-        else:
-            tables.vector(block, columns.EXPERTS_NORM, _norm(layer.post_attention_layernorm, form))
-        _dense(tables, block, layer.mlp, precision)
-    for number, block in enumerate(geometry.moe_blocks):
-        layer = decoder.layers[block]
-        mlp = layer.mlp
-        gate = (layer if form.beside else mlp).get_submodule(form.router)
-        # Routers stay as they are: what they say is what everything is decided by.
-        tables.matrix(block, {columns.ROUTER: packed([gate.weight], Precision.NONE)})
-        tables.vector(block, columns.ROUTER_BIAS, getattr(gate, "bias", None))
-        if form.correction is not None:
-            tables.vector(block, columns.CORRECTION, mlp.get_buffer(form.correction))
-        if loaded[number]:
-            stack = read(number)
-            for at, expert in enumerate(stack.order):
-                tables.expert(block, expert, expert_parts(stack, at, form), precision)
+        number = numbers.get(block)
+        with weights.block(block):
+            tables.blocks[block, columns.WINDOW] = windows[block] or 0
+            _attention(tables, block, layer, decoder.rotary_emb, precision, form)
+            if form.beside:
+                add_beside(tables, block, layer)
+            else:
+                tables.vector(
+                    block, columns.EXPERTS_NORM, _norm(layer.post_attention_layernorm, form)
+                )
+            _dense(tables, block, layer.mlp, precision)
+            if number is not None:
+                _router(tables, block, layer, form)
+        if number is not None:
+            each_expert(weights, number, weights.loaded[number], partial(hold, block), form)
     return tables
+
+
+def _router(tables: Tables, block: int, layer: Any, form: Form) -> None:
+    gate = (layer if form.beside else layer.mlp).get_submodule(form.router)
+    # Routers stay as they are: what they say is what everything is decided by.
+    tables.matrix(block, {columns.ROUTER: packed([gate.weight], Precision.NONE)})
+    tables.vector(block, columns.ROUTER_BIAS, getattr(gate, "bias", None))
+    if form.correction is not None:
+        tables.vector(block, columns.CORRECTION, layer.mlp.get_buffer(form.correction))
 
 
 def _norm(norm: Any, form: Form) -> Tensor:
@@ -229,36 +235,6 @@ def _dense(tables: Tables, block: int, mlp: Any, precision: Precision) -> None:
     if hasattr(mlp, "shared_expert_gate"):
         mix = [mlp.shared_expert_gate.weight]
         tables.matrix(block, {columns.SHARED_MIX: packed(mix, Precision.NONE)})
-
-
-def expert_parts(stack: ExpertStack, at: int, form: Form = DEFAULT) -> ExpertParts:
-    """The expert that is the `at`th of a stack."""
-    up, bias = stack.up[at], stack.up_biases[at]
-    if form.alternating:
-        gate, up = up[0::2], up[1::2]
-        bias = None if bias is None else torch.cat((bias[0::2], bias[1::2]))
-    else:
-        gate, up = up.chunk(2)
-    return ExpertParts(
-        gate=gate, up=up, down=stack.down[at], up_bias=bias, down_bias=stack.down_biases[at]
-    )
-
-
-def stand_in(
-    view: CompiledView,
-    read: Callable[[int, list[int]], ExpertStack],
-    bits: IntArray,
-    form: Form = DEFAULT,
-) -> None:
-    """Give a view copies of experts that it was opened without, layer by layer; bits [N, E]."""
-    for layer, wanted in enumerate(bits):
-        ids = [each for each in np.flatnonzero(wanted).tolist() if each not in view.loaded[layer]]
-        if ids:
-            stack = read(layer, ids)
-            for at, expert in enumerate(stack.order):
-                parts = expert_parts(stack, at, form)
-                view.add_copy(layer, expert, int(wanted[expert]), parts)
-    view.stand_in_bits = bits
 
 
 def _sizes(tables: Tables, block: int, attention: Any, rotary: Any) -> None:

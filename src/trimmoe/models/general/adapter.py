@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Generator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
@@ -13,15 +13,15 @@ from torch import Tensor
 
 from trimmoe.core.errors import UserError
 from trimmoe.core.precision import Precision
-from trimmoe.core.specs import IntArray, ModelSpec
+from trimmoe.core.specs import ModelSpec
 from trimmoe.models.base import MoEView
 from trimmoe.models.batching import describe
 from trimmoe.models.checkpoint import Checkpoint
 from trimmoe.models.family import (
     GATE_UP_DOWN,
-    ExpertChoice,
     Geometry,
-    chosen_experts,
+    Wanted,
+    chosen_by_layer,
     refuse_quantised,
 )
 from trimmoe.models.general import attention
@@ -86,32 +86,17 @@ class GeneralFamily:
             dense_parameters=dense,
         )
 
-    def open(
-        self,
-        config: Any,
-        checkpoint: Checkpoint,
-        *,
-        spec: ModelSpec,
-        choice: ExpertChoice,
-        encoder_choice: ExpertChoice,
-        streamed: bool,
-        dtype: torch.dtype,
-        device: torch.device,
-        precision: Precision,
-        compiled: bool,
-        stand_ins: IntArray | None,
-    ) -> MoEView:
-        if streamed or dtype is not torch.float32 or device.type != "cpu":
+    def open(self, config: Any, checkpoint: Checkpoint, spec: ModelSpec, wanted: Wanted) -> MoEView:
+        dtype, device, precision = wanted.dtype, wanted.device, wanted.precision
+        if wanted.streamed or dtype is not torch.float32 or device.type != "cpu":
             refuse_quantised(spec.name, precision)
-        skeleton = build(config, self._model_type, dtype)
+        skeleton, geometry = build(config, self._model_type, dtype), self.geometry(config)
         stored = Stored(skeleton, checkpoint)
-        fill(skeleton, stored, device)
+        stored.require_dense(skeleton.names())
+        may_compile = wanted.compiled and not wanted.streamed
+        form = _form(skeleton, dtype, device) if may_compile else None
+        fill(skeleton, stored, device, blocks=form is None)
         read = BytesRead(dense=checkpoint.bytes_read)
-        layers = len(skeleton.moe_blocks)
-        chosen: list[Collection[int]] = [
-            chosen_experts(choice, layer, spec.expert_count) for layer in range(layers)
-        ]
-        form = None if streamed or not compiled else _form(skeleton, dtype, device)
         reader = ExpertReader(
             skeleton,
             checkpoint,
@@ -124,18 +109,11 @@ class GeneralFamily:
         if form is not None:
             from trimmoe.models.general.compiling import compiled_view
 
-            return compiled_view(
-                skeleton,
-                self.geometry(config),
-                form,
-                reader,
-                chosen=chosen,
-                spec=spec,
-                bytes_read=read,
-                precision=precision,
-                stand_ins=stand_ins,
-            )
-        stacks = reader.stacks(chosen, streamed=streamed)
+            view = compiled_view(skeleton, geometry, form, stored, reader, read, spec, wanted)
+            read.dense = checkpoint.bytes_read - read.experts
+            return view
+        chosen = chosen_by_layer(wanted.experts, geometry)
+        stacks = reader.stacks(chosen, streamed=wanted.streamed)
         with _said_of(skeleton.model):
             parts = _apart(skeleton, device)
         if precision is not Precision.NONE:

@@ -2,30 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
 
-from trimmoe.core.precision import Precision
-from trimmoe.core.specs import IntArray, ModelSpec
+from trimmoe.core.specs import ModelSpec
 from trimmoe.models.compiled.build import (
     can_compile,
     parts_of,
     shape_of,
-    stand_in,
     tables_of,
 )
+from trimmoe.models.compiled.filling import Weights, stand_in
 from trimmoe.models.compiled.forms import FORMS, Form, knows
 from trimmoe.models.compiled.view import CompiledView
-from trimmoe.models.experts import ExpertStack
-from trimmoe.models.family import Geometry
+from trimmoe.models.experts import ReadExperts
+from trimmoe.models.family import Geometry, Wanted, chosen_by_layer
 from trimmoe.models.general.ending import changes_logits
+from trimmoe.models.general.loading import filled
 from trimmoe.models.general.skeleton import Skeleton
+from trimmoe.models.general.stored import Stored
 from trimmoe.models.passed import BytesRead
-
-ReadExperts = Callable[[int, Collection[int]], ExpertStack]
-"""Reads experts of a MoE layer, in single precision."""
 
 
 def form_of(skeleton: Skeleton, dtype: torch.dtype, device: torch.device) -> Form | None:
@@ -48,32 +45,31 @@ def compiled_view(
     skeleton: Skeleton,
     geometry: Geometry,
     form: Form,
+    stored: Stored,
     read: ReadExperts,
-    *,
-    chosen: list[Collection[int]],
-    spec: ModelSpec,
     bytes_read: BytesRead,
-    precision: Precision,
-    stand_ins: IntArray | None,
+    spec: ModelSpec,
+    wanted: Wanted,
 ) -> CompiledView:
-    """A model with its dense weights, in compiled blocks; experts are read layer by layer."""
+    """A model in compiled blocks, filled one after another."""
     decoder, config = skeleton.decoder, skeleton.text_config
-    loaded = tuple(frozenset(ids) for ids in chosen)
-    tables = tables_of(
-        shape_of(config, geometry, decoder, form),
-        geometry,
-        decoder,
-        loaded,
-        lambda layer: read(layer, chosen[layer]),
-        [_window(layer) for layer in skeleton.layers],
-        precision,
-        form,
+    weights = Weights(
+        loaded=chosen_by_layer(wanted.experts, geometry),
+        read=read,
+        block=lambda block: filled(skeleton, stored, wanted.device, block),
+        threads=wanted.threads,
     )
-    head: Any = skeleton.model.get_output_embeddings()
-    parts = parts_of(decoder, head.weight, loaded, precision, form)
+    windows = [_window(layer) for layer in skeleton.layers]
+    shape = shape_of(config, geometry, decoder, form)
+    ends = skeleton.model.get_output_embeddings(), skeleton.model.get_input_embeddings()
+    # The largest matrices of all while there is most room.
+    parts = parts_of(decoder, ends[0].weight, weights.loaded, wanted.precision, form)
+    for end in ends:
+        end.to("meta")
+    tables = tables_of(shape, geometry, decoder, weights, windows, wanted.precision, form)
     view = CompiledView(parts, tables, spec, bytes_read)
-    if stand_ins is not None:
-        stand_in(view, read, stand_ins, form)
+    if wanted.stand_ins is not None:
+        stand_in(view, weights, wanted.stand_ins, form)
     return view
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Generator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -17,21 +18,38 @@ from trimmoe.models.general.stored import Stored
 from trimmoe.models.passed import BytesRead
 
 
-def fill(skeleton: Skeleton, stored: Stored, device: torch.device) -> None:
-    """Give decoder and head their weights, and compute the buffers that no file has."""
-    model = skeleton.model
-    meta = model.state_dict()
-    exact = tuple(_kept_in_float32(model))
-    held: dict[str, Tensor] = {}
-    for name, value in stored.dense():
-        dtype = torch.float32 if any(part in name for part in exact) else meta[name].dtype
-        held[name] = value.to(device, dtype, copy=True)
-    model.load_state_dict(held, strict=False, assign=True)
+def fill(skeleton: Skeleton, stored: Stored, device: torch.device, *, blocks: bool = True) -> None:
+    """Give decoder and head their weights, where `blocks` those of layers too, and compute the
+    buffers that no file has."""
+    model, layers = skeleton.model, f"{skeleton.name}.layers."
+    names = [name for name in skeleton.names() if blocks or not name.startswith(layers)]
+    _load(model, stored, names, device)
     model.tie_weights()
     for parameter in model.parameters():
         parameter._is_hf_initialized = True
     _compute_buffers(skeleton.decoder, device)
     model.requires_grad_(False).eval()
+
+
+@contextmanager
+def filled(skeleton: Skeleton, stored: Stored, device: torch.device, block: int) -> Generator[None]:
+    """Within it the modules of a block have their weights."""
+    prefix = f"{skeleton.name}.layers.{block}."
+    names = [name for name in skeleton.names() if name.startswith(prefix)]
+    _load(skeleton.model, stored, names, device)
+    yield
+    skeleton.layers[block].to("meta")
+
+
+def _load(model: Any, stored: Stored, names: Collection[str], device: torch.device) -> None:
+    meta = model.state_dict()
+    exact = tuple(_kept_in_float32(model))
+    held: dict[str, Tensor] = {}
+    for name, value in stored.dense(names):
+        dtype = torch.float32 if any(part in name for part in exact) else meta[name].dtype
+        held[name] = value.to(device, dtype, copy=True)
+    model.load_state_dict(held, strict=False, assign=True)
+    model.requires_grad_(False)
 
 
 def _kept_in_float32(model: Any) -> set[str]:
@@ -87,13 +105,24 @@ class ExpertReader:
 
     def __call__(self, layer: int, ids: Collection[int]) -> ExpertStack:
         """The experts `ids` of a layer."""
-        ids, before = sorted(ids), self._checkpoint.bytes_read
+        order = sorted(ids)
+        if self._precision is Precision.NONE:
+            return ExpertStack(**self._made_of(layer, order))
+        # The compiled blocks take long to import.
+        from trimmoe.models.general.packed_experts import packed_stack
+
+        each = (self._made_of(layer, [expert]) for expert in order)
+        return packed_stack(order, each, self._precision)
+
+    def _made_of(self, layer: int, ids: Sequence[int]) -> dict[str, Any]:
+        """What an `ExpertStack` is made of."""
+        before = self._checkpoint.bytes_read
         parts = self._stored.experts(self._blocks[layer], ids)
         self._read.experts += self._checkpoint.bytes_read - before
         parts = {name: part.to(self._device, self._dtype) for name, part in parts.items()}
-        return _stack(layer, ids, parts, self._holders[layer], self._precision)
+        return _made_of(layer, ids, parts, self._holders[layer])
 
-    def stacks(self, chosen: Sequence[Collection[int]], *, streamed: bool) -> ExpertStacks:
+    def stacks(self, chosen: Sequence[frozenset[int]], *, streamed: bool) -> ExpertStacks:
         """The chosen experts of every MoE layer."""
 
         def stream_layer(layer: int) -> ExpertStack:
@@ -105,24 +134,19 @@ class ExpertReader:
         if streamed:
             for block in self._blocks:
                 self._stored.require_experts(block)
-        loaded = [frozenset(ids) for ids in chosen]
         read = stream_layer if streamed else lambda layer: self(layer, chosen[layer])
-        return ExpertStacks(loaded, read, streamed=streamed)
+        return ExpertStacks(chosen, read, streamed=streamed)
 
 
-def _stack(
-    layer: int,
-    ids: Sequence[int],
-    parts: dict[str, Tensor],
-    holder: Any,
-    precision: Precision,
-) -> ExpertStack:
+def _made_of(
+    layer: int, ids: Sequence[int], parts: dict[str, Tensor], holder: Any
+) -> dict[str, Any]:
     """Parameters as transformers stacks them, as an `ExpertStack` has them."""
     first = "gate_up_proj" if holder.has_gate else "up_proj"
     up, down = parts[first], parts["down_proj"]
     if holder.is_transposed:
         up, down = up.transpose(1, 2), down.transpose(1, 2)
-    rest: dict[str, Any] = {
+    return {
         "layer": layer,
         "ids": ids,
         "up": up.contiguous(),
@@ -133,12 +157,6 @@ def _stack(
         "whole": True,
         "weighs_input": getattr(holder, "weighs_input", False),
     }
-    if precision is Precision.NONE:
-        return ExpertStack(**rest)
-    # The compiled blocks take long to import.
-    from trimmoe.models.general.packed_experts import packed_stack
-
-    return packed_stack(precision=precision, **rest)
 
 
 def _activation(holder: nn.Module) -> Callable[[Tensor], Tensor]:

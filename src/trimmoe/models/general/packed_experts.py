@@ -5,6 +5,8 @@ What an expert gives for a row is the same whatever other rows and experts there
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -22,15 +24,23 @@ from trimmoe.models.compiled.tables import expert_record
 from trimmoe.models.experts import Activation, ExpertStack
 from trimmoe.models.general.packed import Held
 
+Made = dict[str, Any]
+"""What an `ExpertStack` is made of, by the names of its arguments."""
+
 
 class PackedStack(ExpertStack):
     """Experts with any activation and biases."""
 
-    def __init__(self, *, precision: Precision, up: Tensor, down: Tensor, **rest: Any) -> None:
-        """`rest` as of `ExpertStack`."""
-        super().__init__(up=up.to("meta"), down=down.to("meta"), **rest)
-        self._held_ups = [Held(one, precision) for one in up]
-        self._held_downs = [Held(one, precision) for one in down]
+    def __init__(self, ids: Sequence[int], each: Iterable[Made], precision: Precision) -> None:
+        """`each` is what a stack of one expert after another is made of."""
+        self._held_ups: list[Held] = []
+        self._held_downs: list[Held] = []
+
+        def hold(expert: int, made: Made) -> None:
+            self._held_ups.append(Held(made["up"][0], precision))
+            self._held_downs.append(Held(made["down"][0], precision))
+
+        super().__init__(**_held_by(hold, ids, each))
 
     def _up(self, rows: Tensor, index: int) -> Tensor:
         return _biased(self._held_ups[index].times(rows), self.up_biases[index])
@@ -46,18 +56,20 @@ class PackedStack(ExpertStack):
 class GatedStack(ExpertStack):
     """Experts that give down(silu(gate) * up), all of a layer in one compiled call."""
 
-    def __init__(self, *, precision: Precision, up: Tensor, down: Tensor, **rest: Any) -> None:
-        """`rest` as of `ExpertStack`."""
-        super().__init__(up=up.to("meta"), down=down.to("meta"), **rest)
-        hidden, routed = down.shape[1:]
+    def __init__(self, ids: Sequence[int], each: Iterable[Made], precision: Precision) -> None:
+        """As of `PackedStack`."""
         self._kept: list[Any] = []
-        self._weights = np.zeros((max(self.order) + 1, columns.EXPERT), dtype=np.int64)
-        for at, expert in enumerate(self.order):
-            halves = [half.detach().float().numpy() for half in up[at].chunk(2)]
-            last = pack(down[at].detach().float().numpy(), precision)
+        self._weights = np.zeros((max(ids) + 1, columns.EXPERT), dtype=np.int64)
+
+        def hold(expert: int, made: Made) -> None:
+            halves = [half.detach().float().numpy() for half in made["up"][0].chunk(2)]
+            last = pack(made["down"][0].detach().float().numpy(), precision)
             first, last = placed([pack_joined(halves, precision), last])
             self._kept.append((first, last))
             self._weights[expert] = expert_record(first, last)
+
+        super().__init__(**_held_by(hold, ids, each))
+        hidden, routed = self.down.shape[1:]
         calls.prepare_routed()
         self._shape = calls.Shape(
             hidden=hidden,
@@ -92,14 +104,36 @@ class GatedStack(ExpertStack):
         return torch.from_numpy(given)[:, : normed.shape[1]]
 
 
-def packed_stack(
-    *, up: Tensor, down: Tensor, activation: Activation, precision: Precision, **rest: Any
-) -> ExpertStack:
-    """Experts as they are held in few bits; all else as of `ExpertStack`."""
-    plain = not rest["weighs_input"] and rest["up_bias"] is None and rest["down_bias"] is None
-    is_gated = plain and up.shape[1] == 2 * down.shape[2] and _is_silu(activation, up.shape[1])
+def packed_stack(ids: Sequence[int], each: Iterator[Made], precision: Precision) -> ExpertStack:
+    """Experts as they are held in few bits; `each` is what a stack of one after another is made
+    of."""
+    first = next(each)
+    up, down = first["up"], first["down"]
+    plain = not first["weighs_input"] and first["up_bias"] is None and first["down_bias"] is None
+    is_gated = plain and up.shape[1] == 2 * down.shape[2]
+    is_gated = is_gated and _is_silu(first["activation"], up.shape[1])
     kind = GatedStack if is_gated else PackedStack
-    return kind(precision=precision, up=up, down=down, activation=activation, **rest)
+    return kind(ids, chain([first], each), precision)
+
+
+def _held_by(hold: Callable[[int, Made], None], ids: Sequence[int], each: Iterable[Made]) -> Made:
+    """What a stack of experts is made of that are held elsewhere: `hold` is called with each of
+    them, and lets go of it."""
+    made: Made = {}
+    biases: dict[str, list[Tensor | None]] = {"up_bias": [], "down_bias": []}
+    for expert, made in zip(ids, each, strict=True):
+        hold(expert, made)
+        for name, of_all in biases.items():
+            of_all.append(made.get(name))
+    count = len(ids)
+    shapes = {
+        name: torch.empty((count, *made[name].shape[1:]), device="meta") for name in ("up", "down")
+    }
+    together: Made = {
+        name: None if of_all[0] is None else torch.cat([one for one in of_all if one is not None])
+        for name, of_all in biases.items()
+    }
+    return made | shapes | together | {"ids": ids}
 
 
 def _is_silu(activation: Activation, width: int) -> bool:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import logging
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,10 +60,11 @@ class Stored:
         self._meta: dict[str, Tensor] = skeleton.model.state_dict()
         self._sources = _sources(skeleton.model, self._meta, list(checkpoint.entries))
 
-    def dense(self) -> Iterator[tuple[str, Tensor]]:
-        """Every dense parameter and buffer of decoder and head. Raises UserError for those that
-        the files lack."""
-        wanted, given = set(self._skeleton.names()), set[str]()
+    def dense(self, names: Collection[str]) -> Iterator[tuple[str, Tensor]]:
+        """Dense parameters and buffers of decoder and head. Raises UserError for those that the
+        files lack."""
+        wanted = set(names)
+        self.require_dense(wanted)
         for target, source in self._sources.items():
             made = _targets(target, source)
             if not wanted.intersection(made):
@@ -75,9 +76,12 @@ class Stored:
             shapes = self._skeleton.model
             for name, value in self._converted(target, source, tensors, shapes):
                 if name in wanted:
-                    given.add(name)
                     yield name, value
-        absent = self._untied(wanted - given)
+
+    def require_dense(self, names: Collection[str]) -> None:
+        """Raise UserError if the files lack what these are made of."""
+        made = (name for target, one in self._sources.items() for name in _targets(target, one))
+        absent = self._untied(set(names).difference(made))
         if absent:
             raise missing_tensors(self._checkpoint.folder, absent)
 
