@@ -67,8 +67,8 @@ def test_servers_of_one_machine_share_what_is_free_on_it() -> None:
     assert too_large_beside(needed, np.array([0, 0, 8]), machine).tolist() == [1]
 
 
-def hello(*servers: str) -> Hello:
-    return Hello(version="1", servers=servers, address="10.0.0.1", memory_bytes=10**9, cores=2)
+def hello(*servers: str, at: str = "10.0.0.1", free: int = 2 * 10**9) -> Hello:
+    return Hello(version="1", servers=servers, address=at, memory_bytes=free, cores=2)
 
 
 @pytest.fixture
@@ -96,14 +96,14 @@ def test_a_cluster_file_is_planned_for_with_those_of_it_that_are_there(
 
 
 @pytest.mark.parametrize("free_bytes", [1 << 34, 1 << 10])
-def test_a_measured_plan_is_taken_where_there_is_memory_beside_what_serves(
+def test_it_is_known_whether_there_is_memory_for_a_measured_plan_beside_what_serves(
     free_bytes: int,
     planner_of: Callable[[list[str]], JoinedPlanner],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    said: list[str] = []
-    planner = planner_of(said)
-    now = planner.nominal({name: hello(name) for name in NAMES})
+    planner = planner_of([])
+    there = {name: hello(name) for name in NAMES}
+    now = planner.nominal(there)
 
     def measured(*_: object) -> Machines:
         machines = timed_machines(now.plan.cluster, now.model, hop_s=1e-4)
@@ -111,10 +111,17 @@ def test_a_measured_plan_is_taken_where_there_is_memory_beside_what_serves(
 
     monkeypatch.setattr(joining, "measured", measured)
     found = planner.measured(now, (), ())
-    if free_bytes == 1 << 34:
-        assert found is not None
-        assert found.plan.cluster.speeds is not None
-        assert said == []
-    else:
-        assert found is None
-        assert "needs more memory than is free" in said[0]
+    assert found.plan.cluster.speeds is not None
+    short = planner.short_beside(found, there)
+    assert short == ("" if free_bytes == 1 << 34 else ", ".join(NAMES))
+
+
+def test_of_who_was_never_measured_counts_what_was_free_when_it_joined(
+    planner_of: Callable[[list[str]], JoinedPlanner],
+) -> None:
+    planner = planner_of([])
+    there = {name: hello(name, at=f"10.0.0.{number}") for number, name in enumerate(NAMES)}
+    made = planner.nominal(there)
+    assert planner.short_beside(made, there) == ""
+    little = there | {"shelf": hello("shelf", at="10.0.0.9", free=1 << 20)}
+    assert planner.short_beside(made, little) == "shelf"

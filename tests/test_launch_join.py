@@ -9,6 +9,7 @@ import pytest
 
 from joining import NAMES, Cluster, Stream
 from launching import await_answer
+from serve_soon import FULL
 from trimmoe.runtime.launch import family
 from trimmoe.runtime.launch.folder import RunFolder
 
@@ -63,3 +64,25 @@ def test_whoever_joins_is_planned_for_and_no_answer_notices(
             assert [each.ended() for each in (first, second)] == [0, 0]
     assert answers == [cluster.greedy(prompt, length)] * len(streams)
     assert not any(RunFolder.at(cluster.port, turn).alive() for turn in (0, 1))
+
+
+def test_without_memory_for_two_plans_the_measured_one_takes_the_place_of_the_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is under way is answered before. Later plans are not moved to."""
+    monkeypatch.setenv(FULL, "1")
+    cluster = Cluster(tmp_path, monkeypatch)
+    prompt, length = [5, 9, 77, 31], 200
+    with cluster.open_head() as first:
+        first.said("Ready")
+        stream = Stream(cluster.port, prompt, length)
+        first.said("There is no memory for two plans at once at desk")
+        first.said("Serving by what was measured of desk")
+        assert not RunFolder.at(cluster.port, 0).alive()
+        answers = [stream.tokens(), Stream(cluster.port, prompt, length).tokens()]
+        with cluster.joined() as second:
+            first.said("The plan stays as it is: A better plan needs more memory")
+            answers.append(Stream(cluster.port, prompt, length).tokens())
+            first.process.send_signal(signal.SIGINT)
+            assert [each.ended() for each in (first, second)] == [0, 0]
+    assert answers == [cluster.greedy(prompt, length)] * len(answers)

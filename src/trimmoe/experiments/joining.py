@@ -10,9 +10,8 @@ from dataclasses import replace
 import numpy as np
 from rich.console import Console
 
-from trimmoe.core.machines import Machines
 from trimmoe.core.plan import Plan
-from trimmoe.core.specs import ClusterSpec
+from trimmoe.core.specs import ClusterSpec, IntArray
 from trimmoe.experiments.drifting import Drift
 from trimmoe.experiments.explain import explain_plan
 from trimmoe.experiments.measuring import measured
@@ -27,6 +26,7 @@ from trimmoe.runtime.launch.config import ServeConfig
 from trimmoe.runtime.launch.deployment import Hello
 from trimmoe.runtime.launch.head import ServerView
 from trimmoe.runtime.launch.lookout import Glance
+from trimmoe.runtime.launch.whoever import NO_ROOM
 
 Say = Callable[[str], None]
 _MEMORY_SHARE = 0.7
@@ -49,6 +49,8 @@ class JoinedPlanner:
         self._cluster = cluster
         self._model = model_spec_of(config)
         self._drift: Drift | None = None
+        self._free_bytes: dict[str, int] = {}
+        """On the machine of each server, beside what it served when it was measured."""
         self._profile = profile_of(config, self._model, lambda: sample_text("calibration"), say)
 
     def nominal(self, joined: Mapping[str, Hello]) -> Artifacts:
@@ -59,9 +61,8 @@ class JoinedPlanner:
 
     def measured(
         self, now: Artifacts, where: Sequence[Endpoint], servers: Sequence[ServerView]
-    ) -> Artifacts | None:
-        """Measure servers that run by `now`, and plan again; shows the plan. None where a machine
-        has no memory for it beside what it serves meanwhile."""
+    ) -> Artifacts:
+        """Measure servers that run by `now`, and plan again; shows the plan."""
         machines = measured(self._exact, now, where, servers)
         cluster = machines.applied(now.plan.cluster, self._model, self._config.quantise)
         made = self._artifacts(cluster)
@@ -74,7 +75,18 @@ class JoinedPlanner:
             search=wanted(self._config)[0],
         )
         explain_plan(made.plan, made.profile, made.model, self._console, lambda: True)
-        return made if self._fits_beside(made.plan, machines) else None
+        self._free_bytes = dict(
+            zip(machines.server_names, machines.free_bytes.tolist(), strict=True)
+        )
+        return made
+
+    def short_beside(self, made: Artifacts, joined: Mapping[str, Hello]) -> str:
+        """Servers of machines without memory for a plan beside what they serve, or had free when
+        they joined; empty if there are none."""
+        names = made.plan.cluster.server_names
+        free = [self._free_bytes.get(name, joined[name].memory_bytes) for name in names]
+        machine = [joined[name].address for name in names]
+        return self._short(made.plan, np.array(free), np.unique(machine, return_inverse=True)[1])
 
     def drifted(self, now: Artifacts, told: Sequence[Glance], moving_s: float) -> Artifacts | None:
         """A plan that is better by more than moving to it costs, since machines have changed; None
@@ -82,27 +94,23 @@ class JoinedPlanner:
         if self._drift is None:
             return None
         made = self._drift.look(now.plan, told, moving_s, self._planned)
-        if made is None or not self._fits_beside(made, self._drift.machines):
+        if made is None:
+            return None
+        machines = self._drift.machines
+        if short := self._short(made, machines.free_bytes, machines.machine):
+            self._say(NO_ROOM.format(short))
             return None
         return replace(now, plan=made)
 
-    def _fits_beside(self, plan: Plan, machines: Machines) -> bool:
-        """Whether the servers of a plan can load while those before them serve; says why not."""
-        needed = used_bytes(plan.hosts, self._model) + self._model.dense_bytes
+    def _short(self, plan: Plan, free_bytes: IntArray, machine: IntArray) -> str:
+        """Servers of machines that cannot load a plan beside what serves; arrays [M] as of
+        `too_large_beside`."""
+        needed = used_bytes(plan.hosts, self._model) + self._model.dense_bytes + int(_PROCESS_BYTES)
         if plan.stand_in_bits is not None:
             needed = needed + copies_bytes(self._model, plan.stand_in_bits)
-        short = too_large_beside(needed, machines.free_bytes, machines.machine)
-        for at in short:
-            there = ", ".join(
-                name
-                for name, on in zip(machines.server_names, machines.machine, strict=True)
-                if on == at
-            )
-            self._say(
-                f"A better plan needs more memory than is free beside what serves at {there}; it "
-                "is taken when the cluster starts anew with `trimmoe probe` and --machines."
-            )
-        return not short.size
+        short = too_large_beside(needed, free_bytes, machine)
+        names = zip(plan.cluster.server_names, machine.tolist(), strict=True)
+        return ", ".join(name for name, at in names if at in short)
 
     @property
     def wavers(self) -> bool:

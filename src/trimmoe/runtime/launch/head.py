@@ -28,6 +28,7 @@ from trimmoe.runtime.launch.supervise import Patience, Supervisor
 from trimmoe.runtime.machine_report import MachineReport
 
 Say = Callable[[str], None]
+_LOOK_S = 0.5
 
 
 class Head:
@@ -48,14 +49,38 @@ class Head:
         self.current: Deployment | None = None
         """What is served."""
 
-    def move(self, artifacts: Artifacts, machines: dict[str, str]) -> bool:
+    def move(self, artifacts: Artifacts, machines: dict[str, str], *, beside: bool = True) -> bool:
         """Serve that instead of what is served, without losing an answer; False if told to stop.
 
-        Raises `UserError` if its servers do not start; what was served is served on.
+        Its servers start `beside` those that serve, or else when these have ended, and nobody is
+        let in meanwhile. Raises `UserError` if they do not start; what was served is served on.
         """
         before = self.current
         turn = 0 if before is None else 1 - before.turn
-        return self.take_up(deployment_of(self._config, artifacts, machines, turn))
+        after = deployment_of(self._config, artifacts, machines, turn)
+        if before is None or beside:
+            return self.take_up(after)
+        if not self._left(before):
+            return False
+        self.current = None
+        try:
+            return self.take_up(after)
+        except UserError:
+            self.current = before
+            self._want(before)
+            raise
+
+    def _left(self, deployment: Deployment) -> bool:
+        """Have its servers end once their answers are complete, and wait for that; False if told to
+        stop."""
+        while not self._stop.is_set():
+            self._want()
+            joined = self._members.joined().values()
+            runs = {*self._machine.runs, *(run for each in joined for run in each.runs)}
+            if deployment.identity not in runs:
+                return True
+            self._stop.wait(_LOOK_S)
+        return False
 
     def may_take_up(self, deployment: Deployment) -> bool:
         """Whether it is of the settings in force."""

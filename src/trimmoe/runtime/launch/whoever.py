@@ -27,6 +27,11 @@ MISSED_S = 120.0
 """How long a machine may be away until the others are planned without it."""
 _ANY = ("any",)
 """In place of names that are not known yet."""
+NO_ROOM = (
+    "A better plan needs more memory than is free beside what serves at {}; it is taken when the "
+    "cluster starts anew."
+)
+"""With the names of the servers."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,8 +67,13 @@ class Planner(Judge, Protocol):
 
     def measured(
         self, now: Artifacts, where: Sequence[Endpoint], servers: Sequence[ServerView]
-    ) -> Artifacts | None:
-        """Measure servers that run, and plan again; None to stay. Raises `UserError`."""
+    ) -> Artifacts:
+        """Measure servers that run, and plan again. Raises `UserError`."""
+        ...
+
+    def short_beside(self, made: Artifacts, joined: Mapping[str, Hello]) -> str:
+        """Servers of machines without memory for a plan beside what they serve; empty if there are
+        none."""
         ...
 
 
@@ -155,8 +165,10 @@ class _Serving:
             if head.take_up(before):
                 announce(self.config, head.endpoints(), self.title, self.say)
             return None
-        nominal = self.planner.nominal(dict(zip(names, joined, strict=True)))
-        first = head.current is None
+        there = dict(zip(names, joined, strict=True))
+        nominal, first = self.planner.nominal(there), head.current is None
+        if not first and (short := self.planner.short_beside(nominal, there)):
+            raise UserError(NO_ROOM.format(short))
         served = self.moved(nominal, machines)
         if served is None:
             return None
@@ -165,17 +177,26 @@ class _Serving:
         assert head.current is not None
         views = [head.view(head.current.identity, name) for name in names]
         better = self.planner.measured(nominal, head.endpoints(), views)
-        if better is None:
+        short = self.planner.short_beside(better, there)
+        if short and not first:
+            self.say(NO_ROOM.format(short))
             return served
-        served = self.moved(better, machines)
+        if short:
+            self.say(
+                f"There is no memory for two plans at once at {short}: all servers end, and "
+                "others start by what was measured. Until then nobody is let in."
+            )
+        served = self.moved(better, machines, beside=not short)
         if served is not None:
             self.say(f"Serving by what was measured of {', '.join(names)}.")
         return served
 
-    def moved(self, artifacts: Artifacts, machines: dict[str, str]) -> Served | None:
+    def moved(
+        self, artifacts: Artifacts, machines: dict[str, str], *, beside: bool = True
+    ) -> Served | None:
         """What is served then; None if told to stop. Raises `UserError`."""
         began_s = time.monotonic()
-        if not self.head.move(artifacts, machines):
+        if not self.head.move(artifacts, machines, beside=beside):
             return None
         moving_s = time.monotonic() - began_s
         return Served(artifacts=artifacts, machines=machines, moving_s=moving_s)
