@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gc
+import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,11 +16,19 @@ from typer.testing import CliRunner, Result
 import checkpoints
 from tiny import write_tiny_checkpoint
 from trimmoe.cli import app
+from trimmoe.core.errors import UserError
+from trimmoe.core.precision import Precision
 from trimmoe.core.profile import load_profile
 from trimmoe.experiments.opening import BESIDE_WEIGHTS_BYTES
 from trimmoe.models import memory
 from trimmoe.models.compiled.view import CompiledView
-from trimmoe.models.load import MemoryNeeds, memory_needs, open_model
+from trimmoe.models.load import (
+    MemoryNeeds,
+    memory_needs,
+    model_spec,
+    open_model,
+    require_room,
+)
 
 
 @pytest.mark.parametrize("family", [*checkpoints.DECODERS, "switch"])
@@ -83,6 +93,36 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     text = folder / "text.txt"
     text.write_text(" ".join(rng.choice(["the", "cat", "sat", "on", "a", "mat"], size=2000)))
     return write_tiny_checkpoint(folder / "tiny"), text
+
+
+@pytest.mark.parametrize(
+    ("quantise", "says"),
+    [
+        (
+            Precision.NONE,
+            "hold it in fewer bits with --quantise (0.0 GB in int8 or 0.0 GB in int4)",
+        ),
+        (Precision.INT8, "fewer bits with --quantise (0.0 GB in int4), or spread it over more"),
+        (Precision.INT4, "are free; spread it over more machines."),
+    ],
+)
+def test_what_is_not_there_is_refused_before_it_is_read(
+    quantise: Precision, says: str, files: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = model_spec(files[0], dtype=torch.float32, quantise=quantise)
+    needed = spec.dense_bytes + spec.total_expert_bytes
+    # Weights of float32 may be such that half as many bits hold them.
+    least = needed // 2 if quantise is Precision.NONE else needed
+
+    def with_free(size: int | None, **more: Any) -> None:
+        monkeypatch.setattr("trimmoe.models.load.available_bytes", lambda device: size)
+        require_room(files[0], dtype=torch.float32, quantise=quantise, **more)
+
+    for free in (None, least):
+        with_free(free)
+    with pytest.raises(UserError, match=re.escape(says)):
+        with_free(least - 1)
+    with_free(least - 1, experts={0: [0]})
 
 
 @pytest.fixture

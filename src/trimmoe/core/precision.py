@@ -22,11 +22,11 @@ class Precision(StrEnum):
     INT8 = "int8"
     INT4 = "int4"
 
+    def bits(self, dtype_bytes: int) -> float:
+        """What a weight takes, its share of scale and offset included."""
+        known = {"none": 8.0 * dtype_bytes, "int8": bits_in_groups(8), "int4": bits_in_groups(4)}
+        return known[self.value]
+
     def size_bytes(self, weights: int, dtype_bytes: int) -> int:
         """What so many weights take, scales and offsets included."""
-        bits = {
-            "none": 8 * dtype_bytes,
-            "int8": bits_in_groups(8),
-            "int4": bits_in_groups(4),
-        }
-        return round(weights * bits[self.value] / 8)
+        return round(weights * self.bits(dtype_bytes) / 8)

@@ -14,7 +14,14 @@ from trimmoe.core.precision import Precision
 from trimmoe.core.specs import IntArray, ModelSpec
 from trimmoe.models.base import MoEView
 from trimmoe.models.checkpoint import Checkpoint, resolve
-from trimmoe.models.family import ExpertChoice, Family, Wanted, aside_experts, build_spec
+from trimmoe.models.family import (
+    ExpertChoice,
+    Family,
+    Wanted,
+    aside_experts,
+    build_spec,
+    chosen_by_layer,
+)
 from trimmoe.models.formats.choose import (
     folder_of,
     gguf_files,
@@ -24,6 +31,7 @@ from trimmoe.models.formats.choose import (
     without_quantisation,
 )
 from trimmoe.models.hashing import known_hash, model_hash
+from trimmoe.models.memory import available_bytes
 from trimmoe.models.sane import require_sane, require_sizes
 
 __all__ = [
@@ -35,6 +43,7 @@ __all__ = [
     "model_hash",
     "model_spec",
     "open_model",
+    "require_room",
 ]
 
 FAMILIES = {
@@ -83,6 +92,13 @@ class _Opened:
                 f"bfloat16 as the dtype."
             )
         return dtype
+
+    @property
+    def may_be_halved(self) -> bool:
+        """Whether what is stored may be such that bfloat16 holds it exactly, as compiled blocks
+        then do: it takes as many bits."""
+        entries = self.checkpoint.entries.values()
+        return sum(each.nbytes for each in entries) >= 2 * sum(each.numel for each in entries)
 
 
 def open_model(
@@ -172,6 +188,37 @@ def memory_needs(path_or_hub_id: str | Path, *, dtype: torch.dtype | None = None
     return MemoryNeeds(
         whole_bytes=whole,
         streamed_bytes=spec.dense_bytes - aside + int(spec.expert_bytes.sum(axis=1).max()),
+    )
+
+
+def require_room(
+    path_or_hub_id: str | Path,
+    *,
+    experts: ExpertChoice = None,
+    dtype: torch.dtype | None = None,
+    device: str | torch.device = "cpu",
+    quantise: Precision = Precision.NONE,
+) -> None:
+    """Raise UserError if a model, of which these experts are to be loaded, takes more memory than
+    is free; all as of `open_model`. Before it is read, since a machine that runs out of memory
+    hangs for minutes."""
+    opened, device = _open(path_or_hub_id), known_device(device)
+    spec = opened.spec(opened.dtype(dtype), hashed=False, quantise=quantise)
+    chosen = chosen_by_layer(experts, opened.family.geometry(opened.config))
+    held = spec.dense_bytes + sum(
+        int(spec.expert_bytes[layer, sorted(ids)].sum()) for layer, ids in enumerate(chosen)
+    )
+    bits = quantise.bits(spec.activation_bytes)
+    least = held // 2 if quantise is Precision.NONE and opened.may_be_halved else held
+    free = available_bytes(device)
+    if free is None or least <= free:
+        return
+    fewer = [each for each in (Precision.INT8, Precision.INT4) if each.bits(0) < bits]
+    sizes = " or ".join(f"{held * each.bits(0) / bits / 1e9:.1f} GB in {each}" for each in fewer)
+    hint = f"hold it in fewer bits with --quantise ({sizes}), or " if fewer else ""
+    raise UserError(
+        f"What is to be held of {opened.name} here takes {least / 1e9:.1f} GB of memory, "
+        f"and {free / 1e9:.1f} GB are free; {hint}spread it over more machines."
     )
 
 

@@ -46,6 +46,8 @@ def each_expert(
     form: Form = DEFAULT,
 ) -> None:
     """Call `hold` with experts of a layer, read one after another, in threads."""
+    if not ids:
+        return
     read = (
         (expert, expert_parts(weights.read(layer, [expert]), 0, form)) for expert in sorted(ids)
     )
