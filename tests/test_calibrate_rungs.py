@@ -22,6 +22,7 @@ from trimmoe.core.errors import UserError
 from trimmoe.core.loss_curves import LossCurves, Rung
 from trimmoe.core.profile import PROFILE_FORMAT, PROFILE_KIND, load_profile
 from trimmoe.core.stand_ins import RUNGS
+from trimmoe.models.compiled.view import CompiledView
 from trimmoe.models.load import open_model
 
 
@@ -60,7 +61,10 @@ def test_fewer_bits_lose_more_and_profiles_keep_it(tmp_path: Path) -> None:
     classes = Classes(class_of=np.zeros((4, ids.size), dtype=np.int64), count=2)
     assert measures_rungs(view, settings)
     assert not measures_rungs(view, replace(settings, rung_tokens=0))
+    assert isinstance(view, CompiledView)
+    held = view._tables.size_bytes
     rungs = measure_rungs(view, recording, classes, settings, steps.append)
+    assert view._tables.size_bytes == held, "copies are let go of"
     assert sum(steps) == rung_steps(recording, settings)
     assert [rung.bits for rung in rungs] == list(RUNGS)
     lost = [float(rung.curves.mean[:, 0].mean()) for rung in rungs]

@@ -56,7 +56,7 @@ def measure_rungs(
     settings: CalibrationSettings,
     advance: Advance,
 ) -> tuple[Rung, ...]:
-    """The losses of every rung. Copies of all experts are made, and stay."""
+    """The losses of every rung. Meanwhile there are copies of all experts in it."""
     layers = recording.layer_count
     shape = layers, view.spec.expert_count
     edges = np.ones((layers, 2))
@@ -69,6 +69,7 @@ def measure_rungs(
             _counted(view, recording, _Trial.of(recording, band, edges, number, settings), advance)
             for band in (np.arange(layers), *_bands(layers))
         ]
+        view.drop_copies()
         share = _by_layer(bands, layers)
         found.append(_rung(bits, edges, share, *whole.by(classes), settings.ucb_confidence))
     return tuple(found)

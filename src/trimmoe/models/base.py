@@ -102,6 +102,9 @@ class MoEView(ABC):
         as `core.stand_ins` numbers them. Those of loaded experts are made here."""
         return False
 
+    def drop_copies(self) -> None:  # noqa: B027
+        """Hold no copies any more."""
+
     def use_threads(self, threads: int) -> None:  # noqa: B027
         """How many threads a call may use, where torch does not decide; what is computed is the
         same, bit for bit."""

@@ -61,6 +61,8 @@ class Tables:
     kept: list[Any] = field(default_factory=list)
     matrices: dict[tuple[int, int], tuple[Packed, Packed]] = field(default_factory=dict)
     """What experts are made of, by block and expert."""
+    copies: dict[tuple[int, int], tuple[Packed, Packed]] = field(default_factory=dict)
+    """What copies are made of, by block and number."""
     deltas: dict[int, NDArray[np.int64]] = field(default_factory=dict)
     """What is known of linear attention, by block."""
 
@@ -78,7 +80,8 @@ class Tables:
     @property
     def size_bytes(self) -> int:
         """Of the weights."""
-        return sum(each.nbytes for each in self.kept)
+        copies = (each.nbytes for both in self.copies.values() for each in both)
+        return sum(each.nbytes for each in self.kept) + sum(copies)
 
     def vector(self, block: int, column: int, values: Tensor | None) -> None:
         """Note a vector, such as a norm's weights or a bias."""
@@ -117,9 +120,15 @@ class Tables:
         self, block: int, expert: int, bits: int, up: Packed, down: Packed, biases: tuple[int, int]
     ) -> None:
         """Note a copy of an expert in so many bits; `biases` are addresses, 0 for none."""
-        up, down = self._keep(up, down)
         number = number_of(expert, bits, self.shape.experts)
+        up, down = placed((up, down))
+        self.copies[block, number] = up, down
         self.experts[block, number] = expert_record(up, down, biases)
+
+    def drop_copies(self) -> None:
+        """Hold none any more."""
+        self.experts[:, self.shape.experts :] = 0
+        self.copies.clear()
 
     def biases(self, block: int, expert: int) -> tuple[int, int]:
         """Addresses of what is added to what an expert's projections give."""

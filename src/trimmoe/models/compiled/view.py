@@ -30,6 +30,7 @@ from trimmoe.models.compiled.experts import CompiledExperts
 from trimmoe.models.compiled.lanes import LANES
 from trimmoe.models.compiled.rows import Floats, Found, beside, widened
 from trimmoe.models.compiled.tables import ExpertParts, Tables, record
+from trimmoe.models.memory import give_back
 from trimmoe.models.passed import BytesRead, Segment
 
 if TYPE_CHECKING:
@@ -241,6 +242,10 @@ class CompiledView(CompiledExperts):
 
     def have_copies(self, bits: IntArray) -> bool:
         return have_copies(self._tables, bits)
+
+    def drop_copies(self) -> None:
+        self._tables.drop_copies()
+        give_back()
 
     def run_home(
         self,
