@@ -265,6 +265,19 @@ def load_experts(
     Streamed, nothing is read now but each layer when it is needed.
     """
     chosen = chosen_by_layer(choice, geometry)
+    if streamed:
+        _require_stored(geometry, checkpoint, chosen)
+    return expert_stacks(checkpoint, read, chosen, streamed=streamed)
+
+
+def expert_stacks(
+    checkpoint: Checkpoint,
+    read: ReadExperts,
+    chosen: Sequence[frozenset[int]],
+    *,
+    streamed: bool,
+) -> ExpertStacks:
+    """The chosen experts of every MoE layer, all of which the checkpoint has."""
 
     def stream_layer(layer: int) -> ExpertStack:
         # The files are closed in between: what they map would count as memory. Weights made in
@@ -272,12 +285,10 @@ def load_experts(
         with torch.inference_mode(False), torch.no_grad(), checkpoint:
             return read(layer, chosen[layer])
 
-    if streamed:
-        _require_stored(geometry, checkpoint, chosen)
-    return ExpertStacks(
-        chosen, stream_layer if streamed else lambda layer: read(layer, chosen[layer]),
-        streamed=streamed,
-    )  # fmt: skip
+    def read_layer(layer: int) -> ExpertStack:
+        return read(layer, chosen[layer])
+
+    return ExpertStacks(chosen, stream_layer if streamed else read_layer, streamed=streamed)
 
 
 def chosen_by_layer(choice: ExpertChoice, geometry: Geometry) -> tuple[frozenset[int], ...]:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from trimmoe.core.precision import Precision
 from trimmoe.models.checkpoint import Checkpoint
 from trimmoe.models.experts import ExpertStack, ExpertStacks
+from trimmoe.models.family import expert_stacks
 from trimmoe.models.general.halves import take_parameters
 from trimmoe.models.general.skeleton import Skeleton
 from trimmoe.models.general.stored import Stored
@@ -124,18 +125,10 @@ class ExpertReader:
 
     def stacks(self, chosen: Sequence[frozenset[int]], *, streamed: bool) -> ExpertStacks:
         """The chosen experts of every MoE layer."""
-
-        def stream_layer(layer: int) -> ExpertStack:
-            # The files are closed in between: what they map would count as memory. Weights made in
-            # inference mode could not be used outside it.
-            with torch.inference_mode(False), torch.no_grad(), self._checkpoint:
-                return self(layer, chosen[layer])
-
         if streamed:
             for block in self._blocks:
                 self._stored.require_experts(block)
-        read = stream_layer if streamed else lambda layer: self(layer, chosen[layer])
-        return ExpertStacks(chosen, read, streamed=streamed)
+        return expert_stacks(self._checkpoint, self, chosen, streamed=streamed)
 
 
 def _made_of(
