@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -19,6 +20,28 @@ x = np.zeros((1, 32), dtype=np.float32)
 calls.norm(x, x.ctypes.data, 32, 1e-5, x)
 print("went on")
 """
+
+
+THREADS = """
+import torch
+from trimmoe.models.compiled import calls
+torch.set_num_threads(1)
+assert torch.get_num_threads() == 1
+calls.prepare_all()
+print(torch.get_num_threads())
+"""
+
+
+def test_what_torch_computes_with_stays_as_it_was() -> None:
+    """Four servers on two cores would wait for each other's threads while they open a model."""
+    ran = subprocess.run(
+        [sys.executable, "-c", THREADS],
+        capture_output=True,
+        text=True,
+        check=True,
+        env=os.environ | {"NUMBA_NUM_THREADS": "2"},
+    )
+    assert int(ran.stdout) == 1
 
 
 def test_what_was_not_prepared_ends_the_process_with_a_sentence() -> None:

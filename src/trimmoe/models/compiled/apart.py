@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
+import torch
 from llvmlite import binding, ir
 from numba import cfunc, get_num_threads, types
 from numba.extending import intrinsic
@@ -73,8 +74,11 @@ def prepare(*modules: ModuleType) -> None:
     ]
     if not lacking:
         return
-    # What threads need is named in what is kept of functions, and is not there before.
+    # What threads need is named in what is kept of functions, and is not there before. Asked for
+    # it, the compiler's library has this thread use as many as there are cores, in torch too.
+    threads = torch.get_num_threads()
     get_num_threads()
+    torch.set_num_threads(threads)
     options: dict[str, Any] = {"cache": True, "error_model": "numpy"}
     with one_at_a_time():
         for part in lacking:
