@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import typer.main
 
+from trimmoe.runtime.launch.fork_server import ForkServer
+
 if TYPE_CHECKING:
     from serving import Tiny
 
@@ -115,6 +117,14 @@ def _commands() -> Iterator[None]:
     would take that runs one."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(typer.main, "get_command", functools.cache(typer.main.get_command))
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _by_themselves() -> Iterator[None]:
+    """Commands that run inside a test have no process import what servers take."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ForkServer, "begin", lambda *_, **__: False)
         yield
 
 

@@ -31,6 +31,7 @@ from typing import IO, Any, Never
 from numba.core.registry import cpu_target
 
 from trimmoe.experiments.chaos.lan import enter
+from trimmoe.runtime.launch.fork_server import fork_server
 
 PRELOADED = (
     "trimmoe.api.app",
@@ -50,10 +51,13 @@ PRELOADED = (
 STARTERS = (
     "trimmoe.experiments.chaos.stage",
     "trimmoe.experiments.serve_methods",
+    "trimmoe.runtime.launch.fork_server",
     "trimmoe.runtime.launch.processes",
 )
 """What starts processes; keepers are started by others, as ever."""
-_CHILD, _INSIDE = "trimmoe.runtime.launch.child", "trimmoe.cli.inside"
+_CHILDREN = {"trimmoe.runtime.launch.child", "trimmoe.runtime.launch.forking"}
+"""What starts nothing by `popen`."""
+_INSIDE = "trimmoe.cli.inside"
 _LONGEST = 1 << 18
 _MOST_FDS = 16
 _HIGH_FD = 100
@@ -271,13 +275,15 @@ def _become(order: Order, descriptors: Sequence[int]) -> int:
     if _INSIDE in order.command:
         # Before there is what starts others, which then are there too.
         enter(order.command[2])
-    if _CHILD in order.command:
+    if not _CHILDREN.isdisjoint(order.command):
         return _run(order.command)
     _own[:] = [Nursery.of_this()]
     run_quickly(setattr)
     try:
         return _run(order.command)
     finally:
+        # As at the end of Python, which this process comes to without it.
+        fork_server().close()
         _own.pop().close()
 
 

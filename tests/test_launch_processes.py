@@ -7,6 +7,7 @@ Of two servers each: every process takes seconds to import what it needs.
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import stat
@@ -31,7 +32,7 @@ from launching import (
 from trimmoe.experiments.serve_cluster import openings_here
 from trimmoe.runtime.launch import family
 from trimmoe.runtime.launch.config import ServeConfig
-from trimmoe.runtime.launch.folder import SPARE, RunFolder
+from trimmoe.runtime.launch.folder import RunFolder
 from trimmoe.runtime.launch.watching import ask, stop_servers
 
 SERVERS = ("desk", "attic")
@@ -101,6 +102,10 @@ def _all_free(port: int) -> None:
             socket.create_server(("127.0.0.1", base + offset)).close()
 
 
+FORKED = pytest.mark.skipif(sys.platform != "linux", reason="Servers are forked on Linux only.")
+
+
+@FORKED
 @pytest.mark.slow
 def test_a_server_killed_comes_back_and_ctrl_c_leaves_nothing(files: Files) -> None:
     port = free_ports(110)
@@ -111,21 +116,62 @@ def test_a_server_killed_comes_back_and_ctrl_c_leaves_nothing(files: Files) -> N
         pids = _pids(port)
         assert None not in pids
         assert len(set(pids)) == len(SERVERS), "one process per server"
-        folder = RunFolder.at(port)
-        _await(lambda: folder.is_alive(SPARE) and folder.socket(SPARE).exists())
         _opens_what_check_says(serving, files, port)
-        spare = folder.pid(SPARE)
+        parent = _parent(pids[0])
+        assert parent == _parent(pids[1]) != serving.process.pid, "both are forked"
         os.kill(_number(pids[1]), signal.SIGKILL)
         serving.said("is lost and is being started again")
         serving.said("is back")
         for index in range(len(SERVERS)):
             await_answer(port + index)
-        assert _pids(port) == [pids[0], spare], "the spare takes its place"
+        assert _pids(port)[0] == pids[0]
+        assert _parent(_pids(port)[1]) == parent, "so is the one that takes its place"
         started = family.descendants(serving.process.pid)
         serving.process.send_signal(signal.SIGINT)
         assert serving.ended() == 0
         assert family.alive(started) == frozenset()
         _all_free(port)
+
+
+@FORKED
+@pytest.mark.slow
+def test_servers_outlive_what_forked_them_and_are_then_started_without_it(files: Files) -> None:
+    port = free_ports(110)
+    with _serve(files, "echo", port, spare=True) as serving:
+        serving.said("Ready")
+        pids = _pids(port)
+        parent = _number(_parent(pids[0]))
+        assert len(list(Path(f"/proc/{parent}/task").iterdir())) == 1, "others would be cut off"
+        os.kill(parent, signal.SIGKILL)
+        assert [answers(port + index) for index in range(len(SERVERS))] == [200] * len(SERVERS)
+        os.kill(_number(pids[1]), signal.SIGKILL)
+        serving.said("is back")
+        assert _pids(port)[0] == pids[0]
+        assert _parent(_pids(port)[1]) != parent
+        serving.process.send_signal(signal.SIGINT)
+        assert serving.ended() == 0
+    _all_free(port)
+
+
+@FORKED
+@pytest.mark.slow
+def test_nothing_is_kept_for_servers_that_die_where_nobody_wants_it(files: Files) -> None:
+    port = free_ports(110)
+    with _serve(files, "echo", port, spare=False) as serving:
+        serving.said("Ready")
+        servers = set(_pids(port))
+
+        def below() -> set[int | None]:
+            return {each.pid for each in family.descendants(serving.process.pid)}
+
+        _await(lambda: servers.isdisjoint(below()))
+        assert [answers(port + index) for index in range(len(SERVERS))] == [200] * len(SERVERS)
+
+
+def _parent(pid: int | None) -> int | None:
+    """The process below which one is."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    return int(re.findall(r"PPid:\s+(\d+)", status)[0])
 
 
 def _opens_what_check_says(serving: Serving, files: Files, port: int) -> None:

@@ -64,6 +64,9 @@ def demo(
     ] = 8000,
 ) -> None:
     """Stream one answer from four real servers over emulated links, in three ways."""
+    from trimmoe.runtime.launch.fork_server import begin_early
+
+    begin_early()
     from trimmoe.experiments import demo as shown
 
     shown.demo(output, say, console, question=question, tokens=tokens, port_base=port_base)

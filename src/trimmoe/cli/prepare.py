@@ -134,6 +134,9 @@ def probe(
     ] = False,
 ) -> None:
     """Measure what the servers of a cluster and their links can do; for `plan` and `serve`."""
+    from trimmoe.runtime.launch.fork_server import begin_early
+
+    begin_early()
     from trimmoe.experiments import probing
     from trimmoe.runtime.launch.config import serve_config
 

@@ -239,6 +239,10 @@ def serve(
     ] = False,
 ) -> None:
     """Serve a model on a cluster, one process per server; calibrates and plans if need be."""
+    from trimmoe.runtime.launch.fork_server import begin_early
+
+    if not check:
+        begin_early()
     from trimmoe.experiments import self_measuring
     from trimmoe.experiments import serve_cluster as launcher
     from trimmoe.runtime.launch.config import serve_config

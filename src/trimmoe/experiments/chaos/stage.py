@@ -18,7 +18,7 @@ import httpx
 from trimmoe.core.errors import UserError
 from trimmoe.experiments.chaos.lan import Lan
 from trimmoe.runtime.launch.addresses import Endpoint
-from trimmoe.runtime.launch.folder import SPARE, RunFolder
+from trimmoe.runtime.launch.folder import RunFolder
 from trimmoe.runtime.launch.watching import stop_servers
 
 START_S = 600.0
@@ -196,7 +196,7 @@ class Stage:
     def crash(self, machine: Machine) -> None:
         """kill -9 of all that runs there."""
         self.kill_supervisor(machine)
-        numbers = [machine.run.pid(each) for each in (*machine.run.alive(), SPARE)]
+        numbers = [machine.run.pid(each) for each in machine.run.alive()]
         for pid in (*_processes_that_say(self._keeping(machine)), *numbers):
             if pid is not None:
                 with suppress(ProcessLookupError):

@@ -1,8 +1,8 @@
 """The process of one server: `python -m trimmoe.runtime.launch.child FOLDER INDEX LOCK`.
 
-As a spare, INDEX is a word, it imports all that takes seconds and waits to become one that died.
-A server answers its supervisor from the first moment on, and sees to it that it has one: should the
-supervisor be killed, the first server to notice starts another.
+Servers that are forked (see `forking`) run a `Child` likewise. A server answers its supervisor
+from the first moment on, and sees to it that it has one: should the supervisor be killed, the first
+server to notice starts another.
 """
 
 from __future__ import annotations
@@ -10,12 +10,11 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trimmoe.runtime.launch.control import Control
-from trimmoe.runtime.launch.folder import SPARE, RunFolder, say_pid
+from trimmoe.runtime.launch.folder import RunFolder, say_pid
 from trimmoe.runtime.launch.status import Phase, ServerStatus
 
 if TYPE_CHECKING:
@@ -24,7 +23,6 @@ if TYPE_CHECKING:
 
 _WATCH_S = 1.0
 """Between two looks whether there is a supervisor."""
-_LEAST_PRIORITY = 19
 _REPLACED = "TrimMoE was replaced by another version here; start `trimmoe serve` again."
 
 
@@ -102,62 +100,10 @@ def ensure_supervised(folder: RunFolder) -> None:
         start_keeper(folder, lock)
 
 
-class Spare:
-    """A process that is no server yet."""
-
-    def __init__(self, folder: RunFolder) -> None:
-        self._folder = folder
-        self._index: int | None = None
-        self._told = threading.Event()
-
-    def wait(self) -> int | None:
-        """The server to become, ready for it; None once there are none any more."""
-        with ThreadPoolExecutor(1) as beside:
-            beside.submit(self._warm).result()
-        # Whoever dies before that is started anew.
-        control = Control(self._folder.socket(SPARE), {"become": self.become})
-        try:
-            while not self._told.wait(_WATCH_S):
-                if not self._folder.alive():
-                    return None
-            return self._index
-        finally:
-            control.close()
-
-    def become(self, index: int) -> bool:
-        """Be that server, unless it lives."""
-        if self._told.is_set() or (lock := self._folder.claim_process(index)) is None:
-            return False
-        say_pid(lock)
-        self._index = index
-        self._told.set()
-        return True
-
-    def _warm(self) -> None:
-        if sys.platform == "linux":
-            # There a thread has a priority of its own: servers answer meanwhile, and the server
-            # that this becomes has threads that are as quick as theirs.
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LEAST_PRIORITY)
-        from trimmoe.models.load import load_tokenizer
-        from trimmoe.runtime.launch.model import model_folder
-
-        job = self._folder.read()
-        if job is not None:
-            load_tokenizer(model_folder(job.spec.model))
-
-
 def main() -> None:
-    folder, name, lock = RunFolder(Path(sys.argv[1])), sys.argv[2], int(sys.argv[3])
+    folder, index, lock = RunFolder(Path(sys.argv[1])), int(sys.argv[2]), int(sys.argv[3])
     say_pid(lock)
-    index: int | None
-    if name == SPARE:
-        index = Spare(folder).wait()
-        # Another spare may come.
-        os.close(lock)
-    else:
-        index = int(name)
-    if index is not None:
-        Child().run(folder, index)
+    Child().run(folder, index)
 
 
 if __name__ == "__main__":

@@ -102,7 +102,7 @@ class ServeConfig(BaseModel):
     patience: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 60.0
     """How long a request waits for a server that it cannot do without, in seconds."""
     spare: bool = True
-    """Whether each machine keeps a process ready to become a server that dies."""
+    """Whether each machine keeps the process that forks servers, for those that die."""
     ready_s: Annotated[float, Field(gt=0)] = 600.0
     """How long starting may take, in seconds."""
 

@@ -32,9 +32,6 @@ if TYPE_CHECKING:
 _JOB = "job"
 _LONGEST_SOCKET = 100
 """Bytes of a path; systems take 104 or 108."""
-SPARE = "spare"
-Name = int | str
-"""Of a process in a run folder: a server's index, or `SPARE`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,9 +76,9 @@ class RunFolder:
     def port(self) -> str:
         return self.path.name.partition("-")[0]
 
-    def socket(self, name: Name) -> Path:
+    def socket(self, index: int) -> Path:
         """Where a process is asked."""
-        return self.path / f"{name}.sock"
+        return self.path / f"{index}.sock"
 
     @property
     def supervisor_socket(self) -> Path:
@@ -129,15 +126,15 @@ class RunFolder:
                 # Whoever had it has removed the folder.
                 os.close(descriptor)
 
-    def claim_process(self, name: Name) -> int | None:
+    def claim_process(self, index: int) -> int | None:
         """Likewise of one process; None if it lives."""
-        return _locked(self._lock(name), os.O_RDWR | os.O_CREAT)
+        return _locked(self._lock(index), os.O_RDWR | os.O_CREAT)
 
-    def is_alive(self, name: Name) -> bool:
+    def is_alive(self, index: int) -> bool:
         """Whether the process lives."""
-        if not self._lock(name).exists():
+        if not self._lock(index).exists():
             return False
-        descriptor = self.claim_process(name)
+        descriptor = self.claim_process(index)
         if descriptor is None:
             return True
         os.close(descriptor)
@@ -146,14 +143,13 @@ class RunFolder:
     def alive(self) -> list[int]:
         """The servers that live."""
         locks = [path.stem for path in self.path.glob("*.lock")]
-        return [
-            index for index in sorted(int(n) for n in locks if n != SPARE) if self.is_alive(index)
-        ]
+        indices = sorted(int(each) for each in locks if each.isdigit())
+        return [index for index in indices if self.is_alive(index)]
 
-    def pid(self, name: Name) -> int | None:
+    def pid(self, index: int) -> int | None:
         """The number of a process that lives, once it has said so."""
         with contextlib.suppress(OSError, ValueError):
-            return int(self._lock(name).read_text())
+            return int(self._lock(index).read_text())
         return None
 
     def clear(self) -> None:
@@ -163,8 +159,8 @@ class RunFolder:
         with contextlib.suppress(OSError):
             self.path.rmdir()
 
-    def _lock(self, name: Name) -> Path:
-        return self.path / f"{name}.lock"
+    def _lock(self, index: int) -> Path:
+        return self.path / f"{index}.lock"
 
 
 def say_pid(lock: int) -> None:

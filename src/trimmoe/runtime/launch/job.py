@@ -50,7 +50,7 @@ class Job:
     import_path: tuple[str, ...]
     """Where their processes find what they import."""
     spare: bool = True
-    """Whether a process that has imported everything waits to become one that dies."""
+    """Whether the process that forks servers stays, for those that die."""
 
     def spec_of(self, index: int) -> ServerSpec:
         return replace(self.spec, index=index)

@@ -17,13 +17,13 @@ from trimmoe.runtime.launch.addresses import (
 from trimmoe.runtime.launch.artifacts import Artifacts
 from trimmoe.runtime.launch.config import ServeConfig
 from trimmoe.runtime.launch.folder import RunFolder
+from trimmoe.runtime.launch.fork_server import importable
 from trimmoe.runtime.launch.handles import ServerHandle
 from trimmoe.runtime.launch.job import Job, Pieces, server_spec
 from trimmoe.runtime.launch.kernels import compile_decisions
 from trimmoe.runtime.launch.model import served_name
 from trimmoe.runtime.launch.processes import (
     ProcessHandle,
-    importable,
     running_processes,
     start_processes,
 )

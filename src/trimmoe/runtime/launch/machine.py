@@ -12,10 +12,11 @@ from trimmoe.runtime.launch.addresses import require_free
 from trimmoe.runtime.launch.config import ServeConfig
 from trimmoe.runtime.launch.deployment import Deployment, Report, open_deployment
 from trimmoe.runtime.launch.folder import RunFolder
+from trimmoe.runtime.launch.fork_server import importable
 from trimmoe.runtime.launch.generation import Generation, Say
 from trimmoe.runtime.launch.job import Job, Pieces, server_spec
 from trimmoe.runtime.launch.kernels import compile_decisions
-from trimmoe.runtime.launch.processes import ProcessHandle, importable
+from trimmoe.runtime.launch.processes import ProcessHandle
 from trimmoe.runtime.launch.status import ServerStatus
 from trimmoe.runtime.launch.tls import Tls
 

@@ -14,7 +14,7 @@ from itertools import groupby
 from trimmoe.runtime.launch.addresses import Endpoint, is_loopback
 from trimmoe.runtime.launch.config import ServeConfig
 from trimmoe.runtime.launch.deployment import TURN_PORTS
-from trimmoe.runtime.launch.folder import SPARE, RunFolder
+from trimmoe.runtime.launch.folder import RunFolder
 
 CURVE = "Encrypted, and both ends prove that they have the cluster token"
 FOLDER = "In a folder that only its user can enter"
@@ -113,8 +113,6 @@ def _controls(
     for folder in folders:
         paths = {folder.supervisor_socket: "supervisor"}
         paths |= {folder.socket(index): name for index, name in servers.items()}
-        if config.spare:
-            paths[folder.socket(SPARE)] = "spare process"
         made += [
             Opening(what="Control", whose=whose, at=str(path), who=who, kept=FOLDER)
             for path, whose in paths.items()

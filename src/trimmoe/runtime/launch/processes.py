@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 from typing import IO, Any
 
 from trimmoe.runtime.launch.control import Question, Unreachable
-from trimmoe.runtime.launch.folder import SPARE, Name, RunFolder
+from trimmoe.runtime.launch.folder import RunFolder
+from trimmoe.runtime.launch.fork_server import Order, environment, fork_server
 from trimmoe.runtime.launch.handles import ServerGone
 from trimmoe.runtime.launch.job import Job
 from trimmoe.runtime.launch.process import log_path
@@ -26,55 +25,70 @@ _POLL_S = 0.02
 _AGAIN_S = 1.0
 """Between two attempts to start a server that ends at once."""
 _CALM_S = 10.0
-"""How long nothing was started until a spare is."""
-_BECOMING_S = 2.0
+"""How long nothing was started until one is made ready for the next start."""
 
 
-class Spares:
-    """A process that has imported everything, to become the next server that dies: that one is back
-    in two thirds of the time."""
+class Starter:
+    """Starts servers of a run folder."""
 
     def __init__(self, folder: RunFolder, job: Job) -> None:
         self._folder, self._job = folder, job
         self._calm_s = time.monotonic()
-        """When one was last needed, or this began."""
-        self._spare: subprocess.Popen[bytes] | None = None
+        """When one was last started, or this began."""
+
+    def start(self, index: int) -> subprocess.Popen[bytes] | None:
+        """Start a server that does not live; its process, if that is a child of this one."""
+        self._calm_s = time.monotonic()
+        lock = self._folder.claim_process(index)
+        if lock is None:
+            return None
+        # It has the lock from birth, so that nobody takes it for dead and starts another; whose
+        # number was in it has ended.
+        os.ftruncate(lock, 0)
+        with contextlib.ExitStack() as stack:
+            stack.callback(os.close, lock)
+            log = stack.enter_context(_log_of(self._job, index))
+            if self._is_ordered(index, lock, log.fileno()):
+                return None
+            return subprocess.Popen(
+                [sys.executable, "-m", _CHILD, str(self._folder.path), str(index), str(lock)],
+                env=os.environ | self._environment(),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                pass_fds=(lock,),
+                # Ctrl-C in a terminal is the supervisor's to pass on.
+                start_new_session=True,
+            )
 
     def keep(self) -> None:
-        """Have one, once servers have had the machine to themselves for a while."""
-        if not self._job.spare or time.monotonic() - self._calm_s < _CALM_S:
+        """Once servers have had the machine to themselves for a while: be ready to start the next
+        one at once, or keep nothing for it."""
+        if time.monotonic() - self._calm_s < _CALM_S:
             return
-        if self._spare is None or self._spare.poll() is not None:
-            self._spare = _started(self._folder, self._job, SPARE, None)
+        if self._job.spare:
+            fork_server().begin(gently=True)
+        else:
+            fork_server().close()
 
-    def become(self, index: int) -> subprocess.Popen[bytes] | None:
-        """The process that is that server from now on; None if there is none to spare."""
-        self._calm_s = time.monotonic()
-        spare, self._spare = self._spare, None
-        if spare is None or spare.poll() is not None:
-            return None
-        with contextlib.suppress(Unreachable):
-            asked = Question(self._folder.socket(SPARE), "become", index)
-            if asked.answered(_BECOMING_S) and asked.answer():
-                return spare
-        spare.kill()
-        return None
+    def _is_ordered(self, index: int, lock: int, log: int) -> bool:
+        order = Order(
+            folder=self._folder.path,
+            index=index,
+            environment=self._environment(),
+            import_path=self._job.import_path,
+        )
+        return fork_server().begin() and fork_server().start(order, (lock, log))
 
-    def end(self) -> None:
-        """Have none."""
-        self._calm_s = math.inf
-        if self._spare is not None:
-            self._spare.kill()
-            self._spare.wait()
-            self._spare = None
+    def _environment(self) -> dict[str, str]:
+        return environment(self._job.import_path) | {TOKEN_VARIABLE: self._job.token}
 
 
 class ProcessHandle:
     """`ServerHandle` of a process of this machine, whoever started it."""
 
-    def __init__(self, folder: RunFolder, job: Job, index: int, spares: Spares) -> None:
-        self._folder, self._job, self._index = folder, job, index
-        self._spares = spares
+    def __init__(self, folder: RunFolder, job: Job, index: int, starter: Starter) -> None:
+        self._folder, self._index, self._starter = folder, index, starter
         self.name = job.spec_of(index).name
         self._child: subprocess.Popen[bytes] | None = None
         self._started_s = 0.0
@@ -92,10 +106,7 @@ class ProcessHandle:
             return
         self._folder.socket(self._index).unlink(missing_ok=True)
         self._started_s = time.monotonic()
-        self._child = self._spares.become(self._index)
-        if self._child is None:
-            log = _log_of(self._job, self._index)
-            self._child = _started(self._folder, self._job, self._index, log)
+        self._child = self._starter.start(self._index)
 
     def status(self, patience_s: float) -> ServerStatus | None:
         self._reap()
@@ -118,7 +129,7 @@ class ProcessHandle:
             time.sleep(_POLL_S)
             return None
         if status.ready:
-            self._spares.keep()
+            self._starter.keep()
         return status
 
     def begin_measuring(self) -> None:
@@ -148,12 +159,12 @@ class ProcessHandle:
             self._question("stop", patience_s)
 
     def kill(self, patience_s: float) -> None:
-        self._spares.end()
         end_s = time.monotonic() + patience_s
         while self._folder.is_alive(self._index) and time.monotonic() < end_s:
             time.sleep(_POLL_S)
-        self._signal(signal.SIGKILL)
         while self._folder.is_alive(self._index):
+            # Again and again: one that was only ordered has no number yet.
+            self._signal(signal.SIGKILL)
             time.sleep(_POLL_S)
         if self._child is not None:
             self._child.wait()
@@ -183,8 +194,8 @@ class ProcessHandle:
 
 def start_processes(folder: RunFolder, job: Job) -> list[ProcessHandle]:
     """The servers of this machine, those that live already as they are."""
-    spares = Spares(folder, job)
-    handles = [ProcessHandle(folder, job, index, spares) for index in job.here]
+    starter = Starter(folder, job)
+    handles = [ProcessHandle(folder, job, index, starter) for index in job.here]
     for handle in handles:
         handle.begin()
     return handles
@@ -196,55 +207,15 @@ def running_processes(folder: RunFolder) -> list[ProcessHandle]:
     job = folder.read()
     if job is None:
         return []
-    return [ProcessHandle(folder, job, index, Spares(folder, job)) for index in job.here]
+    starter = Starter(folder, job)
+    return [ProcessHandle(folder, job, index, starter) for index in job.here]
 
 
-def environment(job: Job) -> dict[str, str]:
-    """What the processes of a job find in theirs."""
-    before = os.environ.get("PYTHONPATH")
-    path = (*job.import_path, *([before] if before else []))
-    return os.environ | {
-        TOKEN_VARIABLE: job.token,
-        "PYTHONPATH": os.pathsep.join(dict.fromkeys(path)),
-        # A server's threads are its own; see `ServerSpec.thread_count`.
-        "OMP_NUM_THREADS": "1",
-    }
-
-
-def importable() -> tuple[str, ...]:
-    """Where this process finds what it imports, beyond the standard library."""
-    return tuple(each for each in sys.path if each and Path(each).is_dir())
-
-
-def _started(
-    folder: RunFolder, job: Job, name: Name, log: IO[bytes] | None
-) -> subprocess.Popen[bytes] | None:
-    """A process; None if it lives already."""
-    lock = folder.claim_process(name)
-    if lock is None:
-        return None
-    try:
-        # It has the lock from birth, so that nobody takes it for dead and starts another.
-        return subprocess.Popen(
-            [sys.executable, "-m", _CHILD, str(folder.path), str(name), str(lock)],
-            env=environment(job),
-            stdin=subprocess.DEVNULL,
-            stdout=log or subprocess.DEVNULL,
-            stderr=subprocess.STDOUT,
-            pass_fds=(lock,),
-            # Ctrl-C in a terminal is the supervisor's to pass on.
-            start_new_session=True,
-        )
-    finally:
-        os.close(lock)
-        if log is not None:
-            log.close()
-
-
-def _log_of(job: Job, index: int) -> IO[bytes] | None:
+def _log_of(job: Job, index: int) -> IO[bytes]:
     path = log_path(job.spec_of(index))
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         return path.open("ab")
     except OSError:
-        return None  # Serving without a log is better than not serving.
+        # Serving without a log is better than not serving.
+        return open(os.devnull, "ab")
