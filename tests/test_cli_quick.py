@@ -45,6 +45,21 @@ def test_servers_start_without_what_only_planners_need() -> None:
     assert imported(code) == "False"
 
 
+def test_who_starts_servers_draws_nothing() -> None:
+    code = "import sys, trimmoe.experiments.self_measuring; print('matplotlib' in sys.modules)"
+    assert imported(code) == "False"
+
+
+def test_what_a_model_is_takes_none_of_its_classes() -> None:
+    code = """
+import sys
+from trimmoe.models.load import family_of
+family_of("qwen2_moe").config({"model_type": "qwen2_moe"})
+print([name for name in sys.modules if name.startswith("transformers.models.qwen2_moe.modeling")])
+"""
+    assert imported(code) == "[]"
+
+
 def test_types_are_told_to_checkers() -> None:
     assert (files("trimmoe") / "py.typed").is_file()
 

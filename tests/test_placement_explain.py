@@ -20,9 +20,9 @@ from trimmoe.experiments.explain import (
     explain_plan,
     hosts_text,
     plan_figures,
-    plot_plan,
     route_text,
 )
+from trimmoe.experiments.plots import plot_plan
 from trimmoe.experiments.reasons import plan_reasons
 from trimmoe.placement.alternatives import other_routes
 from trimmoe.placement.make import make_plan

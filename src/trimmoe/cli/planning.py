@@ -132,7 +132,7 @@ def plan(
     from trimmoe.core.machines import load_machines
     from trimmoe.core.profile import load_profile
     from trimmoe.core.sample_clusters import cluster_path
-    from trimmoe.experiments.explain import explain_plan, plot_plan
+    from trimmoe.experiments.explain import explain_plan
     from trimmoe.experiments.planning import Countdown, optimise_for, search_settings
     from trimmoe.models.load import model_spec
     from trimmoe.placement import make
@@ -168,6 +168,8 @@ def plan(
     made.save(output)
     console.print(f"Wrote {escape(str(output))} ({made.hash[:12]}).")
     if picture is not None:
+        from trimmoe.experiments.plots import plot_plan
+
         plot_plan(made, picture)
     if explain:
         with Countdown(20.0, None) as countdown:

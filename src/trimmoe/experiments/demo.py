@@ -21,7 +21,7 @@ from trimmoe.core.sample_clusters import sample_path
 from trimmoe.experiments.chatting import account
 from trimmoe.experiments.client import Answer, Client
 from trimmoe.experiments.demo_expected import USER, expected_s, measured_servers
-from trimmoe.experiments.explain import plot_plan
+from trimmoe.experiments.plots import plot_plan
 from trimmoe.experiments.serve_cluster import artifacts_of
 from trimmoe.experiments.serve_methods import serving
 from trimmoe.runtime.launch.artifacts import Artifacts

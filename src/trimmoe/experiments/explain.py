@@ -10,17 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import groupby
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from trimmoe.core.artifact import written_whole
 from trimmoe.core.errors import UserError
 from trimmoe.core.plan import Plan
 from trimmoe.core.profile import Profile
@@ -245,35 +241,3 @@ def route_text(route: IntArray, names: tuple[str, ...]) -> str:
     """A route in runs: `s1 x12 > s4 x18`."""
     runs = [(int(server), len(list(run))) for server, run in groupby(route)]
     return " > ".join(f"{names[server]} x{count}" for server, count in runs)
-
-
-def plot_plan(plan: Plan, path: Path) -> None:
-    """Write `plan_picture` as a PNG, atomically. Raises `UserError` if the folder cannot be
-    written."""
-    figure = plan_picture(plan)
-    with written_whole(path) as temporary:
-        figure.savefig(temporary, format="png", dpi=120)
-
-
-def plan_picture(plan: Plan) -> Figure:
-    """The heat map of experts held per layer and server.
-
-    Routes are drawn into the cells: a dot where the route of some access server with users runs
-    the layer.
-    """
-    held = plan.hosts.sum(axis=2)
-    servers, layers = held.shape
-    figure = Figure(figsize=(2.0 + 0.28 * layers, 1.6 + 0.32 * servers), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.subplots()
-    image = axes.imshow(held, aspect="auto", cmap="Blues", vmin=0, vmax=plan.hosts.shape[2])
-    share = plan.cluster.access_share
-    through = np.zeros((servers, layers))
-    np.add.at(through, (plan.routes, np.arange(layers)[None, :]), share[:, None])
-    server, layer = np.nonzero(through > 0)
-    axes.scatter(layer, server, s=40 * through[server, layer] + 4, c="tab:orange", zorder=2)
-    axes.set_yticks(range(servers), plan.cluster.server_names)
-    axes.set_xlabel("MoE layer")
-    axes.set_title(f"Experts held on {plan.cluster.name} (dots: where tokens run)")
-    figure.colorbar(image, ax=axes, label="experts held")
-    return figure

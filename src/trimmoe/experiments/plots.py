@@ -1,4 +1,4 @@
-"""Pictures: what happened to the tokens in every layer."""
+"""Pictures: what a plan holds where, and what happened to the tokens in every layer."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from trimmoe.core.artifact import written_whole
+from trimmoe.core.plan import Plan
 
 # Okabe and Ito's palette, told apart by the colour-blind too; hatching tells the rest.
 LAYER_LOOK = {
@@ -23,6 +24,38 @@ LAYER_LOOK = {
     "local_stand_in": ("#009E73", "xx"),
     "remote_stand_in": ("#D55E00", "xx"),
 }
+
+
+def plot_plan(plan: Plan, path: Path) -> None:
+    """Write `plan_picture` as a PNG, atomically. Raises `UserError` if the folder cannot be
+    written."""
+    figure = plan_picture(plan)
+    with written_whole(path) as temporary:
+        figure.savefig(temporary, format="png", dpi=120)
+
+
+def plan_picture(plan: Plan) -> Figure:
+    """The heat map of experts held per layer and server.
+
+    Routes are drawn into the cells: a dot where the route of some access server with users runs
+    the layer.
+    """
+    held = plan.hosts.sum(axis=2)
+    servers, layers = held.shape
+    figure = Figure(figsize=(2.0 + 0.28 * layers, 1.6 + 0.32 * servers), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    image = axes.imshow(held, aspect="auto", cmap="Blues", vmin=0, vmax=plan.hosts.shape[2])
+    share = plan.cluster.access_share
+    through = np.zeros((servers, layers))
+    np.add.at(through, (plan.routes, np.arange(layers)[None, :]), share[:, None])
+    server, layer = np.nonzero(through > 0)
+    axes.scatter(layer, server, s=40 * through[server, layer] + 4, c="tab:orange", zorder=2)
+    axes.set_yticks(range(servers), plan.cluster.server_names)
+    axes.set_xlabel("MoE layer")
+    axes.set_title(f"Experts held on {plan.cluster.name} (dots: where tokens run)")
+    figure.colorbar(image, ax=axes, label="experts held")
+    return figure
 
 
 def plot_layers(path: Path, content: dict[str, Any]) -> None:

@@ -252,7 +252,7 @@ class Plan:
     def plot(self, path: File | None = None) -> Figure:
         """The heat map of experts by server and layer, with a dot where tokens run; also written
         to `path` as a PNG if one is given. Raises `UserError`."""
-        from trimmoe.experiments.explain import plan_picture, plot_plan
+        from trimmoe.experiments.plots import plan_picture, plot_plan
 
         if path is not None:
             plot_plan(self.placed, Path(path))

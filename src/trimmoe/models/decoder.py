@@ -1,7 +1,7 @@
 """Decoder-only families: what a family file gives, and how its checkpoints are opened.
 
-A family file gives a `DecoderFamily`: the model class, the tensor names, and how its attention
-makes keys and values before the rotary embedding.
+A family file gives a `DecoderFamily`: what transformers' classes begin with, the tensor names, and
+how its attention makes keys and values before the rotary embedding.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -55,10 +56,8 @@ class DecoderFamily:
     """One decoder-only family; see `Family` for what the loader asks of it."""
 
     model_type: str
-    config_class: Any
-    model_class: Any
-    rotary_class: Any
-    apply_rotary: Callable[..., tuple[Tensor, Tensor]]
+    classes: str
+    """What the names of transformers' classes begin with."""
     expert_names: ExpertNames
     renormalises: Callable[[Any], bool]
     keys_values: KeysValues = plain_keys_values
@@ -68,7 +67,8 @@ class DecoderFamily:
     """Part of a module's name and what files that keep experts apart write instead."""
 
     def config(self, raw: dict[str, Any]) -> Any:
-        return self.config_class.from_dict(raw)
+        name = f"transformers.models.{self.model_type}.configuration_{self.model_type}"
+        return getattr(import_module(name), f"{self.classes}Config").from_dict(raw)
 
     def geometry(self, config: Any) -> Geometry:
         tied = bool(getattr(config, "tie_word_embeddings", False))
@@ -101,7 +101,7 @@ class DecoderFamily:
         reader = _expert_reader(geometry, checkpoint, model, read, wanted)
         return DecoderView(
             keys_values=self.keys_values,
-            apply_rotary=self.apply_rotary,
+            apply_rotary=self._modelling.apply_rotary_pos_emb,
             rounds_gates=self.rounds_gates,
             geometry=geometry,
             model=model,
@@ -154,17 +154,25 @@ class DecoderFamily:
             stand_in(view, weights, wanted.stand_ins)
         return view
 
+    @property
+    def _modelling(self) -> Any:
+        """Where the model's classes are. It takes more than a second to import, which nobody should
+        wait for who only asks what a model is."""
+        return import_module(f"transformers.models.{self.model_type}.modeling_{self.model_type}")
+
     def _meta_model(self, config: Any, checkpoint: Checkpoint, device: torch.device) -> Any:
         """The model without routed experts, and without weights, all of which the checkpoint has.
         Raises UserError."""
         config._attn_implementation = "sdpa"
-        model: Any = built(lambda: self.model_class(config), checkpoint.folder)
+        model_class = getattr(self._modelling, f"{self.classes}ForCausalLM")
+        rotary_class = getattr(self._modelling, f"{self.classes}RotaryEmbedding")
+        model: Any = built(lambda: model_class(config), checkpoint.folder)
         for block in _moe_blocks(config):
             mlp = model.model.layers[block].mlp
             mlp.act_fn = mlp.experts.act_fn
             mlp.experts = nn.Identity()
         # Its buffers are computed, not stored, so the meta device has nothing to give.
-        model.model.rotary_emb = self.rotary_class(config=config).to(device)
+        model.model.rotary_emb = rotary_class(config=config).to(device)
         require_dense(model, checkpoint, lambda name: self._stored_name(name, checkpoint))
         return model
 

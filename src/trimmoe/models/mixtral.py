@@ -1,12 +1,5 @@
 """Mixtral: gates renormalised over the activated experts, every block a MoE layer."""
 
-from transformers.models.mixtral.configuration_mixtral import MixtralConfig
-from transformers.models.mixtral.modeling_mixtral import (
-    MixtralForCausalLM,
-    MixtralRotaryEmbedding,
-    apply_rotary_pos_emb,
-)
-
 from trimmoe.models.decoder import DecoderFamily
 from trimmoe.models.family import ExpertNames
 
@@ -15,10 +8,7 @@ _FUSED = "model.layers.{block}.mlp.experts."
 
 FAMILY = DecoderFamily(
     model_type="mixtral",
-    config_class=MixtralConfig,
-    model_class=MixtralForCausalLM,
-    rotary_class=MixtralRotaryEmbedding,
-    apply_rotary=apply_rotary_pos_emb,
+    classes="Mixtral",
     expert_names=ExpertNames(
         up=(_APART + "w1.weight", _APART + "w3.weight"),
         down=_APART + "w2.weight",

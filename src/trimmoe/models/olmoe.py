@@ -3,12 +3,6 @@
 from typing import Any
 
 from torch import Tensor
-from transformers.models.olmoe.configuration_olmoe import OlmoeConfig
-from transformers.models.olmoe.modeling_olmoe import (
-    OlmoeForCausalLM,
-    OlmoeRotaryEmbedding,
-    apply_rotary_pos_emb,
-)
 
 from trimmoe.models.decoder import DecoderFamily
 from trimmoe.models.family import GATE_UP_DOWN
@@ -25,10 +19,7 @@ def _keys_values(attention: Any, normed: Tensor) -> tuple[Tensor, Tensor]:
 
 FAMILY = DecoderFamily(
     model_type="olmoe",
-    config_class=OlmoeConfig,
-    model_class=OlmoeForCausalLM,
-    rotary_class=OlmoeRotaryEmbedding,
-    apply_rotary=apply_rotary_pos_emb,
+    classes="Olmoe",
     expert_names=GATE_UP_DOWN,
     renormalises=lambda config: bool(config.norm_topk_prob),
     keys_values=_keys_values,

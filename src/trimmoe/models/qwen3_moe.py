@@ -3,12 +3,6 @@
 from typing import Any
 
 from torch import Tensor
-from transformers.models.qwen3_moe.configuration_qwen3_moe import Qwen3MoeConfig
-from transformers.models.qwen3_moe.modeling_qwen3_moe import (
-    Qwen3MoeForCausalLM,
-    Qwen3MoeRotaryEmbedding,
-    apply_rotary_pos_emb,
-)
 
 from trimmoe.models.decoder import DecoderFamily, plain_keys_values
 from trimmoe.models.family import GATE_UP_DOWN
@@ -21,10 +15,7 @@ def _keys_values(attention: Any, normed: Tensor) -> tuple[Tensor, Tensor]:
 
 FAMILY = DecoderFamily(
     model_type="qwen3_moe",
-    config_class=Qwen3MoeConfig,
-    model_class=Qwen3MoeForCausalLM,
-    rotary_class=Qwen3MoeRotaryEmbedding,
-    apply_rotary=apply_rotary_pos_emb,
+    classes="Qwen3Moe",
     expert_names=GATE_UP_DOWN,
     renormalises=lambda config: bool(config.norm_topk_prob),
     keys_values=_keys_values,

@@ -24,7 +24,8 @@ from trimmoe.runtime.launch.folder import RunFolder, say_pid
 from trimmoe.runtime.launch.fork_server import Order
 
 _IMPORTED = (
-    "trimmoe.models.qwen2_moe",
+    "transformers.models.qwen2_moe.modeling_qwen2_moe",
+    "trimmoe.models.decoder",
     "trimmoe.runtime.launch.keeper",
     "trimmoe.runtime.launch.nodes",
     "trimmoe.runtime.launch.process",
