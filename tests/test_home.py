@@ -236,7 +236,8 @@ def test_copies_of_more_bits_come_nearer_to_the_whole_model(folder: Folder, name
 
 
 def test_a_server_has_copies_of_what_it_was_opened_without(folder: Folder) -> None:
-    """The same as those that whoever has the whole model makes of it."""
+    """The same as those that whoever has the whole model makes of it, in whatever threads."""
+    torch.set_num_threads(3)
     whole, folder_of_it = open_model(folder("qwen2_moe")), folder("qwen2_moe")
     held = some_held(whole, 2)
     bits = np.random.default_rng(1).choice([0, 2, 4, 8], size=tuple(held.shape))

@@ -148,6 +148,8 @@ def test_more_memory_saves_where_it_was_short() -> None:
 def test_hosts_text() -> None:
     held = np.array([[1, 1, 1], [0, 0, 0], [1, 0, 1]], dtype=bool)
     assert hosts_text(held, ("a", "b", "c")) == "a; c: 0 2"
+    many = np.isin(np.arange(9), [0, 1, 3, 4, 5, 8])[None]
+    assert hosts_text(many, ("a",)) == "a: 0 1 3-5 8"
 
 
 def test_an_optimised_plan_says_how_near_the_optimum_it_is() -> None:

@@ -208,13 +208,22 @@ def _layer_table(plan: Plan) -> Table:
 
 
 def hosts_text(held: BoolArray, names: tuple[str, ...]) -> str:
-    """The hosts [M, E] of one layer: `s1; s4: 0 3 7`."""
+    """The hosts [M, E] of one layer: `s1; s4: 0 3-7`."""
     parts = [
-        name if row.all() else f"{name}: {' '.join(map(str, np.flatnonzero(row)))}"
+        name if row.all() else f"{name}: {_numbers_text(np.flatnonzero(row).tolist())}"
         for name, row in zip(names, held, strict=True)
         if row.any()
     ]
     return "; ".join(parts)
+
+
+def _numbers_text(numbers: list[int]) -> str:
+    """Rising numbers, three and more that follow one another by the first and the last."""
+    said = []
+    for _, run in groupby(enumerate(numbers), lambda each: each[1] - each[0]):
+        own = [number for _, number in run]
+        said += [f"{own[0]}-{own[-1]}"] if len(own) > 2 else [str(each) for each in own]
+    return " ".join(said)
 
 
 def _route_table(plan: Plan, figures: PlanFigures) -> Table:

@@ -3,9 +3,11 @@ linear maps of low rank."""
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 import numpy as np
+import torch
 
 from trimmoe.core.precision import Precision
 from trimmoe.core.specs import BoolArray, IntArray
@@ -67,15 +69,19 @@ def add_copy(tables: Tables, block: int, expert: int, bits: int, parts: ExpertPa
 
 
 def have_copies(tables: Tables, bits: IntArray) -> bool:
-    """Whether there are copies in so many bits [N, E]; those of loaded experts are made here."""
+    """Whether there are copies in so many bits [N, E]; those of loaded experts are made here, with
+    as many threads as torch may use."""
+    lacking = []
     for layer, expert in np.argwhere(bits).tolist():
         block, few = tables.block_of[layer], int(bits[layer, expert])
-        number = number_of(expert, few, tables.shape.experts)
-        if tables.experts[block, number, 0]:
-            continue
-        if (block, expert) not in tables.matrices:
-            return False
-        _copy_loaded(tables, block, expert, few)
+        if not tables.experts[block, number_of(expert, few, tables.shape.experts), 0]:
+            lacking.append((block, expert, few))
+    if any((block, expert) not in tables.matrices for block, expert, _ in lacking):
+        return False
+    if lacking:
+        with ThreadPoolExecutor(torch.get_num_threads()) as pool:
+            for made in [pool.submit(_copy_loaded, tables, *each) for each in lacking]:
+                made.result()
     return True
 
 
