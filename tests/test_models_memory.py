@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,13 @@ from typer.testing import CliRunner, Result
 
 import checkpoints
 from tiny import write_tiny_checkpoint
+from trimmoe.calibrate.settings import CalibrationSettings
 from trimmoe.cli import app
 from trimmoe.core.errors import UserError
 from trimmoe.core.precision import Precision
 from trimmoe.core.profile import load_profile
-from trimmoe.experiments.opening import BESIDE_WEIGHTS_BYTES
+from trimmoe.experiments.opening import BESIDE_WEIGHTS_BYTES, open_view, with_room_for_copies
+from trimmoe.experiments.preparation import _calibrated
 from trimmoe.models import memory
 from trimmoe.models.compiled.view import CompiledView
 from trimmoe.models.load import (
@@ -123,6 +126,46 @@ def test_what_is_not_there_is_refused_before_it_is_read(
     with pytest.raises(UserError, match=re.escape(says)):
         with_free(least - 1)
     with_free(least - 1, experts={0: [0]})
+
+
+def test_every_command_that_opens_a_model_asks_whether_there_is_room(
+    files: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trimmoe.models.load.available_bytes", lambda device: 1)
+    with pytest.raises(UserError, match=r"of memory, and 0\.0 GB are free"):
+        open_view(str(files[0]), "float32", "cpu")
+    assert open_view(str(files[0]), "float32", "cpu", streamed=True).bytes_read.experts == 0
+
+
+def test_a_server_calibrates_a_model_that_does_not_fit_layer_by_layer(
+    files: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    needs = memory_needs(files[0], dtype=torch.float32)
+    free = needs.streamed_bytes + BESIDE_WEIGHTS_BYTES
+    monkeypatch.setattr(memory, "available_bytes", lambda device: free)
+    monkeypatch.setattr("trimmoe.calibrate.run.calibrate", lambda view, *_: view)
+    said: list[str] = []
+    view: Any = _calibrated(str(files[0]), "float32", ["a"], CalibrationSettings(), said.append)
+    assert view.bytes_read.experts == 0
+    assert "reading each layer's experts from disk" in said[0]
+
+
+def test_what_copies_lose_is_measured_where_there_is_room_for_them(
+    files: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    view, settings = open_model(files[0], dtype=torch.float32), CalibrationSettings()
+    wanted = Precision.INT8.size_bytes(view.spec.total_expert_bytes // 4, 4)
+    said: list[str] = []
+    for free in (None, wanted):
+        monkeypatch.setattr(memory, "available_bytes", lambda device, free=free: free)
+        assert with_room_for_copies(view, settings, said.append) is settings
+    assert said == []
+    monkeypatch.setattr(memory, "available_bytes", lambda device: wanted - 1)
+    assert with_room_for_copies(view, settings, said.append).rung_tokens == 0
+    assert "what they lose is not measured" in said[0]
+    none = replace(settings, rung_tokens=0)
+    assert with_room_for_copies(view, none, said.append) is none
+    assert len(said) == 1
 
 
 @pytest.fixture

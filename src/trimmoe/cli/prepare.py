@@ -32,7 +32,13 @@ from trimmoe.cli.options import (
 )
 from trimmoe.core.errors import UserError
 from trimmoe.core.precision import Precision
-from trimmoe.experiments.opening import must_stream, open_view, profile_path, resolved
+from trimmoe.experiments.opening import (
+    must_stream,
+    open_view,
+    profile_path,
+    resolved,
+    with_room_for_copies,
+)
 
 
 def fetch() -> None:
@@ -104,6 +110,7 @@ def calibrate(
         console.print(escape(why))
         streamed = True
     view = open_view(path, dtype, device, streamed=bool(streamed))
+    settings = with_room_for_copies(view, settings, say)
     settings = replace(settings, window=min(settings.window, view.spec.context_length))
     profile = run(view, load_tokenizer(path), texts, settings)
     profile.save(output)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +14,7 @@ from trimmoe.core.precision import Precision
 if TYPE_CHECKING:
     import torch
 
+    from trimmoe.calibrate.settings import CalibrationSettings
     from trimmoe.models.base import MoEView
     from trimmoe.models.draft import DraftModel
     from trimmoe.policy.settings import PolicySettings
@@ -50,10 +53,13 @@ def open_view(
     streamed: bool = False,
     quantise: Precision = Precision.NONE,
 ) -> MoEView:
-    """A model with all experts and its hash; `dtype` is `auto` or a name torch knows."""
-    from trimmoe.models.load import open_model
+    """A model with all experts and its hash; `dtype` is `auto` or a name torch knows. Raises
+    `UserError`, also where it takes more memory than is free."""
+    from trimmoe.models.load import open_model, require_room
 
     wanted = torch_dtype(dtype, device)
+    if not streamed:
+        require_room(path, dtype=wanted, device=device, quantise=quantise)
     return open_model(
         path,
         dtype=wanted,
@@ -127,3 +133,26 @@ def must_stream(path: str, dtype: str, device: str) -> str | None:
         f"free: reading each layer's experts from disk when they are needed, "
         f"{needs.streamed_bytes / 1e9:.1f} GB at a time (--streamed)."
     )
+
+
+def with_room_for_copies(
+    view: MoEView, settings: CalibrationSettings, say: Callable[[str], None]
+) -> CalibrationSettings:
+    """The settings, without what copies of experts lose where there is no memory for copies of all
+    of them beside the model; says so."""
+    from trimmoe.calibrate.rungs import measures_rungs
+    from trimmoe.models.memory import available_bytes
+
+    if not measures_rungs(view, settings):
+        return settings
+    parameters = view.spec.total_expert_bytes // view.spec.activation_bytes
+    wanted = Precision.INT8.size_bytes(parameters, view.spec.activation_bytes)
+    free = available_bytes(view.device)
+    if free is None or wanted <= free:
+        return settings
+    say(
+        f"Copies of all experts take {wanted / 1e9:.1f} GB beside the model, and {free / 1e9:.1f} "
+        "GB of memory are free: what they lose is not measured, so that none will run in an "
+        "expert's place."
+    )
+    return replace(settings, rung_tokens=0)

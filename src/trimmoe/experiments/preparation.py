@@ -26,6 +26,7 @@ from trimmoe.core.profile import PROFILE_FORMAT, Profile, load_profile
 from trimmoe.core.specs import ClusterSpec, ModelSpec
 from trimmoe.core.trace import Trace
 from trimmoe.experiments.methods import chosen
+from trimmoe.experiments.opening import must_stream, open_view, with_room_for_copies
 from trimmoe.models.embedded.materialise import default_cache_dir
 from trimmoe.models.embedded.shipped import SHIPPED_DTYPE, shipped_profile
 from trimmoe.placement.make import PLANNER, PlanSettings, default, make_plan
@@ -125,7 +126,7 @@ def _profile(
     return kept(
         folder / "profiles" / f"{digest(key)}.safetensors",
         load=load_profile,
-        make=lambda: _calibrated(path, config.planned_dtype, texts, settings),
+        make=lambda: _calibrated(path, config.planned_dtype, texts, settings, say),
         say=say,
         what=f"Calibrating {model.name} (once; this takes minutes)",
     )
@@ -146,14 +147,15 @@ def _made_anew_because(config: ServeConfig) -> str:
 
 
 def _calibrated(
-    path: str, dtype: str, texts: Sequence[str], settings: CalibrationSettings
+    path: str, dtype: str, texts: Sequence[str], settings: CalibrationSettings, say: Say
 ) -> Profile:
-    import torch
-
     from trimmoe.calibrate.run import calibrate
-    from trimmoe.models.load import load_tokenizer, open_model
+    from trimmoe.models.load import load_tokenizer
 
-    view = open_model(path, dtype=getattr(torch, dtype), hashed=True)
+    if why := must_stream(path, dtype, "cpu"):
+        say(why)
+    view = open_view(path, dtype, "cpu", streamed=why is not None)
+    settings = with_room_for_copies(view, settings, say)
     return calibrate(view, load_tokenizer(path), texts, settings)
 
 
