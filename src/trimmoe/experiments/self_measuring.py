@@ -65,7 +65,7 @@ def with_machines(
         "--no-probe leaves it out ..."
     )
     try:
-        found = probe(config.model_copy(update={"spare": False}), lambda _: None)
+        found = probe(config, lambda _: None)
         if found is None:
             return None
         path.parent.mkdir(parents=True, exist_ok=True)
