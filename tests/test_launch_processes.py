@@ -39,6 +39,22 @@ SERVERS = ("desk", "attic")
 STAND_IN = str(Path(__file__).with_name("serve_standin.py"))
 
 
+ASKING = """
+import torch
+def asked(*_):
+    raise AssertionError("a GPU was asked for")
+torch.cuda.is_available = torch.cuda.device_count = torch.cuda._lazy_init = asked
+from trimmoe.runtime.launch.forking import _warm
+_warm(gently=False)
+"""
+
+
+@pytest.mark.slow
+def test_what_servers_are_forked_from_asks_for_no_gpu() -> None:
+    """None of them could use it then."""
+    subprocess.run([sys.executable, "-c", ASKING], check=True)
+
+
 def test_only_what_is_below_is_family_and_it_can_be_ended() -> None:
     sleeper = "import time; time.sleep(600)"
     child = subprocess.Popen(

@@ -30,7 +30,8 @@ _IMPORTED = (
     "trimmoe.runtime.launch.nodes",
     "trimmoe.runtime.launch.process",
 )
-"""With most of transformers, whichever model it is."""
+"""With most of transformers, whichever model it is. None of it asks for a GPU: a process that has
+used one cannot be forked into others that do."""
 _LONGEST_ORDER = 1 << 16
 _NAME = "trimmoe server"
 """What `top` and `ps` call a server, fifteen letters at most."""
