@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import gc
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -135,6 +136,24 @@ def test_every_command_that_opens_a_model_asks_whether_there_is_room(
     with pytest.raises(UserError, match=r"of memory, and 0\.0 GB are free"):
         open_view(str(files[0]), "float32", "cpu")
     assert open_view(str(files[0]), "float32", "cpu", streamed=True).bytes_read.experts == 0
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+def test_what_is_read_of_a_model_is_shown(
+    compiled: bool, files: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    total, read = [0], [0]
+
+    @contextmanager
+    def bar(_: str, total_bytes: int) -> Generator[Callable[[int], None]]:
+        total[0] = total_bytes
+        yield lambda more: read.append(more)
+
+    monkeypatch.setattr("trimmoe.models.load.bytes_bar", bar)
+    open_model(files[0], dtype=torch.float32, compiled=compiled, shown=True)
+    assert sum(read) == total[0] > 0
+    open_model(files[0], dtype=torch.float32, compiled=compiled)
+    assert total == [0]
 
 
 def test_a_server_calibrates_a_model_that_does_not_fit_layer_by_layer(

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from functools import partial
 
 import pytest
 
-from trimmoe.progress import Bars, bars_around, progress_line, track
+from trimmoe.progress import Bars, bars_around, bytes_bar, progress_line, track
 
 
 def test_whatever_is_tracked_within_has_its_bar_beneath_while_it_lasts() -> None:
@@ -66,6 +67,20 @@ def test_what_is_done_or_not_to_be_shown_says_nothing(capsys: pytest.CaptureFixt
         time.sleep(0.05)
         assert progress_line(done.tasks) == ""
     assert capsys.readouterr().err == ""
+
+
+def test_bytes_are_shown_where_there_are_many(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("trimmoe.progress.Bars", partial(Bars, line_every_s=0.005))
+    with bytes_bar("Few", 100) as advance:
+        advance(50)
+        time.sleep(0.05)
+    assert capsys.readouterr().err == ""
+    with bytes_bar("Many", 4 << 30) as advance:
+        advance(1 << 30)
+        time.sleep(0.05)
+    assert "Many: 25 %" in capsys.readouterr().err
 
 
 def test_what_has_no_known_end_is_named() -> None:

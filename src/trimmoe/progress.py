@@ -5,7 +5,7 @@ All of it goes to standard error.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from datetime import timedelta
@@ -31,6 +31,8 @@ would write over one another."""
 
 
 LINE_EVERY_S = 10.0
+_MANY_BYTES = 1 << 30
+"""From so many on, reading takes long enough to show how far it is."""
 
 
 class Bars(Progress):
@@ -117,6 +119,18 @@ def track(items: Sequence[Item] | Iterable[Item], label: str) -> Generator[Item]
         yield from around.track(items, task_id=bar)
     finally:
         around.remove_task(bar)
+
+
+@contextmanager
+def bytes_bar(label: str, total_bytes: int) -> Generator[Callable[[int], object]]:
+    """A bar for so many bytes, which is told how many more there are; none for what takes a
+    moment."""
+    if total_bytes < _MANY_BYTES:
+        yield lambda _: None
+        return
+    with Bars() as bars:
+        task = bars.add_task(label, total=total_bytes)
+        yield lambda more: bars.advance(task, more)
 
 
 def _bars() -> Bars:

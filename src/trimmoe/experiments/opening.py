@@ -68,6 +68,7 @@ def open_view(
         streamed=streamed,
         quantise=quantise,
         threads=available_cores(),
+        shown=not streamed,
     )
 
 

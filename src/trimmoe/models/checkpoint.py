@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -112,7 +112,18 @@ class Checkpoint(Listing, ABC):
 
     def __init__(self, folder: Path, entries: Mapping[str, Entry]) -> None:
         super().__init__(folder, entries)
-        self.bytes_read = 0
+        self._bytes_read = 0
+        self.told: Callable[[int], object] = lambda _: None
+        """Told how many more bytes were handed out."""
+
+    @property
+    def bytes_read(self) -> int:
+        return self._bytes_read
+
+    @bytes_read.setter
+    def bytes_read(self, count: int) -> None:
+        more, self._bytes_read = count - self._bytes_read, count
+        self.told(more)
 
     def __enter__(self) -> Self:
         return self

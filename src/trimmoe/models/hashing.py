@@ -12,10 +12,9 @@ from trimmoe.core.artifact import written_whole
 from trimmoe.core.errors import UserError
 from trimmoe.models.checkpoint import resolve, stamp
 from trimmoe.models.formats.choose import weight_files
+from trimmoe.progress import bytes_bar
 
 _CHUNK = 16 << 20
-_LONG = 1 << 30
-"""From this many bytes on, hashing takes long enough to show how far it is."""
 
 
 def model_hash(path_or_hub_id: str | Path) -> str:
@@ -28,7 +27,8 @@ def model_hash(path_or_hub_id: str | Path) -> str:
     known = _read_sidecar(folder)
     stale = [file for file in files if [*stamp(file)] != known.get(file.name, {}).get("stamp")]
     if stale:
-        with _progress(sum(file.stat().st_size for file in stale)) as advance:
+        to_read = sum(file.stat().st_size for file in stale)
+        with bytes_bar("Hashing the weights", to_read) as advance:
             for file in stale:
                 known[file.name] = {"stamp": [*stamp(file)], "sha256": _digest(file, advance)}
         _write_sidecar(folder, {file.name: known[file.name] for file in files})
@@ -49,7 +49,7 @@ def _combined(files: list[Path], known: dict[str, Any]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _digest(file: Path, advance: Callable[[int], None]) -> str:
+def _digest(file: Path, advance: Callable[[int], object]) -> str:
     digest = hashlib.sha256()
     with file.open("rb") as stream:
         while chunk := stream.read(_CHUNK):
@@ -81,25 +81,3 @@ def _write_sidecar(folder: Path, known: dict[str, Any]) -> None:
             temporary.write_text(json.dumps(known, indent=1), encoding="utf-8")
     except (OSError, UserError):
         return  # A cache that cannot be written costs time, nothing else.
-
-
-class _progress:
-    """Progress if there is much to read, otherwise nothing."""
-
-    def __init__(self, total: int) -> None:
-        self._total = total
-        self._bar: Any = None
-
-    def __enter__(self) -> Callable[[int], None]:
-        if self._total < _LONG:
-            return lambda _: None
-        from trimmoe.progress import Bars
-
-        self._bar = Bars()
-        self._bar.start()
-        task = self._bar.add_task("Hashing the weights", total=self._total)
-        return lambda count: self._bar.advance(task, count)
-
-    def __exit__(self, *_: object) -> None:
-        if self._bar is not None:
-            self._bar.stop()

@@ -33,6 +33,7 @@ from trimmoe.models.formats.choose import (
 from trimmoe.models.hashing import known_hash, model_hash
 from trimmoe.models.memory import available_bytes
 from trimmoe.models.sane import require_sane, require_sizes
+from trimmoe.progress import bytes_bar
 
 __all__ = [
     "FAMILIES",
@@ -114,6 +115,7 @@ def open_model(
     compiled: bool = True,
     stand_ins: IntArray | None = None,
     threads: int = 1,
+    shown: bool = False,
 ) -> MoEView:
     """Load the dense part and the chosen experts of a checkpoint.
 
@@ -125,7 +127,7 @@ def open_model(
     another layer's turn comes. `quantise` holds weights in few bits. In float32 on a processor
     decoders are compiled unless `compiled` forbids it. `stand_ins` [N, E] says in how many bits
     compiled decoders have copies of experts that are not loaded, to guess with; 0 for none. So many
-    `threads` make of weights what is held. Raises UserError.
+    `threads` make of weights what is held. `shown`, reading many has a bar. Raises UserError.
     """
     opened = _open(path_or_hub_id)
     device = known_device(device)
@@ -133,6 +135,7 @@ def open_model(
     # Weights made in inference mode could not be used outside it.
     with torch.inference_mode(False), torch.no_grad(), opened.checkpoint as checkpoint:
         spec = opened.spec(dtype, hashed=hashed, quantise=quantise)
+        to_read = sum(entry.nbytes for entry in checkpoint.entries.values()) if shown else 0
         wanted = Wanted(
             experts=experts,
             encoder_experts=encoder_experts,
@@ -144,7 +147,8 @@ def open_model(
             stand_ins=stand_ins,
             threads=threads,
         )
-        return opened.family.open(opened.config, checkpoint, spec, wanted)
+        with bytes_bar("Reading the weights", to_read) as checkpoint.told:
+            return opened.family.open(opened.config, checkpoint, spec, wanted)
 
 
 def model_spec(
