@@ -31,7 +31,6 @@ from trimmoe.models.load import (
     memory_needs,
     model_spec,
     open_model,
-    require_room,
 )
 
 
@@ -120,7 +119,7 @@ def test_what_is_not_there_is_refused_before_it_is_read(
 
     def with_free(size: int | None, **more: Any) -> None:
         monkeypatch.setattr("trimmoe.models.load.available_bytes", lambda device: size)
-        require_room(files[0], dtype=torch.float32, quantise=quantise, **more)
+        open_model(files[0], dtype=torch.float32, quantise=quantise, **more)
 
     for free in (None, least):
         with_free(free)

@@ -28,7 +28,7 @@ from trimmoe.cli.options import (
 from trimmoe.core.choice import Choice
 from trimmoe.core.errors import UserError
 from trimmoe.core.precision import Precision
-from trimmoe.experiments.opening import open_drafts, open_view, resolved, torch_dtype
+from trimmoe.experiments.opening import open_drafts, open_view, resolved
 
 
 def serve_local(
@@ -76,7 +76,7 @@ def serve_local(
     from trimmoe.experiments.methods import named
     from trimmoe.models.checkpoint import resolve
     from trimmoe.models.draft_head_file import open_draft_head
-    from trimmoe.models.load import load_tokenizer, require_room
+    from trimmoe.models.load import load_tokenizer
     from trimmoe.policy.presets import exact
     from trimmoe.runtime.exact_decoder import ExactDecoder
     from trimmoe.runtime.launch.tls import tls_of
@@ -102,8 +102,7 @@ def serve_local(
         raise UserError("An empty --api-key would let everybody in; leave it out or give a key.")
     tls = tls_of(tls_certificate, tls_key)
     with local.listen(host, port) as listener:
-        path, wanted = resolved(model), torch_dtype(dtype, device)
-        require_room(path, dtype=wanted, device=device, quantise=choice.quantise)
+        path = resolved(model)
         tokenizer = load_tokenizer(path)
         calibrated = None if profile is None else load_profile(profile)
         placed = None if plan is None else load_plan(plan)

@@ -55,11 +55,9 @@ def open_view(
 ) -> MoEView:
     """A model with all experts and its hash; `dtype` is `auto` or a name torch knows. Raises
     `UserError`, also where it takes more memory than is free."""
-    from trimmoe.models.load import open_model, require_room
+    from trimmoe.models.load import open_model
 
     wanted = torch_dtype(dtype, device)
-    if not streamed:
-        require_room(path, dtype=wanted, device=device, quantise=quantise)
     return open_model(
         path,
         dtype=wanted,

@@ -44,7 +44,6 @@ __all__ = [
     "model_hash",
     "model_spec",
     "open_model",
-    "require_room",
 ]
 
 FAMILIES = {
@@ -127,11 +126,14 @@ def open_model(
     another layer's turn comes. `quantise` holds weights in few bits. In float32 on a processor
     decoders are compiled unless `compiled` forbids it. `stand_ins` [N, E] says in how many bits
     compiled decoders have copies of experts that are not loaded, to guess with; 0 for none. So many
-    `threads` make of weights what is held. `shown`, reading many has a bar. Raises UserError.
+    `threads` make of weights what is held. `shown`, reading many has a bar. Raises UserError,
+    also where that takes more memory than is free.
     """
     opened = _open(path_or_hub_id)
     device = known_device(device)
     dtype = opened.dtype(dtype)
+    if not streamed:
+        _require_room(opened, experts, dtype, device, quantise)
     # Weights made in inference mode could not be used outside it.
     with torch.inference_mode(False), torch.no_grad(), opened.checkpoint as checkpoint:
         spec = opened.spec(dtype, hashed=hashed, quantise=quantise)
@@ -195,19 +197,17 @@ def memory_needs(path_or_hub_id: str | Path, *, dtype: torch.dtype | None = None
     )
 
 
-def require_room(
-    path_or_hub_id: str | Path,
-    *,
-    experts: ExpertChoice = None,
-    dtype: torch.dtype | None = None,
-    device: str | torch.device = "cpu",
-    quantise: Precision = Precision.NONE,
+def _require_room(
+    opened: _Opened,
+    experts: ExpertChoice,
+    dtype: torch.dtype,
+    device: torch.device,
+    quantise: Precision,
 ) -> None:
     """Raise UserError if a model, of which these experts are to be loaded, takes more memory than
     is free; all as of `open_model`. Before it is read, since a machine that runs out of memory
     hangs for minutes."""
-    opened, device = _open(path_or_hub_id), known_device(device)
-    spec = opened.spec(opened.dtype(dtype), hashed=False, quantise=quantise)
+    spec = opened.spec(dtype, hashed=False, quantise=quantise)
     chosen = chosen_by_layer(experts, opened.family.geometry(opened.config))
     held = spec.dense_bytes + sum(
         int(spec.expert_bytes[layer, sorted(ids)].sum()) for layer, ids in enumerate(chosen)

@@ -26,7 +26,7 @@ from trimmoe.models.base import MoEView
 from trimmoe.models.checkpoint import resolve
 from trimmoe.models.draft import DraftModel, Served, open_draft
 from trimmoe.models.draft_head_file import open_draft_head
-from trimmoe.models.load import known_device, load_tokenizer, open_model, require_room
+from trimmoe.models.load import known_device, load_tokenizer, open_model
 from trimmoe.models.memory import give_back
 from trimmoe.models.passed import BytesRead
 from trimmoe.policy.build import PolicyMaker
@@ -251,12 +251,16 @@ def open_own_part(spec: ServerSpec, path: str) -> MoEView:
     hosts = spec.plan.hosts[spec.index]
     device = known_device(spec.device or spec.plan.cluster.device(spec.index))
     experts = {layer: held.nonzero()[0].tolist() for layer, held in enumerate(hosts)}
-    how: Any = {
-        "experts": experts, "dtype": _dtype(spec.dtype, device), "device": device,
-        "quantise": spec.quantise,
-    }  # fmt: skip
-    require_room(path, **how)
-    view = open_model(path, **how, hashed=True, stand_ins=_copies(spec), threads=spec.thread_count)
+    view = open_model(
+        path,
+        experts=experts,
+        dtype=_dtype(spec.dtype, device),
+        device=device,
+        quantise=spec.quantise,
+        hashed=True,
+        stand_ins=_copies(spec),
+        threads=spec.thread_count,
+    )
     spec.profile.require_model(view.spec)
     # Also where nothing is guessed: a probe times it.
     open_draft_head(view, resolve(path), spec.draft_head)
