@@ -33,11 +33,10 @@ from trimmoe.cli.options import (
 from trimmoe.core.errors import UserError
 from trimmoe.core.precision import Precision
 from trimmoe.experiments.opening import (
-    must_stream,
+    open_to_calibrate,
     open_view,
     profile_path,
     resolved,
-    with_room_for_copies,
 )
 
 
@@ -106,11 +105,7 @@ def calibrate(
     )
     texts = read_texts(text) if text else [prose("calibration")]
     path = resolved(model)
-    if streamed is None and (why := must_stream(path, dtype, device)):
-        console.print(escape(why))
-        streamed = True
-    view = open_view(path, dtype, device, streamed=bool(streamed))
-    settings = with_room_for_copies(view, settings, say)
+    view, settings = open_to_calibrate(path, dtype, device, settings, say, streamed=streamed)
     settings = replace(settings, window=min(settings.window, view.spec.context_length))
     profile = run(view, load_tokenizer(path), texts, settings)
     profile.save(output)

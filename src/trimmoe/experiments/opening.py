@@ -108,7 +108,25 @@ def torch_dtype(dtype: str, device: str) -> torch.dtype | None:
     return None if dtype == "checkpoint" else getattr(torch, dtype)
 
 
-def must_stream(path: str, dtype: str, device: str) -> str | None:
+def open_to_calibrate(
+    path: str,
+    dtype: str,
+    device: str,
+    settings: CalibrationSettings,
+    say: Callable[[str], None],
+    *,
+    streamed: bool | None = None,
+) -> tuple[MoEView, CalibrationSettings]:
+    """A model and the settings it is calibrated with, as far as there is memory for both; says what
+    there is none for. `streamed` None leaves it to that. Raises `UserError`."""
+    if streamed is None and (why := _must_stream(path, dtype, device)):
+        say(why)
+        streamed = True
+    view = open_view(path, dtype, device, streamed=bool(streamed))
+    return view, with_room_for_copies(view, settings, say)
+
+
+def _must_stream(path: str, dtype: str, device: str) -> str | None:
     """Why a model's experts have to be read layer by layer, in a sentence; None if it fits.
 
     Raises `UserError` if it does not fit even so.

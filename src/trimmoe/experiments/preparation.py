@@ -26,7 +26,7 @@ from trimmoe.core.profile import PROFILE_FORMAT, Profile, load_profile
 from trimmoe.core.specs import ClusterSpec, ModelSpec
 from trimmoe.core.trace import Trace
 from trimmoe.experiments.methods import chosen
-from trimmoe.experiments.opening import must_stream, open_view, with_room_for_copies
+from trimmoe.experiments.opening import open_to_calibrate
 from trimmoe.models.embedded.materialise import default_cache_dir
 from trimmoe.models.embedded.shipped import SHIPPED_DTYPE, shipped_profile
 from trimmoe.placement.make import PLANNER, PlanSettings, default, make_plan
@@ -152,10 +152,7 @@ def _calibrated(
     from trimmoe.calibrate.run import calibrate
     from trimmoe.models.load import load_tokenizer
 
-    if why := must_stream(path, dtype, "cpu"):
-        say(why)
-    view = open_view(path, dtype, "cpu", streamed=why is not None)
-    settings = with_room_for_copies(view, settings, say)
+    view, settings = open_to_calibrate(path, dtype, "cpu", settings, say)
     return calibrate(view, load_tokenizer(path), texts, settings)
 
 
