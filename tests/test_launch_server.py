@@ -26,6 +26,7 @@ from trimmoe.models.load import model_spec
 from trimmoe.policy.presets import exact
 from trimmoe.runtime.launch import process
 from trimmoe.runtime.launch.addresses import endpoints
+from trimmoe.runtime.launch.emulated import SlowSelector
 from trimmoe.runtime.launch.nodes import real_node
 from trimmoe.runtime.launch.process import ServerProcess
 from trimmoe.runtime.launch.server import Orders, ServerSpec, Started, open_own_part, run_server
@@ -198,6 +199,42 @@ async def test_a_port_taken_meanwhile_is_a_sentence(
 def test_the_slower_machine_computes_slower(specs: list[ServerSpec]) -> None:
     speed = specs[0].plan.cluster.flops_per_s
     assert [spec.slowdown for spec in specs] == [1.0, speed[0] / speed[1]]
+    assert replace(specs[1], emulate_machines=False).slowdown == 1.0
+
+
+def test_what_a_loop_does_takes_a_slower_machine_longer() -> None:
+    """It rests before it waits, and waits for that much less."""
+    worked_s = iter([1.0, 1.5, 2.0])  # after waiting, before, and after again
+    rested_s: list[float] = []
+    with SlowSelector(lambda: next(worked_s), rested_s.append) as selector:
+        selector.slowdown = 3.0
+        selector.select(0.0)
+        selector.select(1.0)  # else this test would take a second
+    assert rested_s == [1.0], "half a second of work takes one and a half"
+
+
+async def test_a_slower_loop_keeps_its_times() -> None:
+    """Callbacks come in their order, none before its time."""
+    selector = SlowSelector()
+    selector.slowdown = 4.0
+    loop = asyncio.SelectorEventLoop(selector)
+
+    async def waits() -> list[tuple[str, bool]]:
+        came: list[tuple[str, bool]] = []
+        began_s = loop.time()
+        for name, at_s in (("late", 0.02), ("soon", 0.01)):
+            loop.call_at(
+                began_s + at_s,
+                lambda name=name, at_s=at_s: came.append((name, loop.time() - began_s >= at_s)),
+            )
+        await asyncio.sleep(0.05)
+        return came
+
+    assert await asyncio.to_thread(lambda: loop.run_until_complete(waits())) == [
+        ("soon", True),
+        ("late", True),
+    ]
+    loop.close()
 
 
 def test_a_process_tells_how_it_is(

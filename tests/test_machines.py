@@ -139,6 +139,21 @@ def test_links_are_what_was_measured_unless_that_is_what_was_said(
     assert np.array_equal(applied.delay_s, expected)
 
 
+def test_emulated_machines_keep_to_what_was_said_of_them(
+    cluster: ClusterSpec, model: ModelSpec, rng: np.random.Generator, tmp_path: Path
+) -> None:
+    """However often they are measured, and when a server has left."""
+    said = replace(cluster, flops_per_s=np.array([4e13, 1e13, 4e13]))
+    once = timed_machines(said, model).applied(said, model, Precision.NONE)
+    twice = timed_machines(once, model).applied(once, model, Precision.NONE)
+    random_plan(rng, model, twice).save(tmp_path / "plan.trim")
+    kept = load_plan(tmp_path / "plan.trim").cluster
+    assert not np.array_equal(kept.flops_per_s, said.flops_per_s)
+    for each in (said, once, twice, kept):
+        assert each.slowdown.tolist() == [1.0, 4.0, 1.0]
+    assert kept.among(kept.server_names[1:]).slowdown.tolist() == [4.0, 1.0]
+
+
 def test_others_are_refused_in_a_sentence(cluster: ClusterSpec, model: ModelSpec) -> None:
     made = timed_machines(cluster, model)
     with pytest.raises(UserError, match="run `trimmoe probe` with this cluster file"):

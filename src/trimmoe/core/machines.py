@@ -160,7 +160,7 @@ class Machines:
         known = apart_s > AS_SAID * cluster.delay_s + NOTICED_S
         with np.errstate(invalid="ignore", divide="ignore"):
             wide = np.abs(self.bandwidth_bytes_per_s / cluster.bandwidth_bytes_per_s - 1) > AS_SAID
-        layer_flops = model.layer_dense_flops.mean()
+        layer_flops, said = model.layer_dense_flops.mean(), cluster.said_flops_per_s
         return replace(
             cluster,
             delay_s=np.where(known, self.delay_s, cluster.delay_s),
@@ -169,6 +169,7 @@ class Machines:
             ),
             flops_per_s=layer_flops / self.work_s[:, Work.DENSE, 0],
             speeds=self.speeds(),
+            said_flops_per_s=cluster.flops_per_s if said is None else said,
         )
 
 

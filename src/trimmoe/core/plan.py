@@ -87,6 +87,7 @@ class Plan:
 
     def _arrays(self) -> dict[str, np.ndarray]:
         cluster = self.cluster
+        said = cluster.said_flops_per_s
         return {f"{_SPEEDS}{name}": array for name, array in _measured(cluster).items()} | {
             "hosts": self.hosts.astype(np.uint8),
             **self._stand_ins(),
@@ -97,6 +98,7 @@ class Plan:
             "cluster.access_share": cluster.access_share,
             "cluster.bandwidth_bytes_per_s": cluster.bandwidth_bytes_per_s,
             "cluster.delay_s": cluster.delay_s,
+            **({} if said is None else {_SAID: said}),
         }
 
 
@@ -127,6 +129,7 @@ def load_plan(path: Path) -> Plan:
             delay_s=arrays["cluster.delay_s"],
             devices=tuple(header.extra.get("devices", ())),
             speeds=_speeds(arrays),
+            said_flops_per_s=arrays.get(_SAID),
         )
         return Plan(
             header=header,
@@ -163,6 +166,7 @@ _SPEEDS = "cluster.speeds."
 _TIMED = ("dense_s", "expert_s", "head_s", "draft_s", "hop_s", "token_s", "at_once", "naming_s")
 _TIMES, _SHARE = "batch_times", "batch_share"
 """What batches take; earlier versions wrote what share of a row's time one needs only once."""
+_SAID = "cluster.said_flops_per_s"
 _FIELDS = {
     "hosts": count("M N E", 1),
     "stand_in_bits": replace(count("M N E", max(STAND_IN_BITS)), optional=True),
@@ -170,6 +174,7 @@ _FIELDS = {
     "expert_capacity_bytes": Kept(axes="M", whole=True),
     "cluster.memory_bytes": count("M"),
     "cluster.flops_per_s": amount("M"),
+    _SAID: replace(amount("M"), optional=True),
     "cluster.access_share": share("M"),
     "cluster.bandwidth_bytes_per_s": amount("M M", endless=True),
     "cluster.delay_s": amount("M M"),

@@ -155,6 +155,9 @@ class ClusterSpec:
     read_bytes_per_s: FloatArray | None = None
     """Nominal speed of reading memory, [M]; None where it was not said. Not part of a plan: what is
     served is measured."""
+    said_flops_per_s: FloatArray | None = None
+    """What was said of the servers before others were measured, [M], which emulated ones keep to;
+    None where nothing was measured."""
 
     def __post_init__(self) -> None:
         count = len(self.server_names)
@@ -167,6 +170,12 @@ class ClusterSpec:
     @property
     def server_count(self) -> int:
         return len(self.server_names)
+
+    @property
+    def slowdown(self) -> FloatArray:
+        """How many times slower than the fastest each server was said to be, [M]."""
+        said = self.flops_per_s if self.said_flops_per_s is None else self.said_flops_per_s
+        return said.max() / said
 
     def device(self, server: int) -> str:
         """What a server computes on; `auto`: the best that its machine has."""
@@ -186,7 +195,7 @@ class ClusterSpec:
         evenly where none of them had any. Raises `KeyError` for a name that there is not."""
         at = np.array([self.server_index(name) for name in names])
         share = self.access_share[at]
-        read = self.read_bytes_per_s
+        read, said = self.read_bytes_per_s, self.said_flops_per_s
         return replace(
             self,
             server_names=tuple(names),
@@ -198,6 +207,7 @@ class ClusterSpec:
             devices=tuple(self.devices[i] for i in at) if self.devices else (),
             speeds=None if self.speeds is None else self.speeds.among(at),
             read_bytes_per_s=None if read is None else read[at],
+            said_flops_per_s=None if said is None else said[at],
         )
 
     def server_index(self, name: str) -> int:

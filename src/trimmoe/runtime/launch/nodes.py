@@ -26,7 +26,7 @@ def make_node(parts: NodeParts) -> RunningNode:
             patience_s=spec.patience_s,
             prefix_cache=spec.prefix_cache,
             verify_share=spec.verify_share,
-            slowdown=spec.slowdown if spec.emulate_machines else 1.0,
+            slowdown=spec.slowdown,
             threads=spec.thread_count,
             machine=spec.machine,
             at_once=spec.at_once,

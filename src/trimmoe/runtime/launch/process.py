@@ -23,6 +23,7 @@ import torch
 import trimmoe
 from trimmoe.core.errors import UserError
 from trimmoe.models.embedded.materialise import default_cache_dir
+from trimmoe.runtime.launch.emulated import SlowSelector
 from trimmoe.runtime.launch.server import Orders, ServerSpec, Started, run_server
 from trimmoe.runtime.launch.status import Phase, ServerStatus
 from trimmoe.runtime.machine_report import MachineReport, link_reports
@@ -35,7 +36,12 @@ class ServerProcess:
 
     def __init__(self, spec: ServerSpec) -> None:
         self._spec = spec
-        self._loop = asyncio.new_event_loop()
+        self._selector = SlowSelector() if spec.slowdown > 1.0 else None
+        self._loop = (
+            asyncio.new_event_loop()
+            if self._selector is None
+            else asyncio.SelectorEventLoop(self._selector)
+        )
         self._orders = Orders()
         self._started: Started | None = None
         self._error = ""
@@ -118,6 +124,9 @@ class ServerProcess:
 
     def _on_started(self, started: Started) -> None:
         self._started = started
+        if self._selector is not None:
+            # What it took to open the model is no more than it takes this machine.
+            self._selector.slowdown = self._spec.slowdown
         # What is there now stays: to look through all of it for garbage takes half a second.
         gc.collect()
         gc.freeze()

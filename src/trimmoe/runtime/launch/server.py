@@ -160,9 +160,8 @@ class ServerSpec:
 
     @property
     def slowdown(self) -> float:
-        """How many times slower than the fastest server this one computes."""
-        speed = self.plan.cluster.flops_per_s
-        return float(speed.max() / speed[self.index])
+        """How many times slower than the fastest server this one is made to be."""
+        return float(self.plan.cluster.slowdown[self.index]) if self.emulate_machines else 1.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
