@@ -366,11 +366,11 @@ def test_a_draft_that_is_read_along_costs_a_row_of_those_layers() -> None:
 
 def test_a_busy_machine_takes_as_long_as_it_has_rows_of_all_servers_users() -> None:
     """Twenty streams of two servers: batches of ten rows, and of twenty with a draft each."""
-    crowd = CROWD.among(10, 20)
+    crowd = CROWD.among(10, [10])
     assert crowd.trip_s() == 10.0 + 2.0 * 4.5
     software_s = [0.5 * (1 + further * (1.0 - TOKEN_SHARE)) for further in (9, 19)]
-    assert CROWD.among(10, 200).trip_s() == pytest.approx(20 * (software_s[0] + 5.5))
-    assert CROWD.among(10, 200).trip_s(2) == pytest.approx(20 * (software_s[1] + 10.5))
+    assert CROWD.among(10, 19 * [10]).trip_s() == pytest.approx(20 * (software_s[0] + 5.5))
+    assert CROWD.among(10, 19 * [10]).trip_s(2) == pytest.approx(20 * (software_s[1] + 10.5))
 
 
 def test_a_head_takes_its_time_to_name_drafts() -> None:
@@ -379,7 +379,7 @@ def test_a_head_takes_its_time_to_name_drafts() -> None:
     assert crowd.trip_s() == CROWD.trip_s()
     named = (1.0, 1.0, 1.0)
     assert crowd.trip_s(2, named) == pytest.approx(CROWD.trip_s(2) + 3 * 0.7)
-    full, among = CROWD.among(10, 200), crowd.among(10, 200)
+    full, among = CROWD.among(10, 19 * [10]), crowd.among(10, 19 * [10])
     ten = 1.0 + 9 * (1.0 - NAMING_SHARE)
     assert among.trip_s(2, named) == pytest.approx(full.trip_s(2) + 20 * ten * 3 * 0.07)
     assert crowd.along(0.8)[1] > CROWD.along(0.8)[1]
@@ -391,7 +391,7 @@ def test_nobody_waits_longer_for_drafts_than_without_any(
     right: float, here: int, groups: int, path_s: float
 ) -> None:
     """And the more often drafts are right the sooner the next token comes."""
-    crowd = replace(CROWD, path_s=path_s, whole_s=path_s + 3.0).among(here, here * groups)
+    crowd = replace(CROWD, path_s=path_s, whole_s=path_s + 3.0).among(here, (groups - 1) * [here])
     least, along_s = crowd.along(right)
     assert least in LEAST
     along, best_s = crowd.turn(right, np.inf)
@@ -403,13 +403,15 @@ def test_nobody_waits_longer_for_drafts_than_without_any(
 
 
 def test_the_more_streams_the_surer_a_draft_has_to_be() -> None:
-    found = [CROWD.among(here, 2 * here).along(0.8)[0] for here in (1, 4, 16, 64)]
+    found = [CROWD.among(here, [here]).along(0.8)[0] for here in (1, 4, 16, 64)]
     assert found == sorted(found)
     assert found[0] < found[-1]
 
 
 def test_where_every_row_is_as_dear_as_the_first_drafts_are_worth_nothing_or_nearly() -> None:
-    rows_are_dear = replace(CROWD, batch_times=straight_times(0.0), software_s=0.0).among(10, 200)
+    rows_are_dear = replace(CROWD, batch_times=straight_times(0.0), software_s=0.0).among(
+        10, 19 * [10]
+    )
     assert rows_are_dear.along(0.8)[0] == max(LEAST)
     assert not rows_are_dear.turn(0.5, np.inf)[0]
 
@@ -417,15 +419,15 @@ def test_where_every_row_is_as_dear_as_the_first_drafts_are_worth_nothing_or_nea
 def test_prompts_that_are_read_meanwhile_take_their_time_whatever_is_drafted() -> None:
     """Two hundred streams: for each token two rows of prompts, in chunks of four, of which one
     takes (1 + 4) / 2 / 4 of what a row takes by itself. Drafts save less of a token's time then."""
-    crowd = CROWD.among(10, 200)
+    crowd = CROWD.among(10, 19 * [10])
     reads = crowd.reading(2.0, 4.0)
     read_s = 199 * 2 * 2.5 / 4
     assert reads.trip_s() == pytest.approx(crowd.trip_s() + read_s)
     assert reads.trip_s(2.0, (), 1.5) == pytest.approx(crowd.trip_s(2.0) + 1.5 * read_s)
-    few = CROWD.among(20, 40)
+    few = CROWD.among(20, [20])
     assert few.turn(0.9, np.inf)[0]
     assert not few.reading(60.0, 4.0).turn(0.9, np.inf)[0]
-    alone, two = CROWD.reading(20.0, 4.0), CROWD.among(1, 2).reading(20.0, 4.0)
+    alone, two = CROWD.reading(20.0, 4.0), CROWD.among(1, [1]).reading(20.0, 4.0)
     assert alone.trip_s() == CROWD.trip_s(), "a stream by itself has read its prompt"
     own_s = [each.own_s(1.0, 0.25, 0.15, 16) for each in (CROWD, alone, two)]
     assert own_s == pytest.approx([1.5, 1.5, 2 * 1.5 + 20 * 2.5 / 4])
@@ -433,9 +435,17 @@ def test_prompts_that_are_read_meanwhile_take_their_time_whatever_is_drafted() -
 
 def test_there_are_no_more_batches_under_way_than_servers() -> None:
     """Of whoever has one stream of forty, too, tokens pass with those of others."""
-    few, many = (CROWD.among(here, 40) for here in (1, 10))
-    assert replace(few, servers=4).trip_s() == pytest.approx(many.trip_s())
-    assert few.trip_s() > many.trip_s()
+    few, many = CROWD.among(1, 3 * [13]), CROWD.among(10, 3 * [10])
+    assert 3.0 < few.batches < many.batches == 4.0
+    assert CROWD.among(1, 39 * [1]).trip_s() > many.trip_s() > few.trip_s()
+    assert CROWD.among(1).batches == CROWD.among(1, [0, 0]).batches == 1.0
+
+
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=6))
+def test_all_servers_users_see_the_same_batches_under_way(streams: list[int]) -> None:
+    each = [CROWD.among(here, streams[:at] + streams[at + 1 :]) for at, here in enumerate(streams)]
+    assert [one.batches for one in each] == pytest.approx([each[0].batches] * len(streams))
+    assert 1.0 - 1e-9 <= each[0].batches <= len(streams) + 1e-9
 
 
 @pytest.mark.parametrize("streams", [1, 2, 4, 8, 9, 32, 1000])
@@ -443,7 +453,7 @@ def test_at_home_drafts_are_read_along_where_they_are_worth_it_or_few_streams_ar
     streams: int,
 ) -> None:
     few = max(min(ROWS // streams - 1, MOST_DRAFTED), 0)
-    cheap = replace(CROWD, batch_times=straight_times(1.0), software_s=0.0).among(streams, streams)
+    cheap = replace(CROWD, batch_times=straight_times(1.0), software_s=0.0).among(streams)
     assert cheap.along(1.0)[1] < WORTH * cheap.trip_s()
     assert cheap.drafts_at_home(1.0) == MOST_DRAFTED
     # Rows that cost what they bring, but for one part in a hundred.
@@ -455,7 +465,7 @@ def test_at_home_drafts_are_read_along_where_they_are_worth_it_or_few_streams_ar
 
 
 def test_of_many_streams_at_home_none_has_drafts_read_along_that_cost_more() -> None:
-    lead = headed(crowd=replace(CROWD, naming_s=99.0).among(32, 32))
+    lead = headed(crowd=replace(CROWD, naming_s=99.0).among(32))
     lead.sources[OWN].able = False
     lead.choose()
     assert (lead.turn, lead.along) == (OWN, 0)
@@ -471,7 +481,7 @@ def test_drafts_are_read_along_unless_own_guesses_bring_the_next_token_sooner() 
 
 def test_guesses_on_a_machine_that_computes_all_the_rest_too_take_it_their_time() -> None:
     """Forty streams of four servers: four batches of ten, and a second for their guesses each."""
-    apart = CROWD.among(10, 40)
+    apart = CROWD.among(10, 3 * [10])
     shared = replace(apart, guesses_there=True)
     assert shared.own_s(1.0, 1.0, 0.15, 16) == pytest.approx(apart.own_s(1.0, 1.0, 0.15, 16) + 4.0)
 
@@ -526,7 +536,7 @@ def test_a_stream_takes_the_source_that_is_expected_to_be_sooner() -> None:
 
 
 def test_a_stream_guesses_nothing_where_nothing_ahead_brings_its_next_token_sooner() -> None:
-    crowd = replace(CROWD, naming_s=99.0, guesses_there=True).among(10, 200)
+    crowd = replace(CROWD, naming_s=99.0, guesses_there=True).among(10, 19 * [10])
     lead = headed(crowd=crowd)
     assert lead.choose() == OWN
     assert (lead.along, lead.least) == (0, np.inf)

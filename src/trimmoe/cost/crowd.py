@@ -4,6 +4,7 @@ user's own server, or the drafts of a head that are read along with the token th
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TypeVar
@@ -67,19 +68,23 @@ class Crowd:
     """Of that, what the fullest machine computes."""
     guesses_there: bool = False
     """Whether that is where the user's server is."""
-    here: int = 1
+    here: float = 1
     """Streams of that server's users."""
-    streams: int = 1
+    streams: float = 1
     """Streams in the cluster."""
-    servers: float = math.inf
-    """In the cluster: no more batches than that are under way."""
+    batches: float = 1
+    """Of tokens under way: those of one server's users pass together, and of few with others'."""
     read_s: float = 0.0
     """What prompts take the fullest machine for each token that is generated."""
 
-    def among(self, here: int, streams: int, read_s: float = 0.0) -> Crowd:
-        """The same with so many of them, and prompts that take so long."""
-        here = max(here, 1)
-        return replace(self, here=here, streams=max(here, streams), read_s=read_s)
+    def among(self, here: float, others: Collection[float] = (), read_s: float = 0.0) -> Crowd:
+        """The same with so many of them, so many of each other server's users, and prompts that
+        take so long. There are as many batches as if all were of one size and a stream met as many
+        others in its own: (sum of n)^2 / sum of n^2."""
+        each = [max(here, 1.0), *others]
+        streams = sum(each)
+        batches = streams**2 / sum(n**2 for n in each)
+        return replace(self, here=each[0], streams=streams, batches=batches, read_s=read_s)
 
     def reading(self, rows: float, chunk: float) -> Crowd:
         """The same where so many rows of prompts, in chunks of so many, are read for each token
@@ -94,7 +99,7 @@ class Crowd:
         which bring so many `tokens`, and a head names drafts of each, with these chances so
         many."""
         alone_s = self._alone_s(rows) + chains_s(self.naming_s, named, self.here)
-        there_s = self._groups * chains_s(self.naming_there_s, named, self.here)
+        there_s = self.batches * chains_s(self.naming_there_s, named, self.here)
         return max(alone_s, self._machine_s(rows) + there_s + tokens * self._read_s)
 
     def along(self, right: float) -> tuple[float, float]:
@@ -120,7 +125,7 @@ class Crowd:
             return math.inf
         batch = self._batch(1)
         alone_s = interval_s(chance, guess_s, self.trip_s(), least, most)
-        guessing_s = self._groups * guess_s / self.at_once
+        guessing_s = self.batches * guess_s / self.at_once
         machine_s = self._machine_s(1) + self._read_s
         if self.guesses_there:
             machine_s += guessing_s
@@ -139,7 +144,7 @@ class Crowd:
         """How many drafts at most are read along where all is on the user's server, which would
         otherwise pass one token at a time: at least as many as in one process, more where they are
         worth it."""
-        least = min(rows_along(self.streams), MOST_DRAFTED)
+        least = min(rows_along(round(self.streams)), MOST_DRAFTED)
         return MOST_DRAFTED if self.turn(right, math.inf)[0] else least
 
     def _alone_s(self, rows: float) -> float:
@@ -149,20 +154,15 @@ class Crowd:
 
     def _machine_s(self, rows: float) -> float:
         """What the fullest machine takes for so many rows of each stream in the cluster."""
-        each = self.streams / self._groups * rows
+        each = self.streams / self.batches * rows
         software_s = shared_s(self.software_s, each, TOKEN_SHARE)
-        return self._groups * (software_s + batch_s(self.busiest_s, each, self.batch_times))
+        return self.batches * (software_s + batch_s(self.busiest_s, each, self.batch_times))
 
     @property
     def _read_s(self) -> float:
         """What others' prompts take the fullest machine while each stream gets a token; its own is
         read before it gets any."""
         return (self.streams - 1) * self.read_s
-
-    @property
-    def _groups(self) -> float:
-        """Batches under way, one of each server's users: those of whoever has few join others'."""
-        return min(self.streams / self.here, self.servers)
 
     def _batch(self, rows: float) -> float:
         """What a batch of so many rows of each stream takes over what one row does."""
@@ -241,7 +241,6 @@ def crowds(cost: CostModel, routes: IntArray, whole_s: FloatArray, top_k: int) -
             naming_s=float(naming_s[server]),
             naming_there_s=float(there_s[server]),
             guesses_there=bool(machine[server] == fullest[server]),
-            servers=cost.server_count,
         )
         for server in servers.tolist()
     )

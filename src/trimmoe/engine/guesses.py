@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -99,11 +99,11 @@ class GuessRules:
         read: float = 0.0,
         chunk: float = 1.0,
     ) -> DraftsAlong:
-        """Those of a head while so many answers are under way, `here` [M] of each server's users:
-        none where guesses of the servers' own, right with these `chances`, bring the next token
-        sooner, or there is no head. `first_right` of a head's first drafts are, None: as many as
-        its file says. So many tokens of prompts are `read` for each one that is generated, in
-        chunks of `chunk`."""
+        """Those of a head while so many answers are under way, up to `here` [M] of each server's
+        users: none where guesses of the servers' own, right with these `chances`, bring the next
+        token sooner, or there is no head. `first_right` of a head's first drafts are, None: as
+        many as its file says. So many tokens of prompts are `read` for each one that is generated,
+        in chunks of `chunk`."""
         right, least = self.cost.head_right, self.least_among(streams)
         found = DraftsAlong.none(self.cost.server_count)
         if not (right and self.settings.reads_along):
@@ -113,7 +113,9 @@ class GuessRules:
         # Of several that begin together prompts leave no time for guesses: drafts have the turn.
         worth = SWITCHES if streams == 1 else 1.0 / SWITCHES
         for server, chance in enumerate(chances):
-            crowd = self.crowd(server, int(here[server]), streams).reading(read, chunk)
+            mine, others = float(here[server]), np.delete(here, server)
+            others = others * max(streams - mine, 0.0) / max(others.sum(), 1)
+            crowd = self.crowd(server, mine, others.tolist()).reading(read, chunk)
             guess_s, most = crowd.among_s(float(self.guess_s[server])), self.settings.guesses
             own_s = crowd.own_s(chance, guess_s, float(least[server]), most) * worth
             found.likely[server] = crowd.along(right)[0]
@@ -125,10 +127,12 @@ class GuessRules:
             found.idle[server] = not along and best_s < own_s
         return found
 
-    def crowd(self, server: int, here: int, streams: int, read_s: float = 0.0) -> Crowd:
-        """What tokens of a server's users take while so many answers are under way, `here` of them
-        theirs, and prompts take `read_s` for each token."""
-        return self._crowds[server].among(here, streams, read_s)
+    def crowd(
+        self, server: int, here: float, others: Collection[float], read_s: float = 0.0
+    ) -> Crowd:
+        """What tokens of a server's users take while so many answers are under way `here`, so many
+        of each of the `others`, and prompts take `read_s` for each token."""
+        return self._crowds[server].among(here, others, read_s)
 
     @cached_property
     def _crowds(self) -> tuple[Crowd, ...]:

@@ -193,7 +193,7 @@ class Node:
             drafter=self._drafter,
             slowdown=settings.slowdown,
             here=lambda: self.front_end.running,
-            elsewhere=lambda: sum(self.reporter.running.values()),
+            others=self.reporter.running.values,
             leads=lambda: self.front_end.leads,
         )
         self.admission = Admission(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -30,8 +30,8 @@ class GuessPrices:
     slowdown: float
     here: Callable[[], int]
     """Answers under way to this server's users."""
-    elsewhere: Callable[[], int]
-    """Those to others'."""
+    others: Callable[[], Collection[int]]
+    """Those to each other server's."""
     leads: Callable[[], Sequence[Lead]]
     """Of this server's users' streams."""
 
@@ -77,7 +77,7 @@ class GuessPrices:
     def _least_chance(self, route: Route) -> float:
         """That guesses of sequences on a route have to have of being right to be followed now;
         infinite where none is worth its time."""
-        return self.worker.least_chance(route, self.here() + self.elsewhere())
+        return self.worker.least_chance(route, self.here() + sum(self.others()))
 
     def _crowd(self, route: Route) -> Crowd | None:
         """What tokens on the route of this server's users take beside others now; None of another
@@ -85,8 +85,8 @@ class GuessPrices:
         rules = self.worker.engine.guess_rules
         if tuple(rules.routes[self.server].tolist()) != route:
             return None
-        here, read_s = self.here(), round(self.planner.read_s, 4)
-        return rules.crowd(self.server, here, here + self.elsewhere(), read_s)
+        read_s = round(self.planner.read_s, 4)
+        return rules.crowd(self.server, self.here(), self.others(), read_s)
 
     def _guess_s(self) -> tuple[float, ...]:
         """What a guess takes, by source: the draft model's too as the cost model has it, unless
