@@ -137,16 +137,33 @@ def test_messages_are_handled_one_after_another_between_batches() -> None:
     again, and a twentieth for its second token."""
     world = server_alone(warm=np.zeros(1), usual=np.ones(1))
     state = SimpleNamespace(
-        clock=np.array([1.0, 0.0]), serving_until_s=np.array([5.0]), handled_s=np.array([0.0])
+        clock=np.array([1.0, 0.0]),
+        serving_until_s=np.array([5.0]),
+        listens_s=np.array([5.0]),
+        handled_s=np.array([0.0]),
     )
     came_s, handled_s = [1.0, 2.0, 8.0], []
     for now_s, units in zip(came_s, (1, 2, 2), strict=True):
         state.clock[NOW] = now_s
         if now_s == came_s[-1]:
-            state.serving_until_s[0] = 9.0
+            state.serving_until_s[0] = state.listens_s[0] = 9.0
         handle.py_func(world, state, 0, units)
         handled_s.append(float(state.handled_s[0]))
     assert handled_s == pytest.approx([7.0, 7.2, 11.1])
+
+
+@pytest.mark.usefixtures("plainly")
+def test_messages_are_handled_while_a_prompt_is_computed() -> None:
+    """Which is done beside what reads them, until 5; only the next batch waits for both."""
+    world = server_alone(warm=np.zeros(1), usual=np.ones(1))
+    state = SimpleNamespace(
+        clock=np.array([1.0, 0.0]),
+        serving_until_s=np.array([5.0]),
+        listens_s=np.zeros(1),
+        handled_s=np.zeros(1),
+    )
+    handle.py_func(world, state, 0, 1)
+    assert state.handled_s[0] == pytest.approx(3.0)
 
 
 @pytest.mark.usefixtures("plainly")
@@ -161,6 +178,7 @@ def test_whoever_has_just_worked_finds_its_weights_in_the_cache(
     state = SimpleNamespace(
         clock=np.array([5.0 + rested_s, 0.0]),
         serving_until_s=np.array([5.0]),
+        listens_s=np.array([5.0]),
         handled_s=np.array([0.0]),
     )
     handle.py_func(world, state, 0, 1)
@@ -177,6 +195,7 @@ def test_messages_take_longer_where_others_work_on_the_same_machine() -> None:
     state = SimpleNamespace(
         clock=np.array([1.0, 0.0]),
         serving_until_s=np.array([0.0, 5.0, 0.5]),
+        listens_s=np.zeros(3),
         handled_s=np.zeros(3),
     )
     handle.py_func(world, state, 0, 1)

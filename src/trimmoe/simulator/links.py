@@ -73,7 +73,7 @@ def _occupied(world, state, server, one_s, units):
     """A server's software has so many tokens to do with, for one of which it takes `one_s`, before
     it begins another batch. That, and the batch's beginning, grows with further tokens as batches
     do with their rows."""
-    free_s = max(state.clock[NOW], state.serving_until_s[server])
+    free_s = max(state.clock[NOW], state.listens_s[server])
     times = units * (1.0 - world.token_share)
     if state.handled_s[server] <= free_s:
         times += warmed(world, state, server) - (1.0 - world.token_share)

@@ -13,6 +13,7 @@ from trimmoe.cost.batching import PATIENCE
 from trimmoe.simulator.heap import inlined, njit, push
 from trimmoe.simulator.world import (
     CHUNK,
+    CHUNK_EXPERTS,
     DENSE,
     DONE,
     DUE,
@@ -21,6 +22,7 @@ from trimmoe.simulator.world import (
     HOME,
     NONE,
     NOW,
+    OWN,
     RIGHT,
     TICKET,
     TRAIL,
@@ -194,9 +196,15 @@ def serve(world, rows, asked, state, server, first, kind, layer):
     state.batch_first[server] = first
     state.batch_kind[server], state.batch_layer[server] = kind, layer
     service_s = _service_s(world, rows, asked, state, server) * crowd(world, state, server)
-    service_s += max(state.handled_s[server] - state.clock[NOW], 0.0)
+    prompt = kind in (CHUNK, CHUNK_EXPERTS)
+    if kind == OWN:
+        prompt = rows.prompt[state.entry_unit[first]]
+    if not prompt or state.taken_s[server] == state.clock[NOW]:
+        service_s += max(state.handled_s[server] - state.clock[NOW], 0.0)
     state.busy_s[server] += service_s
     state.serving_until_s[server] = state.clock[NOW] + service_s
+    if not prompt:
+        state.listens_s[server] = state.serving_until_s[server]
     push(state, state.clock[NOW] + service_s, 0, DONE, server)
 
 

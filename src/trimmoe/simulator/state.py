@@ -63,6 +63,9 @@ class State(NamedTuple):
     """Servers whose start is due, [2 M]."""
     serving_until_s: FloatArray
     """[M]; in the past if idle."""
+    listens_s: FloatArray
+    """Until when a server reads no messages, as it computes a batch of tokens; what prompts need is
+    computed beside, [M]."""
     handled_s: FloatArray
     """When all messages that have come are handled, [M]; no batch begins before."""
     busy_s: FloatArray
@@ -125,6 +128,7 @@ def make_state(servers: int, layers: int, experts: int) -> State:
         starting=np.zeros(servers, dtype=bool),
         due=np.zeros(2 * servers, dtype=np.int64),
         serving_until_s=np.zeros(servers),
+        listens_s=np.zeros(servers),
         handled_s=np.zeros(servers),
         busy_s=np.zeros(servers),
         served=np.zeros((servers, KINDS, 2), dtype=np.int64),
