@@ -179,6 +179,48 @@ def test_plans_keep_what_was_measured(
         assert np.array_equal(kept.cluster.speeds.arrays()[name], array)
 
 
+def test_a_few_rows_take_longer_by_the_side_of_other_servers(
+    cluster: ClusterSpec, model: ModelSpec, tmp_path: Path
+) -> None:
+    """Of dense layers, and of rows that are a few; that is kept, and what plans are made with."""
+    alone = timed_machines(cluster, model)
+    cold = np.ones_like(alone.work_s)
+    cold[:, Work.DENSE, :2] = 1.5
+    cold[:, Work.DRAFT, 0] = 2.0
+    made = replace(alone, cold=cold)
+    made.save(tmp_path / "machines.trim")
+    kept = load_machines(tmp_path / "machines.trim")
+    assert kept.hash == made.hash != alone.hash
+    before, after = alone.speeds(), kept.speeds()
+    assert after.dense_s == pytest.approx(1.5 * before.dense_s)
+    assert after.draft_s == pytest.approx(2.0 * before.draft_s)
+    assert np.array_equal(after.expert_s, before.expert_s)
+    assert after.batch_times[0] == 1.0
+    large_s = [each.batch_times[-1] * (each.dense_s + each.expert_s) for each in (before, after)]
+    assert large_s[0] == pytest.approx(large_s[1]), "many rows take what they took"
+
+
+def test_how_much_longer_is_what_all_take_at_once_beyond_waiting_for_a_core() -> None:
+    """Three servers of one machine with a core and a half, and one by itself. The middle one of
+    theirs counts, and no further row takes longer than fewer do."""
+    work_s = np.ones((4, len(Work), len(BATCHES)))
+    ratio = np.array([2.0, 2.0, 2.0, 1.0])
+    longer = np.array([3.0, 5.0, 2.5, 2.0, 2.0, 2.0])
+    told = [longer, 10 * longer, np.full(longer.size, np.nan), 7 * longer]
+    reports = [
+        MachineReport(
+            server="one", machine="here", device="cpu", threads=1, free_bytes=1, software_s=1.0,
+            work_s=np.tile(each, (3, len(Work), 1)), links=(),
+        )
+        for each in told
+    ]  # fmt: skip
+    found = measuring._cold(work_s, reports, ratio, np.array([0, 0, 0, 1]))
+    assert found[0, 0].tolist() == [1.5, 1.5, 1.25, 1.0, 1.0, 1.0]
+    assert np.array_equal(found[0], found[1])
+    assert (found[3] == 1.0).all(), "nobody's weights are in its caches"
+    assert (measuring._cold(work_s, [None] * 4, ratio, np.zeros(4, dtype=int)) == 1.0).all()
+
+
 @given(
     st.lists(st.floats(1e-6, 10.0), min_size=2, max_size=6),
     st.sampled_from([np.nan, np.inf, -1.0, 0.0]),

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from enum import Enum
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -33,7 +34,7 @@ from trimmoe.simulator.measure import Sample, figures
 from trimmoe.simulator.replay import replay
 from trimmoe.simulator.settings import Load, Prefill
 from trimmoe.simulator.tables import RequestTable
-from trimmoe.simulator.world import DENSE, HOME, NONE, make_rows
+from trimmoe.simulator.world import DENSE, HOME, NONE, make_rows, make_world
 from trimmoe.simulator.world import UNSURE as UNSURE_GUESS
 
 OWN_SERVERS = [1, 2, 3]
@@ -188,6 +189,30 @@ def test_a_token_that_follows_too_closely_enters_a_layer_after_the_one_before() 
 def test_no_more_are_ahead_than_may_be(guesses: int, finished: list[float]) -> None:
     """c might set out at 2, d at 3; a is through at 4, b at 5."""
     assert finished_s(played([RIGHT] * 4, guesses), 0) == finished
+
+
+def brought(monkeypatch: pytest.MonkeyPatch, per_pass: float, brings: float) -> None:
+    """A pass takes as long as so many guesses, and brings so many."""
+
+    def made(*given: Any, **more: Any) -> Any:
+        return make_world(*given, **more)._replace(per_pass=per_pass, brings=brings)
+
+    monkeypatch.setattr("trimmoe.simulator.run.make_world", made)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "guesses", "finished"),
+    [
+        ([RIGHT] * 4, 3, [4, 6.5, 6.5, 6.5 + 2.5]),
+        ([RIGHT] * 4, 1, [4, 6.5, 4 + 4, 6.5 + 4]),
+        ([WRONG, RIGHT, RIGHT, RIGHT], 2, [4, 8, 8 + 2.5, 8 + 2.5]),
+    ],
+)
+def test_a_pass_that_brings_two_guesses_takes_as_long_as_both(
+    monkeypatch: pytest.MonkeyPatch, tokens: list[Guess], guesses: int, finished: list[float]
+) -> None:
+    brought(monkeypatch, 2.5, 2.0)
+    assert finished_s(played(tokens, guesses), 0) == pytest.approx(finished)
 
 
 def test_without_a_guess_a_token_waits_for_the_one_before() -> None:

@@ -202,16 +202,17 @@ def test_messages_take_longer_where_others_work_on_the_same_machine() -> None:
     assert state.handled_s[0] == pytest.approx(1.0 + 2.0 * 2)
 
 
-@pytest.mark.parametrize(("guesses", "takes_s"), [(1, 2.0), (2, 1.5 * 5.0)])
+@pytest.mark.parametrize(("guesses", "takes_s"), [(1, 3.0 * 2.0), (2, 1.5 * 5.0)])
 def test_nothing_is_drafted_behind_guesses_that_are_made_at_once(
     guesses: int, takes_s: float
 ) -> None:
-    """Two seconds for one, with what a head names behind it, and five where it names nothing. A
-    batch takes half as long again for a second row."""
+    """A pass brings three guesses of two seconds each, with those behind what a head names, and one
+    of five where it names nothing. A batch takes half as long again for a second row."""
     world = SimpleNamespace(
         dense_s=np.ones((1, 4)),
         guess_s=np.array([2.0]),
         guess_ends_s=np.array([0.5]),
+        per_pass=3.0,
         several_s=np.array([5.0]),
         several_ends_s=np.array([1.0]),
         token_batch_times=straight_times(0.5),
@@ -220,8 +221,10 @@ def test_nothing_is_drafted_behind_guesses_that_are_made_at_once(
         batch_first=np.array([0]),
         batch_layer=np.array([0]),
         entry_unit=np.arange(2),
+        batch_several=np.zeros(1, dtype=bool),
         entry_next=np.array([1, NONE] if guesses == 2 else [NONE, NONE]),
     )
     asked = SimpleNamespace(reads=np.ones(2, dtype=np.int64))
     assert _guesses_s.py_func(world, asked, state, 0) == pytest.approx(takes_s)
     assert state.batch_layer[0] == 3, "all layers at once"
+    assert state.batch_several[0] == (guesses == 2)

@@ -94,6 +94,9 @@ class Machines:
     """As in `Speeds`."""
     naming_s: FloatArray | None = None
     """As in `Speeds`."""
+    cold: FloatArray | None = None
+    """How many times as long a few rows take where caches hold the weights of other servers of the
+    machine, [M, W, B]; None where that is not known."""
 
     def save(self, path: Path) -> None:
         """Write to `path`, atomically."""
@@ -107,11 +110,19 @@ class Machines:
         found = {name: getattr(self, name) for name in _ARRAYS}
         if self.head_right:
             found[_HEAD] = np.array([self.head_right])
+        if self.cold is not None:
+            found[_COLD] = self.cold
         return found if self.naming_s is None else found | {_NAMING: self.naming_s}
+
+    @property
+    def among_others_s(self) -> FloatArray:
+        """What work takes by the side of the other servers of a machine while these wait, [M, W, B]
+        seconds: as in decoding, where one works after the other."""
+        return self.work_s if self.cold is None else self.work_s * self.cold
 
     def batch_times(self) -> tuple[float, ...]:
         """As in `Speeds`: of what layers take, over all servers."""
-        taken_s = self.work_s[:, [Work.DENSE, Work.EXPERT]].sum(axis=(0, 1))
+        taken_s = self.among_others_s[:, [Work.DENSE, Work.EXPERT]].sum(axis=(0, 1))
         at_s = np.interp(BATCHES, self.batches, taken_s)
         return tuple(np.maximum.accumulate(at_s / at_s[0]).tolist())
 
@@ -126,11 +137,12 @@ class Machines:
 
     def speeds(self) -> Speeds:
         """For plans."""
+        row_s = self.among_others_s[:, :, 0]
         return Speeds(
-            dense_s=self.work_s[:, Work.DENSE, 0],
-            expert_s=self.work_s[:, Work.EXPERT, 0],
-            head_s=self.work_s[:, Work.HEAD, 0],
-            draft_s=self.work_s[:, Work.DRAFT, 0],
+            dense_s=row_s[:, Work.DENSE],
+            expert_s=row_s[:, Work.EXPERT],
+            head_s=row_s[:, Work.HEAD],
+            draft_s=row_s[:, Work.DRAFT],
             hop_s=self.hop_s,
             token_s=self.token_s,
             machine=self.machine,
@@ -167,7 +179,7 @@ class Machines:
             bandwidth_bytes_per_s=np.where(
                 wide, self.bandwidth_bytes_per_s, cluster.bandwidth_bytes_per_s
             ),
-            flops_per_s=layer_flops / self.work_s[:, Work.DENSE, 0],
+            flops_per_s=layer_flops / self.among_others_s[:, Work.DENSE, 0],
             speeds=self.speeds(),
             said_flops_per_s=cluster.flops_per_s if said is None else said,
         )
@@ -177,7 +189,7 @@ _ARRAYS = (
     "batches", "work_s", "low_s", "high_s", "together", "machine", "free_bytes", "delay_s",
     "bandwidth_bytes_per_s", "jitter_s", "software_s", "hop_s", "token_s",
 )  # fmt: skip
-_HEAD, _NAMING = "head_right", "naming_s"
+_HEAD, _NAMING, _COLD = "head_right", "naming_s", "cold"
 
 
 _TIME = replace(amount("M W B"), least=1e-12)
@@ -195,9 +207,10 @@ _FIELDS = {
     **{name: amount("M") for name in ("software_s", "hop_s", "token_s")},
     _HEAD: share("1", optional=True),
     _NAMING: replace(amount("M"), optional=True),
+    _COLD: replace(amount("M W B"), least=1.0, optional=True),
 }
 """What is in the file."""
-assert _FIELDS.keys() == {*_ARRAYS, _HEAD, _NAMING}
+assert _FIELDS.keys() == {*_ARRAYS, _HEAD, _NAMING, _COLD}
 
 
 def load_machines(path: Path) -> Machines:

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from trimmoe.core.specs import MOST_DRAFTED, FloatArray
+from trimmoe.core.specs import MOST_DRAFTED, USUAL_DRAFTED, FloatArray
 
 _STEPS, _NONE = 100, 1e-12
 _CHANCES = np.linspace(0.0, 1.0, _STEPS)
@@ -32,6 +32,12 @@ def right_among(least: float, right: float) -> float:
     """The share that is right of those first drafts to which a head gives at least this chance."""
     power = _exponent(right)
     return 1.0 - (1.0 - least) ** power / (power + 1.0)
+
+
+def tokens_per_pass(right: float) -> float:
+    """Guesses that a pass of a server's own brings where a head, `right` so often, names as many
+    drafts behind the token that it reads as it usually does: one more than are right of these."""
+    return sum(right**behind for behind in range(1 + USUAL_DRAFTED))
 
 
 def rows_among(least: float) -> float:

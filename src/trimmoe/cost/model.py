@@ -37,6 +37,7 @@ from trimmoe.core.specs import (
 from trimmoe.core.stand_ins import RUNGS
 from trimmoe.cost import kernels
 from trimmoe.cost.batching import BATCH_SHARE, batch_s
+from trimmoe.cost.head_law import tokens_per_pass
 
 TOKEN_ID_BYTES = 8
 """A sampled token on its way to the access server, or from it to the first layer's server."""
@@ -232,7 +233,7 @@ def _guess_ends_s(speeds: Speeds) -> FloatArray:
     drafted = 0 if speeds.naming_s is None or not speeds.head_right else USUAL_DRAFTED
     naming_s = 0.0 if speeds.naming_s is None else drafted * speeds.naming_s
     read_s = batch_s(1.0, 1 + drafted, speeds.batch_times) * speeds.head_s + naming_s
-    tokens = sum(speeds.head_right**behind for behind in range(1 + drafted))
+    tokens = tokens_per_pass(speeds.head_right) if drafted else 1.0
     return np.minimum(read_s / tokens, speeds.draft_s)
 
 

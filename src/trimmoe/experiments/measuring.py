@@ -46,6 +46,8 @@ _MS = 1e3
 _SEVERAL = np.array(BATCHES) >= 8
 """Batches of a size that servers have when several compute at once: what one row takes out of the
 caches of a processor that is shared says nothing of them."""
+_COLDEST = 3.0
+"""More than that is a bad measurement."""
 _ALIKE = 40.0
 """How much it weighs that a message and a token cost the same, against one user's clock. They
 nearly do, and with less weight what a slow server's software takes is put on every token of the
@@ -168,6 +170,7 @@ def machines_of(
         if one is not None and known[at]:
             longer = float(np.median((one.work_s[1] / work_s[at])[:, _SEVERAL]))
             ratio[at] = max(longer, 1.0) if np.isfinite(longer) else 1.0
+    machine = _numbered([None if one is None else one.machine for one in alone])
     delay_s, bandwidth, jitter_s = links_of(
         cluster.server_names, [() if one is None else one.links for one in alone]
     )
@@ -194,7 +197,7 @@ def machines_of(
         low_s=low_s,
         high_s=high_s,
         together=ratio,
-        machine=_numbered([None if one is None else one.machine for one in alone]),
+        machine=machine,
         free_bytes=np.array([0 if one is None else one.free_bytes for one in alone]),
         delay_s=delay_s,
         bandwidth_bytes_per_s=bandwidth,
@@ -206,7 +209,31 @@ def machines_of(
         token_s=np.zeros(count),
         head_right=min((one.head_right for one in alone if one is not None), default=0.0),
         naming_s=_naming_s(alone),
+        cold=_cold(work_s, together, ratio, machine),
     )
+
+
+def _cold(
+    work_s: FloatArray,
+    together: Sequence[MachineReport | None],
+    ratio: FloatArray,
+    machine: IntArray,
+) -> FloatArray:
+    """As in `Machines`: what a few rows take all servers of a machine at once over what they take
+    one alone, [M, W, B], beyond the `ratio` [M] by which each waits for a core. No longer for
+    further rows, and the middle of its servers, since what is quick is timed badly."""
+    found = np.ones(work_s.shape)
+    for here in np.unique(machine):
+        told = [
+            one.work_s[1] / work_s[at] / ratio[at]
+            for at, one in enumerate(together)
+            if one is not None and machine[at] == here
+        ]
+        if len(told) > 1:
+            sane = [np.where(np.isfinite(each) & (each > 0.0), each, 1.0) for each in told]
+            longer = np.minimum.accumulate(np.median(sane, axis=0), axis=1)
+            found[machine == here] = np.where(_SEVERAL, 1.0, np.clip(longer, 1.0, _COLDEST))
+    return found
 
 
 def _naming_s(alone: Sequence[MachineReport | None]) -> FloatArray | None:

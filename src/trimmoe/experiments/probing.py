@@ -78,12 +78,14 @@ def _links_table(machines: Machines) -> Table:
 
 def _rest_table(machines: Machines) -> Table:
     table = Table(title="Servers", box=box.SIMPLE_HEAD)
-    for heading in ("server", "machine", "all at once", "free"):
+    for heading in ("server", "machine", "all at once", "a row, cold", "free"):
         table.add_column(heading, justify="left" if heading == "server" else "right")
     for m, name in enumerate(machines.server_names):
         free = human_bytes(int(machines.free_bytes[m]))
         longer = f"{machines.together[m]:.2f}x as long"
-        table.add_row(escape(name), str(machines.machine[m] + 1), longer, free)
+        colder = machines.among_others_s[m, Work.DRAFT, 0] / machines.work_s[m, Work.DRAFT, 0]
+        cells = (str(machines.machine[m] + 1), longer, f"{colder:.2f}x", free)
+        table.add_row(escape(name), *cells)
     return table
 
 

@@ -38,6 +38,11 @@ def led(world, rows, asked, state, unit, request, tokens):
     if rows.guess[unit] == NONE:
         return
     if world.along[asked.access[request]] == 0:
+        if asked.more[request] > 0:
+            # The pass that brought the guess it set out on has read it too.
+            asked.more[request] -= 1
+            _made(world, rows, asked, state, request)
+            return
         asked.unread[request] += tokens
         if asked.ticket[request] == NONE:
             _read(asked, state, request)
@@ -63,20 +68,16 @@ def guessing(world, rows, asked, state, request, ticket, layer):
     if asked.unread[request] > 0:
         _read(asked, state, request)
         return
-    newest = asked.newest[request]
-    if newest == NONE or rows.guess[newest] == NONE or rows.guess[newest] == UNSURE:
-        return
-    if world.chunks:
-        if asked.chunk[request] + asked.copies[request] < world.guesses:
-            _follow_up(rows, asked, state, request)
-    elif asked.under_way[request] + asked.copies[request] > rows.window[newest]:
-        asked.held[request] = True
-    else:
-        _follow_up(rows, asked, state, request)
+    if not state.batch_several[asked.access[request]]:
+        asked.brought[request] += world.brings
+        guesses = int(asked.brought[request])
+        asked.brought[request] -= guesses
+        asked.more[request] = guesses - 1
+    _made(world, rows, asked, state, request)
 
 
 @inlined
-def through(rows, asked, state, unit, request):
+def through(world, rows, asked, state, unit, request):
     """A token, the first of those under way, is with its user. Whether the next one has yet to set
     out, because it was not guessed, not rightly or not in time."""
     asked.under_way[request] -= 1
@@ -84,10 +85,10 @@ def through(rows, asked, state, unit, request):
         asked.row[request] = rows.after[unit]
         if asked.held[request]:
             asked.held[request] = False
-            _follow_up(rows, asked, state, request)
+            _made(world, rows, asked, state, request)
         return False
     asked.row[request] = asked.newest[request] = NONE
-    asked.held[request] = False
+    asked.held[request], asked.more[request] = False, 0
     if asked.copies[request] > 0:
         # What is read behind them is void.
         asked.ticket[request] = NONE
@@ -112,13 +113,27 @@ def _guess(asked, state, request, layer):
 
 
 @inlined
-def _follow_up(rows, asked, state, request):
-    """What was guessed sets out, and more is guessed behind a copy."""
-    _set_out(rows, asked, state, request)
-    hindmost = asked.hindmost[request]
-    if rows.guess[asked.newest[request]] != RIGHT and rows.after[hindmost] != NONE:
-        asked.unread[request] = 1
-        _read(asked, state, request)
+def _made(world, rows, asked, state, request):
+    """A guess is made of what the newest token predicts. What was guessed sets out, and more is
+    guessed behind a copy, unless that was in the same pass."""
+    while True:
+        newest = asked.newest[request]
+        if newest == NONE or rows.guess[newest] == NONE or rows.guess[newest] == UNSURE:
+            return
+        if world.chunks:
+            if asked.chunk[request] + asked.copies[request] >= world.guesses:
+                return
+        elif asked.under_way[request] + asked.copies[request] > rows.window[newest]:
+            asked.held[request] = True
+            return
+        _set_out(rows, asked, state, request)
+        if rows.guess[newest] == RIGHT or rows.after[asked.hindmost[request]] == NONE:
+            return
+        if asked.more[request] == 0:
+            asked.unread[request] = 1
+            _read(asked, state, request)
+            return
+        asked.more[request] -= 1
 
 
 @inlined

@@ -333,7 +333,7 @@ def _finished(world, rows, asked, state, unit):
     asked.done[request] += 1
     follows = True
     if world.guesses > 0 and asked.done[request] >= asked.prompts[request]:
-        follows = through(rows, asked, state, unit, request)
+        follows = through(world, rows, asked, state, unit, request)
     else:
         asked.row[request] = NONE
         if rows.draft[unit] != NONE:

@@ -149,6 +149,7 @@ class _Run:
             hosts=engine.hosts if engine.settled is not None else None,
             along=along.most,
             named=cluster.access_share @ along.named,
+            first_right=TraceFeed(trace=trace).first_right,
         )
         self.decider = Ahead(
             along=along,

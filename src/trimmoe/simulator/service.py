@@ -244,12 +244,15 @@ def _guesses_s(world, asked, state, server):
     """The same of guesses, which take as long in each layer, and pass several; the batch's is the
     last. Of what is read for each only the last row asks what follows."""
     entry, layer, tokens, guesses = state.batch_first[server], state.batch_layer[server], 0, 0
-    one_s, ends_s = world.guess_s[server], world.guess_ends_s[server]
     while entry != NONE:
         tokens += asked.reads[state.entry_unit[entry]]
         guesses, entry = guesses + 1, state.entry_next[entry]
+    state.batch_several[server] = guesses > 1
     if guesses > 1:
         one_s, ends_s = world.several_s[server], world.several_ends_s[server]
+    else:
+        one_s = world.guess_s[server] * world.per_pass
+        ends_s = world.guess_ends_s[server] * world.per_pass
     layers = world.dense_s.shape[1]
     read_s = _batch_s(one_s - ends_s, tokens, world.token_batch_times)
     layer_s = (read_s + _batch_s(ends_s, guesses, world.token_batch_times)) / layers

@@ -53,6 +53,8 @@ class State(NamedTuple):
     batch_layer: IntArray
     batch_stays: np.ndarray
     """Whether all units in service run here whatever they run in this layer, and stay, bool [M]."""
+    batch_several: np.ndarray
+    """Whether they are several guesses, bool [M]."""
     taken_s: FloatArray
     """When those were taken from their queue, [M]."""
     token_turn_s: FloatArray
@@ -123,6 +125,7 @@ def make_state(servers: int, layers: int, experts: int) -> State:
         batch_kind=np.zeros(servers, dtype=np.int64),
         batch_layer=np.zeros(servers, dtype=np.int64),
         batch_stays=np.zeros(servers, dtype=bool),
+        batch_several=np.zeros(servers, dtype=bool),
         taken_s=np.zeros(servers),
         token_turn_s=np.zeros(servers),
         starting=np.zeros(servers, dtype=bool),

@@ -144,6 +144,8 @@ class RequestTable:
                 coming=np.zeros(count, dtype=bool),
                 ticket=np.full(count, NONE),
                 reads=zeros.copy(),
+                more=zeros.copy(),
+                brought=np.zeros(count),
                 unread=zeros.copy(),
                 held=np.zeros(count, dtype=bool),
                 chunk=np.zeros(count, dtype=np.int64),

@@ -23,6 +23,7 @@ from trimmoe.cost.guessing import (
     token_batch_times,
     visits,
 )
+from trimmoe.cost.head_law import tokens_per_pass
 from trimmoe.cost.kernels import plain
 from trimmoe.cost.model import Accounting, CostModel
 from trimmoe.cost.warmth import rests_s, times_as_long, warm_shares
@@ -110,6 +111,10 @@ class World(NamedTuple):
     """Time of a guess, [M]."""
     guess_ends_s: FloatArray
     """Of that, what is no layer's, [M]."""
+    per_pass: float
+    """A pass takes so many times as long, since it also guesses behind what a draft head names."""
+    brings: float
+    """Guesses that it brings on average."""
     several_s: FloatArray
     """Of one of several guesses that are made at once, behind which a draft head names nothing,
     [M]."""
@@ -222,6 +227,10 @@ class Asked(NamedTuple):
     """Of the entry of the guess that is being made, or NONE, [R]."""
     reads: IntArray
     """Tokens that are read for it, [R]."""
+    more: IntArray
+    """Guesses behind those that were made, which the last pass brought too, [R]."""
+    brought: FloatArray
+    """What passes have brought beyond whole guesses, [R]."""
     unread: IntArray
     """Those that its user's server has not begun to read, [R]."""
     held: np.ndarray
@@ -264,11 +273,13 @@ def make_world(
     hosts: BoolArray | None = None,
     along: IntArray | None = None,
     named: FloatArray | None = None,
+    first_right: float | None = None,
 ) -> World:
     """The constants of a run; seconds are the cost model's, split at the propagation delay. Tokens
     activate so many `slots`. `hosts` [M, N, E] tell which layers guesses need not pass, `along` [M]
     how many drafts are read along with tokens, none if nobody says, and `named` with what chance
-    a head names a first one to that end, a second one, and so on."""
+    a head names a first one to that end, a second one, and so on. `first_right` of a head's first
+    drafts are, None: as many as its file says."""
     layers, servers = cost.layer_count, cost.server_count
     delay_s, speeds = cluster.delay_s, cluster.speeds
     hop_s = np.zeros(servers)
@@ -277,9 +288,11 @@ def make_world(
         hop_s = speeds.hop_s
         delay_s = delay_s + hop_s * ~np.eye(servers, dtype=bool)
         machine, at_once = speeds.machine.astype(np.int64), speeds.at_once
-    several = cost
+    several, per_pass, brings = cost, 1.0, 1.0
     if speeds is not None and cost.head_right:
         several = replace(cost, guess_s=None, guess_ends_s=speeds.head_s)
+        per_pass = tokens_per_pass(cost.head_right)
+        brings = per_pass if first_right is None else tokens_per_pass(first_right)
     warm, rest_s = warm_shares(cost), rests_s(cost, routes, slots)
     later = np.zeros((routes.shape[0], layers + 1, servers), dtype=bool)
     for layer in range(layers - 1, -1, -1):
@@ -313,6 +326,8 @@ def make_world(
         segments=segments,
         guess_s=plain(_guesses_s(cost, routes, hosts, slots)),
         guess_ends_s=plain(_ends_s(cost)),
+        per_pass=per_pass,
+        brings=min(brings, per_pass),
         several_s=plain(_guesses_s(several, routes, hosts, slots)),
         several_ends_s=plain(_ends_s(several)),
         along=plain(np.zeros(servers) if along is None else along, np.int64),
