@@ -187,7 +187,7 @@ async def test_the_more_streams_the_surer_a_token_has_to_be_to_be_offered(
     tiny: Tiny, offered: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As sure as the cost model says that makes it worth its row."""
-    found: list[tuple[int, float]] = []
+    found: list[tuple[float, float]] = []
     along = Crowd.along
 
     def seen(crowd: Crowd, right: float) -> tuple[float, float]:
