@@ -195,7 +195,9 @@ def brought(monkeypatch: pytest.MonkeyPatch, per_pass: float, brings: float) -> 
     """A pass takes as long as so many guesses, and brings so many."""
 
     def made(*given: Any, **more: Any) -> Any:
-        return make_world(*given, **more)._replace(per_pass=per_pass, brings=brings)
+        one = make_world(*given, **more)
+        taken = {name: per_pass * getattr(one, name) for name in ("pass_s", "pass_ends_s")}
+        return one._replace(brings=brings, **taken)
 
     monkeypatch.setattr("trimmoe.simulator.run.make_world", made)
 

@@ -210,9 +210,8 @@ def test_nothing_is_drafted_behind_guesses_that_are_made_at_once(
     of five where it names nothing. A batch takes half as long again for a second row."""
     world = SimpleNamespace(
         dense_s=np.ones((1, 4)),
-        guess_s=np.array([2.0]),
-        guess_ends_s=np.array([0.5]),
-        per_pass=3.0,
+        pass_s=np.array([3.0 * 2.0]),
+        pass_ends_s=np.array([3.0 * 0.5]),
         several_s=np.array([5.0]),
         several_ends_s=np.array([1.0]),
         token_batch_times=straight_times(0.5),

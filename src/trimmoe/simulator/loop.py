@@ -18,6 +18,7 @@ from trimmoe.simulator.service import (
     free,
     goes_on_in_slice,
     is_dense,
+    is_prompts,
     quick,
     ready,
     serve,
@@ -248,7 +249,7 @@ def _done(world, rows, asked, state, server):
     state.group_first[:] = NONE
     state.group_vectors[:] = 0
     own, own_last = NONE, NONE
-    chunk = kind == CHUNK or (kind == OWN and rows.prompt[state.entry_unit[entry]])
+    chunk = is_prompts(rows, state, kind, entry)
     if kind == OWN and state.batch_stays[server]:
         passes = goes_on_in_slice(world, state, server) if chunk else world.segments
         if passes and may_pass(rows, state, entry, layer):

@@ -129,7 +129,8 @@ class _Run:
         load, cost = settings.load, engine.cost
         self.settings, self.rebuilt = settings, rebuilt
         self.closed = load.concurrency is not None
-        along = _along(engine, trace, cluster, load)
+        feed = TraceFeed(trace=trace)
+        along = _along(engine, feed, cluster, load)
         self.world = make_world(
             cost,
             cluster,
@@ -149,12 +150,12 @@ class _Run:
             hosts=engine.hosts if engine.settled is not None else None,
             along=along.most,
             named=cluster.access_share @ along.named,
-            first_right=TraceFeed(trace=trace).first_right,
+            first_right=feed.first_right,
         )
         self.decider = Ahead(
             along=along,
             engine=engine,
-            feed=TraceFeed(trace=trace),
+            feed=feed,
             seed=seed,
             budget=settings.budget,
             confidence=settings.confidence,
@@ -364,11 +365,10 @@ class _Run:
         return [receipt for receipt in found if receipt is not None]
 
 
-def _along(engine: Engine, trace: Trace, cluster: ClusterSpec, load: Load) -> DraftsAlong:
+def _along(engine: Engine, feed: TraceFeed, cluster: ClusterSpec, load: Load) -> DraftsAlong:
     """Of as many streams as a load has under way."""
     if not engine.settings.guesses:
         return DraftsAlong.none(cluster.server_count)
-    feed = TraceFeed(trace=trace)
     chances = feed.chances(engine.settings, cluster.server_count)
     streams, read = load.concurrency or 1, 0.0
     here = np.ceil(streams * cluster.access_share).astype(np.int64)

@@ -196,9 +196,7 @@ def serve(world, rows, asked, state, server, first, kind, layer):
     state.batch_first[server] = first
     state.batch_kind[server], state.batch_layer[server] = kind, layer
     service_s = _service_s(world, rows, asked, state, server) * crowd(world, state, server)
-    prompt = kind in (CHUNK, CHUNK_EXPERTS)
-    if kind == OWN:
-        prompt = rows.prompt[state.entry_unit[first]]
+    prompt = is_prompts(rows, state, kind, first)
     if not prompt or state.taken_s[server] == state.clock[NOW]:
         service_s += max(state.handled_s[server] - state.clock[NOW], 0.0)
     state.busy_s[server] += service_s
@@ -234,6 +232,13 @@ def goes_on_in_slice(world, state, server):
 
 
 @inlined
+def is_prompts(rows, state, kind, first):
+    """Whether a batch, of such a kind and with this first entry, is a prompt's."""
+    own = kind == OWN and rows.prompt[state.entry_unit[first]]
+    return own or kind in (CHUNK, CHUNK_EXPERTS)
+
+
+@inlined
 def is_dense(kind):
     """Whether it is attention and router, of tokens or of a prompt."""
     return kind in (DENSE, TRAIL, CHUNK)
@@ -247,12 +252,10 @@ def _guesses_s(world, asked, state, server):
     while entry != NONE:
         tokens += asked.reads[state.entry_unit[entry]]
         guesses, entry = guesses + 1, state.entry_next[entry]
+    one_s, ends_s = world.pass_s[server], world.pass_ends_s[server]
     state.batch_several[server] = guesses > 1
     if guesses > 1:
         one_s, ends_s = world.several_s[server], world.several_ends_s[server]
-    else:
-        one_s = world.guess_s[server] * world.per_pass
-        ends_s = world.guess_ends_s[server] * world.per_pass
     layers = world.dense_s.shape[1]
     read_s = _batch_s(one_s - ends_s, tokens, world.token_batch_times)
     layer_s = (read_s + _batch_s(ends_s, guesses, world.token_batch_times)) / layers

@@ -107,12 +107,10 @@ class World(NamedTuple):
     """Whether they are made so many at a time, and the next ones when all are through."""
     segments: bool
     """Whether tokens pass the layers that leave nothing to decide in one batch."""
-    guess_s: FloatArray
-    """Time of a guess, [M]."""
-    guess_ends_s: FloatArray
+    pass_s: FloatArray
+    """Time of a pass that guesses for one stream, also behind what a draft head names, [M]."""
+    pass_ends_s: FloatArray
     """Of that, what is no layer's, [M]."""
-    per_pass: float
-    """A pass takes so many times as long, since it also guesses behind what a draft head names."""
     brings: float
     """Guesses that it brings on average."""
     several_s: FloatArray
@@ -324,9 +322,8 @@ def make_world(
         guesses=guesses,
         chunks=chunks,
         segments=segments,
-        guess_s=plain(_guesses_s(cost, routes, hosts, slots)),
-        guess_ends_s=plain(_ends_s(cost)),
-        per_pass=per_pass,
+        pass_s=plain(per_pass * _guesses_s(cost, routes, hosts, slots)),
+        pass_ends_s=plain(per_pass * _ends_s(cost)),
         brings=min(brings, per_pass),
         several_s=plain(_guesses_s(several, routes, hosts, slots)),
         several_ends_s=plain(_ends_s(several)),
