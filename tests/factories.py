@@ -166,7 +166,7 @@ def _random_curves(rng: np.random.Generator, layers: int, classes: int, bins: in
 
 def _random_rungs(model: ModelSpec, classes: int) -> tuple[Rung, ...]:
     """Few bits lose more than many."""
-    rng, scale = np.random.default_rng(0), {2: 0.5, 4: 0.1, 8: 0.02}
+    rng, scale = np.random.default_rng(0), {2: 0.5, 3: 0.2, 4: 0.1, 8: 0.02}
     found = []
     for bits in RUNGS:
         curves = _random_curves(rng, model.layer_count, classes, 3)

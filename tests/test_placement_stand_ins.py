@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 
 from factories import random_cluster, random_model_spec, random_profile
 from trimmoe.core.plan import load_plan
-from trimmoe.core.stand_ins import RUNGS
+from trimmoe.core.stand_ins import ASCENDING, RUNGS
 from trimmoe.placement.capacity import expert_capacity_bytes, used_bytes
 from trimmoe.placement.make import as_published, default, make_plan, paper
 from trimmoe.placement.stand_ins import (
@@ -49,11 +50,11 @@ def test_what_is_activated_often_gets_more_bits() -> None:
     shape = (model.layer_count, model.expert_count)
     frequency = np.random.default_rng(2).random(shape)
     hosts = np.zeros((1, *shape), dtype=bool)
-    every_two = copies_bytes(model, np.full(hosts.shape, 2))
-    every_four = copies_bytes(model, np.full(hosts.shape, 4))
-    (bits,) = copied_bits(model, hosts, frequency, (every_two + every_four) // 2)
-    assert (bits > 0).all()
-    assert frequency[bits == 4].min() >= frequency[bits == 2].max()
+    for few, more in pairwise(ASCENDING):
+        every_few, every_more = (copies_bytes(model, np.full(hosts.shape, b)) for b in (few, more))
+        (bits,) = copied_bits(model, hosts, frequency, (every_few + every_more) // 2)
+        assert set(np.unique(bits)) == {few, more}
+        assert frequency[bits == more].min() >= frequency[bits == few].max()
 
 
 @given(seed=st.integers(0, 10_000), room=st.floats(0.0, 2.5))
@@ -82,8 +83,8 @@ def test_servers_are_taken_to_have_the_copies_of_a_quarter() -> None:
         bits: int(copies_bytes(model, np.full((1, model.layer_count, model.expert_count), bits))[0])
         for bits in RUNGS
     }
-    allowed = np.array([0, of_all[2] // 4 + 1, of_all[4] // 4 + 1, of_all[8]])
-    assert standing_in(model, allowed).tolist() == [0, 2, 4, 8]
+    allowed = np.array([0, *(of_all[bits] // 4 + 1 for bits in ASCENDING)])
+    assert standing_in(model, allowed).tolist() == [0, *ASCENDING]
 
 
 @given(seed=st.integers(0, 10_000))

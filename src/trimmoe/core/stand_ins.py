@@ -1,7 +1,8 @@
 """What may run in a slot: experts, and copies that stand in for them.
 
 A slot runs an expert, or a copy of one in few bits, its *stand-in*. Both have a number: experts
-come first, then their copies in `RUNGS[0]` bits, then those in `RUNGS[1]`, and so on.
+come first, then their copies in `RUNGS[0]` bits, then those in `RUNGS[1]`, and so on. Servers tell
+each other these numbers, so that a further rung comes last, however many bits it has.
 
 Shapes: E experts.
 """
@@ -12,8 +13,10 @@ import numpy as np
 
 from trimmoe.core.specs import IntArray
 
-RUNGS = (2, 4, 8)
-"""Bits of copies, least first."""
+RUNGS = (2, 4, 8, 3)
+"""Bits of copies, in the order of their numbers."""
+ASCENDING = tuple(sorted(RUNGS))
+"""The same, least first."""
 FORMS = 1 + len(RUNGS)
 """In how many an expert may run: as served, and on every rung."""
 NO_STAND_IN = -1

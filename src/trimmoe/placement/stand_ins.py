@@ -15,7 +15,7 @@ import numpy as np
 
 from trimmoe.core.precision import bits_in_groups
 from trimmoe.core.specs import BoolArray, FloatArray, IntArray, ModelSpec
-from trimmoe.core.stand_ins import RUNGS
+from trimmoe.core.stand_ins import ASCENDING, RUNGS
 
 
 def allowance_bytes(model: ModelSpec, share: float) -> int:
@@ -52,9 +52,9 @@ def copied_bits(
         room = _Room(model=model, bits=bits, left=int(allowed[server]))
         if passing is not None:
             needed = [where for where in missing if passing[server, where[0]]]
-            for rung in RUNGS:
+            for rung in ASCENDING:
                 room.raise_to(rung, needed)
-        for rung in RUNGS:
+        for rung in ASCENDING:
             room.raise_to(rung, missing)
     return found
 
@@ -93,7 +93,7 @@ def standing_in(model: ModelSpec, allowed: IntArray) -> IntArray:
     expert that it lacks in the layers it runs, as far as can be told before it is known which these
     are: a quarter of all experts; 0 where that many do not fit, [M]."""
     found = np.zeros(allowed.shape, dtype=np.int64)
-    for bits in RUNGS:
+    for bits in ASCENDING:
         needed = float(copy_bytes(_parameters(model), bits).sum()) / 4
         found = np.where(needed <= allowed, bits, found)
     return found

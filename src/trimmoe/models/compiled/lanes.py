@@ -36,21 +36,29 @@ class Format(IntEnum):
     side as in Q8."""
     Q2 = 4
     """The same with two bits: a byte has four weights, one of each quarter of a group."""
+    Q3 = 5
+    """The same with three: of each group first the lower two bits of its weights as in Q2, then the
+    third ones, eight of them in a byte, one of each eighth of the group."""
+
+    @property
+    def bits(self) -> int:
+        """Of a weight, without its group's scale and offset."""
+        return (32, 16, 8, 4, 2, 3)[self]
+
+    @property
+    def planes(self) -> tuple[int, ...]:
+        """How many bits of a quantised weight lie together in a byte, the lowest first."""
+        return (2, 1) if self is Format.Q3 else (self.bits,)
 
     @property
     def panel_bytes(self) -> int:
         """What a column of a panel takes."""
-        return (64, 32, 16, 8, 4)[self]
-
-    @property
-    def per_byte(self) -> int:
-        """Weights that share a byte, of those quantised."""
-        return {Format.Q8: 1, Format.Q4: 2, Format.Q2: 4}[self]
+        return LANES * self.bits // 8
 
     @property
     def scale_bytes(self) -> int:
         """What a group's scale takes, and its offset if there is one."""
-        return {Format.Q8: 4, Format.Q4: 2, Format.Q2: 2}[self]
+        return 4 if self is Format.Q8 else 2
 
 
 def intrinsic(code: Any) -> Any:

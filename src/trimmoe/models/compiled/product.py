@@ -115,12 +115,17 @@ def _q2(w, s, o, wn, end, after, k, first, last, x, xn, rows, g, gn, out, on):
     _run(4, _Q8_ROWS, _TWO, w, s, o, wn, end, after, k, first, last, x, xn, rows, g, gn, out, on)
 
 
+def _q3(w, s, o, wn, end, after, k, first, last, x, xn, rows, g, gn, out, on):
+    _run(5, _Q8_ROWS, _TWO, w, s, o, wn, end, after, k, first, last, x, xn, rows, g, gn, out, on)
+
+
 _PRODUCTS = {
     Format.F32: _f32,
     Format.BF16: _bf16,
     Format.Q8: _q8,
     Format.Q4: _q4,
     Format.Q2: _q2,
+    Format.Q3: _q3,
 }
 
 

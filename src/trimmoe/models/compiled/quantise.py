@@ -22,7 +22,7 @@ from trimmoe.models.compiled.pages import CHUNKS
 from trimmoe.models.compiled.rounding import fit, round_to_eight
 
 Floats = NDArray[np.float32]
-_FEW = {2: Format.Q2, 4: Format.Q4}
+_FEW = {2: Format.Q2, 3: Format.Q3, 4: Format.Q4}
 """Formats with offsets, by their bits."""
 _UPPER = 1 if sys.byteorder == "little" else 0
 """Which half of a float's bytes is what bfloat16 keeps of it."""
@@ -35,7 +35,7 @@ class Packed:
 
     form: Format
     data: NDArray[Any]
-    """[P, K', LANES]; of quantised weights, m of which share a byte, [P, K' / 2m, LANES, 2]."""
+    """[P, K', LANES]; of quantised weights of b bits, in bytes, [P, K' * b / 16, LANES, 2]."""
     scales: NDArray[Any]
     """[P, K' / GROUP, LANES], float32, or the bits of bfloat16; empty where there are none."""
     offsets: NDArray[Any]
@@ -51,7 +51,7 @@ class Packed:
     def padded_columns(self) -> int:
         if self.form in (Format.F32, Format.BF16):
             return self.data.shape[1]
-        return self.data.shape[1] * 2 * self.form.per_byte
+        return self.data.shape[1] * 16 // self.form.bits
 
     def rows(self, which: NDArray[np.int64]) -> Floats:
         """What some rows stand for, [n, K]."""
@@ -68,13 +68,8 @@ class Packed:
 
     def _numbers(self, panel: NDArray[np.int64], lane: NDArray[np.int64]) -> Floats:
         """What some rows hold of each group, [n, K' / GROUP, GROUP]."""
-        shared = self.form.per_byte
-        stored = self.data[panel, :, lane].reshape(len(panel), -1, GROUP // shared)
-        if shared == 1:
-            return stored.astype(np.float32)
-        bits = 8 // shared
-        parts = [stored >> bits * i & (1 << bits) - 1 for i in range(shared)]
-        return np.concatenate(parts, axis=-1).astype(np.float32)
+        stored = self.data[panel, :, lane].reshape(len(panel), -1, GROUP * self.form.bits // 8)
+        return _together(stored, self.form).astype(np.float32)
 
     @property
     def restored(self) -> Floats:
@@ -126,30 +121,51 @@ def pack(weights: Floats, precision: Precision) -> Packed:
 
 
 def pack_bits(matrices: Sequence[Floats], bits: int) -> Packed:
-    """Matrices of one width in two, four or eight bits, one below another."""
+    """Matrices of one width in two, three, four or eight bits, one below another."""
     if bits == 8:
         return pack_joined(matrices, Precision.INT8)
     return joined([pack_few(matrix, bits) for matrix in matrices])
 
 
 def pack_few(weights: Floats, bits: int) -> Packed:
-    """A matrix [J, K] in two or four bits."""
+    """A matrix [J, K] in two, three or four bits."""
     padded = _padded(weights)
     groups = padded.reshape(padded.shape[0], -1, GROUP)
     numbers, scales, offsets = fit(groups, bits)
     form = _FEW[bits]
-    shared = form.per_byte
-    parts = numbers.reshape(*numbers.shape[:2], shared, GROUP // shared)
-    stored = np.zeros((*numbers.shape[:2], GROUP // shared), dtype=np.uint8)
-    for i in range(shared):
-        stored |= parts[:, :, i] << bits * i
     return Packed(
         form=form,
-        data=_paired(stored.reshape(padded.shape[0], -1)),
+        data=_paired(_apart(numbers, form).reshape(padded.shape[0], -1)),
         scales=_panels(scales),
         offsets=_panels(offsets),
         shape=weights.shape,
     )
+
+
+def _apart(numbers: NDArray[np.uint8], form: Format) -> NDArray[np.uint8]:
+    """Numbers of groups [..., GROUP] in the bytes of a format, plane by plane."""
+    planes, below = [], 0
+    for bits in form.planes:
+        part = numbers >> below & (1 << bits) - 1
+        parts = part.reshape(*part.shape[:-1], 8 // bits, -1)
+        shifts = np.arange(0, 8, bits, dtype=np.uint8)[:, None]
+        planes.append(np.bitwise_or.reduce(parts << shifts, axis=-2))
+        below += bits
+    return np.concatenate(planes, axis=-1)
+
+
+def _together(stored: NDArray[Any], form: Format) -> NDArray[Any]:
+    """What `_apart` was given, of its bytes [..., GROUP * bits / 8]; those of eight bits as they
+    are."""
+    if form is Format.Q8:
+        return stored
+    ends = np.cumsum([GROUP * bits // 8 for bits in form.planes])[:-1]
+    numbers, below = np.zeros((*stored.shape[:-1], GROUP), dtype=np.uint8), 0
+    for bits, plane in zip(form.planes, np.split(stored, ends, axis=-1), strict=True):
+        parts = [plane >> first & (1 << bits) - 1 for first in range(0, 8, bits)]
+        numbers |= np.concatenate(parts, axis=-1) << below
+        below += bits
+    return numbers
 
 
 def joined(parts: Sequence[Packed]) -> Packed:

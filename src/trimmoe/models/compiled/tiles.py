@@ -87,22 +87,39 @@ class _Tile(Emit):
                 sums[i] = self.fused(spread, weights, sums[i])
 
     def pairs(self, panel: Any, group: Any, number: int) -> list[Any]:
-        """The pairs of columns whose weights share the bytes of this number in a group, as int16.
+        """The pairs of columns whose weights share the bytes of this number in a group's first
+        plane, as int16.
 
         They are every `pairs_apart`th pair of the group.
         """
-        b, here = self.builder, self.times(group, GROUP * self.form.panel_bytes)
-        stored = self.load(self.add(self.add(panel, here), number * 2 * LANES), BYTES, 1)
+        start = self.add(panel, self.times(group, GROUP * self.form.panel_bytes))
         if self.form is Format.Q8:
-            return [b.sext(stored, SHORTS)]
-        bits, whole = 8 // self.form.per_byte, b.zext(stored, SHORTS)
-        low = ir.Constant(SHORTS, [(1 << bits) - 1] * (2 * LANES))
-        shifts = (ir.Constant(SHORTS, [bits * i] * (2 * LANES)) for i in range(8 // bits))
-        return [b.and_(b.lshr(whole, shift), low) for shift in shifts]
+            return [self.builder.sext(self._bytes(start, number), SHORTS)]
+        low, *rest = self.form.planes
+        found = [self._cut(start, number, low, low * part, 0) for part in range(8 // low)]
+        first, below = self.pairs_apart, low
+        for bits in rest:
+            for part in range(len(found)):
+                each, at = divmod(number + part * self.pairs_apart, 2 * bits)
+                more = self._cut(start, first + at, bits, bits * each, below)
+                found[part] = self.builder.or_(found[part], more)
+            first, below = first + 2 * bits, below + bits
+        return found
+
+    def _bytes(self, start: Any, number: int) -> Any:
+        return self.load(self.add(start, number * 2 * LANES), BYTES, 1)
+
+    def _cut(self, start: Any, number: int, bits: int, at: int, to: int) -> Any:
+        """So many bits of the bytes of a number, those from `at` on, moved to `to`."""
+        b, whole = self.builder, self.builder.zext(self._bytes(start, number), SHORTS)
+        shift = b.lshr if at >= to else b.shl
+        moved = shift(whole, ir.Constant(SHORTS, [abs(at - to)] * (2 * LANES)))
+        return b.and_(moved, ir.Constant(SHORTS, [((1 << bits) - 1) << to] * (2 * LANES)))
 
     @property
     def pairs_apart(self) -> int:
-        return GROUP // 2 // self.form.per_byte
+        """Half as many as a group has bytes in the first plane, which two columns share."""
+        return 2 * self.form.planes[0]
 
 
 @intrinsic
@@ -190,7 +207,7 @@ def _integers(
             tile.fetch_ahead(each, tile.times(group, LANES * size), LANES * size)
         for number in range(tile.pairs_apart):
             columns = [tile.pairs(w, group, number) for w in tile.ws]
-            for part in range(tile.form.per_byte):
+            for part in range(len(columns[0])):
                 pair = number + part * tile.pairs_apart
                 at = tile.add(tile.times(group, GROUP * 2), pair * 4)
                 for r, x in enumerate(tile.xs):
