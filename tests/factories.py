@@ -121,6 +121,7 @@ def random_profile(
         pattern_importance=importance,
         pattern_coverage=rng.uniform(0.5, 1.0, model.layer_count),
         rungs=_random_rungs(model, classes),
+        input_squares=_input_squares(model),
         **_exit_fields(rng, model, grid),
         **_steadiness_fields(rng, model, classes),
         **_substitution_fields(rng, model, classes),
@@ -137,6 +138,12 @@ def _header(model: ModelSpec, seed: int) -> Header:
         input_hashes={"model": model.model_hash, "text": "0" * 64},
         seed=seed,
     )
+
+
+def _input_squares(model: ModelSpec) -> np.ndarray:
+    """Some channels of states are far larger than others."""
+    shape = (model.layer_count, model.hidden_size)
+    return np.random.default_rng(0).lognormal(sigma=1.5, size=shape).astype(np.float32)
 
 
 def _exit_fields(rng: np.random.Generator, model: ModelSpec, grid: int) -> dict:

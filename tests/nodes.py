@@ -172,6 +172,7 @@ class Servers:
             device=DEVICE,
             quantise=self.quantise,
             stand_ins=self._bits(server),
+            input_squares=self.profile.input_squares,
         )
 
     async def connect(self, server: int) -> LinkTransport:

@@ -195,6 +195,26 @@ def test_fewer_bits_come_nearer_than_rounding_over_the_whole_range(bits: int, se
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4])
+@pytest.mark.parametrize("columns", [160, 70])
+def test_what_comes_out_is_nearer_where_it_is_known_what_goes_in(bits: int, columns: int) -> None:
+    weights, rng = _random(64, columns), np.random.default_rng(1)
+    sizes = rng.lognormal(sigma=1.5, size=columns)
+    x = (rng.standard_normal((200, columns)) * sizes).astype(np.float32)
+    plain = pack_bits([weights], bits)
+    fitted = pack_bits([weights], bits, (sizes**2).astype(np.float32))
+    off = [np.square(x @ (each.restored - weights).T).sum() for each in (fitted, plain)]
+    assert off[0] < 0.9 * off[1]
+
+
+@pytest.mark.parametrize("squares", [0.0, 3.0])
+def test_what_goes_in_alike_or_never_is_as_if_nothing_were_known(squares: float) -> None:
+    weights = _random(20, 96)
+    plain = pack_bits([weights], 4).restored
+    fitted = pack_bits([weights], 4, np.full(96, squares, dtype=np.float32)).restored
+    np.testing.assert_allclose(fitted, plain, atol=1e-6)
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4])
 def test_as_many_numbers_as_there_are_in_so_many_bits_are_held_as_they_are(bits: int) -> None:
     """Where scale and offset need no more than bfloat16 has."""
     numbers = -0.5 + 0.75 * np.arange(2**bits)

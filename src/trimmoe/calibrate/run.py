@@ -11,11 +11,13 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from trimmoe.calibrate.centroids import fit_centroids
 from trimmoe.calibrate.echoes import Echoes, echo_steps, measure_echoes
 from trimmoe.calibrate.exits import Exits, calibrate_exits, split_windows
 from trimmoe.calibrate.hazard import exit_hazard
+from trimmoe.calibrate.inputs import input_squares, measures_inputs
 from trimmoe.calibrate.losses import Losses, measure_losses, plan_experiments
 from trimmoe.calibrate.phases import OnPhase, Phases
 from trimmoe.calibrate.record import Advance, Recording, record, recording_steps
@@ -87,6 +89,11 @@ def calibrate(
             echoes = measure_echoes(view, recording, exits, experiments, settings, advance)
         with phases.run("What-ifs", layers * experiments.count) as advance:
             losses = measure_losses(view, recording, experiments, settings, advance)
+        squares: NDArray[np.float32] | None = None
+        if measures_inputs(view, recording):
+            with phases.run("Expert inputs", layers) as advance:
+                squares = input_squares(view, recording, advance)
+        view.fit_copies(squares)
         rungs: tuple[Rung, ...] = ()
         if measures_rungs(view, settings):
             with phases.run("Copies", rung_steps(recording, settings)) as advance:
@@ -106,6 +113,7 @@ def calibrate(
                 losses=losses,
                 centroids=centroids,
                 stand_ins=stand_ins,
+                input_squares=squares,
                 rungs=rungs,
             )
             return _profile(view, settings, text_hash(texts), measured)
@@ -185,6 +193,7 @@ class _Measured:
     losses: Losses
     centroids: _Centroids
     stand_ins: StandIns | None
+    input_squares: NDArray[np.float32] | None
     rungs: tuple[Rung, ...]
 
 
@@ -230,6 +239,7 @@ def _profile(
         substitution_samples=losses.substitution_samples,
         feasible=losses.feasible,
         rungs=measured.rungs,
+        input_squares=measured.input_squares,
         expert_transitions=expert_transitions(recording.activated[:, :, 0], experts),
         **_fields(patterns),
         **_fields(execution),

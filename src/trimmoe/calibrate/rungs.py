@@ -27,7 +27,7 @@ from trimmoe.calibrate.sweep import Known, Sweep, Visit
 from trimmoe.calibrate.windows import Windows, run_layer
 from trimmoe.core.loss_curves import LossCurves, Rung
 from trimmoe.core.specs import BoolArray, FloatArray, IntArray
-from trimmoe.core.stand_ins import RUNGS, numbered
+from trimmoe.core.stand_ins import ASCENDING, numbered
 from trimmoe.models.base import MoEView
 
 _BANDS = 3
@@ -46,7 +46,7 @@ def measures_rungs(view: MoEView, settings: CalibrationSettings) -> bool:
 def rung_steps(recording: Recording, settings: CalibrationSettings) -> int:
     """Of how many steps `measure_rungs` tells."""
     layers, tokens = recording.layer_count, _windows(recording, settings).tokens
-    return len(RUNGS) * (1 + len(_bands(layers))) * tokens * layers
+    return len(ASCENDING) * (1 + len(_bands(layers))) * tokens * layers
 
 
 def measure_rungs(
@@ -62,7 +62,7 @@ def measure_rungs(
     edges = np.ones((layers, 2))
     edges[:, _LOW] = np.median(recording.masses, axis=(1, 2))
     found = []
-    for bits in RUNGS:
+    for bits in ASCENDING:
         view.have_copies(np.full(shape, bits))
         number = numbered(np.full(shape, bits))
         whole, *bands = [

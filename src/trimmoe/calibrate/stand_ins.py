@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from trimmoe.calibrate.inputs import routed
 from trimmoe.calibrate.products import gram
 from trimmoe.calibrate.record import Advance, Recording
 from trimmoe.calibrate.settings import CalibrationSettings
@@ -61,7 +62,7 @@ def fit_stand_ins(
     read, give = np.zeros(shape, dtype=np.float16), np.zeros(shape, dtype=np.float16)
 
     def fitted(layer: int) -> None:
-        attended, routing = _routed(view, recording, layer)
+        attended, routing = routed(view, recording, layer)
         for expert in range(spec.expert_count):
             found = _of_expert(view, recording, (layer, expert), attended, routing, rank)
             read[layer, expert], give[layer, expert] = (part.cpu().numpy() for part in found)
@@ -74,14 +75,6 @@ def fit_stand_ins(
         stand_in_read=read.transpose(0, 3, 1, 2).copy(),
         stand_in_give=give,
     )
-
-
-def _routed(view: MoEView, recording: Recording, layer: int) -> tuple[Tensor, Routing]:
-    """What the layer's router reads of each token, [T, d], and makes of it."""
-    assert recording.attended is not None
-    attended = recording.attended[layer].to(device=view.device, dtype=view.dtype)
-    groups = torch.arange(len(attended), device=view.device) // recording.windows.length
-    return attended, view.route(layer, attended, groups=groups)
 
 
 def _of_expert(

@@ -9,7 +9,7 @@ import numpy as np
 
 from trimmoe.core.contents import Kept, count, share
 from trimmoe.core.specs import FloatArray, IntArray
-from trimmoe.core.stand_ins import RUNGS
+from trimmoe.core.stand_ins import ASCENDING
 
 COPIED_SHARE = 0.5
 """Of all slots, that run copies while it is measured what those lose: as many of little mass as of
@@ -100,7 +100,7 @@ def taken_curves(arrays: dict[str, np.ndarray], name: str) -> LossCurves:
 def taken_rungs(arrays: dict[str, np.ndarray]) -> tuple[Rung, ...]:
     """The same of all copies that are there; raises `ValueError` for half a one."""
     found = []
-    for bits in RUNGS:
+    for bits in ASCENDING:
         name = rung_name(bits)
         there = {part for part in _CURVE_PARTS if f"{name}.{part}" in arrays}
         if not there:

@@ -161,6 +161,9 @@ class Profile:
     stand_in_give: NDArray[np.float16] | None = None
     """[N, E, r, d]."""
 
+    input_squares: NDArray[np.float32] | None = None
+    """Means over tokens of the squares of what a layer's experts read, [N, d]: copies in few bits
+    are fitted to them. None in profiles from before they were kept."""
     rungs: tuple[Rung, ...] = ()
     """What copies in few bits cost that stand in for experts, by bits, ascending; empty where
     nobody has measured it, as in profiles from before it was, so that none stands in."""
@@ -329,6 +332,7 @@ _FIELDS = {
     "substitution_mean": share("N B R E E", optional=True),
     "stand_in_read": Kept(axes="N d E r", optional=True),
     "stand_in_give": Kept(axes="N E r d", optional=True),
+    "input_squares": replace(amount("N d"), optional=True),
     **{name: kept for bits in RUNGS for name, kept in rung_fields(bits).items()},
 }
 """What is in the file; see the module docstring for the names of sizes."""

@@ -34,6 +34,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import Tensor
 
 from trimmoe.core.specs import BoolArray, IntArray, ModelSpec
@@ -101,6 +102,10 @@ class MoEView(ABC):
         """Whether `experts` and its like run copies of experts in so many bits [N, E], 0 for none,
         as `core.stand_ins` numbers them. Those of loaded experts are made here."""
         return False
+
+    def fit_copies(self, squares: NDArray[np.float32] | None) -> None:  # noqa: B027
+        """Have copies from here on fitted to what experts read, mean squares [N, d]; None: nothing
+        is known of that."""
 
     def drop_copies(self) -> None:  # noqa: B027
         """Hold no copies any more."""

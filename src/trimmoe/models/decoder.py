@@ -150,6 +150,7 @@ class DecoderFamily:
         tables = tables_of(shape, geometry, decoder, weights, windows, wanted.precision)
         read.dense = checkpoint.bytes_read - read.experts
         view = CompiledView(parts, tables, spec, read)
+        view.fit_copies(wanted.input_squares)
         if wanted.stand_ins is not None:
             stand_in(view, weights, wanted.stand_ins)
         return view

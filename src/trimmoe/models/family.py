@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from trimmoe.core.errors import UserError
@@ -111,6 +112,8 @@ class Wanted:
     """Whether decoders may be compiled."""
     stand_ins: IntArray | None = None
     """In how many bits copies of other experts are held, [N, E]."""
+    input_squares: NDArray[np.float32] | None = None
+    """What experts read, to which copies are fitted, means [N, d]."""
     threads: int = 1
     """That turn weights into what is held."""
 

@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from trimmoe.core.errors import UserError
 from trimmoe.core.precision import Precision
@@ -113,6 +115,7 @@ def open_model(
     quantise: Precision = Precision.NONE,
     compiled: bool = True,
     stand_ins: IntArray | None = None,
+    input_squares: NDArray[np.float32] | None = None,
     threads: int = 1,
     shown: bool = False,
 ) -> MoEView:
@@ -125,7 +128,8 @@ def open_model(
     keeps the chosen experts of one MoE layer in memory at a time, read from the files whenever
     another layer's turn comes. `quantise` holds weights in few bits. In float32 on a processor
     decoders are compiled unless `compiled` forbids it. `stand_ins` [N, E] says in how many bits
-    compiled decoders have copies of experts that are not loaded, to guess with; 0 for none. So many
+    compiled decoders have copies of experts that are not loaded, to guess with; 0 for none; they
+    are fitted to what experts read, mean `input_squares` [N, d], where that is known. So many
     `threads` make of weights what is held. `shown`, reading many has a bar. Raises UserError,
     also where that takes more memory than is free.
     """
@@ -147,6 +151,7 @@ def open_model(
             precision=quantise,
             compiled=compiled,
             stand_ins=stand_ins,
+            input_squares=input_squares,
             threads=threads,
         )
         with bytes_bar("Reading the weights", to_read) as checkpoint.told:

@@ -17,6 +17,7 @@ def able(view: MoEView, engine: Engine) -> Engine:
     bits = engine.copied_bits
     if bits is None:
         return engine
+    view.fit_copies(engine.profile.input_squares)
     return engine if all(map(view.have_copies, bits)) else engine.without_copies()
 
 
@@ -28,6 +29,7 @@ def able_policy(
     runs = policy.levers.stand_in or (in_need is not None and in_need.stand_in)
     if bits is None or not runs or not profile.rungs:
         return policy
+    view.fit_copies(profile.input_squares)
     if view.have_copies(bits[server]):
         return policy
     return replace(

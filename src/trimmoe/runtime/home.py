@@ -128,6 +128,7 @@ def owns(view: MoEView, profile: Profile, hosts: BoolArray, bits: IntArray | Non
     """What every server has of a whole model: the experts of `hosts` [M, N, E], copies of others
     in so many `bits` [M, N, E], and what the profile has where it needs more."""
     few = [None] * len(hosts) if bits is None else list(bits)
+    view.fit_copies(profile.input_squares)
     found = [
         Own.of(view, torch.from_numpy(held), bits=its) for held, its in zip(hosts, few, strict=True)
     ]

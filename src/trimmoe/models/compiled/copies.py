@@ -3,6 +3,7 @@ linear maps of low rank."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
@@ -64,8 +65,15 @@ def low_rank_maps(tables: Tables, read: Floats, give: Floats) -> Maps:
 def add_copy(tables: Tables, block: int, expert: int, bits: int, parts: ExpertParts) -> None:
     """Keep a copy in so many bits of an expert that is not loaded."""
     halves = [half.float().numpy() for half in (parts.gate, parts.up)]
-    packed = pack_bits(halves, bits), pack_bits([parts.down.float().numpy()], bits)
+    packed = _packed(tables, block, halves, parts.down.float().numpy(), bits)
     tables.copy(block, expert, bits, *packed, tables.keep_biases(parts))
+
+
+def _packed(
+    tables: Tables, block: int, halves: Sequence[Floats], down: Floats, bits: int
+) -> tuple[Packed, Packed]:
+    """What a copy is made of: what reads states is fitted to those that experts read."""
+    return pack_bits(halves, bits, tables.input_squares.get(block)), pack_bits([down], bits)
 
 
 def have_copies(tables: Tables, bits: IntArray) -> bool:
@@ -90,7 +98,7 @@ def _copy_loaded(tables: Tables, block: int, expert: int, bits: int) -> None:
     size, hidden = tables.shape.routed, tables.shape.hidden
     # Each half has its own panels, which may be padded.
     halves = [up[:size], up[up.shape[0] // 2 :][:size]]
-    packed = pack_bits(halves, bits), pack_bits([down[:hidden]], bits)
+    packed = _packed(tables, block, halves, down[:hidden], bits)
     tables.copy(block, expert, bits, *packed, tables.biases(block, expert))
 
 

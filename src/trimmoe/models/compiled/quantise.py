@@ -1,7 +1,8 @@
 """Weight matrices as the compiled blocks hold them: in panels, in full or in few bits.
 
 Quantised, groups of `GROUP` in a row share a scale, and at four bits and fewer an offset: at eight
-bits rounding is to nearest, else scale and offset are fitted (`rounding.py`). Weights that
+bits rounding is to nearest, else scale and offset are fitted (`rounding.py`), to what is read if
+that is known. Weights that
 bfloat16 holds exactly, as most checkpoints', are held in it: what is computed with them is the
 same, bit for bit.
 """
@@ -24,6 +25,7 @@ from trimmoe.models.compiled.rounding import fit, round_to_eight
 Floats = NDArray[np.float32]
 _FEW = {2: Format.Q2, 3: Format.Q3, 4: Format.Q4}
 """Formats with offsets, by their bits."""
+_LEAST_WORTH = 0.01
 _UPPER = 1 if sys.byteorder == "little" else 0
 """Which half of a float's bytes is what bfloat16 keeps of it."""
 _NOTHING: Floats = np.empty((0, 0, LANES), np.float32)
@@ -120,18 +122,20 @@ def pack(weights: Floats, precision: Precision) -> Packed:
     return pack_few(weights, 4)
 
 
-def pack_bits(matrices: Sequence[Floats], bits: int) -> Packed:
-    """Matrices of one width in two, three, four or eight bits, one below another."""
+def pack_bits(matrices: Sequence[Floats], bits: int, squares: Floats | None = None) -> Packed:
+    """Matrices of one width in two, three, four or eight bits, one below another; `squares` as for
+    `pack_few`."""
     if bits == 8:
         return pack_joined(matrices, Precision.INT8)
-    return joined([pack_few(matrix, bits) for matrix in matrices])
+    return joined([pack_few(matrix, bits, squares) for matrix in matrices])
 
 
-def pack_few(weights: Floats, bits: int) -> Packed:
-    """A matrix [J, K] in two, three or four bits."""
+def pack_few(weights: Floats, bits: int, squares: Floats | None = None) -> Packed:
+    """A matrix [J, K] in two, three or four bits; of what it is multiplied with the mean `squares`
+    [K], if they are known."""
     padded = _padded(weights)
     groups = padded.reshape(padded.shape[0], -1, GROUP)
-    numbers, scales, offsets = fit(groups, bits)
+    numbers, scales, offsets = fit(groups, bits, None if squares is None else _worth(squares))
     form = _FEW[bits]
     return Packed(
         form=form,
@@ -140,6 +144,15 @@ def pack_few(weights: Floats, bits: int) -> Packed:
         offsets=_panels(offsets),
         shape=weights.shape,
     )
+
+
+def _worth(squares: Floats) -> Floats:
+    """How much columns count, by group, [K' / GROUP, GROUP]: by their share of the mean, and those
+    next to nothing a little."""
+    mean = float(squares.mean())
+    counts = squares / mean if mean > 0.0 else np.ones_like(squares)
+    padded = np.pad(counts, (0, -len(counts) % GROUP)) + _LEAST_WORTH
+    return padded.reshape(-1, GROUP).astype(np.float32)
 
 
 def _apart(numbers: NDArray[np.uint8], form: Format) -> NDArray[np.uint8]:

@@ -2,7 +2,9 @@
 
 At eight bits the scale is that of the largest weight. At fewer, extremes of a group spread the few
 numbers that there are too thin. So narrower ranges are tried too, for each the scale and the offset
-are fitted by least squares, and the best of all is taken.
+are fitted by least squares, and the best of all is taken. Where it is known how large what a column
+is multiplied with usually is, squares of errors count by that: it is the error of what comes out
+that matters.
 """
 
 from __future__ import annotations
@@ -52,8 +54,9 @@ def _short(values, bits):
 
 
 @njit(nogil=True, error_model="numpy", cache=True)
-def _numbers(weights, scale, offset, most, out, error):
-    """The nearest number of each weight [g, L], into `out`; the squared `error` of each group."""
+def _numbers(weights, counts, scale, offset, most, out, error):
+    """The nearest number of each weight [g, L], into `out`; the squared `error` of each group, in
+    which weights count as much as `counts` [g, L] says."""
     over = np.empty_like(scale)
     for lane in range(LANES):
         over[lane] = np.float32(1.0) / scale[lane] if scale[lane] != 0.0 else np.float32(0.0)
@@ -63,26 +66,28 @@ def _numbers(weights, scale, offset, most, out, error):
             above = weights[i, lane] - offset[lane]
             number = min(max(np.rint(above * over[lane]), np.float32(0.0)), most)
             off = above - number * scale[lane]
-            error[lane] += off * off
+            error[lane] += off * off * counts[i, lane]
             out[i, lane] = number
 
 
 @njit(nogil=True, error_model="numpy", cache=True)
-def _fit(weights, numbers, scale, offset):
-    """Scale and offset of least squares for the numbers [g, L] that weights have."""
-    count = weights.shape[0]
-    sums, total = np.zeros_like(scale), np.zeros_like(scale)
-    for i in range(count):
+def _fit(weights, counts, numbers, scale, offset):
+    """Scale and offset of least squares for the numbers [g, L] that weights have, which count as
+    much as `counts` [g, L] says."""
+    size = weights.shape[0]
+    sums, total, all_counts = np.zeros_like(scale), np.zeros_like(scale), np.zeros(LANES)
+    for i in range(size):
         for lane in range(LANES):
-            sums[lane] += numbers[i, lane]
-            total[lane] += weights[i, lane]
-    middle, mean = sums / np.float64(count), total / np.float64(count)
+            sums[lane] += numbers[i, lane] * counts[i, lane]
+            total[lane] += weights[i, lane] * counts[i, lane]
+            all_counts[lane] += counts[i, lane]
+    middle, mean = sums / all_counts, total / all_counts
     both, spread = np.zeros(LANES), np.zeros(LANES)
-    for i in range(count):
+    for i in range(size):
         for lane in range(LANES):
             away = numbers[i, lane] - middle[lane]
-            both[lane] += away * (weights[i, lane] - mean[lane])
-            spread[lane] += away * away
+            both[lane] += away * (weights[i, lane] - mean[lane]) * counts[i, lane]
+            spread[lane] += away * away * counts[i, lane]
     for lane in range(LANES):
         slope = both[lane] / spread[lane] if spread[lane] > 0.0 else 0.0
         scale[lane] = np.float32(slope)
@@ -90,16 +95,18 @@ def _fit(weights, numbers, scale, offset):
 
 
 @njit(nogil=True, error_model="numpy", cache=True)
-def fit_groups(groups, most):
+def fit_groups(groups, worth, most):
     """Numbers from 0 to `most` for groups [n, g], uint8 [n, g], with the bits of their scales and
     offsets in bfloat16, uint16 [n] each: a weight is offset + scale * number.
 
-    `LANES` groups at a time, one beside another, as vectors take them.
+    How much weights count: `worth` [m, g], of the groups of a row, which repeats. `LANES` groups
+    at a time, one beside another, as vectors take them.
     """
     count, size = groups.shape
     numbers = np.zeros((count, size), dtype=np.uint8)
     scales, offsets = np.zeros(count, dtype=np.uint16), np.zeros(count, dtype=np.uint16)
     weights = np.zeros((size, LANES), dtype=np.float32)
+    counts = np.ones((size, LANES), dtype=np.float32)
     tried = np.empty((size, LANES), dtype=np.float32)
     scale, offset = np.empty(LANES, dtype=np.float32), np.empty(LANES, dtype=np.float32)
     scale_bits, offset_bits = np.empty(LANES, np.uint16), np.empty(LANES, np.uint16)
@@ -111,6 +118,7 @@ def fit_groups(groups, most):
         for lane in range(here):
             for i in range(size):
                 weights[i, lane] = groups[first + lane, i]
+                counts[i, lane] = worth[(first + lane) % worth.shape[0], i]
         low[:], high[:], best[:] = weights[0], weights[0], np.float32(np.inf)
         for i in range(size):
             for lane in range(LANES):
@@ -122,11 +130,11 @@ def fit_groups(groups, most):
                 half = (high[lane] - low[lane]) * np.float32(0.5)
                 reach = half * np.float32(1.0 - _NARROWER * attempt)
                 scale[lane], offset[lane] = reach * np.float32(2.0) / top, middle - reach
-            _numbers(weights, scale, offset, top, tried, error)
-            _fit(weights, tried, scale, offset)
+            _numbers(weights, counts, scale, offset, top, tried, error)
+            _fit(weights, counts, tried, scale, offset)
             _short(scale, scale_bits)
             _short(offset, offset_bits)
-            _numbers(weights, scale, offset, top, tried, error)
+            _numbers(weights, counts, scale, offset, top, tried, error)
             for lane in range(here):
                 if error[lane] < best[lane]:
                     best[lane] = error[lane]
@@ -143,7 +151,8 @@ def compiled() -> None:
     that start together on a new machine would otherwise all compile it."""
     with one_at_a_time():
         _round(np.zeros((LANES, GROUP), dtype=np.float32))
-        fit_groups(np.zeros((1, 1), dtype=np.float32), 1)
+        nothing = np.zeros((1, 1), dtype=np.float32)
+        fit_groups(nothing, nothing, 1)
 
 
 def round_to_eight(weights: NDArray[np.float32]) -> tuple[NDArray[np.int8], NDArray[np.float32]]:
@@ -153,11 +162,15 @@ def round_to_eight(weights: NDArray[np.float32]) -> tuple[NDArray[np.int8], NDAr
     return _round(weights)
 
 
-def fit(groups: NDArray[np.float32], bits: int) -> tuple[NDArray, NDArray, NDArray]:
-    """`fit_groups` for groups [..., g], of the same leading shape."""
+def fit(
+    groups: NDArray[np.float32], bits: int, worth: NDArray[np.float32] | None = None
+) -> tuple[NDArray, NDArray, NDArray]:
+    """`fit_groups` for groups [..., m, g], of the same leading shape; `worth` None: all weights
+    count the same."""
     compiled()
     flat = np.ascontiguousarray(groups.reshape(-1, groups.shape[-1]), dtype=np.float32)
-    numbers, scales, offsets = fit_groups(flat, (1 << bits) - 1)
+    worth = np.ones((1, flat.shape[1]), dtype=np.float32) if worth is None else worth
+    numbers, scales, offsets = fit_groups(flat, worth, (1 << bits) - 1)
     lead = groups.shape[:-1]
     return numbers.reshape(groups.shape), scales.reshape(lead), offsets.reshape(lead)
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from trimmoe.core.specs import BoolArray, IntArray, ModelSpec
@@ -239,6 +240,9 @@ class CompiledView(CompiledExperts):
         of others; those of loaded ones are made here."""
         copies = np.zeros(held.shape, dtype=np.int64) if bits is None else bits * ~held
         return at_hand(self._tables, self._by_block(held), copies)
+
+    def fit_copies(self, squares: NDArray[np.float32] | None) -> None:
+        self._tables.fit_copies(squares)
 
     def have_copies(self, bits: IntArray) -> bool:
         return have_copies(self._tables, bits)

@@ -68,6 +68,7 @@ def compiled_view(
         end.to("meta")
     tables = tables_of(shape, geometry, decoder, weights, windows, wanted.precision, form)
     view = CompiledView(parts, tables, spec, bytes_read)
+    view.fit_copies(wanted.input_squares)
     if wanted.stand_ins is not None:
         stand_in(view, weights, wanted.stand_ins, form)
     return view

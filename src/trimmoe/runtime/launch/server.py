@@ -258,6 +258,7 @@ def open_own_part(spec: ServerSpec, path: str) -> MoEView:
         quantise=spec.quantise,
         hashed=True,
         stand_ins=_copies(spec),
+        input_squares=spec.profile.input_squares,
         threads=spec.thread_count,
     )
     spec.profile.require_model(view.spec)
