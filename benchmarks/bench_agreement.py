@@ -20,7 +20,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from trimmoe.calibrate.text import read_texts, token_windows
-from trimmoe.core.stand_ins import RUNGS
+from trimmoe.core.stand_ins import ASCENDING
 from trimmoe.experiments.opening import resolved
 from trimmoe.models.compiled.quantise import pack_bits
 from trimmoe.models.load import load_tokenizer
@@ -40,7 +40,7 @@ def main() -> None:
     parser.add_argument("--held", type=float, nargs="*", default=[0.0, 0.25, 0.5])
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     options = parser.parse_args()
-    names = ["nothing", *(f"{bits} bits" for bits in RUNGS)]
+    names = ["nothing", *(f"{bits} bits" for bits in ASCENDING)]
     heads = [f"{name}, {share:.0%} held" for name in names for share in options.held]
     print(f"| model | experts, MB | text | perplexity | {' | '.join(heads)} |")
     print("|---" * (4 + len(heads)) + "|")
@@ -62,7 +62,7 @@ def main() -> None:
             texts[file] = torch.from_numpy(ids).to(options.device)
         whole = {file: predictions(model, ids) for file, ids in texts.items()}
         shares: dict[Path, list[float]] = {file: [] for file in texts}
-        for copies in [None, *RUNGS]:
+        for copies in [None, *ASCENDING]:
             for _ in replaced(blocks, copies, options.held):
                 for file, ids in texts.items():
                     same = predictions(model, ids)[0] == whole[file][0]

@@ -26,6 +26,7 @@ from trimmoe.core.plan import Plan, load_plan
 from trimmoe.core.precision import Precision
 from trimmoe.core.profile import Profile, load_profile
 from trimmoe.core.specs import FloatArray, IntArray, ModelSpec
+from trimmoe.core.stand_ins import ASCENDING
 from trimmoe.experiments.opening import profile_path, resolved
 from trimmoe.models.base import MoEView
 from trimmoe.models.load import load_tokenizer, open_model
@@ -69,7 +70,7 @@ def main() -> None:
 
 def _stand_ins(plan: Plan) -> Iterator[tuple[str, IntArray | None]]:
     yield "the profile's linear maps", None
-    for bits in (2, 4, 8):
+    for bits in ASCENDING:
         yield f"copies in {bits} bits", np.where(plan.hosts, 0, bits)
     if plan.stand_in_bits is not None:
         yield "what the plan has", plan.stand_in_bits
