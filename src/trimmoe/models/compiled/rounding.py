@@ -54,6 +54,22 @@ def _short(values, bits):
 
 
 @njit(nogil=True, error_model="numpy", cache=True)
+def _count(counts, i, lane):
+    """How much a weight counts; where that is None, the compiler leaves out all that follows."""
+    if counts is None:
+        return np.float32(1.0)
+    return counts[i, lane]
+
+
+@njit(nogil=True, error_model="numpy", cache=True)
+def _counted(counts, size):
+    """How much so many weights of each group count together, [L]."""
+    if counts is None:
+        return np.full(LANES, np.float64(size))
+    return counts.astype(np.float64).sum(0)
+
+
+@njit(nogil=True, error_model="numpy", cache=True)
 def _numbers(weights, counts, scale, offset, most, out, error):
     """The nearest number of each weight [g, L], into `out`; the squared `error` of each group, in
     which weights count as much as `counts` [g, L] says."""
@@ -66,7 +82,7 @@ def _numbers(weights, counts, scale, offset, most, out, error):
             above = weights[i, lane] - offset[lane]
             number = min(max(np.rint(above * over[lane]), np.float32(0.0)), most)
             off = above - number * scale[lane]
-            error[lane] += off * off * counts[i, lane]
+            error[lane] += off * off * _count(counts, i, lane)
             out[i, lane] = number
 
 
@@ -75,19 +91,21 @@ def _fit(weights, counts, numbers, scale, offset):
     """Scale and offset of least squares for the numbers [g, L] that weights have, which count as
     much as `counts` [g, L] says."""
     size = weights.shape[0]
-    sums, total, all_counts = np.zeros_like(scale), np.zeros_like(scale), np.zeros(LANES)
+    sums, total = np.zeros_like(scale), np.zeros_like(scale)
     for i in range(size):
         for lane in range(LANES):
-            sums[lane] += numbers[i, lane] * counts[i, lane]
-            total[lane] += weights[i, lane] * counts[i, lane]
-            all_counts[lane] += counts[i, lane]
-    middle, mean = sums / all_counts, total / all_counts
+            count = _count(counts, i, lane)
+            sums[lane] += numbers[i, lane] * count
+            total[lane] += weights[i, lane] * count
+    whole = _counted(counts, size)
+    middle, mean = sums / whole, total / whole
     both, spread = np.zeros(LANES), np.zeros(LANES)
     for i in range(size):
         for lane in range(LANES):
             away = numbers[i, lane] - middle[lane]
-            both[lane] += away * (weights[i, lane] - mean[lane]) * counts[i, lane]
-            spread[lane] += away * away * counts[i, lane]
+            count = _count(counts, i, lane)
+            both[lane] += away * (weights[i, lane] - mean[lane]) * count
+            spread[lane] += away * away * count
     for lane in range(LANES):
         slope = both[lane] / spread[lane] if spread[lane] > 0.0 else 0.0
         scale[lane] = np.float32(slope)
@@ -99,14 +117,14 @@ def fit_groups(groups, worth, most):
     """Numbers from 0 to `most` for groups [n, g], uint8 [n, g], with the bits of their scales and
     offsets in bfloat16, uint16 [n] each: a weight is offset + scale * number.
 
-    How much weights count: `worth` [m, g], of the groups of a row, which repeats. `LANES` groups
-    at a time, one beside another, as vectors take them.
+    How much weights count: `worth` [m, g], of the groups of a row, which repeats; None: all the
+    same. `LANES` groups at a time, one beside another, as vectors take them.
     """
     count, size = groups.shape
     numbers = np.zeros((count, size), dtype=np.uint8)
     scales, offsets = np.zeros(count, dtype=np.uint16), np.zeros(count, dtype=np.uint16)
     weights = np.zeros((size, LANES), dtype=np.float32)
-    counts = np.ones((size, LANES), dtype=np.float32)
+    counts = None if worth is None else np.ones((size, LANES), dtype=np.float32)
     tried = np.empty((size, LANES), dtype=np.float32)
     scale, offset = np.empty(LANES, dtype=np.float32), np.empty(LANES, dtype=np.float32)
     scale_bits, offset_bits = np.empty(LANES, np.uint16), np.empty(LANES, np.uint16)
@@ -118,7 +136,8 @@ def fit_groups(groups, worth, most):
         for lane in range(here):
             for i in range(size):
                 weights[i, lane] = groups[first + lane, i]
-                counts[i, lane] = worth[(first + lane) % worth.shape[0], i]
+                if worth is not None:
+                    counts[i, lane] = worth[(first + lane) % worth.shape[0], i]
         low[:], high[:], best[:] = weights[0], weights[0], np.float32(np.inf)
         for i in range(size):
             for lane in range(LANES):
@@ -152,7 +171,8 @@ def compiled() -> None:
     with one_at_a_time():
         _round(np.zeros((LANES, GROUP), dtype=np.float32))
         nothing = np.zeros((1, 1), dtype=np.float32)
-        fit_groups(nothing, nothing, 1)
+        for worth in (None, nothing):
+            fit_groups(nothing, worth, 1)
 
 
 def round_to_eight(weights: NDArray[np.float32]) -> tuple[NDArray[np.int8], NDArray[np.float32]]:
@@ -169,7 +189,6 @@ def fit(
     count the same."""
     compiled()
     flat = np.ascontiguousarray(groups.reshape(-1, groups.shape[-1]), dtype=np.float32)
-    worth = np.ones((1, flat.shape[1]), dtype=np.float32) if worth is None else worth
     numbers, scales, offsets = fit_groups(flat, worth, (1 << bits) - 1)
     lead = groups.shape[:-1]
     return numbers.reshape(groups.shape), scales.reshape(lead), offsets.reshape(lead)
