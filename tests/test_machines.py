@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -292,34 +293,41 @@ def test_what_a_slow_server_takes_is_not_put_on_every_token(measured_world: Arti
     assert 1.0 < found.token_s[0] * 1e3 < 2.0
 
 
-def test_a_server_that_lies_costs_speed_only(tmp_path: Path) -> None:
-    """What three say is taken, of the fourth nothing makes sense; a plan can be made with it."""
+def machine_report(server: str, *, machine: str = "one", **more: Any) -> MachineReport:
+    """Of a server whose layers take a millisecond each, unless it says otherwise."""
+    given: dict[str, Any] = {
+        "device": "cpu",
+        "threads": 1,
+        "free_bytes": 1,
+        "software_s": 1e-3,
+        "work_s": np.full((3, len(Work), len(BATCHES)), 1e-3),
+        "naming_s": 0.0,
+        "links": (),
+    }
+    return MachineReport(server=server, machine=machine, **given | more)
+
+
+@pytest.fixture
+def asked(tmp_path: Path) -> tuple[Artifacts, ServeConfig]:
+    """What four servers are measured with."""
     files = write_files(tmp_path)
     config = ServeConfig.model_validate(
         {"cluster": files.cluster, "model": str(files.model), "profile": files.profile,
          "plan": files.plan, "emulate_machines": False}
     )  # fmt: skip
-    artifacts = prepare(config, sample=str, say=lambda _: None, cache_dir=tmp_path)
-    good = np.full((3, len(Work), len(BATCHES)), 1e-3)
+    return prepare(config, sample=str, say=lambda _: None, cache_dir=tmp_path), config
+
+
+def test_a_server_that_lies_costs_speed_only(asked: tuple[Artifacts, ServeConfig]) -> None:
+    """What three say is taken, of the fourth nothing makes sense; a plan can be made with it."""
+    artifacts, config = asked
+    nonsense = np.full((3, len(Work), len(BATCHES)), -np.inf)
+    link = LinkReport(peer=SERVERS[0], delay_s=-1.0, bandwidth_bytes_per_s=None, jitter_s=None)
     reports = [
-        MachineReport(
-            server=name,
-            machine="one",
-            device="cpu",
-            threads=1,
-            free_bytes=1,
-            software_s=1e-3,
-            work_s=good if at else np.full_like(good, -np.inf),
-            naming_s=(math.nan, 1e-3, 3e-3, 2e-3)[at],
-            links=(
-                LinkReport(
-                    peer=SERVERS[0], delay_s=-1.0, bandwidth_bytes_per_s=None, jitter_s=None
-                ),
-            )
-            if at == 1
-            else (),
-        )
-        for at, name in enumerate(SERVERS)
+        machine_report(SERVERS[0], work_s=nonsense, naming_s=math.nan),
+        machine_report(SERVERS[1], naming_s=1e-3, links=(link,)),
+        machine_report(SERVERS[2], naming_s=3e-3),
+        machine_report(SERVERS[3], naming_s=2e-3),
     ]
     made = measuring.machines_of(artifacts, config, [*reports[:3], None], reports)
     assert (made.work_s[1:3] == 1e-3).all()
@@ -330,6 +338,21 @@ def test_a_server_that_lies_costs_speed_only(tmp_path: Path) -> None:
     assert (applied.delay_s >= 0).all()
     assert np.isfinite(cost_model(artifacts.model, applied).transfer_s).all()
     assert len(machines_tables(made)) == 3
+
+
+def test_software_takes_as_long_on_all_servers_of_a_machine_that_compute_as_fast(
+    asked: tuple[Artifacts, ServeConfig],
+) -> None:
+    """One was kept from its core, one is emulated as ten times slower, one is elsewhere."""
+    slow = np.full((3, len(Work), len(BATCHES)), 1e-2)
+    reports = [
+        machine_report(SERVERS[0], software_s=1.2e-3),
+        machine_report(SERVERS[1], software_s=2.4e-3),
+        machine_report(SERVERS[2], software_s=1.3e-2, work_s=slow),
+        machine_report(SERVERS[3], software_s=1.5e-3, machine="other"),
+    ]
+    made = measuring.machines_of(*asked, reports, reports)
+    assert made.software_s.tolist() == [1.2e-3, 1.2e-3, 1.3e-2, 1.5e-3]
 
 
 async def test_a_server_times_itself_while_its_users_wait(tiny: Tiny) -> None:

@@ -48,6 +48,9 @@ _SEVERAL = np.array(BATCHES) >= 8
 caches of a processor that is shared says nothing of them."""
 _COLDEST = 3.0
 """More than that is a bad measurement."""
+_ALIKE_PACE = 1.5
+"""Servers of which one takes no longer than so many times the other's for the same layers compute
+as fast: a measurement is off by less than that, a machine that is emulated by more."""
 _ALIKE = 40.0
 """How much it weighs that a message and a token cost the same, against one user's clock. They
 nearly do, and with less weight what a slow server's software takes is put on every token of the
@@ -206,15 +209,27 @@ def machines_of(
         delay_s=delay_s,
         bandwidth_bytes_per_s=bandwidth,
         jitter_s=jitter_s,
-        software_s=plausible(
-            np.array([np.nan if one is None else one.software_s for one in alone]), known
-        ),
+        software_s=_software_s(alone, work_s, machine),
         hop_s=np.zeros(count),
         token_s=np.zeros(count),
         head_right=min((one.head_right for one in alone if one is not None), default=0.0),
         naming_s=_naming_s(alone),
         cold=_cold(work_s, together, ratio, machine),
     )
+
+
+def _software_s(
+    alone: Sequence[MachineReport | None], work_s: FloatArray, machine: IntArray
+) -> FloatArray:
+    """What the interpreter takes for the same on every server, [M]. It takes as long on all of a
+    machine that compute as fast: who took longer was kept from its core meanwhile."""
+    known = np.array([one is not None for one in alone])
+    said_s = plausible(
+        np.array([np.nan if one is None else one.software_s for one in alone]), known
+    )
+    pace = np.median(work_s / work_s.min(axis=0), axis=(1, 2))
+    alike = (machine[:, None] == machine) & (pace[:, None] <= _ALIKE_PACE * pace)
+    return np.where(alike, said_s, np.inf).min(axis=1)
 
 
 def _cold(
