@@ -118,6 +118,26 @@ def test_a_plan_keeps_memory_for_copies_and_says_so(tmp_path: Path) -> None:
     assert np.array_equal(again, bits)
 
 
+def test_profiles_that_know_fewer_rungs_have_plans_keep_to_those() -> None:
+    """Copies of which nobody has measured what they lose stand in for nothing."""
+    rng = np.random.default_rng(4)
+    model = random_model_spec(rng)
+    profile = random_profile(rng, model)
+    cluster = random_cluster(rng, memory_ratio=None)
+    memory = model.dense_bytes + model.total_expert_bytes * 3 // 4
+    cluster = replace(cluster, memory_bytes=np.full(cluster.server_count, memory))
+
+    def planned(*known: int) -> set[int]:
+        rungs = tuple(rung for rung in profile.rungs if rung.bits in known)
+        earlier = replace(profile, rungs=rungs)
+        plan = make_plan(earlier, model, cluster, default(), cluster_hash="")
+        assert plan.stand_in_bits is not None
+        return set(np.unique(plan.stand_in_bits).tolist())
+
+    assert planned(*RUNGS) == planned() == {0, 2, 3}
+    assert planned(2, 4, 8) == {0, 2}
+
+
 def test_other_placements_know_no_copies() -> None:
     for preset in (paper(), as_published("pipeline")):
         assert preset.stand_in_share == 0.0

@@ -317,7 +317,7 @@ class Optimiser:
         planner = self.planner
         if not planner.settings.stand_in_share:
             return None
-        return standing_in(planner.model, planner.copies)
+        return standing_in(planner.model, planner.copies, planner.rungs)
 
     def _busiest(self, entries: list[_Entry]) -> IntArray:
         """The servers on which the routes of `entries` run most layers, ascending."""

@@ -10,6 +10,7 @@ import numpy as np
 
 from trimmoe.core.profile import Profile
 from trimmoe.core.specs import BoolArray, ClusterSpec, FloatArray, IntArray, ModelSpec
+from trimmoe.core.stand_ins import ASCENDING
 from trimmoe.cost.expected import layer_table_s
 from trimmoe.cost.model import Accounting, CostModel, cost_model
 from trimmoe.placement.blocks import add_blocks
@@ -137,7 +138,12 @@ class Planner:
             return None
         frequency = self.profile.expected_executions
         passing = passed_by(routes, len(hosts)) if self.profile.rungs else None
-        return copied_bits(self.model, hosts, frequency, self._room(hosts), passing)
+        return copied_bits(self.model, hosts, frequency, self._room(hosts), passing, self.rungs)
+
+    @property
+    def rungs(self) -> tuple[int, ...]:
+        """Bits that copies may have: where some of them are known to stand in, only these."""
+        return tuple(rung.bits for rung in self.profile.rungs) or ASCENDING
 
     def _room(self, hosts: BoolArray) -> IntArray:
         """Bytes that copies may take, [M]: what is kept for them, and what experts leave."""

@@ -37,12 +37,14 @@ def copied_bits(
     frequency: FloatArray,
     allowed: IntArray,
     passing: BoolArray | None = None,
+    rungs: Sequence[int] = ASCENDING,
 ) -> IntArray:
     """Bits of every server's copies, 0 where it has none, [M, N, E].
 
     `hosts` [M, N, E]; `frequency` [N, E]: how often each expert is activated; `allowed` [M]: bytes;
     `passing` [M, N]: whether any route has a layer on a server, where copies stand in for experts,
-    in as many bits as there are, before others are had to guess with; None: nowhere.
+    in as many bits as there are, before others are had to guess with; None: nowhere; `rungs`:
+    numbers of bits, ascending, that copies may have.
     """
     order = np.argsort(-frequency, axis=None, kind="stable")
     places = [divmod(int(at), frequency.shape[1]) for at in order]
@@ -52,9 +54,9 @@ def copied_bits(
         room = _Room(model=model, bits=bits, left=int(allowed[server]))
         if passing is not None:
             needed = [where for where in missing if passing[server, where[0]]]
-            for rung in ASCENDING:
+            for rung in rungs:
                 room.raise_to(rung, needed)
-        for rung in ASCENDING:
+        for rung in rungs:
             room.raise_to(rung, missing)
     return found
 
@@ -88,12 +90,12 @@ def passed_by(routes: IntArray, servers: int) -> BoolArray:
     return found
 
 
-def standing_in(model: ModelSpec, allowed: IntArray) -> IntArray:
-    """The most bits of which a server that has `allowed` [M] bytes for copies has one of every
-    expert that it lacks in the layers it runs, as far as can be told before it is known which these
-    are: a quarter of all experts; 0 where that many do not fit, [M]."""
+def standing_in(model: ModelSpec, allowed: IntArray, rungs: Sequence[int] = ASCENDING) -> IntArray:
+    """The most bits, of those of `rungs`, of which a server that has `allowed` [M] bytes for copies
+    has one of every expert that it lacks in the layers it runs, as far as can be told before it is
+    known which these are: a quarter of all experts; 0 where that many do not fit, [M]."""
     found = np.zeros(allowed.shape, dtype=np.int64)
-    for bits in ASCENDING:
+    for bits in rungs:
         needed = float(copy_bytes(_parameters(model), bits).sum()) / 4
         found = np.where(needed <= allowed, bits, found)
     return found

@@ -73,7 +73,9 @@ def _packed(
     tables: Tables, block: int, halves: Sequence[Floats], down: Floats, bits: int
 ) -> tuple[Packed, Packed]:
     """What a copy is made of: what reads states is fitted to those that experts read."""
-    return pack_bits(halves, bits, tables.input_squares.get(block)), pack_bits([down], bits)
+    squares = tables.input_squares
+    its = None if squares is None else squares[tables.block_of.index(block)]
+    return pack_bits(halves, bits, its), pack_bits([down], bits)
 
 
 def have_copies(tables: Tables, bits: IntArray) -> bool:

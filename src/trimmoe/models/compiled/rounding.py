@@ -124,7 +124,8 @@ def fit_groups(groups, worth, most):
     numbers = np.zeros((count, size), dtype=np.uint8)
     scales, offsets = np.zeros(count, dtype=np.uint16), np.zeros(count, dtype=np.uint16)
     weights = np.zeros((size, LANES), dtype=np.float32)
-    counts = None if worth is None else np.ones((size, LANES), dtype=np.float32)
+    counts = np.ones((size, LANES), dtype=np.float32)
+    counted = None if worth is None else counts
     tried = np.empty((size, LANES), dtype=np.float32)
     scale, offset = np.empty(LANES, dtype=np.float32), np.empty(LANES, dtype=np.float32)
     scale_bits, offset_bits = np.empty(LANES, np.uint16), np.empty(LANES, np.uint16)
@@ -149,11 +150,11 @@ def fit_groups(groups, worth, most):
                 half = (high[lane] - low[lane]) * np.float32(0.5)
                 reach = half * np.float32(1.0 - _NARROWER * attempt)
                 scale[lane], offset[lane] = reach * np.float32(2.0) / top, middle - reach
-            _numbers(weights, counts, scale, offset, top, tried, error)
-            _fit(weights, counts, tried, scale, offset)
+            _numbers(weights, counted, scale, offset, top, tried, error)
+            _fit(weights, counted, tried, scale, offset)
             _short(scale, scale_bits)
             _short(offset, offset_bits)
-            _numbers(weights, counts, scale, offset, top, tried, error)
+            _numbers(weights, counted, scale, offset, top, tried, error)
             for lane in range(here):
                 if error[lane] < best[lane]:
                     best[lane] = error[lane]

@@ -63,8 +63,8 @@ class Tables:
     """What experts are made of, by block and expert."""
     copies: dict[tuple[int, int], tuple[Packed, Packed]] = field(default_factory=dict)
     """What copies are made of, by block and number."""
-    input_squares: dict[int, NDArray[np.float32]] = field(default_factory=dict)
-    """Means of what experts read, by block, [d]: copies are fitted to them."""
+    input_squares: NDArray[np.float32] | None = None
+    """Means of what experts read, [N, d], to which copies are fitted; None: nothing is known."""
     deltas: dict[int, NDArray[np.int64]] = field(default_factory=dict)
     """What is known of linear attention, by block."""
 
@@ -128,20 +128,14 @@ class Tables:
         self.experts[block, number] = expert_record(up, down, biases)
 
     def fit_copies(self, squares: NDArray[np.float32] | None) -> None:
-        """Fit copies to what experts read, mean squares [N, d]; None: nothing is known of that.
-
-        Those that were fitted to something else are not found any longer, but somebody may still
-        compute with them.
-        """
-        by_block = {} if squares is None else dict(zip(self.block_of, squares, strict=True))
-        known = self.input_squares
-        if known.keys() == by_block.keys() and all(
-            np.array_equal(known[block], its) for block, its in by_block.items()
-        ):
+        """Fit copies to these from here on. Those that were fitted to others are not found any
+        longer, but somebody may still compute with them."""
+        known, self.input_squares = self.input_squares, squares
+        if known is None and squares is None:
             return
-        self.kept += [part for both in self.copies.values() for part in both]
-        self.drop_copies()
-        self.input_squares = by_block
+        if known is None or squares is None or not np.array_equal(known, squares):
+            self.kept += [part for both in self.copies.values() for part in both]
+            self.drop_copies()
 
     def drop_copies(self) -> None:
         """Hold none any more."""
