@@ -3,8 +3,9 @@
     python benchmarks/bench_rungs.py --calibration FILE --text FILE [--text FILE]
 
 All routed experts of the embedded model are replaced at once and none is held. What is there today
-is `fitted to inputs`; the others are what it is compared with: the same not fitted, half of a
-layer's experts in more bits, GPTQ, which passes the error of each column on to the next ones by all
+is `fitted to inputs`; the others are what it is compared with: the same not fitted, fitted to what
+each expert's matrices read by themselves or only to the norm's weights, half of a layer's experts
+in more bits, GPTQ, which passes the error of each column on to the next ones by all
 products of what is read, a part of low rank on top, and a router fitted to states as copies leave
 them. Bits are those of a weight with its share of scale, offset and low rank. Nothing here is
 timed: the same inputs give the same figures. Runs transformers' modules.
@@ -38,6 +39,8 @@ _WINDOW = 256
 _RIDGE, _ROUTER_RIDGE = 0.05, 0.1
 """Shares of the mean square of what is read that are added to all squares."""
 _RANKS = (4, 8)
+_ROUTED = ("2 bits, not fitted", "2 bits, fitted to inputs", "2 bits, GPTQ")
+"""With which routers are fitted too."""
 
 Made = Callable[["Part"], Tensor]
 
@@ -52,18 +55,29 @@ class Part:
     """Of what each expert's matrix reads, weighted by its gates, [E, K, K]."""
     runs: Tensor
     """How often each expert runs, [E]."""
-    reads_states: bool
+    norm: Tensor | None
+    """Squares of the weights of the norm before it, [K]; None of what reads no states."""
     kept: dict[int, Tensor] = field(default_factory=dict)
     """By GPTQ, by bits."""
 
-    def packed(self, bits: int, *, fitted: bool = False) -> Tensor:
-        """As `trimmoe` packs it, fitted to what the layer's experts read or not."""
-        squares = None
-        if fitted and self.reads_states:
-            squares = self.products.diagonal(dim1=1, dim2=2).sum(0).numpy()
-        rows = self.whole.shape[1]
-        each = [pack_few(one.numpy(), bits, squares).restored[:rows] for one in self.whole]
-        return torch.stack([torch.from_numpy(one.copy()) for one in each])
+    @property
+    def squares(self) -> Tensor:
+        """Of what each expert's matrix reads, [E, K]."""
+        return self.products.diagonal(dim1=1, dim2=2)
+
+    def packed(self, bits: int, squares: Tensor | None = None) -> Tensor:
+        """As `trimmoe` packs it, fitted to the mean squares of what experts read, [K] of all or
+        [E, K] of each."""
+        rows, found = self.whole.shape[1], []
+        for at, one in enumerate(self.whole):
+            its = squares if squares is None or squares.ndim == 1 else squares[at]
+            few = pack_few(one.numpy(), bits, None if its is None else its.numpy())
+            found.append(torch.from_numpy(few.restored[:rows].copy()))
+        return torch.stack(found)
+
+    def fitted(self, bits: int) -> Tensor:
+        """As servers have it: what reads states is fitted to what all of a layer's experts read."""
+        return self.packed(bits, None if self.norm is None else self.squares.sum(0))
 
     def mixed(self, few: int, many: int) -> Tensor:
         """Half of the experts, those that run often, in many bits."""
@@ -75,7 +89,7 @@ class Part:
     @property
     def eased(self) -> Tensor:
         """The products over their mean square, with the ridge, [E, K, K]."""
-        mean = self.products.diagonal(dim1=1, dim2=2).mean(1).clamp(min=1e-9)
+        mean = self.squares.mean(1).clamp(min=1e-9)
         return self.products / mean[:, None, None] + _RIDGE * torch.eye(self.products.shape[1])
 
     def by_gptq(self, bits: int) -> Tensor:
@@ -149,10 +163,8 @@ def main() -> None:
 
     told = windows(options.calibration, options.calibration_tokens)
     texts = {file.name: windows(file, options.tokens) for file in options.text}
-    blocks = [
-        each for each in model.modules() if hasattr(each, "gate") and hasattr(each, "experts")
-    ]
-    parts = parts_of(model, [each.experts for each in blocks], told)
+    blocks = [layer.mlp for layer in _layers(model)]
+    parts = parts_of(model, told)
     whole = {name: predictions(model, ids)[0] for name, ids in texts.items()}
     print(f"| instead of all experts | bits | {' | '.join(texts)} |")
     print("|---" * (2 + len(texts)) + "|")
@@ -166,7 +178,7 @@ def main() -> None:
         for part in parts:
             part.parameter.data = made(part)
         report(name, bits)
-        if name.startswith("2 bits"):
+        if name in _ROUTED:
             with router_fitted(model, blocks, parts, told):
                 report(f"{name}, router fitted", bits)
 
@@ -176,10 +188,16 @@ def _rungs(parts: list[Part]) -> Iterator[tuple[str, float, Made]]:
     for bits in (2, 3, 4):
         size = bits_in_groups(bits)
         yield f"{bits} bits, not fitted", size, lambda part, bits=bits: part.packed(bits)
+        yield f"{bits} bits, fitted to inputs", size, lambda part, bits=bits: part.fitted(bits)
         yield (
-            f"{bits} bits, fitted to inputs",
+            f"{bits} bits, each expert's matrices fitted",
             size,
-            lambda part, bits=bits: part.packed(bits, fitted=True),
+            lambda part, bits=bits: part.packed(bits, part.squares),
+        )
+        yield (
+            f"{bits} bits, fitted to the norm's weights",
+            size,
+            lambda part, bits=bits: part.packed(bits, part.norm),
         )
         yield f"{bits} bits, GPTQ", size, lambda part, bits=bits: part.by_gptq(bits)
     halves = (bits_in_groups(2) + bits_in_groups(4)) / 2
@@ -194,11 +212,16 @@ def _rungs(parts: list[Part]) -> Iterator[tuple[str, float, Made]]:
         )
 
 
+def _layers(model: nn.Module) -> Any:
+    return model.get_submodule("model").layers
+
+
 @torch.inference_mode()
-def parts_of(model: nn.Module, layers: list[Any], told: Tensor) -> list[Part]:
+def parts_of(model: nn.Module, told: Tensor) -> list[Part]:
     """The stacks of all layers' experts, with what a text has them read."""
     found, hooks = [], []
-    for experts in layers:
+    for layer in _layers(model):
+        experts, norm = layer.mlp.experts, layer.post_attention_layernorm.weight.square()
         stacks, runs = (experts.gate_up_proj, experts.down_proj), torch.zeros(experts.num_experts)
         both = [
             Part(
@@ -206,7 +229,7 @@ def parts_of(model: nn.Module, layers: list[Any], told: Tensor) -> list[Part]:
                 whole=one.data.clone(),
                 products=torch.zeros(one.shape[0], one.shape[2], one.shape[2]),
                 runs=runs,
-                reads_states=one is stacks[0],
+                norm=norm if one is stacks[0] else None,
             )
             for one in stacks
         ]
