@@ -56,10 +56,18 @@ def _ahead(at, size, end, after):
 
 
 @njit(nogil=True, error_model="numpy", cache=True)
+def _far(size):
+    """How far ahead is fetched, in whole pieces of so many bytes."""
+    return (_FAR + size - 1) // size * size
+
+
+@njit(nogil=True, error_model="numpy", cache=True)
 def _run(form, many, one, w, s, o, wn, end, after, k, first, last, x, xn, rows, g, gn, out, on):
     # Distances: wn from panel to panel, xn, gn and on from row to row.
     form, many, one = literally(form), literally(many), literally(one)
-    far, some = (_FAR + wn - 1) // wn * wn, _SOME if form < _Q8 else _SOME_WHOLE
+    far, some = _far(wn), _SOME if form < _Q8 else _SOME_WHOLE
+    # Panels of one tile fetch those of the next, not each other.
+    far_of_tile = _far(one * wn)
     for start in range(0, rows, _BLOCK):
         stop = min(rows, start + _BLOCK)
         whole = start + (stop - start) // many * many if stop - start > some else start
@@ -78,6 +86,7 @@ def _run(form, many, one, w, s, o, wn, end, after, k, first, last, x, xn, rows, 
             at, a, b = w + p * wn, s + p * wn, o + p * wn
             to, ahead = out + p * 64, _ahead(at, far, end, after)
             if one > 1 and stop - whole == 1 and last - p >= one:
+                ahead = _ahead(at, far_of_tile, end, after)
                 xr, gr, to = x + whole * xn, g + whole * gn, to + whole * on
                 tile(form, 1, one, at, a, b, wn, xr, xn, k, gr, gn, to, on, ahead)
                 p += one
