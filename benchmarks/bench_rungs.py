@@ -5,10 +5,10 @@
 All routed experts of the embedded model are replaced at once and none is held. What is there today
 is `fitted to inputs`; the others are what it is compared with: the same not fitted, fitted to what
 each expert's matrices read by themselves or only to the norm's weights, half of a layer's experts
-in more bits, GPTQ, which passes the error of each column on to the next ones by all
-products of what is read, a part of low rank on top, and a router fitted to states as copies leave
-them. Bits are those of a weight with its share of scale, offset and low rank. Nothing here is
-timed: the same inputs give the same figures. Runs transformers' modules.
+in more bits, GPTQ, which passes the error of each column on to the next ones by all products of
+what is read, a part of low rank on top, and a router fitted to states as copies leave them. Bits
+are those of a weight with its share of scale, offset and low rank. Nothing here is timed: the same
+inputs give the same figures. Runs transformers' modules.
 """
 
 from __future__ import annotations

@@ -164,6 +164,7 @@ class Profile:
     input_squares: NDArray[np.float32] | None = None
     """Means over tokens of the squares of what a layer's experts read, [N, d]: copies in few bits
     are fitted to them. None in profiles from before they were kept."""
+
     rungs: tuple[Rung, ...] = ()
     """What copies in few bits cost that stand in for experts, by bits, ascending; empty where
     nobody has measured it, as in profiles from before it was, so that none stands in."""

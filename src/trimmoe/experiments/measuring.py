@@ -20,7 +20,7 @@ from scipy.optimize import nnls
 from trimmoe.core.errors import UserError
 from trimmoe.core.machines import BATCHES, Machines, Work, machines_header, plausible
 from trimmoe.core.plan import Plan
-from trimmoe.core.specs import FloatArray, IntArray
+from trimmoe.core.specs import BoolArray, FloatArray, IntArray
 from trimmoe.cost.expected import expected_layer_delay_s
 from trimmoe.cost.model import cost_model
 from trimmoe.experiments.serve_bench import Load, run_load
@@ -209,7 +209,7 @@ def machines_of(
         delay_s=delay_s,
         bandwidth_bytes_per_s=bandwidth,
         jitter_s=jitter_s,
-        software_s=_software_s(alone, work_s, machine),
+        software_s=_software_s(alone, known, work_s, machine),
         hop_s=np.zeros(count),
         token_s=np.zeros(count),
         head_right=min((one.head_right for one in alone if one is not None), default=0.0),
@@ -219,11 +219,13 @@ def machines_of(
 
 
 def _software_s(
-    alone: Sequence[MachineReport | None], work_s: FloatArray, machine: IntArray
+    alone: Sequence[MachineReport | None],
+    known: BoolArray,
+    work_s: FloatArray,
+    machine: IntArray,
 ) -> FloatArray:
     """What the interpreter takes for the same on every server, [M]. It takes as long on all of a
     machine that compute as fast: who took longer was kept from its core meanwhile."""
-    known = np.array([one is not None for one in alone])
     said_s = plausible(
         np.array([np.nan if one is None else one.software_s for one in alone]), known
     )

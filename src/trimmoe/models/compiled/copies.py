@@ -13,6 +13,7 @@ import torch
 from trimmoe.core.precision import Precision
 from trimmoe.core.specs import BoolArray, IntArray
 from trimmoe.core.stand_ins import number_of
+from trimmoe.models.compiled import columns
 from trimmoe.models.compiled.product import RECORD
 from trimmoe.models.compiled.quantise import Packed, pack, pack_bits
 from trimmoe.models.compiled.rows import Floats
@@ -74,7 +75,7 @@ def _packed(
 ) -> tuple[Packed, Packed]:
     """What a copy is made of: what reads states is fitted to those that experts read."""
     squares = tables.input_squares
-    its = None if squares is None else squares[tables.block_of.index(block)]
+    its = None if squares is None else squares[tables.blocks[block, columns.LAYER]]
     return pack_bits(halves, bits, its), pack_bits([down], bits)
 
 
