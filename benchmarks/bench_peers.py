@@ -6,11 +6,11 @@
 
 `BIN` holds `llama-server` and `ggml-rpc-server`; `DIR` holds F32.gguf and Q8_0.gguf of a model with
 as many weights as ours. `FILE`, which `large_model.py` makes, is served by both sides instead, in
-eight bits and under `exact` only, since its weights are random. Our servers are those of
-clusters/local4.yaml; they measure themselves, with the case's weights and links, and are planned
-for by that, unless `--plan` says what to serve by. Both sides serve OpenAI's completions; every
-answer is streamed and timed by one client. Ratios are ours over theirs; below one is better for
-times, above one for tokens a second.
+eight bits or as `--quantise` says and under `exact` only, since its weights are random. Our servers
+are those of clusters/local4.yaml; they measure themselves, with the case's weights and links, and
+are planned for by that, unless `--plan` says what to serve by. Both sides serve OpenAI's
+completions; every answer is streamed and timed by one client. Ratios are ours over theirs; below
+one is better for times, above one for tokens a second.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import httpx
@@ -84,11 +84,13 @@ CASES = (
 )  # fmt: skip
 
 
-LARGE = tuple(
-    case for case in CASES
-    if case.quantise == "int8" and case.policy == "exact" and case.draft_head == "none"
-)  # fmt: skip
-"""Cases of a file that both sides serve."""
+def _large(quantise: str) -> list[Case]:
+    """Cases of a file that both sides serve."""
+    exact = [case for case in CASES if case.policy == "exact" and case.draft_head == "none"]
+    return [
+        replace(case, name=case.name.replace("int8", quantise), quantise=quantise)
+        for case in exact if case.quantise == "int8"
+    ]  # fmt: skip
 
 
 @dataclass(kw_only=True)
@@ -310,6 +312,7 @@ def main() -> None:
     parser.add_argument("--weights", type=Path)
     parser.add_argument("--profile", type=Path)
     parser.add_argument("--both", type=Path, help="GGUF file that both sides serve.")
+    parser.add_argument("--quantise", choices=("int8", "int4"), default="int8", help="With --both.")
     parser.add_argument("--plan", type=Path, help="Default: what serving makes by itself.")
     parser.add_argument("--model", default="embedded")
     parser.add_argument("--cases", nargs="*", help="Beginnings of names; default: all.")
@@ -325,7 +328,7 @@ def main() -> None:
     arguments.output.mkdir(parents=True, exist_ok=True)
     print(f"{'':<53}{'ours':>8} {'theirs':>8}  ours over theirs")
     rows = []
-    for case in CASES if arguments.both is None else LARGE:
+    for case in CASES if arguments.both is None else _large(arguments.quantise):
         if arguments.cases and not any(map(case.name.startswith, arguments.cases)):
             continue
         with (
