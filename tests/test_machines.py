@@ -267,12 +267,24 @@ def test_software_is_slower_on_slow_servers(measured_world: Artifacts) -> None:
     """Twice as slow in the interpreter: a message and a token cost twice as much there."""
     slower = np.array([1.0, 1.0, 2.0, 1.0])
     bare = timed_machines(measured_world.plan.cluster, measured_world.model)
-    bare = replace(bare, software_s=slower)
+    bare = replace(bare, software_s=1e-3 * slower)
     known = replace(bare, hop_s=1.5e-3 * slower, token_s=1.5e-3 * slower)
     clock_s = measuring.exact_s(known, measured_world)
     found = measuring.with_overheads(bare, measured_world, clock_s)
     assert found.hop_s == pytest.approx(known.hop_s, rel=0.05)
     assert found.token_s == pytest.approx(known.token_s, rel=0.05)
+
+
+@pytest.mark.parametrize("beyond_ms", [-20.0, 0.0, 0.1])
+def test_messages_are_never_free(measured_world: Artifacts, beyond_ms: float) -> None:
+    """Weights of large layers take longer than software does, and vary by more than that."""
+    slower = np.array([1.0, 1.0, 2.0, 1.0])
+    bare = timed_machines(measured_world.plan.cluster, measured_world.model)
+    bare = replace(bare, software_s=1e-3 * slower)
+    clock_s = measuring.exact_s(bare, measured_world) + beyond_ms * 1e-3
+    found = measuring.with_overheads(bare, measured_world, clock_s)
+    assert found.hop_s == pytest.approx(0.5e-3 * slower)
+    assert found.token_s == pytest.approx(0.5e-3 * slower)
 
 
 def test_what_a_slow_server_takes_is_not_put_on_every_token(measured_world: Artifacts) -> None:
@@ -284,7 +296,7 @@ def test_what_a_slow_server_takes_is_not_put_on_every_token(measured_world: Arti
     plan = replace(measured_world.plan, routes=routes)
     world = replace(measured_world, plan=plan)
     slower = np.array([1.0, 1.0, 10.0, 1.0])
-    bare = replace(timed_machines(plan.cluster, world.model), software_s=slower)
+    bare = replace(timed_machines(plan.cluster, world.model), software_s=1e-3 * slower)
     known = replace(bare, hop_s=1.5e-3 * slower, token_s=bare.token_s + 1.5e-3)
     clock_s = measuring.exact_s(known, world)
     clock_s[2] -= 0.012

@@ -35,7 +35,7 @@ def timed_machines(
         delay_s=cluster.delay_s,
         bandwidth_bytes_per_s=cluster.bandwidth_bytes_per_s,
         jitter_s=np.zeros((count, count)),
-        software_s=np.ones(count),
+        software_s=np.full(count, 1e-3),
         hop_s=np.full(count, hop_s),
         token_s=np.full(count, token_s),
     )

@@ -61,8 +61,10 @@ def _pool(
     make_bench: MakeBench, processes: int, announce: Announce
 ) -> Iterator[ProcessPoolExecutor]:
     """Processes with a bench each, which announce through this one and end with it."""
-    # Not forked: a process with threads, of bars and of libraries, cannot be copied safely.
-    context = multiprocessing.get_context("spawn")
+    # A process with threads, of bars and of libraries, cannot be copied safely. They are copies of
+    # one that has only imported what all of them take.
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])
     said: Any = context.SimpleQueue()
     listener = threading.Thread(target=_pass_on, args=(said, announce), daemon=True)
     listener.start()
