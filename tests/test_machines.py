@@ -287,6 +287,22 @@ def test_messages_are_never_free(measured_world: Artifacts, beyond_ms: float) ->
     assert found.token_s == pytest.approx(0.5e-3 * slower)
 
 
+@pytest.mark.parametrize(("true", "each_ms"), [(1.0, 0.5), (1.2, 0.5), (1.5, 0.5), (1.5, 2.0)])
+def test_rows_among_others_take_no_longer_than_the_clock_says(
+    measured_world: Artifacts, true: float, each_ms: float
+) -> None:
+    """Half as long again as alone, when all were timed at once; `true` times as long in answers."""
+    bare = timed_machines(measured_world.plan.cluster, measured_world.model)
+    shape, each_s = bare.work_s.shape, bare.hop_s + each_ms * 1e-3
+    known = replace(bare, cold=np.full(shape, true), hop_s=each_s, token_s=each_s)
+    clock_s = measuring.exact_s(known, measured_world)
+    timed = replace(bare, cold=np.full(shape, 1.5))
+    found = measuring.with_overheads(timed, measured_world, clock_s)
+    assert found.cold == pytest.approx(known.cold, rel=1e-3)
+    assert found.hop_s == pytest.approx(each_s, rel=0.1)
+    assert measuring.exact_s(found, measured_world) == pytest.approx(clock_s, rel=0.02)
+
+
 def test_what_a_slow_server_takes_is_not_put_on_every_token(measured_world: Artifacts) -> None:
     """All routes cross a server that is ten times slower. Its own users' tokens come back to it
     quicker than a message costs there, so that nothing fits; with 1.5 ms each for the others, a

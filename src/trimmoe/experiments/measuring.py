@@ -9,7 +9,7 @@ import asyncio
 import math
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Protocol
@@ -305,9 +305,11 @@ def with_overheads(machines: Machines, artifacts: Artifacts, clock_s: FloatArray
     heard = np.isfinite(clock_s)
     if not heard.any():
         raise UserError("No server answered; look into their logs and try again.")
-    bare_s, unit_s = exact_s(machines, artifacts), 1e-3
     slower = machines.software_s / machines.software_s.min()
     least_s = _LEAST * machines.software_s.min()
+    least = {"hop_s": least_s * slower, "token_s": least_s * slower}
+    machines = _no_colder(machines, least, artifacts, clock_s)
+    bare_s, unit_s = exact_s(machines, artifacts), 1e-3
     # What the time of a token gains where each of the two costs this much more.
     costs = ({"hop_s": unit_s * slower}, {"token_s": unit_s * slower})
     gained = [exact_s(replace(machines, **cost), artifacts) - bare_s for cost in costs]
@@ -323,6 +325,28 @@ def with_overheads(machines: Machines, artifacts: Artifacts, clock_s: FloatArray
         hop_s=hop_s * slower,
         token_s=token_s * slower,
     )
+
+
+def _no_colder(
+    machines: Machines, least: Mapping[str, FloatArray], artifacts: Artifacts, clock_s: FloatArray
+) -> Machines:
+    """The same, with rows among other servers taking no longer than the clock leaves them beside
+    the `least` that software costs.
+
+    Servers that are timed together share the memory's bandwidth. In decoding one works after the
+    other, and what is too large for a cache by itself takes what it takes one alone.
+    """
+    if machines.cold is None:
+        return machines
+    alone = replace(machines, cold=np.ones(machines.cold.shape))
+    at_most_s, at_least_s = (
+        np.nanmean(exact_s(replace(each, **least), artifacts) - clock_s)
+        for each in (machines, alone)
+    )
+    if at_most_s <= 0.0 or at_most_s <= at_least_s:
+        return machines
+    share = max(-at_least_s, 0.0) / (at_most_s - at_least_s)
+    return replace(machines, cold=1.0 + share * (machines.cold - 1.0))
 
 
 def exact_s(machines: Machines, artifacts: Artifacts) -> FloatArray:
