@@ -28,9 +28,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import IO, Any, Never
 
-from numba.core.registry import cpu_target
-
 from trimmoe.experiments.chaos.lan import enter
+from trimmoe.models.compiled import read_compiler
 from trimmoe.runtime.launch.fork_server import fork_server
 
 PRELOADED = (
@@ -312,8 +311,7 @@ def _run(command: Sequence[str]) -> int:
 def main(descriptor: int) -> None:
     for name in PRELOADED:
         importlib.import_module(name)
-    # What the compiler reads before the first function, whoever asks for it.
-    cpu_target.target_context.refresh()  # pyright: ignore[reportAttributeAccessIssue]
+    read_compiler()
     gc.collect()
     gc.freeze()
     _tend(socket.socket(fileno=descriptor))

@@ -54,6 +54,14 @@ def one_at_a_time() -> Iterator[None]:
         lock.release()
 
 
+def read_compiler() -> None:
+    """Read what the compiler needs before the first function, whoever asks for it: a third of a
+    second, which processes that are forked from this one then do without."""
+    from numba.core.registry import cpu_target  # Only here: not all who come by compile.
+
+    cpu_target.target_context.refresh()  # pyright: ignore[reportAttributeAccessIssue]
+
+
 _FOLDER = Path(__file__).parent
 with one_at_a_time():
     forget_outdated(_FOLDER, *(_FOLDER / f"{name}.py" for name in _COMPILED))

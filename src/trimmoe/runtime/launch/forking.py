@@ -45,6 +45,9 @@ def _warm(gently: bool) -> None:
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LEAST_PRIORITY)
     for name in _IMPORTED:
         importlib.import_module(name)
+    from trimmoe.models.compiled import read_compiler  # Only here, as all the others.
+
+    read_compiler()
     # What is there now is every server's, and is not looked through for garbage.
     gc.collect()
     gc.freeze()
