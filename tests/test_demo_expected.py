@@ -10,7 +10,7 @@ import pytest
 from launching import written_artifacts
 from timed import timed_machines
 from trimmoe.core.machines import Machines
-from trimmoe.experiments import demo_expected, measuring
+from trimmoe.experiments import demo_expected, measuring, overheads
 from trimmoe.experiments.demo_expected import USER, expected_s, measured_servers
 from trimmoe.runtime.launch.artifacts import Artifacts
 from trimmoe.runtime.launch.config import ServeConfig
@@ -33,7 +33,7 @@ def test_exact_answers_are_expected_as_the_cost_model_has_them(
 ) -> None:
     """At the server that is asked, whoever else is."""
     found = expected_s("exact", machines, artifacts, tokens=_TOKENS, right=None)
-    assert found == pytest.approx(measuring.exact_s(machines, artifacts)[USER])
+    assert found == pytest.approx(overheads.exact_s(machines, artifacts)[USER])
     slower = replace(machines, work_s=2 * machines.work_s, hop_s=2 * machines.hop_s)
     assert expected_s("exact", slower, artifacts, tokens=_TOKENS, right=None) > found
 
@@ -89,4 +89,4 @@ def test_one_server_speaks_for_all_but_of_its_own_links(
     assert found.delay_s[0, 1] == 0.5
     assert np.isnan(found.delay_s[1, 0])
     assert found.machine.tolist() == [0] * len(names)
-    assert measuring.exact_s(found, artifacts)[0] == pytest.approx(0.7, rel=0.01)
+    assert overheads.exact_s(found, artifacts)[0] == pytest.approx(0.7, rel=0.01)

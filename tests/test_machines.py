@@ -32,7 +32,7 @@ from trimmoe.core.precision import Precision
 from trimmoe.core.specs import ClusterSpec, ModelSpec, straight_times
 from trimmoe.cost.guessing import guess_times_s
 from trimmoe.cost.model import Accounting, cost_model
-from trimmoe.experiments import measuring
+from trimmoe.experiments import measuring, overheads
 from trimmoe.experiments.preparation import prepare
 from trimmoe.experiments.probing import machines_tables
 from trimmoe.runtime.launch.artifacts import Artifacts
@@ -257,8 +257,8 @@ def test_what_software_costs_is_found_in_the_clock(
     back."""
     bare = timed_machines(measured_world.plan.cluster, measured_world.model)
     known = replace(bare, hop_s=bare.hop_s + each_ms * 1e-3, token_s=bare.token_s + each_ms * 1e-3)
-    clock_s = measuring.exact_s(known, measured_world)
-    found = measuring.with_overheads(bare, measured_world, clock_s)
+    clock_s = overheads.exact_s(known, measured_world)
+    found = overheads.with_overheads(bare, measured_world, clock_s)
     assert found.hop_s * 1e3 == pytest.approx([each_ms] * 4, rel=0.1)
     assert found.token_s * 1e3 == pytest.approx([each_ms] * 4, rel=0.1)
 
@@ -269,8 +269,8 @@ def test_software_is_slower_on_slow_servers(measured_world: Artifacts) -> None:
     bare = timed_machines(measured_world.plan.cluster, measured_world.model)
     bare = replace(bare, software_s=1e-3 * slower)
     known = replace(bare, hop_s=1.5e-3 * slower, token_s=1.5e-3 * slower)
-    clock_s = measuring.exact_s(known, measured_world)
-    found = measuring.with_overheads(bare, measured_world, clock_s)
+    clock_s = overheads.exact_s(known, measured_world)
+    found = overheads.with_overheads(bare, measured_world, clock_s)
     assert found.hop_s == pytest.approx(known.hop_s, rel=0.05)
     assert found.token_s == pytest.approx(known.token_s, rel=0.05)
 
@@ -281,8 +281,8 @@ def test_messages_are_never_free(measured_world: Artifacts, beyond_ms: float) ->
     slower = np.array([1.0, 1.0, 2.0, 1.0])
     bare = timed_machines(measured_world.plan.cluster, measured_world.model)
     bare = replace(bare, software_s=1e-3 * slower)
-    clock_s = measuring.exact_s(bare, measured_world) + beyond_ms * 1e-3
-    found = measuring.with_overheads(bare, measured_world, clock_s)
+    clock_s = overheads.exact_s(bare, measured_world) + beyond_ms * 1e-3
+    found = overheads.with_overheads(bare, measured_world, clock_s)
     assert found.hop_s == pytest.approx(0.5e-3 * slower)
     assert found.token_s == pytest.approx(0.5e-3 * slower)
 
@@ -295,12 +295,12 @@ def test_rows_among_others_take_no_longer_than_the_clock_says(
     bare = timed_machines(measured_world.plan.cluster, measured_world.model)
     shape, each_s = bare.work_s.shape, bare.hop_s + each_ms * 1e-3
     known = replace(bare, cold=np.full(shape, true), hop_s=each_s, token_s=each_s)
-    clock_s = measuring.exact_s(known, measured_world)
+    clock_s = overheads.exact_s(known, measured_world)
     timed = replace(bare, cold=np.full(shape, 1.5))
-    found = measuring.with_overheads(timed, measured_world, clock_s)
+    found = overheads.with_overheads(timed, measured_world, clock_s)
     assert found.cold == pytest.approx(known.cold, rel=1e-3)
     assert found.hop_s == pytest.approx(each_s, rel=0.1)
-    assert measuring.exact_s(found, measured_world) == pytest.approx(clock_s, rel=0.02)
+    assert overheads.exact_s(found, measured_world) == pytest.approx(clock_s, rel=0.02)
 
 
 def test_what_a_slow_server_takes_is_not_put_on_every_token(measured_world: Artifacts) -> None:
@@ -314,9 +314,9 @@ def test_what_a_slow_server_takes_is_not_put_on_every_token(measured_world: Arti
     slower = np.array([1.0, 1.0, 10.0, 1.0])
     bare = replace(timed_machines(plan.cluster, world.model), software_s=1e-3 * slower)
     known = replace(bare, hop_s=1.5e-3 * slower, token_s=bare.token_s + 1.5e-3)
-    clock_s = measuring.exact_s(known, world)
+    clock_s = overheads.exact_s(known, world)
     clock_s[2] -= 0.012
-    found = measuring.with_overheads(bare, world, clock_s)
+    found = overheads.with_overheads(bare, world, clock_s)
     assert 1.0 < found.hop_s[0] * 1e3 < 2.0
     assert 1.0 < found.token_s[0] * 1e3 < 2.0
 

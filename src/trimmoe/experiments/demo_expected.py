@@ -13,9 +13,10 @@ import numpy as np
 from trimmoe.core.machines import Machines
 from trimmoe.core.plan import Plan
 from trimmoe.core.specs import ClusterSpec
-from trimmoe.experiments.measuring import expected_exact_s, measured_by_one
+from trimmoe.experiments.measuring import measured_by_one
 from trimmoe.experiments.method_engines import plan_for
 from trimmoe.experiments.methods import find_method
+from trimmoe.experiments.overheads import expected_exact_s
 from trimmoe.experiments.serve_methods import SERVED_NAME
 from trimmoe.experiments.simulation import simulate_methods
 from trimmoe.runtime.launch.artifacts import Artifacts

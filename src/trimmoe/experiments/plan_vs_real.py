@@ -21,8 +21,8 @@ from trimmoe.calibrate.trace import asked_of
 from trimmoe.core.errors import UserError
 from trimmoe.core.trace import Trace
 from trimmoe.experiments.compare import access_servers
-from trimmoe.experiments.measuring import expected_exact_s
 from trimmoe.experiments.methods import find_method, replayed
+from trimmoe.experiments.overheads import expected_exact_s
 from trimmoe.experiments.sample_text import sample_file
 from trimmoe.experiments.serve_bench import Sent, run_load
 from trimmoe.experiments.serve_methods import one_server, serving
