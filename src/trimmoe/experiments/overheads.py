@@ -4,7 +4,6 @@ work was measured to take.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 
 import numpy as np
@@ -42,32 +41,29 @@ def with_overheads(machines: Machines, artifacts: Artifacts, clock_s: FloatArray
     if not heard.any():
         raise UserError("No server answered; look into their logs and try again.")
     slower = machines.software_s / machines.software_s.min()
-    least_s = _LEAST * machines.software_s.min()
-    least = {"hop_s": least_s * slower, "token_s": least_s * slower}
-    machines = _no_colder(machines, least, artifacts, clock_s)
+    least_s = _LEAST * machines.software_s
+    machines = _no_colder(replace(machines, hop_s=least_s, token_s=least_s), artifacts, clock_s)
     bare_s, unit_s = exact_s(machines, artifacts), 1e-3
     # What the time of a token gains where each of the two costs this much more.
-    costs = ({"hop_s": unit_s * slower}, {"token_s": unit_s * slower})
+    more_s = least_s + unit_s * slower
+    costs = ({"hop_s": more_s}, {"token_s": more_s})
     gained = [exact_s(replace(machines, **cost), artifacts) - bare_s for cost in costs]
     terms = np.stack(gained, axis=1)[heard] / unit_s
-    beyond_s = np.maximum((clock_s - bare_s)[heard] - terms.sum(axis=1) * least_s, 0.0)
+    beyond_s = np.maximum(clock_s - bare_s, 0.0)[heard]
     alike = np.array([[_ALIKE, -_ALIKE]])
-    more_s, _ = nnls(np.concatenate([terms, alike]), np.append(beyond_s, 0.0))
-    hop_s, token_s = least_s + more_s
+    (hop_s, token_s), _ = nnls(np.concatenate([terms, alike]), np.append(beyond_s, 0.0))
     settings = machines.header.settings | {"clock_ms": (clock_s * _MS).tolist()}
     return replace(
         machines,
         header=replace(machines.header, settings=settings),
-        hop_s=hop_s * slower,
-        token_s=token_s * slower,
+        hop_s=least_s + hop_s * slower,
+        token_s=least_s + token_s * slower,
     )
 
 
-def _no_colder(
-    machines: Machines, least: Mapping[str, FloatArray], artifacts: Artifacts, clock_s: FloatArray
-) -> Machines:
+def _no_colder(machines: Machines, artifacts: Artifacts, clock_s: FloatArray) -> Machines:
     """The same, with rows among other servers taking no longer than the clock leaves them beside
-    the `least` that software costs.
+    what software costs at least.
 
     Servers that are timed together share the memory's bandwidth. In decoding one works after the
     other, and what is too large for a cache by itself takes what it takes one alone.
@@ -76,8 +72,7 @@ def _no_colder(
         return machines
     alone = replace(machines, cold=np.ones(machines.cold.shape))
     at_most_s, at_least_s = (
-        np.nanmean(exact_s(replace(each, **least), artifacts) - clock_s)
-        for each in (machines, alone)
+        np.nanmean(exact_s(each, artifacts) - clock_s) for each in (machines, alone)
     )
     if at_most_s <= 0.0 or at_most_s <= at_least_s:
         return machines
