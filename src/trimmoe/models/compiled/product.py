@@ -84,13 +84,14 @@ def _run(form, many, one, w, s, o, wn, end, after, k, first, last, x, xn, rows, 
         p = first
         while p < last and whole < stop:
             at, a, b = w + p * wn, s + p * wn, o + p * wn
-            to, ahead = out + p * 64, _ahead(at, far, end, after)
+            to = out + p * 64
             if one > 1 and stop - whole == 1 and last - p >= one:
                 ahead = _ahead(at, far_of_tile, end, after)
                 xr, gr, to = x + whole * xn, g + whole * gn, to + whole * on
                 tile(form, 1, one, at, a, b, wn, xr, xn, k, gr, gn, to, on, ahead)
                 p += one
                 continue
+            ahead = _ahead(at, far, end, after)
             for r in range(whole, stop, _FEW):
                 few, xr, gr, tr = stop - r, x + r * xn, g + r * gn, to + r * on
                 if few >= _FEW:
