@@ -26,7 +26,7 @@ from trimmoe.placement.seed_names import SeedName
 from trimmoe.placement.seeds import seed_placement
 from trimmoe.placement.stand_ins import allowance_bytes, reserved_bytes
 
-PLANNER = 5
+PLANNER = 6
 """How plans are made: raised where the same is planned otherwise, so that those kept from before
 are made again."""
 SEED_NAMES: tuple[SeedName, ...] = ("dispersed", "pipeline", "compact_pipeline")

@@ -20,6 +20,12 @@ from numba.extending import intrinsic as numba_intrinsic
 LANES = 16
 LINE = 64
 """Bytes of a cache line."""
+SCALE_BYTES = 2
+"""What a group's scale takes, and its offset if there is one."""
+SCALE_SHIFT, SCALE_POWER = 13, 80
+"""What a Q8 scale's bits stand for: shifted up by so many they are those of a float32, which counts
+two to so many times. So a scale has no sign, an exponent of six bits and a fraction of ten, and
+holds without a loss what a positive half does, as GGUF has them, and what is smaller."""
 
 
 class Format(IntEnum):
@@ -29,7 +35,8 @@ class Format(IntEnum):
     BF16 = 1
     """The upper half of a float32."""
     Q8 = 2
-    """An int8 per weight, two columns side by side; a group is multiplied by its scale."""
+    """An int8 per weight, two columns side by side; a group is multiplied by its scale, in sixteen
+    bits as `SCALE_SHIFT` tells them."""
     Q4 = 3
     """Four bits per weight, times the group's scale, plus its offset; both are bfloat16. A byte has
     two weights of one half of a group each, the first in its low bits, and two columns lie side by
@@ -54,11 +61,6 @@ class Format(IntEnum):
     def panel_bytes(self) -> int:
         """What a column of a panel takes."""
         return LANES * self.bits // 8
-
-    @property
-    def scale_bytes(self) -> int:
-        """What a group's scale takes, and its offset if there is one."""
-        return 4 if self is Format.Q8 else 2
 
 
 def intrinsic(code: Any) -> Any:
@@ -134,6 +136,12 @@ class Emit:
         """Sixteen bfloat16 at an address as floats."""
         halves = self.builder.zext(self.load(address, ir.VectorType(I16, LANES), 2), INTS)
         return self.builder.bitcast(self.builder.shl(halves, all_lanes(INTS, 16)), WIDE)
+
+    def scales(self, address: Any) -> Any:
+        """Sixteen scales of Q8 at an address as floats."""
+        bits = self.builder.zext(self.load(address, ir.VectorType(I16, LANES), 2), INTS)
+        found = self.builder.bitcast(self.builder.shl(bits, all_lanes(INTS, SCALE_SHIFT)), WIDE)
+        return self.builder.fmul(found, all_lanes(WIDE, 2.0**SCALE_POWER))
 
     def fetch(self, address: Any) -> None:
         """Have the cache line at an address brought near; nothing where there is none."""

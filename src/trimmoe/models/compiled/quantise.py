@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trimmoe.core.precision import GROUP, Precision
-from trimmoe.models.compiled.lanes import LANES, Format
+from trimmoe.models.compiled.lanes import LANES, SCALE_POWER, SCALE_SHIFT, Format
 from trimmoe.models.compiled.pages import CHUNKS
 from trimmoe.models.compiled.rounding import fit, round_to_eight
 
@@ -39,7 +39,7 @@ class Packed:
     data: NDArray[Any]
     """[P, K', LANES]; of quantised weights of b bits, in bytes, [P, K' * b / 16, LANES, 2]."""
     scales: NDArray[Any]
-    """[P, K' / GROUP, LANES], float32, or the bits of bfloat16; empty where there are none."""
+    """[P, K' / GROUP, LANES], the bits of what the format says; empty where there are none."""
     offsets: NDArray[Any]
     """The same; empty where there are none."""
     shape: tuple[int, int]
@@ -63,7 +63,7 @@ class Packed:
         elif self.form is Format.F32:
             whole = self.data[panel, :, lane]
         else:
-            whole = self._numbers(panel, lane) * _floats(self.scales[panel, :, lane])[..., None]
+            whole = self._numbers(panel, lane) * self._scales(panel, lane)[..., None]
             if self.offsets.size:
                 whole += _floats(self.offsets[panel, :, lane])[..., None]
         return np.ascontiguousarray(whole.reshape(len(which), -1)[:, : self.shape[1]])
@@ -72,6 +72,14 @@ class Packed:
         """What some rows hold of each group, [n, K' / GROUP, GROUP]."""
         stored = self.data[panel, :, lane].reshape(len(panel), -1, GROUP * self.form.bits // 8)
         return _together(stored, self.form).astype(np.float32)
+
+    def _scales(self, panel: NDArray[np.int64], lane: NDArray[np.int64]) -> Floats:
+        """What the groups of some rows are multiplied by, [n, K' / GROUP]."""
+        bits = self.scales[panel, :, lane]
+        if self.form is not Format.Q8:
+            return _floats(bits)
+        found = (bits.astype(np.uint32) << SCALE_SHIFT).view(np.float32)
+        return found * np.float32(2.0**SCALE_POWER)
 
     @property
     def restored(self) -> Floats:

@@ -17,29 +17,52 @@ from numpy.typing import NDArray
 
 from trimmoe.core.precision import GROUP
 from trimmoe.models.compiled import one_at_a_time
-from trimmoe.models.compiled.lanes import LANES
+from trimmoe.models.compiled.lanes import LANES, SCALE_POWER, SCALE_SHIFT
 
 _NARROWER = 0.06
 """By which part of it the range shrinks from try to try."""
 _TRIES = 7
+_LEAST, _LARGEST = np.float32(-127), np.float32(127)
+_DOWN, _UP = np.float32(2.0**-SCALE_POWER), np.float32(2.0**SCALE_POWER)
+_DROPPED, _MOST_BITS = np.uint32(SCALE_SHIFT), np.uint32(0xFFFF)
+
+
+@njit(nogil=True, error_model="numpy", cache=True)
+def _scales_held(values, bits):
+    """Scales [L] of eight bits become the nearest that are held, whose `bits` are put down."""
+    for lane in range(LANES):
+        values[lane] *= _DOWN
+    whole = values.view(np.uint32)
+    for lane in range(LANES):
+        odd = (whole[lane] >> _DROPPED) & np.uint32(1)
+        half = (np.uint32(1) << (_DROPPED - np.uint32(1))) - np.uint32(1) + odd
+        upper = min((whole[lane] + half) >> _DROPPED, _MOST_BITS)
+        bits[lane] = np.uint16(upper)
+        whole[lane] = upper << _DROPPED
+    for lane in range(LANES):
+        values[lane] *= _UP
 
 
 @njit(nogil=True, error_model="numpy", cache=True)
 def round_panels(weights, data, scales):
     """Weights [P * L, K], rounded to the nearest of 255 numbers by group: into int8 `data`
-    [P, K / 2, L, 2] and float32 `scales` [P, K / GROUP, L]."""
+    [P, K / 2, L, 2] and the bits of `scales` [P, K / GROUP, L], uint16."""
+    scale = np.empty(LANES, np.float32)
     for panel in range(scales.shape[0]):
         for group in range(scales.shape[1]):
+            first = group * GROUP
             for lane in range(LANES):
-                row, first = weights[panel * LANES + lane], group * GROUP
-                largest = np.float32(0.0)
+                row, largest = weights[panel * LANES + lane], np.float32(0.0)
                 for i in range(first, first + GROUP):
                     largest = max(largest, abs(row[i]))
-                scale = largest / np.float32(127)
-                scales[panel, group, lane] = scale
-                divisor = scale if scale > 0.0 else np.float32(1.0)
+                scale[lane] = largest / np.float32(127)
+            _scales_held(scale, scales[panel, group])
+            for lane in range(LANES):
+                row = weights[panel * LANES + lane]
+                divisor = scale[lane] if scale[lane] > 0.0 else np.float32(1.0)
                 for i in range(first, first + GROUP):
-                    data[panel, i // 2, lane, i % 2] = np.int8(np.rint(row[i] / divisor))
+                    number = min(max(np.rint(row[i] / divisor), _LEAST), _LARGEST)
+                    data[panel, i // 2, lane, i % 2] = np.int8(number)
 
 
 @njit(nogil=True, error_model="numpy", cache=True)
@@ -165,21 +188,31 @@ def fit_groups(groups, worth, most):
     return numbers, scales, offsets
 
 
-@cache
 def compiled() -> None:
     """Have what is above compiled by one process at a time, or read from where it is kept: servers
     that start together on a new machine would otherwise all compile it."""
+    _compiled_for_eight()
+    _compiled_for_fewer()
+
+
+@cache
+def _compiled_for_eight() -> None:
     with one_at_a_time():
         _round(np.zeros((LANES, GROUP), dtype=np.float32))
-        nothing = np.zeros((1, 1), dtype=np.float32)
+
+
+@cache
+def _compiled_for_fewer() -> None:
+    nothing = np.zeros((1, 1), dtype=np.float32)
+    with one_at_a_time():
         for worth in (None, nothing):
             fit_groups(nothing, worth, 1)
 
 
-def round_to_eight(weights: NDArray[np.float32]) -> tuple[NDArray[np.int8], NDArray[np.float32]]:
-    """`round_panels` of weights [P * L, K]: numbers [P, K / 2, L, 2] and scales [P, K / GROUP, L]
-    of groups along rows."""
-    compiled()
+def round_to_eight(weights: NDArray[np.float32]) -> tuple[NDArray[np.int8], NDArray[np.uint16]]:
+    """`round_panels` of weights [P * L, K]: numbers [P, K / 2, L, 2] and the bits of scales
+    [P, K / GROUP, L] of groups along rows."""
+    _compiled_for_eight()
     return _round(weights)
 
 
@@ -188,16 +221,16 @@ def fit(
 ) -> tuple[NDArray, NDArray, NDArray]:
     """`fit_groups` for groups [..., m, g], of the same leading shape; `worth` None: all weights
     count the same."""
-    compiled()
+    _compiled_for_fewer()
     flat = np.ascontiguousarray(groups.reshape(-1, groups.shape[-1]), dtype=np.float32)
     numbers, scales, offsets = fit_groups(flat, worth, (1 << bits) - 1)
     lead = groups.shape[:-1]
     return numbers.reshape(groups.shape), scales.reshape(lead), offsets.reshape(lead)
 
 
-def _round(weights: NDArray[np.float32]) -> tuple[NDArray[np.int8], NDArray[np.float32]]:
+def _round(weights: NDArray[np.float32]) -> tuple[NDArray[np.int8], NDArray[np.uint16]]:
     panels, columns = len(weights) // LANES, weights.shape[1]
     data = np.empty((panels, columns // 2, LANES, 2), dtype=np.int8)
-    scales = np.empty((panels, columns // GROUP, LANES), dtype=np.float32)
+    scales = np.empty((panels, columns // GROUP, LANES), dtype=np.uint16)
     round_panels(weights, data, scales)
     return data, scales

@@ -20,6 +20,7 @@ from trimmoe.models.compiled.lanes import (
     INTS,
     LANES,
     LINE,
+    SCALE_BYTES,
     SHORTS,
     WIDE,
     Emit,
@@ -191,12 +192,11 @@ def _integers(
     """Whole numbers within a group, then times the scales of weights and states; and the group's
     sum of states times the offset, where there are offsets."""
     b, many = tile.builder, len(tile.ws)
-    size = tile.form.scale_bytes
-    count = b.udiv(k, const(GROUP))
+    count, size = b.udiv(k, const(GROUP)), LANES * SCALE_BYTES
+    read = tile.scales if tile.form is Format.Q8 else tile.widened
 
     def factor_at(address: Any, group: Any) -> Any:
-        there = tile.add(address, tile.times(group, LANES * size))
-        return tile.load(there, WIDE, 4) if size == 4 else tile.widened(there)
+        return read(tile.add(address, tile.times(group, size)))
 
     def body(group: Any, totals: list[Any]) -> list[Any]:
         totals = list(totals)
@@ -204,7 +204,7 @@ def _integers(
         stored = GROUP * tile.form.panel_bytes
         tile.fetch_ahead(tile.ws, tile.times(group, stored), stored)
         for each in (scales, offsets or []):
-            tile.fetch_ahead(each, tile.times(group, LANES * size), LANES * size)
+            tile.fetch_ahead(each, tile.times(group, size), size)
         for number in range(tile.pairs_apart):
             columns = [tile.pairs(w, group, number) for w in tile.ws]
             for part in range(len(columns[0])):
