@@ -393,6 +393,7 @@ def test_the_embedded_model_calibrates(texts: list[str]) -> None:
         tokens=96,
         window=32,
         rung_tokens=0,
+        stand_in_rank=0,
         skip_samples=8,
         drop_samples=4,
         substitution_samples=4,

@@ -1,0 +1,3 @@
+"""As the one above."""
+
+__path__: list[str]
