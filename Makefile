@@ -50,9 +50,9 @@ style: $(STAMP)
 types: $(STAMP)
 	$(BIN)/pyright
 
-# One process more than cores: servers and clocks are waited for.
+# Two processes more than cores: servers and clocks are waited for.
 suite: warm
-	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder
 
 warm: $(STAMP)
 	$(BIN)/python -m compileall -q src tests
