@@ -1,4 +1,5 @@
-"""The account that an answer is opened with, where it starts over after a server was lost."""
+"""What an answer is opened with where it starts over after a server was lost, and what it leaves
+behind where it is put off."""
 
 from __future__ import annotations
 
@@ -10,9 +11,10 @@ import pytest
 from trimmoe.policy.presets import PRESETS
 from trimmoe.policy.readings import BudgetRule
 from trimmoe.runtime.node.front.answers import Answers
-from trimmoe.runtime.node.front.jobs import Job
+from trimmoe.runtime.node.front.jobs import Attempt, Begun, Job
 from trimmoe.runtime.node.front.memory import Memory
 from trimmoe.runtime.node.front.speculation import Speculation
+from trimmoe.runtime.node.records.messages import Prefix
 from trimmoe.runtime.service import GenerationRequest
 
 
@@ -42,3 +44,22 @@ def test_it_brings_along_what_its_tokens_left_unless_budgets_are_even(
     opened = answers.opened(Job(request=request, credit=credit), attempt)
     assert (opened.sequence, opened.access, opened.balance) == (7, 1, balance)
     assert (opened.budget, opened.confidence) == (0.5, 0.75)
+
+
+@pytest.mark.parametrize("moves", [True, False])
+def test_who_is_put_off_leaves_nothing_of_what_it_was_to_take_over(moves: bool) -> None:
+    """Its own server may lack that, and say so before the prompt has set out."""
+    closed: list[int] = []
+    retired: list[int] = []
+    context: Any = SimpleNamespace(
+        control=lambda work: work(),
+        close_account=closed.append,
+        retire=lambda sequence, *_: retired.append(sequence),
+        post=lambda _: None,
+    )
+    begun = Begun(prefix=Prefix(sequence=3, length=20, moves=moves), read=0)
+    trouble: Any = None
+    attempt = Attempt(sequence=7, route=(0, 1), trouble=trouble, begun=begun)
+    assert Memory(context).put_off(attempt).prefix == Prefix(sequence=7, length=20, moves=True)
+    assert retired == [7]
+    assert closed == ([3] if moves else [])

@@ -98,7 +98,12 @@ class Memory:
         """An attempt took more for granted than is there of what it began with: what the next one
         begins with instead, see `resume`."""
         assert attempt.begun is not None
-        length, sequence = attempt.begun.prefix.length, attempt.sequence
+        prefix, sequence = attempt.begun.prefix, attempt.sequence
+        length = prefix.length
+        if prefix.moves:
+            # It may be put off before it has taken over what this server had read of that.
+            source = prefix.sequence
+            self._context.control(lambda: self._context.close_account(source))
         # Nobody else finds it.
         kept = self._kept[sequence] = self._retain(attempt, length)
         return Begun(prefix=Prefix(sequence, length, moves=True), read=kept.read)
