@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+import trimmoe
 from launching import free_ports, write_files
 from timed import timed_machines
 from trimmoe.core.errors import UserError
@@ -86,6 +87,16 @@ def test_long_ago_is_measured_again_and_so_is_a_clock_that_jumped(
     world.found()
     world.measured_at(NOW_S)
     world.found(NOW_S + away_s)
+    assert world.probed == 2
+
+
+def test_what_another_version_measured_is_measured_again(
+    world: _World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world.found()
+    world.measured_at(NOW_S)
+    monkeypatch.setattr(trimmoe, "__version__", "9.9")
+    world.found(NOW_S)
     assert world.probed == 2
 
 

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import trimmoe
 from trimmoe.core.artifact import file_hash
 from trimmoe.core.errors import UserError
 from trimmoe.core.machines import Machines, load_machines
@@ -55,7 +56,8 @@ def with_machines(
     path = (folder or default_cache_dir()) / "machines" / f"{_key(config)}.trim"
     # Servers that run on after their supervisor are taken over by the figures they began with.
     runs = bool(RunFolder.at(config.port_base).alive())
-    if _holds(path, config) and (runs or abs(now_s() - path.stat().st_mtime) < RECENT_S):
+    known = _known(path, config)
+    if known is not None and (runs or _is_recent(known, path, now_s())):
         say(f"Planning by what was measured of {', '.join(names)} before.")
         return config.model_copy(update={"machines": path})
     if runs:
@@ -77,15 +79,21 @@ def with_machines(
     return config.model_copy(update={"machines": path})
 
 
-def _holds(path: Path, config: ServeConfig) -> bool:
-    """Whether figures of these servers and this model are there."""
+def _known(path: Path, config: ServeConfig) -> Machines | None:
+    """Figures of these servers and this model, if they are there."""
     if not path.is_file():
-        return False
+        return None
     try:
         known = load_machines(path)
     except UserError:
-        return False
-    return known.model_hash == model_spec_of(config).model_hash
+        return None
+    return known if known.model_hash == model_spec_of(config).model_hash else None
+
+
+def _is_recent(known: Machines, path: Path, now_s: float) -> bool:
+    """Whether figures still hold: another version's servers take something else."""
+    is_of_this = known.header.trimmoe_version == trimmoe.__version__
+    return is_of_this and abs(now_s - path.stat().st_mtime) < RECENT_S
 
 
 def _key(config: ServeConfig) -> str:
