@@ -9,9 +9,9 @@ GROUP = 32
 
 
 def bits_in_groups(bits: int) -> float:
-    """Bits that a weight takes in so many bits, its share of its group's scale included, and of its
-    offset where there is one: two bytes each."""
-    return bits + (16 if bits == 8 else 32) / GROUP
+    """Bits that a weight takes in so many bits, its share of its group's two bytes included, which
+    are a scale, or a scale and an offset. What several hundred groups share is not counted."""
+    return bits + 16 / GROUP
 
 
 class Precision(StrEnum):

@@ -20,8 +20,8 @@ from numba.extending import intrinsic as numba_intrinsic
 LANES = 16
 LINE = 64
 """Bytes of a cache line."""
-SCALE_BYTES = 2
-"""What a group's scale takes, and its offset if there is one."""
+FACTOR_BYTES = 4
+"""What is before a panel's scales, and before its offsets, where groups have both."""
 SCALE_SHIFT, SCALE_POWER = 13, 80
 """What a Q8 scale's bits stand for: shifted up by so many they are those of a float32, which counts
 two to so many times. So a scale has no sign, an exponent of six bits and a fraction of ten, and
@@ -38,9 +38,10 @@ class Format(IntEnum):
     """An int8 per weight, two columns side by side; a group is multiplied by its scale, in sixteen
     bits as `SCALE_SHIFT` tells them."""
     Q4 = 3
-    """Four bits per weight, times the group's scale, plus its offset; both are bfloat16. A byte has
-    two weights of one half of a group each, the first in its low bits, and two columns lie side by
-    side as in Q8."""
+    """Four bits per weight, times the group's scale, plus its offset; both are whole numbers of
+    eight bits, with and without a sign, times a float32 that is the panel's and lies before them. A
+    byte has two weights of one half of a group each, the first in its low bits, and two columns lie
+    side by side as in Q8."""
     Q2 = 4
     """The same with two bits: a byte has four weights, one of each quarter of a group."""
     Q3 = 5
@@ -56,6 +57,11 @@ class Format(IntEnum):
     def planes(self) -> tuple[int, ...]:
         """How many bits of a quantised weight lie together in a byte, the lowest first."""
         return (2, 1) if self is Format.Q3 else (self.bits,)
+
+    @property
+    def scale_bytes(self) -> int:
+        """What a group's scale takes, and its offset if there is one."""
+        return 2 if self is Format.Q8 else 1
 
     @property
     def panel_bytes(self) -> int:
@@ -142,6 +148,14 @@ class Emit:
         bits = self.builder.zext(self.load(address, ir.VectorType(I16, LANES), 2), INTS)
         found = self.builder.bitcast(self.builder.shl(bits, all_lanes(INTS, SCALE_SHIFT)), WIDE)
         return self.builder.fmul(found, all_lanes(WIDE, 2.0**SCALE_POWER))
+
+    def whole(self, address: Any, *, signed: bool) -> Any:
+        """Sixteen whole numbers of eight bits at an address as floats."""
+        b, stored = self.builder, self.load(address, ir.VectorType(I8, LANES), 1)
+        if signed:
+            return b.sitofp(b.sext(stored, INTS), WIDE)
+        # What is below two to the 31st is the same either way, and this is one instruction.
+        return b.sitofp(b.zext(stored, INTS), WIDE)
 
     def fetch(self, address: Any) -> None:
         """Have the cache line at an address brought near; nothing where there is none."""

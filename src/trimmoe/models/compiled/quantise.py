@@ -18,7 +18,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trimmoe.core.precision import GROUP, Precision
-from trimmoe.models.compiled.lanes import LANES, SCALE_POWER, SCALE_SHIFT, Format
+from trimmoe.models.compiled.lanes import (
+    FACTOR_BYTES,
+    LANES,
+    SCALE_POWER,
+    SCALE_SHIFT,
+    Format,
+)
 from trimmoe.models.compiled.pages import CHUNKS
 from trimmoe.models.compiled.rounding import fit, round_to_eight
 
@@ -39,9 +45,10 @@ class Packed:
     data: NDArray[Any]
     """[P, K', LANES]; of quantised weights of b bits, in bytes, [P, K' * b / 16, LANES, 2]."""
     scales: NDArray[Any]
-    """[P, K' / GROUP, LANES], the bits of what the format says; empty where there are none."""
+    """Of eight bits [P, K' / GROUP, LANES], uint16; of fewer, uint8, the panel's factor and then
+    those of groups, [P, FACTOR_BYTES + K' / GROUP * LANES]; empty where there are none."""
     offsets: NDArray[Any]
-    """The same; empty where there are none."""
+    """The same, int8; empty where there are none."""
     shape: tuple[int, int]
     """Without padding."""
 
@@ -65,7 +72,7 @@ class Packed:
         else:
             whole = self._numbers(panel, lane) * self._scales(panel, lane)[..., None]
             if self.offsets.size:
-                whole += _floats(self.offsets[panel, :, lane])[..., None]
+                whole += _factors(self.offsets, panel, lane)[..., None]
         return np.ascontiguousarray(whole.reshape(len(which), -1)[:, : self.shape[1]])
 
     def _numbers(self, panel: NDArray[np.int64], lane: NDArray[np.int64]) -> Floats:
@@ -75,11 +82,10 @@ class Packed:
 
     def _scales(self, panel: NDArray[np.int64], lane: NDArray[np.int64]) -> Floats:
         """What the groups of some rows are multiplied by, [n, K' / GROUP]."""
-        bits = self.scales[panel, :, lane]
         if self.form is not Format.Q8:
-            return _floats(bits)
-        found = (bits.astype(np.uint32) << SCALE_SHIFT).view(np.float32)
-        return found * np.float32(2.0**SCALE_POWER)
+            return _factors(self.scales, panel, lane)
+        bits = self.scales[panel, :, lane].astype(np.uint32) << SCALE_SHIFT
+        return bits.view(np.float32) * np.float32(2.0**SCALE_POWER)
 
     @property
     def restored(self) -> Floats:
@@ -143,15 +149,28 @@ def pack_few(weights: Floats, bits: int, squares: Floats | None = None) -> Packe
     [K], if they are known."""
     padded = _padded(weights)
     groups = padded.reshape(padded.shape[0], -1, GROUP)
-    numbers, scales, offsets = fit(groups, bits, None if squares is None else _worth(squares))
-    form = _FEW[bits]
+    fitted = fit(groups, bits, None if squares is None else _worth(squares))
+    numbers, form = fitted.numbers, _FEW[bits]
     return Packed(
         form=form,
         data=_paired(_apart(numbers, form).reshape(padded.shape[0], -1)),
-        scales=_panels(scales),
-        offsets=_panels(offsets),
+        scales=_factored(fitted.scales, fitted.scale_of_panel),
+        offsets=_factored(fitted.offsets, fitted.offset_of_panel),
         shape=weights.shape,
     )
+
+
+def _factored(codes: NDArray[Any], of_panel: Floats) -> NDArray[Any]:
+    """Whole numbers of eight bits [P * LANES, G], and the factors [P] before them, by panel."""
+    panels = _panels(codes).reshape(len(of_panel), -1)
+    return np.concatenate([of_panel[:, None].view(codes.dtype), panels], axis=1)
+
+
+def _factors(stored: NDArray[Any], panel: NDArray[np.int64], lane: NDArray[np.int64]) -> Floats:
+    """What `_factored` stands for, of some rows, [n, G]."""
+    of_panel = np.ascontiguousarray(stored[:, :FACTOR_BYTES]).view(np.float32)
+    codes = stored[:, FACTOR_BYTES:].reshape(len(stored), -1, LANES)
+    return codes[panel, :, lane].astype(np.float32) * of_panel[panel]
 
 
 def _worth(squares: Floats) -> Floats:

@@ -9,6 +9,7 @@ that matters.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import cache
 
 import numpy as np
@@ -63,17 +64,6 @@ def round_panels(weights, data, scales):
                 for i in range(first, first + GROUP):
                     number = min(max(np.rint(row[i] / divisor), _LEAST), _LARGEST)
                     data[panel, i // 2, lane, i % 2] = np.int8(number)
-
-
-@njit(nogil=True, error_model="numpy", cache=True)
-def _short(values, bits):
-    """Floats [L] become what the nearest bfloat16 stand for, whose `bits` are put down."""
-    whole = values.view(np.uint32)
-    for lane in range(LANES):
-        odd = (whole[lane] >> np.uint32(16)) & np.uint32(1)
-        upper = (whole[lane] + np.uint32(0x7FFF) + odd) >> np.uint32(16)
-        bits[lane] = np.uint16(upper)
-        whole[lane] = upper << np.uint32(16)
 
 
 @njit(nogil=True, error_model="numpy", cache=True)
@@ -137,21 +127,19 @@ def _fit(weights, counts, numbers, scale, offset):
 
 @njit(nogil=True, error_model="numpy", cache=True)
 def fit_groups(groups, worth, most):
-    """Numbers from 0 to `most` for groups [n, g], uint8 [n, g], with the bits of their scales and
-    offsets in bfloat16, uint16 [n] each: a weight is offset + scale * number.
+    """Scales and offsets of groups [n, g], [n] each, of whose weights the numbers go from 0 to
+    `most`: a weight is offset + scale * number.
 
     How much weights count: `worth` [m, g], of the groups of a row, which repeats; None: all the
     same. `LANES` groups at a time, one beside another, as vectors take them.
     """
     count, size = groups.shape
-    numbers = np.zeros((count, size), dtype=np.uint8)
-    scales, offsets = np.zeros(count, dtype=np.uint16), np.zeros(count, dtype=np.uint16)
+    scales, offsets = np.zeros(count, dtype=np.float32), np.zeros(count, dtype=np.float32)
     weights = np.zeros((size, LANES), dtype=np.float32)
     counts = np.ones((size, LANES), dtype=np.float32)
     counted = None if worth is None else counts
     tried = np.empty((size, LANES), dtype=np.float32)
     scale, offset = np.empty(LANES, dtype=np.float32), np.empty(LANES, dtype=np.float32)
-    scale_bits, offset_bits = np.empty(LANES, np.uint16), np.empty(LANES, np.uint16)
     error, best = np.empty_like(scale), np.empty_like(scale)
     low, high = np.empty_like(scale), np.empty_like(scale)
     top = np.float32(most)
@@ -175,17 +163,83 @@ def fit_groups(groups, worth, most):
                 scale[lane], offset[lane] = reach * np.float32(2.0) / top, middle - reach
             _numbers(weights, counted, scale, offset, top, tried, error)
             _fit(weights, counted, tried, scale, offset)
-            _short(scale, scale_bits)
-            _short(offset, offset_bits)
             _numbers(weights, counted, scale, offset, top, tried, error)
             for lane in range(here):
                 if error[lane] < best[lane]:
                     best[lane] = error[lane]
-                    scales[first + lane] = scale_bits[lane]
-                    offsets[first + lane] = offset_bits[lane]
-                    for i in range(size):
-                        numbers[first + lane, i] = np.uint8(tried[i, lane])
-    return numbers, scales, offsets
+                    scales[first + lane] = scale[lane]
+                    offsets[first + lane] = offset[lane]
+    return scales, offsets
+
+
+@njit(nogil=True, error_model="numpy", cache=True)
+def _off(weights, counts, scale, offset, most):
+    """The squared error of a group's weights [g] and the mean offset that would leave the least of
+    it, with the same numbers; squares count as much as `counts` [g] says."""
+    over = np.float32(1.0) / scale if scale > np.float32(0.0) else np.float32(0.0)
+    error, total, whole = np.float32(0.0), np.float32(0.0), np.float32(0.0)
+    for i in range(weights.size):
+        above = weights[i] - offset
+        number = min(max(np.rint(above * over), np.float32(0.0)), most)
+        count = np.float32(1.0) if counts is None else counts[i]
+        off = above - number * scale
+        error += off * off * count
+        total += off * count
+        whole += count
+    return error, offset + total / whole
+
+
+@njit(nogil=True, error_model="numpy", cache=True)
+def code_groups(groups, worth, scales, offsets, scale_steps, offset_steps, most):
+    """Numbers of groups [n, g], and their scales and offsets [n] in whole steps [P] of their panel:
+    uint8 [n, g], uint8 [n] and int8 [n]. Of the steps beside a scale those are taken, and with them
+    of those beside the offset that then fits best, which leave the least error; `worth` as for
+    `fit_groups`."""
+    count, size = groups.shape
+    numbers = np.zeros((count, size), dtype=np.uint8)
+    scale_codes, offset_codes = np.zeros(count, dtype=np.uint8), np.zeros(count, dtype=np.int8)
+    of_panel = count // scale_steps.size
+    for group in range(count):
+        step, shift = scale_steps[group // of_panel], offset_steps[group // of_panel]
+        counts = None if worth is None else worth[group % worth.shape[0]]
+        weights, best = groups[group], np.float32(np.inf)
+        held, from_there = np.float32(0.0), np.float32(0.0)
+        first = np.floor(scales[group] / step) if step > np.float32(0.0) else np.float32(0.0)
+        for up in range(2):
+            code = min(first + np.float32(up), np.float32(255.0))
+            scale = code * step
+            _, fitting = _off(weights, counts, scale, offsets[group], most)
+            below = np.floor(fitting / shift) if shift > np.float32(0.0) else np.float32(0.0)
+            for further in range(2):
+                steps = below + np.float32(further)
+                steps = min(max(steps, np.float32(-127.0)), np.float32(127.0))
+                error, _ = _off(weights, counts, scale, steps * shift, most)
+                if error < best:
+                    best, held, from_there = error, scale, steps * shift
+                    scale_codes[group] = np.uint8(code)
+                    offset_codes[group] = np.int8(steps)
+        over = np.float32(1.0) / held if held > np.float32(0.0) else np.float32(0.0)
+        for i in range(size):
+            number = np.rint((weights[i] - from_there) * over)
+            numbers[group, i] = np.uint8(min(max(number, np.float32(0.0)), most))
+    return numbers, scale_codes, offset_codes
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Fitted:
+    """A matrix [P * L, K] in few bits: a weight is offset + scale * number, where scale and offset
+    are its group's times its panel's."""
+
+    numbers: NDArray[np.uint8]
+    """[P * L, K / GROUP, GROUP]."""
+    scales: NDArray[np.uint8]
+    """[P * L, K / GROUP]."""
+    offsets: NDArray[np.int8]
+    """The same."""
+    scale_of_panel: NDArray[np.float32]
+    """[P]."""
+    offset_of_panel: NDArray[np.float32]
+    """[P]."""
 
 
 def compiled() -> None:
@@ -206,7 +260,8 @@ def _compiled_for_fewer() -> None:
     nothing = np.zeros((1, 1), dtype=np.float32)
     with one_at_a_time():
         for worth in (None, nothing):
-            fit_groups(nothing, worth, 1)
+            found = fit_groups(nothing, worth, 1)
+            code_groups(nothing, worth, *found, *found, np.float32(1))
 
 
 def round_to_eight(weights: NDArray[np.float32]) -> tuple[NDArray[np.int8], NDArray[np.uint16]]:
@@ -216,16 +271,29 @@ def round_to_eight(weights: NDArray[np.float32]) -> tuple[NDArray[np.int8], NDAr
     return _round(weights)
 
 
-def fit(
-    groups: NDArray[np.float32], bits: int, worth: NDArray[np.float32] | None = None
-) -> tuple[NDArray, NDArray, NDArray]:
-    """`fit_groups` for groups [..., m, g], of the same leading shape; `worth` None: all weights
-    count the same."""
+def fit(groups: NDArray[np.float32], bits: int, worth: NDArray[np.float32] | None = None) -> Fitted:
+    """Groups [P * L, m, g] in so many bits; `worth` as for `fit_groups`, None: all weights count
+    the same."""
     _compiled_for_fewer()
-    flat = np.ascontiguousarray(groups.reshape(-1, groups.shape[-1]), dtype=np.float32)
-    numbers, scales, offsets = fit_groups(flat, worth, (1 << bits) - 1)
-    lead = groups.shape[:-1]
-    return numbers.reshape(groups.shape), scales.reshape(lead), offsets.reshape(lead)
+    flat, most = groups.reshape(-1, groups.shape[-1]), (1 << bits) - 1
+    scales, offsets = fit_groups(flat, worth, most)
+    scales = np.maximum(scales, np.float32(0.0))
+    panels = groups.shape[0] // LANES
+    steps = _steps(scales, panels, 255), _steps(offsets, panels, 127)
+    numbers, *codes = code_groups(flat, worth, scales, offsets, *steps, np.float32(most))
+    scale_codes, offset_codes = (each.reshape(groups.shape[:-1]) for each in codes)
+    return Fitted(
+        numbers=numbers.reshape(groups.shape),
+        scales=scale_codes,
+        offsets=offset_codes,
+        scale_of_panel=steps[0],
+        offset_of_panel=steps[1],
+    )
+
+
+def _steps(values: NDArray[np.float32], panels: int, most: int) -> NDArray[np.float32]:
+    """For each panel's values in [n] that of which its largest is so many."""
+    return np.abs(values).reshape(panels, -1).max(axis=1) / np.float32(most)
 
 
 def _round(weights: NDArray[np.float32]) -> tuple[NDArray[np.int8], NDArray[np.uint16]]:

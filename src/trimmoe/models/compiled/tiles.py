@@ -17,10 +17,10 @@ from numba.core.errors import RequireLiteralValue
 from trimmoe.core.precision import GROUP
 from trimmoe.models.compiled.lanes import (
     BYTES,
+    FACTOR_BYTES,
     INTS,
     LANES,
     LINE,
-    SCALE_BYTES,
     SHORTS,
     WIDE,
     Emit,
@@ -186,17 +186,32 @@ def _stretched(tile: _Tile, places: list[Any], k: Any) -> None:
     tile.loop(b.udiv(tile.add(k, _STRETCH - 1), const(_STRETCH)), [], body)
 
 
+class _Factors:
+    """The scales of a panel's groups at an address, or their offsets."""
+
+    def __init__(self, tile: _Tile, address: Any, *, signed: bool) -> None:
+        self._tile, self._at, self._signed = tile, address, signed
+        self._of_panel = None if tile.form is Format.Q8 else tile.spread(address)
+
+    def of(self, group: Any) -> Any:
+        """Those of a group, by lane."""
+        tile = self._tile
+        there = tile.add(self._at, tile.times(group, LANES * tile.form.scale_bytes))
+        if self._of_panel is None:
+            return tile.scales(there)
+        whole = tile.whole(tile.add(there, FACTOR_BYTES), signed=self._signed)
+        return tile.builder.fmul(whole, self._of_panel)
+
+
 def _integers(
     tile: _Tile, scales: list[Any], offsets: list[Any] | None, groups: list[Any], k: Any
 ) -> list[Any]:
     """Whole numbers within a group, then times the scales of weights and states; and the group's
     sum of states times the offset, where there are offsets."""
     b, many = tile.builder, len(tile.ws)
-    count, size = b.udiv(k, const(GROUP)), LANES * SCALE_BYTES
-    read = tile.scales if tile.form is Format.Q8 else tile.widened
-
-    def factor_at(address: Any, group: Any) -> Any:
-        return read(tile.add(address, tile.times(group, size)))
+    count, size = b.udiv(k, const(GROUP)), LANES * tile.form.scale_bytes
+    factors = [_Factors(tile, scale, signed=False) for scale in scales]
+    shifts = None if offsets is None else [_Factors(tile, at, signed=True) for at in offsets]
 
     def body(group: Any, totals: list[Any]) -> list[Any]:
         totals = list(totals)
@@ -216,9 +231,9 @@ def _integers(
                         product = tile.multiplied(columns[p][part], states)
                         sums[r * many + p] = b.add(sums[r * many + p], product)
         known = tile.times(group, 4)
-        for p, scale in enumerate(scales):
-            factor = factor_at(scale, group)
-            shift = None if offsets is None else factor_at(offsets[p], group)
+        for p, scale in enumerate(factors):
+            factor = scale.of(group)
+            shift = None if shifts is None else shifts[p].of(group)
             for r, of_row in enumerate(groups):
                 i, here = r * many + p, tile.add(of_row, known)
                 both = b.fmul(factor, tile.spread(here))
