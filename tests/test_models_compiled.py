@@ -113,7 +113,7 @@ WRITTEN_OUT = """
 import sys
 import numpy as np
 from trimmoe.models.compiled import lanes
-lanes._PAIRS_AT_ONCE = ""
+lanes._PAIRS_AT_ONCE, lanes.SUMS_AT_ONCE = "", False
 from trimmoe.core.precision import GROUP, Precision
 from trimmoe.models.compiled.calls import multiply
 from trimmoe.models.compiled.tables import record

@@ -18,7 +18,7 @@ from numba.misc.special import literally
 from trimmoe.core.precision import GROUP
 from trimmoe.models.compiled.apart import apart
 from trimmoe.models.compiled.lane_functions import round_lanes, sum_lanes
-from trimmoe.models.compiled.lanes import LANES, Format, calling, intrinsic
+from trimmoe.models.compiled.lanes import LANES, SUMS_AT_ONCE, Format, calling, intrinsic
 from trimmoe.models.compiled.tiles import tile
 
 RUN, DATA, SCALES, OFFSETS, NEXT, END, FORMAT, OUT, IN = range(9)
@@ -41,7 +41,8 @@ _I1, _F2 = types.Array(types.int64, 1, "C"), types.Array(types.float32, 2, "C")
 # panel at a time for all rows, and what comes so many bytes later is fetched meanwhile: far enough
 # for memory to answer in time. That pays for so many rows, for more of them in whole numbers, with
 # so few in a tile. Unpacking few bits for one row takes as long as fetching two panels.
-_FAR, _SOME, _SOME_WHOLE, _FEW = 8192, 8, 32, 4
+# With an instruction that adds products up, more rows have enough to do sooner.
+_FAR, _SOME, _SOME_WHOLE, _FEW = 8192, 8, 8 if SUMS_AT_ONCE else 32, 4
 _ONE, _TWO = 1, 2
 
 

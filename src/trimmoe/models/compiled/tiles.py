@@ -228,8 +228,8 @@ def _integers(
                 for r, x in enumerate(tile.xs):
                     states = tile.pair(tile.add(x, at))
                     for p in range(many):
-                        product = tile.multiplied(columns[p][part], states)
-                        sums[r * many + p] = b.add(sums[r * many + p], product)
+                        i, weights = r * many + p, columns[p][part]
+                        sums[i] = tile.added(sums[i], weights, states, beside=len(sums))
         known = tile.times(group, 4)
         for p, scale in enumerate(factors):
             factor = scale.of(group)
