@@ -233,6 +233,18 @@ def test_what_comes_out_is_nearer_where_it_is_known_what_goes_in(bits: int, colu
     assert off[0] < 0.9 * off[1]
 
 
+@pytest.mark.parametrize("bits", [2, 3, 4])
+def test_a_few_large_weights_cost_their_neighbours_little(bits: int) -> None:
+    """Groups of sixteen rows have their scales in steps of the largest."""
+    weights = _random(16, 512)
+    off = pack_bits([weights], bits).restored - weights
+    weights[3, 100] = 30.0 * np.abs(weights).max()
+    beside = np.ones(weights.shape, dtype=bool)
+    beside[3, 96:128] = False
+    with_it = pack_bits([weights], bits).restored - weights
+    assert np.square(with_it[beside]).sum() < 1.2 * np.square(off[beside]).sum()
+
+
 @pytest.mark.parametrize("squares", [0.0, 3.0])
 def test_what_goes_in_alike_or_never_is_as_if_nothing_were_known(squares: float) -> None:
     weights = _random(20, 96)

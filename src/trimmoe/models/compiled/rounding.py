@@ -4,7 +4,7 @@ At eight bits the scale is that of the largest weight. At fewer, extremes of a g
 numbers that there are too thin. So narrower ranges are tried too, for each the scale and the offset
 are fitted by least squares, and the best of all is taken. Where it is known how large what a column
 is multiplied with usually is, squares of errors count by that: it is the error of what comes out
-that matters.
+that matters. Both are then held in whole steps of the largest of sixteen rows, one byte each.
 """
 
 from __future__ import annotations
