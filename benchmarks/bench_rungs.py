@@ -21,9 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
@@ -131,15 +129,10 @@ def _grid(group: Tensor, squares: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     """Scale and offset of a group of columns [E, J, g], [E, J, 1] each, as it is packed."""
     both = []
     for weights, counts in zip(group, squares, strict=True):
-        found = fit(weights.numpy()[:, None], bits, counts.numpy()[None])[1:]
-        both.append(torch.stack([_floats(each) for each in found]))
+        found = fit(weights.numpy()[:, None], bits, counts.numpy()[None])
+        both.append(torch.stack([torch.from_numpy(each) for each in found.held]))
     scale, offset = torch.stack(both, dim=1)
     return torch.where(scale.abs() < 1e-12, 1e-12, scale), offset
-
-
-def _floats(halves: NDArray[np.uint16]) -> Tensor:
-    """What the bits of bfloat16 stand for."""
-    return torch.from_numpy((halves.astype(np.uint32) << 16).view(np.float32))
 
 
 def main() -> None:

@@ -241,6 +241,13 @@ class Fitted:
     offset_of_panel: NDArray[np.float32]
     """[P]."""
 
+    @property
+    def held(self) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+        """What scales and offsets stand for, [P * L, K / GROUP] each."""
+        rows = (np.repeat(each, LANES) for each in (self.scale_of_panel, self.offset_of_panel))
+        scale, offset = (each[:, None] for each in rows)
+        return self.scales * scale, self.offsets * offset
+
 
 def compiled() -> None:
     """Have what is above compiled by one process at a time, or read from where it is kept: servers
@@ -280,12 +287,13 @@ def fit(groups: NDArray[np.float32], bits: int, worth: NDArray[np.float32] | Non
     scales = np.maximum(scales, np.float32(0.0))
     panels = groups.shape[0] // LANES
     steps = _steps(scales, panels, 255), _steps(offsets, panels, 127)
-    numbers, *codes = code_groups(flat, worth, scales, offsets, *steps, np.float32(most))
-    scale_codes, offset_codes = (each.reshape(groups.shape[:-1]) for each in codes)
+    numbers, scale_codes, offset_codes = code_groups(
+        flat, worth, scales, offsets, *steps, np.float32(most)
+    )
     return Fitted(
         numbers=numbers.reshape(groups.shape),
-        scales=scale_codes,
-        offsets=offset_codes,
+        scales=scale_codes.reshape(groups.shape[:-1]),
+        offsets=offset_codes.reshape(groups.shape[:-1]),
         scale_of_panel=steps[0],
         offset_of_panel=steps[1],
     )
