@@ -73,11 +73,14 @@ def _round(it: Specimen, view: GeneralView, precision: Precision) -> int:
 def _round_experts(module: torch.nn.Module, precision: Precision) -> None:
     if not hasattr(module, "has_gate"):
         return
-    for parameter in module.parameters():
+    for name, parameter in module.named_parameters():
         if parameter.dim() == 3:
             for one in parameter:
                 one = one.T if module.is_transposed else one
-                one.copy_(_restored(one, precision))
+                # Sixteen rows have something in common in few bits, none of gates and others.
+                are_apart = name.startswith("gate_up") and not module.is_transposed
+                for part in one.chunk(2) if are_apart else [one]:
+                    part.copy_(_restored(part, precision))
 
 
 def _share_packed(view: GeneralView) -> float:

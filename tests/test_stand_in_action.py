@@ -144,7 +144,7 @@ def test_a_copy_takes_the_time_of_its_bytes() -> None:
     cost = make_engine(plan, profile, model, policy()).cost
     whole = cost.form_s.reshape(3, 3, 1 + len(RUNGS), EXPERTS)
     np.testing.assert_array_equal(whole[:, :, 0], cost.expert_s)
-    sizes = model.expert_flops / 2 * 3 / 8 / model.expert_bytes  # two bits, and one of a scale's
+    sizes = model.expert_flops / 2 * 2.5 / 8 / model.expert_bytes  # two bits, and half a scale's
     np.testing.assert_allclose(whole[:, :, 1], cost.expert_s * np.minimum(sizes, 1.0))
     by_bits = whole[:, :, [1 + RUNGS.index(bits) for bits in ASCENDING]]
     assert (np.diff(by_bits, axis=2) >= 0).all()
